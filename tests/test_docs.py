@@ -65,6 +65,16 @@ def test_the_code_of_the_page_about_pages_runs(minilm, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "page.html", "compared.html"}
 
 
+@pytest.mark.slow
+def test_the_code_of_the_page_about_pruning_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text((ROOT / "docs/layer.md").read_text(encoding="utf-8"))
+    names: dict = {}
+    assert "180 of 270 heads remain (67%), constraint groups" in run(code_blocks("docs/prune.md"), names)
+    assert names["plan"].kept_heads == 135
+    assert {path.suffix for path in (tmp_path / "smaller").iterdir()} == {".json", ".safetensors"}
+
+
 def test_the_code_and_the_examples_of_the_page_about_plots_run(minilm, coffee, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")

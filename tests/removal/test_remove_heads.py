@@ -52,8 +52,6 @@ def output(model, arguments):
 @pytest.mark.parametrize("share", ["equal", "uniform", "free"])
 @pytest.mark.parametrize("name", families.CONFIGS)
 def test_removed_heads_equal_gates_of_0(name, share):
-    if (name, share) == ("phi3", "free"):
-        pytest.skip("its attention reads the number of heads from the configuration of all layers")
     dense, arguments = families.model(name), families.inputs(name)
     before = {key: value.clone() for key, value in dense.state_dict().items()}
     kept, gates = some_heads(dense, arguments, share=share)
@@ -61,6 +59,10 @@ def test_removed_heads_equal_gates_of_0(name, share):
         expected = output(dense, arguments)
     assert (expected - output(dense, arguments)).abs().max() > 0.1
     pruned = deepcopy(dense)
+    if (name, share) == ("phi3", "free"):
+        with pytest.raises(hw.InputError, match="^heads: expected equally many heads in all layers of a Phi3Model"):
+            remove_heads(pruned, kept)
+        return
     remove_heads(pruned, kept)
     assert sum(map(torch.Tensor.numel, pruned.parameters())) < sum(map(torch.Tensor.numel, dense.parameters()))
     assert (output(pruned, arguments) - expected).abs().max() <= 1e-12 * expected.abs().max()
@@ -120,9 +122,51 @@ def test_heads_that_cannot_be_removed_are_named():
     ):
         with pytest.raises(hw.InputError, match=message):
             module.kept(query)
-    with pytest.raises(hw.InputError, match="^model: expected attention modules of LlamaAttention, .* got LlamaMLP in"):
+    with pytest.raises(hw.InputError, match="^model: expected attention modules of .*LlamaAttention, .* got LlamaMLP in"):
         head_module(families.model("llama"), "layers.0.mlp")
     changed = families.model("llama")
     changed.layers[0].self_attn.num_key_value_groups = 5
     with pytest.raises(hw.InputError, match="^model: expected num_key_value_groups = 3 in layers.0.self_attn, got num"):
         remove_heads(changed, {"layers.0.self_attn": module.kept([0, 1, 3, 4])})
+
+
+OPTIONS = {
+    "plain": {},
+    "fused": {"fused_qkv": True, "mask": hw.causal()},
+    "grouped": {"num_kv_heads": 2, "value_dim": 5, "rotary": hw.Rotary(), "qk_norm": hw.QKNorm()},
+    "gated": {"output_gate": "element", "scores": hw.Scores(sinks=True, temperature=True)},
+    "gated by head": {"output_gate": "head", "bias": False},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_heads_of_our_layer_are_removed(name):
+    torch.manual_seed(0)
+    dense = torch.nn.Sequential(*(hw.MultiHeadAttention(48, 6, **OPTIONS[name]) for _ in range(2))).double().eval()
+    for parameter in dense.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    arguments = {"input": torch.randn(2, 9, 48, dtype=torch.float64)}
+    kept, gates = some_heads(dense, arguments)
+    with hw.gate(dense, gates), torch.no_grad():
+        expected = dense(**arguments)
+    pruned = deepcopy(dense)
+    remove_heads(pruned, kept)
+    with torch.no_grad():
+        found, unpruned = pruned(**arguments), dense(**arguments)
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert (expected - unpruned).abs().max() > 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_bias": hw.ALiBi()}, "position_bias"),
+        ({"scores": hw.Scores(talking_heads=True)}, "talking heads"),
+        ({"qk_norm": hw.QKNorm(over="heads")}, "a norm over all heads"),
+        ({"mask": hw.causal() & hw.per_head([hw.window(3)] * 6)}, "masks of single heads"),
+    ],
+)
+def test_layers_whose_heads_depend_on_each_other_are_refused(options, message):
+    layer = torch.nn.Sequential(hw.MultiHeadAttention(48, 6, **options))
+    with pytest.raises(hw.InputError, match=f"^model: expected a layer without {message}, got one in 0"):
+        head_module(layer, "0")

@@ -1,4 +1,4 @@
-"""Inputs of output projections: the outputs of all heads side by side, for each token that is no padding."""
+"""Inputs of output projections: the outputs of all heads side by side, for each token except padding."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

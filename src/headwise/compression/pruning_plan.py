@@ -52,7 +52,7 @@ class PruningPlan:
     Attributes:
         modules: the attention modules, in the order of the model.
         constraint: "uniform", "groups" or "free".
-        keep: share of the heads that should remain, as it was asked for.
+        keep: share of the heads that should remain.
         scores: what decided which heads remain.
         rounds: number of times that the remaining heads were scored.
         loader: what loads the pruned model: "transformers", or "headwise" where only `headwise.load` can; None if the

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from headwise.errors import InputError
+from headwise.nn.multihead import MultiHeadAttention
 from headwise.removal.head_axes import HeadAxis, HeadBlocks
 from headwise.removal.head_module import HeadModule
 
@@ -80,6 +81,7 @@ class FusedProjection:
             queries come first, then all keys, then all values.
         transposed: True for weights `(in, out)` (`Conv1D` of GPT-2).
         config_fields: see `HeadModule`.
+        reads_config: see `HeadModule`.
     """
 
     classes: tuple[str, ...]
@@ -89,6 +91,7 @@ class FusedProjection:
     heads_outermost: bool = False
     transposed: bool = False
     config_fields: Mapping[str, str] = field(default_factory=dict)
+    reads_config: bool = False
 
     def read(self, model: nn.Module, path: str) -> HeadModule:
         """Return the places of the heads in the attention module at `path`."""
@@ -106,13 +109,61 @@ class FusedProjection:
             *_linear_axes(model, f"{path}.{self.fused}", out_axis, *blocks),
             HeadAxis(f"{output}.weight", 1 - out_axis, (query,)),
         ]
-        return HeadModule(path, heads, kv_heads, width, width, tuple(axes), output, self.config_fields)
+        places = tuple(axes), output, self.config_fields, self.reads_config
+        return HeadModule(path, heads, kv_heads, width, width, *places)
+
+
+@dataclass(frozen=True)
+class HeadwiseLayer:
+    """Reader of headwise's own `MultiHeadAttention`, without options that depend on the other heads."""
+
+    classes: tuple[str, ...] = ("MultiHeadAttention",)
+
+    def read(self, model: nn.Module, path: str) -> HeadModule:
+        """Return the places of the heads in the layer at `path`."""
+        layer: Any = model.get_submodule(path)
+        if type(layer) is not MultiHeadAttention:
+            got = f"another {type(layer).__name__} in {path}"
+            raise InputError("model", expected="headwise's MultiHeadAttention", got=got)
+        if option := _option_over_heads(layer):
+            raise InputError("model", expected=f"a layer without {option}", got=f"one in {path}")
+        heads, kv_heads = layer.num_heads, layer.num_kv_heads
+        query, key = HeadBlocks("query", heads, layer.head_dim), HeadBlocks("kv", kv_heads, layer.head_dim)
+        value, outputs = HeadBlocks("kv", kv_heads, layer.value_dim), HeadBlocks("query", heads, layer.value_dim)
+        if layer.fused_qkv:
+            axes = _linear_axes(model, f"{path}.qkv_proj", 0, query, key, value)
+        else:
+            parts = {"q_proj": query, "k_proj": key, "v_proj": value}
+            axes = [axis for name, part in parts.items() for axis in _linear_axes(model, f"{path}.{name}", 0, part)]
+        if layer.output_gate is not None:
+            gates = HeadBlocks("query", heads, layer.gate_proj.out_features // heads)
+            axes += _linear_axes(model, f"{path}.gate_proj", 0, gates)
+        axes.append(HeadAxis(f"{path}.out_proj.weight", 1, (outputs,)))
+        for name in ("sinks", "temperature"):
+            if getattr(layer, name) is not None:
+                axes.append(HeadAxis(f"{path}.{name}", 0, (HeadBlocks("query", heads, 1),)))
+        output = f"{path}.out_proj"
+        return HeadModule(path, heads, kv_heads, layer.head_dim, layer.value_dim, tuple(axes), output, {})
+
+
+def _option_over_heads(layer: MultiHeadAttention) -> str | None:
+    """Return the option of a layer by which its heads depend on the number of heads or on each other; None if there is
+    none.
+    """
+    if layer.position_bias is not None:
+        return "position_bias"
+    if layer.talking_before is not None:
+        return "talking heads"
+    if layer.qk_norm is not None and layer.qk_norm.over == "heads":
+        return "a norm over all heads"
+    return "masks of single heads" if layer.mask is not None and "per_head(" in repr(layer.mask) else None
 
 
 GROUPED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 UNGROUPED = {"heads": "num_attention_heads", "head_dim": "head_dim"}
 
 FAMILIES: tuple[Family, ...] = (
+    HeadwiseLayer(),
     SeparateProjections(
         (
             *("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Gemma2Attention"),
@@ -122,7 +173,7 @@ FAMILIES: tuple[Family, ...] = (
         per_head={"sinks": 0},
     ),
     SeparateProjections(("PhiAttention",), output="dense", config_fields=GROUPED),
-    FusedProjection(("Phi3Attention",), "qkv_proj", "o_proj", config_fields=GROUPED),
+    FusedProjection(("Phi3Attention",), "qkv_proj", "o_proj", config_fields=GROUPED, reads_config=True),
     FusedProjection(("GPT2Attention",), "c_attn", "c_proj", transposed=True, config_fields=UNGROUPED),
     FusedProjection(
         ("GPTNeoXAttention",), "query_key_value", "dense", "head_size", heads_outermost=True, config_fields=UNGROUPED

@@ -32,6 +32,7 @@ class HeadModule:
         output: path of the output projection, whose input is all head outputs side by side.
         config_fields: field of the module's configuration for each of "heads", "kv_heads" and "head_dim", where it has
             one that states this number alone.
+        reads_config: True if the module reads the number of heads from the configuration of all layers.
     """
 
     path: str
@@ -42,6 +43,7 @@ class HeadModule:
     axes: tuple[HeadAxis, ...]
     output: str
     config_fields: Mapping[str, str]
+    reads_config: bool = False
 
     def kept(self, query: Iterable[int]) -> KeptHeads:
         """Return the remaining heads of this module, of which the query heads `query` remain.

@@ -31,7 +31,8 @@ def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
         kept: remaining heads of some attention modules, by the path of the module.
 
     Raises:
-        InputError: a module is of no known family, or stores other numbers than its heads imply.
+        InputError: a module is of no known family, or stores other numbers than its heads imply; the family needs
+            equally many heads in all layers.
     """
     modules = _remove(model, kept)
     _state_heads(model, modules, kept)
@@ -101,6 +102,9 @@ def _state_heads(model: Any, modules: Mapping[str, HeadModule], kept: Mapping[st
             for name, value in fields.items():
                 setattr(_part(config, part), name, value)
         return
+    if any(module.reads_config for module in modules.values()):
+        expected = f"equally many heads in all layers of a {type(model).__name__}, which its configuration states"
+        raise InputError("heads", expected=expected, got="different numbers")
     setattr(config, RECORD, {path: list(heads.query) for path, heads in kept.items()})
 
 
