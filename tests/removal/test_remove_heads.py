@@ -122,8 +122,10 @@ def test_heads_that_cannot_be_removed_are_named():
     ):
         with pytest.raises(hw.InputError, match=message):
             module.kept(query)
-    with pytest.raises(hw.InputError, match="^model: expected attention modules of .*LlamaAttention, .* got LlamaMLP in"):
+    with pytest.raises(hw.InputError, match="^model: expected attention modules of .*LlamaAttention, .* got LlamaMLP"):
         head_module(families.model("llama"), "layers.0.mlp")
+    with pytest.raises(hw.InputError, match=r"^model: expected a module layers.0\[1\], got none"):
+        head_module(families.model("llama"), "layers.0[1]")
     changed = families.model("llama")
     changed.layers[0].self_attn.num_key_value_groups = 5
     with pytest.raises(hw.InputError, match="^model: expected num_key_value_groups = 3 in layers.0.self_attn, got num"):

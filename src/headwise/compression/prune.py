@@ -77,6 +77,9 @@ def _kept_heads(model: nn.Module, plan: PruningPlan) -> dict[str, KeptHeads]:
             got = f"{planned.num_heads} heads and {planned.num_kv_heads} key/value heads"
             expected = f"{module.num_heads} heads and {module.num_kv_heads} key/value heads in {planned.module}"
             raise InputError("plan", expected=expected, got=got)
+        if planned.module in kept:
+            got = f"two kinds in {planned.module}"
+            raise InputError("plan", expected="one kind of attention in each module", got=got)
         kept[planned.module] = module.kept(planned.kept)
     if plan.identity is not None and plan.identity.is_other(identity_of(model)):
         raise InputError("plan", expected="a plan for this model", got="one for a model with other weights")

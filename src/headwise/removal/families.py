@@ -202,9 +202,12 @@ def head_module(model: nn.Module, path: str) -> HeadModule:
     """Return the places of the heads in the attention module at `path`.
 
     Raises:
-        InputError: the module is of no known family.
+        InputError: there is no such module, or it is of no known family.
     """
-    name = type(model.get_submodule(path)).__name__
+    module = dict(model.named_modules()).get(path)
+    if module is None:
+        raise InputError("model", expected=f"a module {path}", got="none")
+    name = type(module).__name__
     family = next((each for each in FAMILIES if name in each.classes), None)
     if family is None:
         known = ", ".join(class_name for each in FAMILIES for class_name in each.classes)
