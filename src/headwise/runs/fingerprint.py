@@ -1,6 +1,7 @@
 """The settings that determine a run's numbers: model weights, data options, package versions and arguments."""
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, takewhile
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from headwise.data.batches import digest_of
 from headwise.data.texts import Texts
 from headwise.data.tokenization import input_embeddings
-from headwise.errors import require
 from headwise.intercept.layer_index import innermost_attention_modules
 from headwise.intercept.model_name import model_name
 from headwise.page.columns import ModelIdentity
@@ -79,10 +79,10 @@ def _architecture(model: Any) -> str | None:
     """Return the configuration of a `transformers` model as JSON, without fields that all configurations have, such as
     the names of its classes. Return None for another module.
     """
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
+    config, transformers = getattr(model, "config", None), sys.modules.get("transformers")
+    if transformers is None or not isinstance(config, transformers.PretrainedConfig):
         return None
-    general = require("transformers", purpose="reading a configuration", extra="hf").PretrainedConfig().to_dict()
+    general = transformers.PretrainedConfig().to_dict()
     own = {name: value for name, value in config.to_dict().items() if name not in general}
     return json.dumps(own, sort_keys=True, default=str)
 
