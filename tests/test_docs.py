@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from rich.console import Console
 
 import headwise
@@ -73,6 +74,11 @@ def test_the_code_of_the_page_about_pruning_runs(tmp_path, monkeypatch):
     assert "180 of 270 heads remain (67%), constraint groups" in run(code_blocks("docs/prune.md"), names)
     assert names["plan"].kept_heads == 135
     assert {path.suffix for path in (tmp_path / "smaller").iterdir()} == {".json", ".safetensors"}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "smaller").eval()
+    ids = torch.arange(100, 120)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, names["smaller"](ids).logits)
+    assert (loaded.config.num_attention_heads, loaded.config.num_key_value_heads) == (6, 2)
 
 
 def test_the_code_and_the_examples_of_the_page_about_plots_run(minilm, coffee, tmp_path, monkeypatch):

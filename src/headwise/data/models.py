@@ -113,6 +113,9 @@ class ModelSource:
         if missing:
             got = f"none for {missing[0]} ({len(missing)} are missing)"
             raise InputError("model", expected="all of the model's weights", got=got)
+        quantizer = getattr(model, "hf_quantizer", None)
+        if self.is_gguf and quantizer is not None:
+            quantizer.remove_quantization_config(model)  # the weights are plain numbers, and can be saved as such
         loaded: nn.Module = model.eval()
         return loaded
 
