@@ -95,7 +95,7 @@ class Focus:
     words: tuple[tuple[int, ...], ...]
     heads: tuple[HeadFocus, ...]
     texts: tuple[ViewedText, ...]
-    identities: tuple[ModelIdentity | None, ...] = ()
+    identities: tuple[ModelIdentity | None, ...]
 
     def __repr__(self) -> str:
         best = self.heads[0]

@@ -54,4 +54,5 @@ class OutputFlags:
         paths = [str(path) for path in (written, page) if path is not None]
         if paths and not self.quiet:
             is_text = not (self.json or self.csv)
-            typer.echo(f"{chr(10) if is_text else ''}wrote {' and '.join(paths)}", err=not is_text)
+            note = f"wrote {' and '.join(paths)}"
+            typer.echo(f"\n{note}" if is_text else note, err=not is_text)

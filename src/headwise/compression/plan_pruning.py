@@ -201,7 +201,7 @@ def _lowest(pool: _Pool, values: Sequence[float], target: int, removed: frozense
         if left <= target:
             break
         owner = pool.of_module[index]
-        if len(pool.units) > 1 and in_module[owner] == 1:
+        if in_module[owner] == 1:
             continue
         taken |= set(pool.units[index])
         in_module[owner] -= 1
