@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from headwise.compression.plan_pruning import plan_pruning
     from headwise.compression.prune import prune
     from headwise.compression.pruning_plan import PruningPlan
+    from headwise.compression.report import compression_report
+    from headwise.compression.report_result import CompressionReport
     from headwise.data.models import load
     from headwise.data.random_repeats import random_repeats
     from headwise.data.texts import Texts
@@ -87,6 +89,7 @@ _LAZY = {
     "Ablation": "headwise.analysis.ablation_result",
     "Agreement": "headwise.analysis.importance.agreement",
     "Attribution": "headwise.analysis.attribution",
+    "CompressionReport": "headwise.compression.report_result",
     "EmbeddingDistance": "headwise.analysis.losses",
     "Focus": "headwise.analysis.focus",
     "Importance": "headwise.analysis.importance.importance",
@@ -112,6 +115,7 @@ _LAZY = {
     "activation_patching": "headwise.analysis.patching",
     "agreement": "headwise.analysis.importance.agreement",
     "compare": "headwise.analysis.compare",
+    "compression_report": "headwise.compression.report",
     "gate": "headwise.analysis.gate",
     "importance": "headwise.analysis.importance.importance",
     "load": "headwise.data.models",
@@ -162,6 +166,7 @@ __all__ = [
     "Attribution",
     "Blockwise",
     "Cache",
+    "CompressionReport",
     "DifferentialAttention",
     "DynamicCache",
     "DynamicNTK",
@@ -213,6 +218,7 @@ __all__ = [
     "causal",
     "chunked",
     "compare",
+    "compression_report",
     "dense",
     "explain",
     "explain_linear",

@@ -1,5 +1,6 @@
 """Documents as batches of tokens, always in the same order."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -140,19 +141,43 @@ class Texts:
         after each sequence.
         """
         special_tokens = SpecialTokens.of(self.tokenizer)
-        room = (self.context or self._default_context) - special_tokens.size
-        if room < 1:
-            expected = f"more than the {special_tokens.size} special tokens of a sequence"
-            raise InputError("context", expected=expected, got=self.context)
-        end_tokens = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
-        separator = next((token for token in end_tokens if token is not None), None)
         sequences = []
-        for part in islice(DOCUMENT_MODES[self.documents](self._tokenized_documents(), room, separator), self.limit):
+        for part in self._parts(self._tokenized_documents(), special_tokens.size):
             sequences.append(torch.tensor(special_tokens.around(part), dtype=torch.int32))
             advance(1)
         if not sequences:
             raise InputError("data", expected="at least one document", got=f"no text in {self.name}")
         return sequences
+
+    def _parts(self, documents: Iterator[TokenizedDocument], special_tokens: int) -> Iterator[list[int]]:
+        """Yield the sequences that the option `documents` makes of tokenized documents, with room for this number of
+        special tokens.
+        """
+        room = (self.context or self._default_context) - special_tokens
+        if room < 1:
+            expected = f"more than the {special_tokens} special tokens of a sequence"
+            raise InputError("context", expected=expected, got=self.context)
+        end_tokens = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
+        separator = next((token for token in end_tokens if token is not None), None)
+        return islice(DOCUMENT_MODES[self.documents](documents, room, separator), self.limit)
+
+    def document_numbers(self) -> list[int]:
+        """Return the number of the document, from 0, that each sequence is from, in the order in which the batches have
+        the sequences. A packed sequence of several documents is from the one with most of its tokens.
+
+        Raises:
+            InputError: the data is empty, binary, not UTF-8, lacks the column, or is longer than the context.
+            MissingExtra: a Parquet file, and pyarrow is not installed.
+        """
+        numbered = (  # the number of the document in place of each token; a separator stays what it is, a token
+            TokenizedDocument([-1 - number] * len(document.ids), document.location)
+            for number, document in enumerate(self._tokenized_documents())
+        )
+        parts = self._parts(numbered, SpecialTokens.of(self.tokenizer).size)
+        counts = [Counter(token for token in part if token < 0) for part in parts]
+        numbers = [-1 - count.most_common(1)[0][0] if count else -1 for count in counts]
+        order = sorted(range(len(numbers)), key=lambda index: len(self.sequences[index]), reverse=True)
+        return [numbers[index] for index in order]
 
     @property
     def name(self) -> str:
