@@ -66,9 +66,11 @@ def cache_sizes(model: nn.Module, ids: Int[Tensor, "1 tokens"], lengths: tuple[i
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of all tensors in a cache. A tensor that the cache contains twice counts once."""
-    tensors = {(each.data_ptr(), each.shape, each.stride()): each.nbytes for each in _tensors(cache, set())}
-    return sum(tensors.values())
+    """Return the bytes of all tensors in a cache, except single numbers such as a count of tokens. A tensor that the
+    cache contains twice counts once.
+    """
+    tensors = [each for each in _tensors(cache, set()) if each.ndim]
+    return sum({(each.data_ptr(), each.shape, each.stride()): each.nbytes for each in tensors}.values())
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -92,7 +92,9 @@ def _ratios(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
         assert each.change is not None
         low, high = (100.0 * (each.change if end is None else end) for end in each.interval)
         ends.append(high)
-        _point(axes, row, 100.0 * each.change, (low, high), COLOURS[kind], "" if kind in labelled else LABELS[kind])
+        _point(
+            axes, float(row), 100.0 * each.change, (low, high), COLOURS[kind], "" if kind in labelled else LABELS[kind]
+        )
         labelled.add(kind)
         _write_right(axes, row, " → ".join(each.texts))
     axes.axvline(100.0, color=SOFT, linewidth=0.9, zorder=0)
@@ -124,7 +126,7 @@ def _agreements(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
     for row, each in enumerate(changes):
         if each.after is not None:
             low, high = (each.after if end is None else end for end in each.interval)
-            _point(axes, row, each.after, (low, high), COLOURS["agreement"], "")
+            _point(axes, float(row), each.after, (low, high), COLOURS["agreement"], "")
         _write_right(axes, row, each.texts[1])
     least = min((each.after for each in changes if each.after is not None), default=0.0)
     axes.set_xlim(min(0.0, 1.1 * least), 1.03)
