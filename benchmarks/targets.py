@@ -11,6 +11,7 @@ from benchmarks.measure import GEMM, Row
 from benchmarks.memory import LIMIT
 from benchmarks.oracle import YARDSTICK
 from benchmarks.peers import FASTEST, TORCH_LAYER
+from benchmarks.pruned_attention import ALL, DECODING, PROMPT
 from benchmarks.regime import MASKS
 from benchmarks.watching import CALL_EXTRA, EAGER, MODEL_EXTRA, PLAIN
 from benchmarks.windows import GROWTH, SHORT_AND_LONG
@@ -140,6 +141,11 @@ def _accelerated(dtype: str, length: int) -> Callable[[str, Row], bool]:
     return lambda name, row: (name, row.against) == ("accelerating", PLAIN) and _is(row, dtype=dtype, length=length)
 
 
+def _pruned(phase: str) -> Callable[[str, Row], bool]:
+    """Return the condition for rows of attention with half of its heads, on a prompt or while decoding."""
+    return lambda name, row: name == "pruned_attention" and row.against == ALL and row.note.startswith(phase)
+
+
 TARGETS = (
     Target(f"attention alone, against {SDPA}, float32, forward", 2.2, _alone("float32", training=False)),
     Target(f"attention alone, against {SDPA}, float32, training", 1.7, _alone("float32", training=True)),
@@ -209,6 +215,10 @@ TARGETS = (
         "every head of SmolLM2 removed, one at a time, 16 sequences of 256 tokens, against whole forwards",
         1.8,
         lambda name, row: (name, row.against, row.regime.batch) == ("ablating", WHOLE, 16),
+    ),
+    Target("attention with half of the heads, a prompt, over all heads", 0.6, _pruned(PROMPT), at_most=True),
+    Target(
+        "attention with half of the heads, decoding after 1,024, over all heads", 0.6, _pruned(DECODING), at_most=True
     ),
 )
 

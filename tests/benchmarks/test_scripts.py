@@ -24,6 +24,7 @@ from benchmarks import (
     observed_call,
     peak_memory,
     peers,
+    pruned_attention,
     watching,
     watching_methods,
     weight_statistics,
@@ -37,7 +38,7 @@ from benchmarks.regime import Regime
 from benchmarks.watched_model import TINY, watched_model
 from benchmarks.watching_methods import EAGER, METHODS, OURS, PLAIN, checked_methods
 
-SCRIPTS = [attention, layer, windows, memory, watching, accelerating, ablating, gpu]
+SCRIPTS = [attention, layer, windows, memory, watching, accelerating, ablating, pruned_attention, gpu]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -144,6 +145,26 @@ def test_losses_that_differ_from_whole_forwards_end_the_script():
     losses_by_method["ours"] = ablating.by_ablate(model, batch, [(1, 3)], 24)[1]
     with pytest.raises(SystemExit, match="ours: losses differ from those of whole forwards by"):
         ablating.require_same(losses_by_method)
+
+
+def test_a_pruned_layer_with_another_output_ends_the_script(monkeypatch):
+    regime = replace(TINY, length=41)
+    with torch.no_grad():
+        for name, build in pruned_attention.LAYERS.items():
+            layer = build(regime)
+            attention = layer.of(pruned_attention.pruned(layer, regime))
+            sizes = [attention.k_proj.out_features, getattr(attention, "o_proj", attention.q_proj).weight.numel()]
+            assert sizes == [regime.head_dim, 48 * 3 * regime.head_dim], name
+        prune = hw.prune
+        monkeypatch.setattr(hw, "prune", lambda model, plan: prune(model, plan).apply(shift))
+        with pytest.raises(SystemExit, match="the output without half of the heads is off by"):
+            pruned_attention.pruned(build(regime), regime)
+
+
+def shift(module):
+    """Change the weights of a linear layer."""
+    if isinstance(module, torch.nn.Linear):
+        module.weight += 0.01
 
 
 def test_peer_with_wrong_statistics_is_left_out_and_named(monkeypatch, capsys):

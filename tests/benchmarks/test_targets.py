@@ -60,6 +60,8 @@ def test_bounds_of_all_targets():
         (1.0, True),  # 300 MB
         (1.0, True),  # 1 GB
         (1.8, False),  # every head removed
+        (0.6, True),  # half of the heads, a prompt
+        (0.6, True),  # and decoding
     ]
 
 
