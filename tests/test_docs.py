@@ -3,6 +3,7 @@
 import contextlib
 import doctest
 import io
+import json
 import re
 from pathlib import Path
 
@@ -70,9 +71,14 @@ def test_the_code_of_the_page_about_pages_runs(minilm, tmp_path, monkeypatch):
 def test_the_code_of_the_page_about_pruning_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text((ROOT / "docs/layer.md").read_text(encoding="utf-8"))
+    held_out = (ROOT / "docs/watch.md").read_text(encoding="utf-8").split("\n## ")
+    lines = (json.dumps({"text": section}) for section in held_out)
+    (tmp_path / "held-out.jsonl").write_text("\n".join(lines), encoding="utf-8")
     names: dict = {}
     assert "180 of 270 heads remain (67%), constraint groups" in run(code_blocks("docs/prune.md"), names)
     assert names["plan"].kept_heads == 135
+    assert names["report"].row("parameters in attention").change == pytest.approx(2 / 3)
+    assert names["report"].row("cache per token").dense == 2 * 30 * 3 * 64 * 4
     assert {path.suffix for path in (tmp_path / "smaller").iterdir()} == {".json", ".safetensors"}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "smaller").eval()
     ids = torch.arange(100, 120)[None]

@@ -11,20 +11,24 @@ from headwise.intercept.survey import survey
 from headwise.removal.families import head_module
 
 
-def attention_modules(model: nn.Module, run: Callable[[], Any]) -> list[str]:
+def attention_modules(model: nn.Module, run: Callable[[], Any]) -> tuple[list[str], list[str]]:
     """Return the paths of the modules that compute attention while `run` runs the model, and of their output
-    projections where a family has these elsewhere, as BERT. No path is inside of another one.
+    projections where a family has these elsewhere, as BERT. No path is inside of another one. Also return the paths of
+    modules whose attention cannot be seen.
 
     Raises:
         InputError: no attention was intercepted.
     """
-    paths = {record.site.path for record in survey(model, run).records}
+    registry = survey(model, run)
+    paths = {record.site.path for record in registry.records}
     for path in tuple(paths):
         try:
             paths.add(head_module(model, path).output)
         except InputError:  # a family of which no heads can be removed
             continue
-    return [path for path, _ in model.named_modules() if path in paths and not any(is_inside(path, p) for p in paths)]
+    outermost = [path for path in paths if not any(is_inside(path, other) for other in paths)]
+    order = {path: index for index, (path, _) in enumerate(model.named_modules())}
+    return sorted(outermost, key=lambda path: order[path]), sorted(registry.unread)
 
 
 def count_parameters(model: nn.Module, paths: Sequence[str] = ("",)) -> int:

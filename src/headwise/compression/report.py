@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headwise.analysis.losses import Loss, next_token_loss, require_loss
-from headwise.checks import require_module, whole_number
+from headwise.checks import collection_of, require_module, whole_number
 from headwise.compression.attention_modules import attention_modules, count_parameters, weight_bytes
 from headwise.compression.cached_decoding import cache_sizes, why_not_decoded
 from headwise.compression.greedy_agreement import greedy_agreements
@@ -67,8 +67,10 @@ def compression_report(
         dataset: held-out data: `Texts`, or an iterable of batches, each a tensor or a mapping of the models' arguments.
             Only `Texts` state documents; otherwise each example counts as a document.
         loss: function `(model, batch) -> (batch,)`; None to compare the outputs by their cosine.
-        prompt: number of tokens of the prompt.
-        new_tokens: number of tokens that are decoded, at least 2.
+        prompt: number of tokens of the prompt that is timed; generated text continues as many of a sequence, or all if
+            the sequence is shorter.
+        new_tokens: number of tokens that are decoded, at least 2. The bytes of the cache per token are those of these
+            tokens after the prompt.
         batches: numbers of sequences in a batch for the times.
         rounds: number of paired runs for each time, at least 6.
         tokenizer: the models' tokenizer, which limits the number of tokens and states the token that ends a text; by
@@ -89,7 +91,7 @@ def compression_report(
     if loss is not None:
         require_loss(loss)
     prompt, new_tokens = whole_number("prompt", prompt, least=1), whole_number("new_tokens", new_tokens, least=2)
-    sizes = [whole_number("batches", size, least=1) for size in batches]
+    sizes = [whole_number("batches", size, least=1) for size in collection_of("batches", batches, of="numbers")]
     rounds = whole_number("rounds", rounds, least=LEAST_ROUNDS)
     require("scipy.stats", purpose="a compression report", extra="tables")
     if device_of(dense) != device_of(compressed):
@@ -100,7 +102,8 @@ def compression_report(
     settings = {"prompt": prompt, "new_tokens": new_tokens, "batches": sizes, "rounds": rounds}
     with evaluation_mode(dense), evaluation_mode(compressed), torch.no_grad():
         parts = _Parts(models, data, prompt, new_tokens, tokenizer)
-        rows = [*parts.sizes(), *parts.caches(), *parts.times(sizes, rounds), *parts.losses(loss), *parts.agreement()]
+        quality = [*parts.losses(loss), *parts.agreement()]  # first, because an unsuitable loss ends the report
+        rows = [*parts.sizes(), *parts.caches(), *parts.times(sizes, rounds), *quality]
     metadata = _metadata(models, dataset, data, settings, loss)
     report = CompressionReport(tuple(rows), tuple(parts.notes), metadata)
     if report.warnings:
@@ -218,16 +221,22 @@ class _Parts:
                 raise InputError("prompt", expected=f"at most {limit} tokens, the model's limit", got=got)
 
     def _attention_paths(self) -> list[list[str]]:
-        """Return the paths of the attention modules of each model; none, with a note, if no attention is seen."""
+        """Return the paths of the attention modules of each model; none, with a note, if no attention is seen, or that
+        of some modules cannot be seen.
+        """
         batch = self._data.call_inputs(1, self._prompt) if self._data.sequences else self._data.batches[0]
-        try:
-            return [
-                attention_modules(model, lambda model=model: call_model(model, copied(batch)))  # type: ignore[misc]
-                for model in self._models
-            ]
-        except InputError as error:
-            self.notes.append(f"no parameters and times of attention: {error}")
-            return [[], []]
+        found = []
+        for name, model in zip(NAMES, self._models, strict=True):
+            try:
+                paths, unread = attention_modules(model, lambda model=model: call_model(model, copied(batch)))  # type: ignore[misc]
+                reason = f"that of {', '.join(unread)} in the {name} model cannot be seen" if unread else None
+            except InputError as error:
+                paths, reason = [], str(error)
+            if reason is not None:
+                self.notes.append(f"no parameters and times of attention: {reason}")
+                return [[], []]
+            found.append(paths)
+        return found
 
     def _end_tokens(self) -> set[int]:
         """Return the ids of tokens that end a text, by the dense model's generation config and the tokenizer."""

@@ -75,8 +75,8 @@ class CompressionReport:
         """Names of the models and where they ran."""
         dense, compressed = self.metadata["dense"], self.metadata["compressed"]
         threads = f", {counted(self.metadata['threads'], 'thread')}" if dense["device"] == "cpu" else ""
-        names = dense["name"] if dense["name"] == compressed["name"] else f"{dense['name']}, {compressed['name']}"
-        return f"{names}: {dense['dtype']} on {dense['device']}{threads}"
+        names, dtypes = (" and ".join(dict.fromkeys((dense[key], compressed[key]))) for key in ("name", "dtype"))
+        return f"{names}: {dtypes} on {dense['device']}{threads}"
 
     def table(self) -> Any:
         """Return a pandas DataFrame with one row per quantity, in the units of the column `unit`.
