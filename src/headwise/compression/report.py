@@ -45,21 +45,11 @@ def compression_report(
     rounds: int = 12,
     tokenizer: Any = None,
 ) -> CompressionReport:
-    """Compare a compressed model with the dense one that it was made from.
-
-    | rows      | measured                                                                                      |
-    | --------- | --------------------------------------------------------------------------------------------- |
-    | size      | parameters, those of attention modules, bytes of weights; bytes of a real cache               |
-    | time      | a prompt, and decoding a token with a cache, or a call; the whole model and attention modules |
-    | loss      | both means on the data, and the mean difference                                               |
-    | agreement | share of greedily generated tokens before the first different one; share of equal most likely |
-    |           | tokens after the same tokens; without a loss, the cosine of outputs                           |
+    """Compare a compressed model with the dense one: sizes, times, losses, and agreement of generated text.
 
     The models run in turns. A time is a median over rounds, and its ratio the median of the ratios of each round.
-    Standard errors of losses and agreement are clustered by document.
-
-    What cannot be measured is named in the notes of the report. If the interval of the ratio of a time is not below 1,
-    a warning and the report name the row.
+    Standard errors of losses and agreement are clustered by document. What cannot be measured is named in the notes. If
+    the interval of the ratio of a time is not below 1, a warning and the report name the row.
 
     Args:
         dense: the model before the compression.
@@ -67,48 +57,46 @@ def compression_report(
         dataset: held-out data: `Texts`, or an iterable of batches, each a tensor or a mapping of the models' arguments.
             Only `Texts` state documents; otherwise each example counts as a document.
         loss: function `(model, batch) -> (batch,)`; None to compare the outputs by their cosine.
-        prompt: number of tokens of the prompt that is timed; generated text continues as many of a sequence, or all if
-            the sequence is shorter.
-        new_tokens: number of tokens that are decoded, at least 2. The bytes of the cache per token are those of these
-            tokens after the prompt.
+        prompt: number of tokens of the prompt that is timed; generated text continues as many of a sequence.
+        new_tokens: number of tokens that are decoded, at least 2; the bytes of the cache per token are those of these.
         batches: numbers of sequences in a batch for the times.
         rounds: number of paired runs for each time, at least 6.
         tokenizer: the models' tokenizer, which limits the number of tokens and states the token that ends a text; by
             default that of `Texts`.
-
-    Returns:
-        The report, for `print`, `.table()`, `.plot()` and `.save(path)`.
 
     Raises:
         InputError: an argument cannot be used, or the loss has no meaning for the model.
         MissingExtra: pandas or scipy is not installed.
 
     Example:
-        >>> report = headwise.compression_report(model, smaller, held_out)  # doctest: +SKIP
-        >>> print(report)  # doctest: +SKIP
+        >>> print(headwise.compression_report(model, smaller, held_out))  # doctest: +SKIP
     """
-    models = (require_module(dense), require_module(compressed))
+    models = _checked_models(dense, compressed)
     if loss is not None:
         require_loss(loss)
     prompt, new_tokens = whole_number("prompt", prompt, least=1), whole_number("new_tokens", new_tokens, least=2)
     sizes = [whole_number("batches", size, least=1) for size in collection_of("batches", batches, of="numbers")]
     rounds = whole_number("rounds", rounds, least=LEAST_ROUNDS)
-    require("scipy.stats", purpose="a compression report", extra="tables")
-    if device_of(dense) != device_of(compressed):
-        raise InputError("compressed", expected=f"a model on {device_of(dense)}", got=str(device_of(compressed)))
     dataset = prepare_texts(dataset, dense, None, shown=False)
-    tokenizer = dataset.tokenizer if tokenizer is None and isinstance(dataset, Texts) else tokenizer
     data = ReportData.of(dataset, device_of(dense))
-    settings = {"prompt": prompt, "new_tokens": new_tokens, "batches": sizes, "rounds": rounds}
+    tokenizer = dataset.tokenizer if tokenizer is None and isinstance(dataset, Texts) else tokenizer
     with evaluation_mode(dense), evaluation_mode(compressed), torch.no_grad():
         parts = _Parts(models, data, prompt, new_tokens, tokenizer)
-        quality = [*parts.losses(loss), *parts.agreement()]  # first, because an unsuitable loss ends the report
-        rows = [*parts.sizes(), *parts.caches(), *parts.times(sizes, rounds), *quality]
-    metadata = _metadata(models, dataset, data, settings, loss)
-    report = CompressionReport(tuple(rows), tuple(parts.notes), metadata)
+        rows = parts.rows(loss, sizes, rounds)
+    settings = {"prompt": prompt, "new_tokens": new_tokens, "batches": sizes, "rounds": rounds}
+    report = CompressionReport(rows, tuple(parts.notes), _metadata(models, dataset, data, settings, loss))
     if report.warnings:
         warnings.warn("; ".join(report.warnings), stacklevel=2)
     return report
+
+
+def _checked_models(dense: Any, compressed: Any) -> ModelPair:
+    """Return the two models; raise an error if they cannot be compared, or scipy is not installed."""
+    models = (require_module(dense), require_module(compressed))
+    require("scipy.stats", purpose="a compression report", extra="tables")
+    if device_of(dense) != device_of(compressed):
+        raise InputError("compressed", expected=f"a model on {device_of(dense)}", got=str(device_of(compressed)))
+    return models
 
 
 class _Parts:
@@ -132,6 +120,11 @@ class _Parts:
         self._paths = self._attention_paths()
         if not data.knows_documents:
             self.notes.append("the data do not state documents: each example counts as one")
+
+    def rows(self, loss: Loss | None, batches: Sequence[int], rounds: int) -> tuple[ReportRow, ...]:
+        """Return all rows. Losses are computed first, because an unsuitable loss ends the report."""
+        quality = [*self.losses(loss), *self.agreement()]
+        return (*self.sizes(), *self.caches(), *self.times(batches, rounds), *quality)
 
     def sizes(self) -> list[ReportRow]:
         """Return the rows of parameters and weights."""
