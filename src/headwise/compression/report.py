@@ -179,8 +179,7 @@ class _Parts:
             name = getattr(loss, "__name__", type(loss).__name__)
             row = ReportRow.of_losses(f"loss, {name}", *paired_losses(self._models, loss, self._data), documents)
         if row.documents == 1:
-            remedy = "pass several documents"
-            self.notes.append(f"no standard errors and intervals of {row.quantity}: the data is one document; {remedy}")
+            self.notes.append("no standard errors and intervals of losses and agreement: the data is one document")
         return [row]
 
     def agreement(self) -> list[ReportRow]:
