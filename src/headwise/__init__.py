@@ -65,7 +65,9 @@ if TYPE_CHECKING:
     from headwise.analysis.view_image import view_image
     from headwise.analysis.view_result import View
     from headwise.analysis.view_set import ViewSet
-    from headwise.compression.least_squares import LeastSquaresScores, MagnitudeScores
+    from headwise.compression.least_squares import LeastSquaresScores
+    from headwise.compression.magnitude_scores import MagnitudeScores
+    from headwise.compression.measured_scores import AblationScores, ImportanceScores
     from headwise.compression.plan_pruning import plan_pruning
     from headwise.compression.prune import prune
     from headwise.compression.pruning_plan import PruningPlan
@@ -87,14 +89,16 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Ablation": "headwise.analysis.ablation_result",
+    "AblationScores": "headwise.compression.measured_scores",
     "Agreement": "headwise.analysis.importance.agreement",
     "Attribution": "headwise.analysis.attribution",
     "CompressionReport": "headwise.compression.report_result",
     "EmbeddingDistance": "headwise.analysis.losses",
     "Focus": "headwise.analysis.focus",
     "Importance": "headwise.analysis.importance.importance",
+    "ImportanceScores": "headwise.compression.measured_scores",
     "LeastSquaresScores": "headwise.compression.least_squares",
-    "MagnitudeScores": "headwise.compression.least_squares",
+    "MagnitudeScores": "headwise.compression.magnitude_scores",
     "MaskedTokenLoss": "headwise.analysis.losses",
     "OptunaOptions": "headwise.studies.optuna_storage",
     "Patching": "headwise.analysis.patching",
@@ -161,6 +165,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "ALiBi",
     "Ablation",
+    "AblationScores",
     "Acceleration",
     "Agreement",
     "Attribution",
@@ -174,6 +179,7 @@ __all__ = [
     "Focus",
     "HeadwiseError",
     "Importance",
+    "ImportanceScores",
     "InputError",
     "LatentAttention",
     "LeastSquaresScores",

@@ -6,8 +6,10 @@ import torch
 import headwise as hw
 import tiny
 from headwise.compression import output_moments
-from headwise.compression.least_squares import LeastSquaresScores, MagnitudeScores
-from headwise.compression.output_moments import OutputMoments, reconstructed, removal_costs
+from headwise.compression.least_squares import LeastSquaresScores
+from headwise.compression.magnitude_scores import MagnitudeScores
+from headwise.compression.output_moments import OutputMoments, block_removals, reconstructed
+from headwise.errors import InputError
 from headwise.removal.families import head_module
 
 
@@ -53,13 +55,20 @@ def test_the_reconstructed_weights_are_those_of_the_solver(has_bias):
 def test_the_cost_of_a_block_is_the_error_that_its_removal_adds(removed, has_bias):
     x, y = data()
     blocks = [torch.tensor([0, 1, 2]), torch.tensor([3, 4, 5]), torch.tensor([9, 10, 11])]
-    costs = removal_costs(OutputMoments.of(x, y), blocks, torch.tensor(removed, dtype=torch.int64), has_bias)
+    removals = block_removals(
+        OutputMoments.of(x, y), torch.zeros(5, 12), blocks, torch.tensor(removed, dtype=torch.int64), has_bias
+    )
     rest = [column for column in range(12) if column not in removed]
-    _, _, before = fit(x[:, rest], y, has_bias)
+    before, _, error_before = fit(x[:, rest], y, has_bias)
     total = float(((y - y.mean(0)) if has_bias else y).square().sum())
-    for block, cost in zip(blocks, costs.tolist(), strict=True):
-        _, _, after = fit(x[:, [column for column in rest if column not in block]], y, has_bias)
-        assert cost == pytest.approx((after - before) / total, rel=1e-8)
+    for block, removal in zip(blocks, removals, strict=True):
+        left = [column for column in rest if column not in block]
+        after, _, error_after = fit(x[:, left], y, has_bias)
+        assert removal.error == pytest.approx((error_after - error_before) / total, rel=1e-8)
+        change = torch.zeros(5, 12, dtype=torch.float64)
+        change[:, left] += after
+        change[:, rest] -= before
+        torch.testing.assert_close(-removal.left @ removal.right, change, rtol=1e-8, atol=1e-9)
 
 
 def test_columns_without_data_keep_their_weights():
@@ -87,37 +96,79 @@ def test_scores_of_a_model_are_those_of_its_output_projections(kind):
     hook.remove()
     masks = torch.stack([batch["attention_mask"].bool() for batch in batches])
     x, y = (torch.stack(parts)[masks] for parts in zip(*recorded, strict=True))
+    moments, weight = OutputMoments.of(x, y), model.get_submodule(module.output).weight.detach()
     width = module.value_dim
     blocks = [torch.arange(head * width, (head + 1) * width) for head in range(6)]
-    expected = removal_costs(OutputMoments.of(x, y), blocks, torch.tensor([], dtype=torch.int64), kind == "encoder")
-    assert scores.of([((0, head),) for head in range(6)], frozenset()) == pytest.approx(expected.tolist(), rel=1e-6)
-    without = removal_costs(OutputMoments.of(x, y), blocks[:3] + blocks[4:], blocks[3], kind == "encoder")
+    expected = block_removals(moments, weight, blocks, torch.tensor([], dtype=torch.int64), kind == "encoder")
+    assert scores.of([((0, head),) for head in range(6)], frozenset()) == pytest.approx(errors(expected), rel=1e-6)
+    without = block_removals(moments, weight, blocks[:3] + blocks[4:], blocks[3], kind == "encoder")
     units = [((0, head),) for head in (0, 1, 2, 4, 5)]
-    assert scores.of(units, frozenset({(0, 3), (1, 2)})) == pytest.approx(without.tolist(), rel=1e-6)
+    assert scores.of(units, frozenset({(0, 3), (1, 2)})) == pytest.approx(errors(without), rel=1e-6)
 
 
-def test_the_loss_weighs_the_errors_of_each_module():
-    model, tokenizer = tiny.model("decoder", top="ForCausalLM"), tiny.tokenizer("decoder")
-    batches = [dict(tokenizer(text, return_tensors="pt")) for text in tiny.texts(30, 20)]
-    plain, weighted = (LeastSquaresScores(model, batches, loss) for loss in (None, hw.next_token_loss))
-    ratios = []
-    for layer in range(2):
-        unit = [((layer, 0), (layer, 1), (layer, 2))]
-        ratios.append(weighted.of(unit, frozenset())[0] / plain.of(unit, frozenset())[0])
-        squares, energy, tokens = 0.0, 0.0, 0
-        for batch in batches:
-            outputs = []
-            hook = model.model.layers[layer].self_attn.o_proj.register_forward_hook(
-                lambda module, arguments, output, outputs=outputs: outputs.append(output) or output.retain_grad()
-            )
-            hw.next_token_loss(model, batch).sum().backward()
-            hook.remove()
-            squares += float(outputs[0].grad.double().square().sum()) / outputs[0].shape[-1] / len(batches)
-            energy += float(outputs[0].detach().double().square().sum())
-            tokens += outputs[0].shape[1]
-        assert ratios[-1] == pytest.approx(squares * energy / tokens, rel=1e-4)
-    assert ratios[0] != pytest.approx(ratios[1], rel=0.1)
-    assert all(parameter.requires_grad for parameter in model.parameters())
+def errors(removals):
+    """Return the added errors."""
+    return [removal.error for removal in removals]
+
+
+def projected(model, batch):
+    """Return a number per text that depends on the embeddings of all its tokens."""
+    hidden = model(**batch).last_hidden_state * batch["attention_mask"][..., None]
+    return hidden.sin().sum((1, 2))
+
+
+def data_of(model, projection, batch, loss):
+    """Return inputs and outputs of an output projection for one text, and the derivatives of the loss with respect to
+    its parameters.
+    """
+    recorded = []
+
+    def record(module, arguments, output):
+        recorded.extend((arguments[0][0].detach(), output[0].detach()))
+
+    hook = projection.register_forward_hook(record)
+    model.zero_grad()
+    loss(model, batch).sum().backward()
+    hook.remove()
+    return *recorded, [parameter.grad.clone() for parameter in projection.parameters()]
+
+
+def refitted(moments, projection, heads, removed):
+    """Return the fitted parameters of a projection without some of its heads, with weights of 0 for these."""
+    owners = torch.arange(len(moments.x)) // (len(moments.x) // heads)
+    kept = (~torch.isin(owners, torch.tensor(removed))).nonzero()[:, 0]
+    weight, bias = reconstructed(moments, projection.weight.detach(), kept, projection.bias is not None)
+    full = torch.zeros(projection.weight.shape, dtype=torch.float64)
+    full[:, kept] = weight
+    return [full] if bias is None else [full, bias]
+
+
+@pytest.mark.parametrize(
+    ("kind", "top", "loss"), [("decoder", "ForCausalLM", hw.next_token_loss), ("encoder", "", projected)]
+)
+def test_with_a_loss_scores_are_squared_first_order_changes_of_each_text(kind, top, loss):
+    model, tokenizer = tiny.model(kind, top=top).double(), tiny.tokenizer(kind)
+    texts = tiny.texts(30, 20, 25)
+    scores = LeastSquaresScores(model, [dict(tokenizer(texts, return_tensors="pt", padding=True))], loss)
+    for layer, path in enumerate(dict.fromkeys(row.module for row in scores.rows)):
+        projection = model.get_submodule(head_module(model, path).output)
+        batches = [dict(tokenizer([text], return_tensors="pt")) for text in texts]
+        x, y, slopes = zip(*(data_of(model, projection, batch, loss) for batch in batches), strict=True)
+        moments = OutputMoments.of(torch.cat(x), torch.cat(y))
+        before, after = (refitted(moments, projection, 6, removed) for removed in ([5], [0, 1, 5]))
+        changes = [
+            sum(float(((new - old) * slope).sum()) for new, old, slope in zip(after, before, each, strict=True))
+            for each in slopes
+        ]
+        expected = sum(change**2 for change in changes) / len(changes)
+        score = scores.of([((layer, 0), (layer, 1))], frozenset({(layer, 5)}))
+        assert score == pytest.approx([expected], rel=1e-4)
+
+
+def test_a_distance_from_the_unchanged_model_is_refused():
+    model, tokenizer = tiny.model("encoder"), tiny.tokenizer("encoder")
+    with pytest.raises(InputError, match="derivatives in the unchanged model are not 0"):
+        LeastSquaresScores(model, [dict(tokenizer("w5 w6", return_tensors="pt"))], hw.EmbeddingDistance())
 
 
 def test_the_magnitude_of_heads_adds_up_to_that_of_all_their_weights():

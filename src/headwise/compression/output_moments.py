@@ -7,8 +7,9 @@ The weight of some columns S of x that minimises the mean of `|y - W x_S - b|^2`
 with moments about the means if there is a bias.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,31 +94,52 @@ def reconstructed(
     return fitted, (moments.y - fitted @ moments.x[kept]) / moments.tokens
 
 
-def removal_costs(
-    moments: OutputMoments, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"], has_bias: bool
-) -> Float[Tensor, " blocks"]:
-    """Return, for each block of columns, by how much the least squares error of the targets grows if the block is
-    removed in addition to the columns `removed`, and the other columns are fitted again: `tr(W_h [(C^-1)_hh]^-1 W_h^T)`
-    with the fitted weight W and `C = E[x x^T]` of the remaining columns. The unit is the mean of `|y|^2`.
+class BlockRemoval(NamedTuple):
+    """Removal of a block of columns of an output projection, after which the other columns are fitted again.
+
+    Attributes:
+        error: the mean squared error of the targets that it adds, in units of the mean of `|y|^2`.
+        left: first factor of the change of the fitted weight.
+        right: second factor; the change is `-left @ right`, in which the removed columns lose their weights.
+    """
+
+    error: float
+    left: Float[Tensor, "out block"]
+    right: Float[Tensor, "block width"]
+
+
+def block_removals(
+    moments: OutputMoments,
+    weight: Float[Tensor, "out width"],
+    blocks: Sequence[Int[Tensor, " block"]],
+    removed: Int[Tensor, " removed"],
+    has_bias: bool,
+) -> Iterator[BlockRemoval]:
+    """Yield for each block of columns what happens if it is removed in addition to the columns `removed`, and the other
+    columns are fitted again to the targets by least squares, as by `reconstructed`. With the fitted weight W and
+    `C = E[x x^T]` of the remaining columns, the added error is `tr(W_h [(C^-1)_hh]^-1 W_h^T)`, and the change of the
+    weight is `-W_h [(C^-1)_hh]^-1 (C^-1)_h`.
 
     Source: Hassibi and Stork 1992, equation 5, for blocks of weights.
 
     Args:
         moments: of all columns, with the targets.
+        weight: weight of the dense projection.
         blocks: columns of each block, none of them removed.
         removed: columns that were removed before.
         has_bias: True if the projection has a bias, which is fitted too.
     """
     centred = moments.about_mean() if has_bias else moments
-    is_kept = torch.ones(len(moments.x), dtype=torch.bool)
+    width = len(moments.x)
+    is_kept = torch.ones(width, dtype=torch.bool)
     is_kept[removed] = False
     kept = is_kept.nonzero()[:, 0]
     place = is_kept.cumsum(0) - 1
     inverse = torch.linalg.inv(centred.damped()[kept][:, kept])
-    fitted = centred.yx[:, kept] / moments.tokens @ inverse
-    costs = []
+    fitted, _ = reconstructed(moments, weight, kept, has_bias)
     for block in blocks:
         own = place[block]
-        weight = fitted[:, own]
-        costs.append((weight @ torch.linalg.inv(inverse[own][:, own]) * weight).sum())
-    return torch.stack(costs) * moments.tokens / centred.yy
+        left = fitted[:, own] @ torch.linalg.inv(inverse[own][:, own])
+        right = inverse.new_zeros(len(own), width)
+        right[:, kept] = inverse[own]
+        yield BlockRemoval(float((left * fitted[:, own]).sum()) * moments.tokens / centred.yy, left, right)

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from headwise.errors import InputError
 from headwise.shapes import Bool, Float
 
 
@@ -26,7 +28,7 @@ def projection_inputs(
     def record(name: str) -> Any:
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             inputs = arguments[0].detach()
-            mask = _mask_of(inputs, batch)
+            mask = padding_mask(inputs, batch)
             recorded[name].append(inputs.flatten(0, -2) if mask is None else inputs[mask])
 
         return hook
@@ -39,13 +41,23 @@ def projection_inputs(
             hook.remove()
 
 
-def _mask_of(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
+def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
     """Return the padding mask of a batch that fits the tokens of `inputs`, True for tokens that count; None if none
-    does, or if two different ones do.
+    does.
+
+    Raises:
+        InputError: several masks fit that differ, so that it is not known which one is that of these tokens.
     """
-    masks = [
-        value.bool()
+    masks = {
+        name: value.bool()
         for name, value in batch.items()
         if name.endswith("attention_mask") and isinstance(value, Tensor) and value.shape == inputs.shape[:-1]
-    ]
-    return masks[0] if len(masks) == 1 else None
+    }
+    if not masks:
+        return None
+    first = next(iter(masks.values()))
+    if any(not torch.equal(mask, first) for mask in masks.values()):
+        remedy = "use sources and targets of different lengths, or without padding"
+        expected = "one padding mask of each length"
+        raise InputError("calibration", expected=expected, got=" and ".join(masks), remedy=remedy)
+    return first

@@ -17,10 +17,10 @@ from torch import nn
 
 from headwise.checks import require_module
 from headwise.compression.layer_runs import LayerRuns, layer_of_site
-from headwise.compression.least_squares import calibration_batches
 from headwise.compression.output_moments import OutputMoments, reconstructed
 from headwise.compression.projection_inputs import projection_inputs
 from headwise.compression.pruning_plan import PruningPlan
+from headwise.compression.scored_heads import calibration_batches
 from headwise.data.batches import evaluation_mode
 from headwise.errors import InputError
 from headwise.removal.families import head_module
