@@ -68,11 +68,14 @@ if TYPE_CHECKING:
     from headwise.compression.least_squares import LeastSquaresScores
     from headwise.compression.magnitude_scores import MagnitudeScores
     from headwise.compression.measured_scores import AblationScores, ImportanceScores
+    from headwise.compression.heal import heal
+    from headwise.compression.least_squares import LeastSquaresScores, MagnitudeScores
     from headwise.compression.plan_pruning import plan_pruning
     from headwise.compression.prune import prune
     from headwise.compression.pruning_plan import PruningPlan
     from headwise.compression.report import compression_report
     from headwise.compression.report_result import CompressionReport
+    from headwise.compression.saving import save_model
     from headwise.data.models import load
     from headwise.data.random_repeats import random_repeats
     from headwise.data.texts import Texts
@@ -121,6 +124,7 @@ _LAZY = {
     "compare": "headwise.analysis.compare",
     "compression_report": "headwise.compression.report",
     "gate": "headwise.analysis.gate",
+    "heal": "headwise.compression.heal",
     "importance": "headwise.analysis.importance.importance",
     "load": "headwise.data.models",
     "load_profile": "headwise.analysis.profile",
@@ -134,6 +138,7 @@ _LAZY = {
     "record_outputs": "headwise.analysis.recording",
     "redundancy": "headwise.analysis.redundancy.redundancy",
     "replacements": "headwise.analysis",
+    "save_model": "headwise.compression.saving",
     "study": "headwise.studies.study",
     "study_texts": "headwise.studies.text_study",
     "view": "headwise.analysis.view",
@@ -234,6 +239,7 @@ __all__ = [
     "from_transformers",
     "fuse_projections",
     "gate",
+    "heal",
     "importance",
     "load",
     "load_profile",
@@ -251,6 +257,7 @@ __all__ = [
     "record_outputs",
     "redundancy",
     "replacements",
+    "save_model",
     "segments",
     "separate_projections",
     "study",

@@ -102,7 +102,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             self._read_checkpoint(path)
         if table.exists() and not checkpoints and not self._is_finished():
             settings = self._saved_settings()
-            raise self._other_run_error(_first_difference(settings, self.settings) if settings else None)
+            raise self._other_run_error(first_difference(settings, self.settings) if settings else None)
 
     def finished_table(self) -> TableT | None:
         """Return the result table in the output folder if a run with the same settings has finished; otherwise None."""
@@ -153,7 +153,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         """
         settings = self._saved_settings()
         is_stopped = self.folder is not None and has_checkpoints(self.folder)
-        return not is_stopped and bool(settings) and _first_difference(settings, self.settings) is None
+        return not is_stopped and bool(settings) and first_difference(settings, self.settings) is None
 
     def _saved_settings(self) -> dict[str, Any]:
         """Return the settings, by name, with which the table in the output folder was measured, read from the table's
@@ -177,7 +177,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             settings, fields = json.loads(checkpoint["settings"]), checkpoint["state"]
         except Exception as error:  # a file that headwise did not write can fail in any way
             raise self._other_run_error(None) from error
-        difference = _first_difference(settings, self.settings)
+        difference = first_difference(settings, self.settings)
         if difference is not None:
             raise self._other_run_error(difference)
         progress: ProgressT = self._progress_type.from_dict(fields)
@@ -201,13 +201,13 @@ def has_checkpoints(folder: Path) -> bool:
     return any(folder.glob("unfinished-*.pt"))
 
 
-def _first_difference(saved: Any, current: Any, name: str = "") -> str | None:
+def first_difference(saved: Any, current: Any, name: str = "") -> str | None:
     """Compare `saved` and `current`, which are two values of the setting called `name` or, if `name` is empty, mappings
     of all settings. Return the dotted name of the first setting that differs, or None if all are equal.
     """
     if isinstance(saved, dict) and isinstance(current, Mapping):
         for key in [*current, *(key for key in saved if key not in current)]:
-            difference = _first_difference(saved.get(key), current.get(key), f"{name}.{key}" if name else key)
+            difference = first_difference(saved.get(key), current.get(key), f"{name}.{key}" if name else key)
             if difference is not None:
                 return difference
         return None

@@ -1,8 +1,10 @@
 """Output folders, and files that are replaced atomically."""
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from headwise.checks import folder_path
 from headwise.errors import InputError
@@ -61,6 +63,18 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` to the file `path`, which may exist. After a crash at any moment, the file has either its old
     content or the complete new one.
 
+    Raises:
+        InputError: the file cannot be written, for example because the disk is full.
+    """
+    with replaced_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file to write to, which replaces the file `path` when the context ends without an error. After a crash at
+    any moment, the file `path` has either its old content or the complete new one.
+
     The data goes into a temporary file in the same folder, which then replaces the target.
 
     Raises:
@@ -69,20 +83,23 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary = path.with_name(f"{path.name}.part")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         if os.name == "posix":
-            _sync_folder(path.parent)
-    except OSError as error:
+            sync_folder(path.parent)
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
-        reason = error.strerror or str(error)
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's, while it handles another
+        if not isinstance(cause, OSError):
+            raise
+        reason = cause.strerror or str(cause)
         raise InputError("out", expected=f"a file {str(path)!r} that can be written", got=reason) from error
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Flush a folder's directory entries to disk, so that the replacement of a file in it survives a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
