@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from headwise.compression.least_squares import LeastSquaresScores
     from headwise.compression.magnitude_scores import MagnitudeScores
     from headwise.compression.measured_scores import AblationScores, ImportanceScores
+    from headwise.compression.compress import compress
+    from headwise.compression.compression_report import CompressionReport
     from headwise.compression.heal import heal
     from headwise.compression.least_squares import LeastSquaresScores, MagnitudeScores
     from headwise.compression.plan_pruning import plan_pruning
@@ -123,6 +125,7 @@ _LAZY = {
     "agreement": "headwise.analysis.importance.agreement",
     "compare": "headwise.analysis.compare",
     "compression_report": "headwise.compression.report",
+    "compress": "headwise.compression.compress",
     "gate": "headwise.analysis.gate",
     "heal": "headwise.compression.heal",
     "importance": "headwise.analysis.importance.importance",
@@ -230,6 +233,7 @@ __all__ = [
     "chunked",
     "compare",
     "compression_report",
+    "compress",
     "dense",
     "explain",
     "explain_linear",

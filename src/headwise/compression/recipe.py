@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -208,10 +208,9 @@ def _value(value: Any, hint: Any, key: str, place: str) -> Any:
     """Return the value of a key, of the type that its annotation states; whole numbers become numbers."""
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not NoneType]
     (kind,) = kinds
-    if isinstance(value, Mapping) or hasattr(kind, "__dataclass_fields__"):
-        if hasattr(kind, "__dataclass_fields__"):
-            return _section(kind, value, key)
-    elif kind is float and type(value) is int:
+    if is_dataclass(kind):
+        return _section(kind, value, key)
+    if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
         names = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}

@@ -1,0 +1,58 @@
+"""The command `headwise merge`."""
+
+from typing import Annotated
+
+import typer
+
+from headwise.cli.loading import find_inputs
+from headwise.cli.options import Data, Force, ModelFlags, ModelFolder, TextFlags
+from headwise.cli.output import OutputFlags
+from headwise.compression.public_function import public_function
+from headwise.compression.saving import save_model
+from headwise.compression.whole_model import load_whole_model
+from headwise.runs.distributed import LocalProcess
+from headwise.runs.folders import require_new_folder
+from headwise.show.merges import merge_records, print_merge
+
+EXAMPLES = """
+headwise merge --model smollm2 --data corpus.txt --documents cut --context 128 --kv-heads 1 --out merged
+headwise merge --model smollm2 --data corpus.txt --documents cut --kv-heads 1 --out merged --force
+headwise merge --model smaller --data sentences.jsonl --kv-heads 2 --out merged --json
+"""
+
+
+def merge(
+    *,
+    data: Data,
+    out: ModelFolder,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads of each layer that remain.")],
+    model: ModelFlags,
+    method: Annotated[str | None, typer.Option(metavar="NAME", help="How heads are merged; see hw.merge_kv.")] = None,
+    grouping: Annotated[
+        str | None, typer.Option(metavar="NAME", help="How heads are grouped; see hw.merge_kv.")
+    ] = None,
+    texts: TextFlags,
+    force: Force = False,
+    output: OutputFlags,
+) -> None:
+    """Merge the key/value heads of each layer to fewer, which makes the cache smaller. Fits them to the data, and saves
+    the smaller model in --out.
+    """
+    merge_kv = public_function("merge_kv")
+    require_new_folder(out, force=force)
+    device = LocalProcess(True, 0).device(model.device)
+    source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
+    dense = load_whole_model(source, model.torch_dtype).to(device)
+    options = {name: value for name, value in (("method", method), ("grouping", grouping)) if value is not None}
+    merged = merge_kv(dense, num_kv_heads=kv_heads, calibration=dataset.within(dense), **options)
+    save_model(merged, dataset.tokenizer, out, force=force)
+    sizes = {
+        f"parameters_{when}": sum(weight.numel() for weight in each.parameters())
+        for when, each in (("before", dense), ("after", merged))
+    }
+    metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}}
+    output.show(
+        lambda: merge_records(kv_heads, sizes, metadata),
+        lambda console: print_merge(kv_heads, sizes, console),
+        written=out,
+    )

@@ -1,0 +1,48 @@
+"""Reports of compressions in a terminal, and as rows."""
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headwise.compression.compression_report import CompressionReport
+from headwise.runs.rows import MeanEstimate
+from headwise.show.records import Records
+from headwise.wording import counted
+
+
+def print_compression(report: CompressionReport, console: Console) -> None:
+    """Print a table with one line per step of a compression: parameters, held-out loss, and its difference from that of
+    the dense model.
+    """
+    documents = counted(report.documents, "held-out document")
+    console.print(Text(f"{report.model}: {report.loss} on {documents}", style="bold"), soft_wrap=True)
+    loads = "plain transformers loads" if report.loader == "transformers" else "only headwise.load loads"
+    console.print(f"{loads} the smaller model, whose outputs are equal after loading")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    for column in ("step", "parameters", "loss", "difference"):
+        table.add_column(column, justify="left" if column == "step" else "right", no_wrap=True)
+    for stage in report.stages:
+        table.add_row(stage.name, f"{stage.parameters:,}", _with_error(stage.loss), _with_error(stage.difference, "+"))
+    console.print()
+    console.print(table)
+    note = "±: standard error clustered by document"
+    console.print(note if report.documents > 1 else "standard errors need more than one document", style="dim")
+
+
+def compression_records(report: CompressionReport) -> Records:
+    """Return one row per step of a compression, with the rest of the report as metadata."""
+    metadata = {
+        "model": {"name": report.model},
+        "loader": report.loader,
+        "loss": report.loss,
+        "documents": report.documents,
+    }
+    return Records(report.records(), metadata)
+
+
+def _with_error(measured: MeanEstimate, sign: str = "") -> str:
+    """Return a mean with four decimals, followed by ± and its standard error unless that is not known."""
+    error = "" if math.isnan(measured.sem) else f" ± {measured.sem:.2g}"
+    return f"{measured.value:{sign}z.4f}{error}"
