@@ -12,6 +12,7 @@ The output folder contains, in this order:
 
 import json
 import shutil
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -45,6 +46,7 @@ from headwise.runs.files import require_outside_data, require_writable, writable
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.folders import new_folder
 from headwise.runs.lock import locked_folder
+from headwise.wording import counted
 
 RECIPE, PLAN, REPORT, MODEL, HEALING = "recipe.json", "plan.json", "report.json", "model", "healing"
 """Names in the output folder."""
@@ -155,7 +157,18 @@ def _load_inputs(recipe: CompressionRecipe, device: torch.device, *, shown: bool
     HeldOutText.of(Texts(recipe.verify.path, tokenizer, **options))
     dense = load_whole_model(source, DTYPES.get(recipe.dtype or "")).to(device)
     held_out = HeldOutText.of(Texts(recipe.verify.path, tokenizer, **options).within(dense))
-    return _Inputs(recipe, source, dense, tokenizer, texts.within(dense), held_out, loss)
+    texts = texts.within(dense)
+    _warn_of_common_text(texts, held_out)
+    return _Inputs(recipe, source, dense, tokenizer, texts, held_out, loss)
+
+
+def _warn_of_common_text(texts: Texts, held_out: HeldOutText) -> None:
+    """Warn if sequences of the held-out text are among those that the model is made smaller with."""
+    known = {tuple(sequence.tolist()) for sequence in texts.sequences}
+    common = sum(tuple(sequence.tolist()) in known for sequence in held_out.sequences)
+    if common:
+        of_all = f"{common} of {counted(len(held_out.sequences), 'sequence')}"
+        warnings.warn(f"{of_all} in [verify] are also in [data], so that the report is too good", stacklevel=4)
 
 
 def _claim(folder: Path, settings: Mapping[str, Any], *, force: bool) -> None:

@@ -178,7 +178,7 @@ def _train(
     device = device_of(model)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, options.rate_factor)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: options.rate_factor(step))
     state = TrainingState(model, optimizer, schedule, device)
     student, prepared = accelerator.prepare(model, optimizer)
     bar = progress_bar("healing", options.steps, "steps", shown=shown)
