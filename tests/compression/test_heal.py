@@ -102,7 +102,10 @@ def test_a_decoder_of_a_pair_has_padding_of_its_own():
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "top"), [("decoder", "ForCausalLM"), ("encoder", ""), ("encoder", "ForMaskedLM")])
+@pytest.mark.parametrize(
+    ("kind", "top"),
+    [("decoder", "ForCausalLM"), ("encoder", ""), pytest.param("encoder", "ForMaskedLM", marks=pytest.mark.slow)],
+)
 def test_the_model_approaches_its_teacher(kind, top):
     model, teacher = pair(kind, top)
     data, before = texts(kind=kind), weights(teacher)
@@ -153,7 +156,9 @@ def undisturbed(kind, top, **options):
     return weights(heal(model, teacher, texts(kind=kind), 12, lr=1e-2, **options))
 
 
-@pytest.mark.parametrize(("kind", "top"), [("decoder", "ForCausalLM"), ("encoder", "")])
+@pytest.mark.parametrize(
+    ("kind", "top"), [("encoder", ""), pytest.param("decoder", "ForCausalLM", marks=pytest.mark.slow)]
+)
 def test_a_stopped_run_resumes_to_the_same_bits(kind, top, tmp_path, monkeypatch):
     expected, at, starts = undisturbed(kind, top), TrainingBatches.at, []
     for stop in (2, 5, 6, 11):
