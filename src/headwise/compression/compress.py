@@ -51,6 +51,9 @@ from headwise.wording import counted
 RECIPE, PLAN, REPORT, MODEL, HEALING = "recipe.json", "plan.json", "report.json", "model", "healing"
 """Names in the output folder."""
 
+TRASH = ".replaced"
+"""Folder of another run on its way to be deleted."""
+
 STAGES = ("pruned", "merged", "healed")
 """Folders of the steps, in their order."""
 
@@ -176,6 +179,8 @@ def _claim(folder: Path, settings: Mapping[str, Any], *, force: bool) -> None:
     delete another run.
     """
     path = folder / RECIPE
+    for leftover in (TRASH, *(f".{name}.part" for name in STAGES)):  # of a process that was killed
+        shutil.rmtree(folder / leftover, ignore_errors=True)
     if not path.exists():
         if present := _results(folder):
             got = f"{present[0]} of something else in {str(folder)!r}"
@@ -205,7 +210,7 @@ def _results(folder: Path) -> list[str]:
 
 def _delete_run(folder: Path) -> None:
     """Delete the results of a run, so that at any moment each folder of a model is complete or absent."""
-    trash = folder / ".replaced"
+    trash = folder / TRASH
     try:
         for name in _results(folder):
             path = folder / name

@@ -52,7 +52,7 @@ class HeldOutText:
         batch: largest number of sequences in a batch.
     """
 
-    sequences: Sequence[Int[Tensor, " tokens"]]
+    sequences: Sequence[Int[Tensor, "_"]]
     documents: Sequence[int]
     batch: int
 
@@ -106,7 +106,7 @@ class HeldOutText:
         return clustered_mean(losses, self.documents)
 
 
-def _sequences(texts: Texts, text: str) -> Sequence[Int[Tensor, " tokens"]]:
+def _sequences(texts: Texts, text: str) -> Sequence[Int[Tensor, "_"]]:
     """Return the sequences of one document; none for a document without tokens."""
     options = (texts.tokenizer, texts.context, texts.documents, texts.batch)
     if not texts.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
