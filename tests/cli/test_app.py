@@ -24,7 +24,20 @@ import tiny
 from headwise.cli import app as cli
 from headwise.runs import checkpoint
 
-COMMANDS = ("view", "profile", "compare", "ablate", "importance", "study")
+COMMANDS = ("view", "profile", "compare", "ablate", "importance", "prune", "compress", "study")
+NEW_COMMANDS = ("merge", "localize")
+"""Commands whose functions are tested elsewhere."""
+
+RECIPE = """
+model = "model"
+[data]
+path = "data.jsonl"
+[verify]
+path = "held-out.jsonl"
+[prune]
+keep = 0.5
+constraint = "groups"
+"""
 PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
 
 
@@ -35,8 +48,10 @@ def folder(tmp_path_factory):
     model = tiny.model("decoder", top="ForCausalLM")
     model.save_pretrained(path / "model")
     tiny.tokenizer("decoder").save_pretrained(path / "model")
-    lines = [json.dumps({"text": text}) + "\n" for text in tiny.texts(11, 5, 23, 7)]
-    (path / "data.jsonl").write_text("".join(lines))
+    lines = [json.dumps({"text": text}) + "\n" for text in tiny.texts(11, 5, 23, 7, 12, 9)]
+    (path / "data.jsonl").write_text("".join(lines[:4]))
+    (path / "held-out.jsonl").write_text("".join(lines[4:]))
+    (path / "recipe.toml").write_text(RECIPE)
     for name, number in (("a", 4), ("b", 3)):
         texts = hw.Texts(path / "data.jsonl", tiny.tokenizer("decoder"), limit=number)
         hw.profile(model.model, texts, repeats=False, out=path / name, title="model")
@@ -60,6 +75,8 @@ def command_line(name, folder, out):
         "compare": ("compare", folder / "a", folder / "b"),
         "ablate": ("ablate", *model, *data),
         "importance": ("importance", *model, *data),
+        "prune": ("prune", *model, *data, "--keep", 0.5, "--constraint", "groups", "--force"),
+        "compress": ("compress", folder / "recipe.toml", "--out", out),
         "study": (
             *("study", "--data", folder / "text.txt", "--out", out, "--heads", "1,2", "--embed-dim", 16, "--layers", 1),
             *("--params", "20k", "--context", 16, "--vocabulary", 300, "--tokens", 500, "--trials", 1, "--seeds", 1),
@@ -70,7 +87,7 @@ def command_line(name, folder, out):
 # -- help -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS + NEW_COMMANDS)
 def test_the_help_of_a_command_has_examples_that_can_be_parsed(command, headwise, monkeypatch):
     status, out, err = headwise(command, "-h")
     assert (status, err) == (0, "")
@@ -87,7 +104,7 @@ def test_the_help_of_a_command_has_examples_that_can_be_parsed(command, headwise
     assert all(parsed)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS + NEW_COMMANDS)
 def test_the_page_describes_every_option_and_example(command, headwise):
     _, out, _ = headwise(command, "-h")
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", out.split("Examples:")[0])) - {"--help"}:
@@ -198,7 +215,7 @@ def no_weights(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_weights")
-@pytest.mark.parametrize("command", ["profile", "ablate", "importance"])
+@pytest.mark.parametrize("command", ["profile", "ablate", "importance", "prune"])
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
@@ -237,6 +254,7 @@ def test_inputs_are_checked_before_the_weights_are_loaded(command, more, sentenc
     options = {"--data": folder / "data.jsonl", "--out": tmp_path / "out", "--context": "31"}
     options |= dict(zip(more[::2], (part.format(here=tmp_path, folder=folder) for part in more[1::2]), strict=True))
     flags = [part for option in options.items() for part in option]
+    flags += ["--keep", "0.5"] if command == "prune" else []
     status, out, err = headwise(command, "--model", folder / "model", *flags)
     assert (status, out) == (2, "")
     assert err.startswith(f"headwise: {sentence.format(here=tmp_path, folder=folder)}")

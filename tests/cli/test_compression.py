@@ -1,0 +1,249 @@
+"""The commands that make models smaller: prune, merge, compress and localize."""
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import headwise as hw
+import tiny
+
+RECIPE = """
+model = "model"
+[data]
+path = "data.jsonl"
+[verify]
+path = "held-out.jsonl"
+[prune]
+keep = 0.5
+constraint = "groups"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folder with a tiny decoder, texts, and a recipe."""
+    path = tmp_path_factory.mktemp("compression")
+    tiny.model("decoder", top="ForCausalLM").save_pretrained(path / "model")
+    tiny.tokenizer("decoder").save_pretrained(path / "model")
+    lines = [json.dumps({"text": text}) + "\n" for text in tiny.texts(11, 5, 23, 7, 12, 9)]
+    (path / "data.jsonl").write_text("".join(lines[:4]))
+    (path / "held-out.jsonl").write_text("".join(lines[4:]))
+    (path / "recipe.toml").write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def prune(headwise, folder, tmp_path):
+    """Function that runs `headwise prune` on the tiny model."""
+
+    def run(*options):
+        data = ("--model", folder / "model", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
+        return headwise("prune", *data, *options)
+
+    return run
+
+
+def test_prune_saves_what_the_functions_return(prune, folder, tmp_path):
+    status, out, err = prune("--keep", 0.5, "--constraint", "groups")
+    assert status == 0, err
+    dense, tokenizer = hw.load(str(folder / "model"), "causal")
+    texts = hw.Texts(folder / "data.jsonl", tokenizer).within(dense)
+    plan = hw.plan_pruning(hw.LeastSquaresScores(dense, texts), keep=0.5, constraint="groups", model=dense)
+    expected = hw.prune(dense, plan, calibration=texts)
+    before, after = (sum(weight.numel() for weight in each.parameters()) for each in (dense, expected))
+    assert out.startswith(f"{plan}\n\nparameters: {before:,} before, {after:,} after (")
+    assert out.endswith(f"\nwrote {tmp_path / 'out'}\n")
+    assert (tmp_path / "out" / "plan.json").read_text() == plan.to_json()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name])
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").vocab_size == tokenizer.vocab_size
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_plan_is_applied_without_fitting(prune, folder, tmp_path):
+    dense, _ = hw.load(str(folder / "model"), "causal")
+    plan = hw.plan_pruning(hw.MagnitudeScores(dense, {"input_ids": tiny.TOKENS}), keep=0.5)
+    plan.save(tmp_path / "plan.json")
+    assert prune("--plan", tmp_path / "plan.json", "--no-fit", "--quiet")[0::2] == (0, "")
+    loaded, _ = hw.load(str(tmp_path / "out"), "causal")
+    expected = hw.prune(dense, plan)
+    with torch.no_grad():
+        assert torch.equal(loaded(tiny.TOKENS).logits, expected(tiny.TOKENS).logits)
+
+
+def test_rows_are_modules(prune):
+    status, out, err = prune("--keep", 0.5, "--constraint", "free", "--scores", "magnitude", "--json")
+    assert status == 0, err
+    result = json.loads(out)
+    assert [row["layer"] for row in result["rows"]] == [0, 1]
+    assert result["metadata"]["plan"]["constraint"] == "free"
+    assert result["metadata"]["parameters_after"] < result["metadata"]["parameters_before"]
+
+
+@pytest.mark.parametrize(
+    "scores", [pytest.param(name, marks=pytest.mark.slow) for name in ("least-squares", "importance", "ablation")]
+)
+@pytest.mark.parametrize("constraint", ["uniform", "groups", "free"])
+def test_all_scores_are_those_of_the_functions(scores, constraint, prune, folder, tmp_path):
+    status, _, err = prune("--keep", 0.5, "--constraint", constraint, "--scores", scores, "--rounds", 1, "--quiet")
+    assert status == 0, err
+    dense, tokenizer = hw.load(str(folder / "model"), "causal")
+    texts = hw.Texts(folder / "data.jsonl", tokenizer).within(dense)
+    made = {
+        "least-squares": lambda: hw.LeastSquaresScores(dense, texts, hw.next_token_loss),
+        "importance": lambda: hw.importance(dense, texts, hw.next_token_loss),
+        "ablation": lambda: hw.ablate(dense, texts, hw.next_token_loss),
+    }[scores]()
+    expected = hw.plan_pruning(made, keep=0.5, constraint=constraint, model=dense, rounds=1)
+    assert hw.PruningPlan.load(tmp_path / "out" / "plan.json").modules == expected.modules
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--keep", 0), "keep: expected a share above 0 and at most 1, got 0.0"),
+        (("--keep", 1.5), "keep: expected a share above 0 and at most 1, got 1.5"),
+        (("--keep", "nan"), "keep: expected a share above 0 and at most 1, got nan"),
+        ((), "keep: expected one of --keep and --plan, got neither"),
+        (("--keep", 0.5, "--plan", "p"), "keep: expected one of --keep and --plan, got both"),
+        (("--plan", "no.json"), "plan: expected a file with a plan, got 'no.json'"),
+        (("--keep", 0.5, "--scores", "size"), "Invalid value for '--scores': expected one of least-squares, magnitude,"),
+        (("--keep", 0.5, "--out", "{folder}/model"), "out: expected a new or empty folder, got files in '"),
+        (("--keep", 0.5, "--out", "{folder}", "--force"), "out: expected the folder of a saved model, with a config.js"),
+    ],
+)
+def test_mistakes_are_found_before_the_weights_are_loaded(options, sentence, headwise, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("headwise.data.models.ModelSource.model", pytest.fail)
+    options = [str(option).format(folder=folder) for option in options]
+    out = () if "--out" in options else ("--out", tmp_path / "out")
+    status, printed, err = headwise(
+        "prune", "--model", folder / "model", "--data", folder / "data.jsonl", *out, *options
+    )
+    assert (status, printed) == (2, "")
+    assert err.startswith(f"headwise: {sentence}")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_for_another_model_is_refused(prune, tmp_path):
+    other = tiny.model("decoder", seed=1, top="ForCausalLM")
+    hw.plan_pruning(hw.MagnitudeScores(other, {"input_ids": tiny.TOKENS}), keep=0.5).save(tmp_path / "plan.json")
+    status, _, err = prune("--plan", tmp_path / "plan.json", "--quiet")
+    assert (status, err) == (
+        2,
+        "headwise: plan: expected a plan for this model, got one for a model with other weights\n",
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_scores_that_need_a_loss_are_refused_for_encoders(headwise, folder, tmp_path):
+    tiny.model("encoder").save_pretrained(tmp_path / "encoder")
+    tiny.tokenizer("encoder").save_pretrained(tmp_path / "encoder")
+    data = ("--model", tmp_path / "encoder", "--data", folder / "data.jsonl", "--out", tmp_path / "out", "--keep", 0.5)
+    for options in (("--scores", "importance"), ("--constraint", "free")):
+        status, _, err = headwise("prune", *data, *options)
+        assert status == 2
+        assert err.startswith("headwise: scores: expected ablation or magnitude for a model without a language-model h")
+    assert headwise("prune", *data, "--quiet")[0] == 0
+
+
+def test_force_replaces_a_saved_model(prune, tmp_path):
+    assert prune("--keep", 0.5, "--scores", "magnitude", "--quiet")[0] == 0
+    (tmp_path / "out" / "notes.txt").touch()
+    status, _, err = prune("--keep", 0.5, "--scores", "magnitude")
+    assert status == 2
+    assert err.endswith("; --force (force=True) replaces it\n")
+    assert prune("--keep", 0.5, "--scores", "magnitude", "--force", "--quiet")[0] == 0
+    assert not (tmp_path / "out" / "notes.txt").exists()
+
+
+# -- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def test_compress_prints_the_losses_of_all_steps(headwise, folder, tmp_path):
+    out = tmp_path / "out"
+    status, printed, err = headwise("compress", folder / "recipe.toml", "--out", out)
+    assert status == 0, err
+    assert printed.startswith("model: next_token_loss on 2 held-out documents\nplain transformers loads the smaller")
+    assert printed.endswith(f"wrote {out}\n")
+    lines = [line.split() for line in printed.splitlines() if line.startswith(("dense", "pruned"))]
+    status, again, err = headwise("compress", folder / "recipe.toml", "--out", out, "--json", "--quiet")
+    assert (status, err) == (0, "")
+    result = json.loads(again)
+    assert result["metadata"] == {
+        "model": {"name": "model"}, "loader": "transformers", "loss": "next_token_loss", "documents": 2
+    }  # fmt: skip
+    for line, row in zip(lines, result["rows"], strict=True):
+        assert line[:3] == [row["step"], f"{row['parameters']:,}", f"{row['loss']:.4f}"]
+        assert row["loss_n"] == 2
+
+
+def test_mistakes_in_a_recipe_are_one_sentence(headwise, folder, tmp_path):
+    recipe = folder / "mistake.toml"
+    recipe.write_text(RECIPE.replace("keep = 0.5", "keep = 2"))
+    for arguments, sentence in (
+        ((recipe,), "keep: expected a share above 0 and at most 1, got 2.0, in [prune]"),
+        ((tmp_path / "no.toml",), f"recipe: expected a TOML file '{tmp_path / 'no.toml'}' that can be read, got No such"),
+    ):
+        status, printed, err = headwise("compress", *arguments, "--out", tmp_path / "out")
+        assert (status, printed) == (2, "")
+        assert err.startswith(f"headwise: {sentence}")
+        assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+# -- merging and localizing: the functions are replaced ---------------------------------------------------------------
+
+
+def test_merge_passes_its_options_on(headwise, folder, tmp_path, monkeypatch):
+    calls = []
+
+    def merge_kv(model, **options):
+        calls.append(options)
+        return deepcopy(model)
+
+    monkeypatch.setattr(hw, "merge_kv", merge_kv, raising=False)
+    data = ("--model", folder / "model", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
+    status, out, err = headwise("merge", *data, "--kv-heads", 1, "--method", "mean")
+    assert status == 0, err
+    assert isinstance(calls[0].pop("calibration"), hw.Texts)
+    assert calls == [{"num_kv_heads": 1, "method": "mean"}]
+    assert out.startswith("key/value heads in each layer: 1\n")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    status, out, _ = headwise("merge", *data, "--kv-heads", 1, "--force", "--csv", "--quiet")
+    assert (status, out.splitlines()[0]) == (0, "kv_heads,parameters_before,parameters_after")
+
+
+def test_localize_passes_its_options_on(headwise, folder, tmp_path, monkeypatch):
+    @dataclass
+    class Result:
+        modules: tuple
+        window: int
+
+        def save(self, path):
+            Path(path).write_text("{}")
+
+    calls = []
+
+    def localize(model, dataset, **options):
+        calls.append(options)
+        return Result(({"layer": 0, "streaming": [1]},), 7)
+
+    monkeypatch.setattr(hw, "localize", localize, raising=False)
+    data = ("--model", folder / "model", "--data", folder / "data.jsonl", "--out", tmp_path / "heads.json")
+    status, out, err = headwise("localize", *data, "--window", 7)
+    assert status == 0, err
+    assert calls == [{"budget": 0.01, "window": 7}]
+    assert "streaming" in out
+    assert out.endswith("heads.json\n")
+    status, _, err = headwise("localize", *data)
+    assert status == 2
+    assert err.startswith("headwise: out: expected a new file, got")
+    status, out, _ = headwise("localize", *data, "--force", "--json", "--quiet")
+    assert json.loads(out)["rows"] == [{"layer": 0, "streaming": [1]}]
