@@ -67,6 +67,21 @@ def test_the_code_of_the_page_about_pages_runs(minilm, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "page.html", "compared.html"}
 
 
+def test_the_recipe_of_the_page_about_pruning_runs(tmp_path):
+    (recipe,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/prune.md").read_text(encoding="utf-8"), re.DOTALL)
+    tiny.model("decoder", top="ForCausalLM").save_pretrained(tmp_path / "tiny")
+    tiny.tokenizer("decoder").save_pretrained(tmp_path / "tiny")
+    first, *others = tiny.texts(200, 30, 150, 20)
+    (tmp_path / "corpus.txt").write_text(first)
+    (tmp_path / "held-out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in others))
+    (tmp_path / "recipe.toml").write_text(recipe.replace('"smollm2"', '"tiny"').replace("steps = 200", "steps = 4"))
+    report = headwise.compress(tmp_path / "recipe.toml", tmp_path / "smaller")
+    assert [stage.name for stage in report.stages] == ["dense", "pruned", "healed"]
+    assert (report.documents, report.stages[0].loss.n) == (3, 4)
+    names = {path.name for path in (tmp_path / "smaller").iterdir()}
+    assert names == {"model", "plan.json", "report.json", "pruned", "recipe.json"}
+
+
 @pytest.mark.slow
 def test_the_code_of_the_page_about_pruning_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -75,12 +90,16 @@ def test_the_code_of_the_page_about_pruning_runs(tmp_path, monkeypatch):
     lines = (json.dumps({"text": section}) for section in held_out)
     (tmp_path / "held-out.jsonl").write_text("\n".join(lines), encoding="utf-8")
     names: dict = {}
-    assert "180 of 270 heads remain (67%), constraint groups" in run(code_blocks("docs/prune.md"), names)
+    blocks = [
+        (code.replace("texts, 200, out", "texts, 2, out"), output) for code, output in code_blocks("docs/prune.md")
+    ]
+    assert "180 of 270 heads remain (67%), constraint groups" in run(blocks, names)
     assert names["plan"].kept_heads == 135
     assert names["report"].row("parameters in attention").change == pytest.approx(2 / 3)
     assert names["report"].row("cache per token").dense == 2 * 30 * 3 * 64 * 4
     assert {path.suffix for path in (tmp_path / "smaller").iterdir()} == {".json", ".safetensors"}
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "smaller").eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "healed").eval()
+    assert names["smaller"] is names["healed"]
     ids = torch.arange(100, 120)[None]
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, names["smaller"](ids).logits)

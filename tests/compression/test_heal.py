@@ -79,7 +79,9 @@ def test_a_single_logit_and_plain_tensors_are_compared_by_squared_error():
     student, teacher = torch.randn(2, 1), torch.randn(2, 1)
     expected = (student - teacher).square().sum() / teacher.square().sum()
     for kind in (lambda x: x, lambda x: transformers.modeling_outputs.SequenceClassifierOutput(logits=x)):
-        assert distillation_loss(kind(student), kind(teacher), torch.nn.Identity(), {}) == pytest.approx(float(expected))
+        assert distillation_loss(kind(student), kind(teacher), torch.nn.Identity(), {}) == pytest.approx(
+            float(expected)
+        )
 
 
 def test_a_decoder_of_a_pair_has_padding_of_its_own():
@@ -226,7 +228,9 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch):
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(hw.InputError, match=r"^out: expected a file '.*unfinished-heal.pt' .* got No space left on dev"):
+    with pytest.raises(
+        hw.InputError, match=r"^out: expected a file '.*unfinished-heal.pt' .* got No space left on dev"
+    ):
         heal(model, teacher, texts(), 12, lr=1e-2, out=tmp_path, checkpoint_every=3)
     monkeypatch.setattr(os, "fsync", fsync)
     assert [path.name for path in tmp_path.iterdir()] == ["unfinished-heal.pt"]
@@ -274,7 +278,11 @@ def test_mistakes_are_named(tmp_path):
         ((model, teacher, data, 5), {"temperature": -1.0}, "^temperature: expected a finite number above 0, got -1"),
         ((model, teacher, data, 5), {"seed": -1}, "^seed: expected a whole number of 0 or more"),
         ((model, teacher, data, 5), {"batch": 0}, "^batch: expected a whole number of 1 or more, got 0"),
-        ((model, teacher, list(data), 5), {"batch": 2}, "^batch: expected None for data that are batches already, got 2"),
+        (
+            (model, teacher, list(data), 5),
+            {"batch": 2},
+            "^batch: expected None for data that are batches already, got 2",
+        ),
         ((model, teacher, [], 5), {}, "^data: expected at least one batch, got none"),
         ((model, teacher, 7, 5), {}, "^dataset: expected Texts, or batches, got int"),
         ((frozen, teacher, data, 5), {}, "^model: expected parameters that require gradients, got none"),
@@ -284,7 +292,11 @@ def test_mistakes_are_named(tmp_path):
             {},
             r"^model: expected parameters of float32 or float64, got torch.bfloat16 in .*model.float\(\)",
         ),
-        ((model, teacher.model, data, 5), {}, "^model: expected embeddings of shape .* like the teacher's, got logits of"),
+        (
+            (model, teacher.model, data, 5),
+            {},
+            "^model: expected embeddings of shape .* like the teacher's, got logits of",
+        ),
         ((model, teacher, data, 5), {"out": tmp_path / "file"}, "^out: expected a folder that can be created and"),
     ):
         with pytest.raises(hw.InputError, match=message):

@@ -128,7 +128,9 @@ def test_standard_errors_are_clustered():
 def test_pieces_of_a_document_belong_together(folder):
     texts = hw.Texts(folder / "data.jsonl", tiny.tokenizer("decoder"), 6, "cut", 4)
     held_out = HeldOutText.of(texts)
-    pairs = sorted((number, len(sequence)) for number, sequence in zip(held_out.documents, held_out.sequences, strict=True))
+    pairs = sorted(
+        (number, len(sequence)) for number, sequence in zip(held_out.documents, held_out.sequences, strict=True)
+    )
     lengths = {0: (6, 5), 1: (5,), 2: (6, 6, 6, 5), 3: (6, 1), 4: (6, 6)}
     assert pairs == sorted((number, length) for number, parts in lengths.items() for length in parts)
     batches = list(held_out.batches())
@@ -169,7 +171,9 @@ def test_key_value_heads_are_merged_between_pruning_and_healing(folder, tmp_path
     assert {"pruned", "merged", "model"} < {path.name for path in (tmp_path / "out").iterdir()}
 
 
-@pytest.mark.parametrize(("kind", "scores"), [("bfloat16", "magnitude"), pytest.param("free", "ablation", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "scores"), [("bfloat16", "magnitude"), pytest.param("free", "ablation", marks=pytest.mark.slow)]
+)
 def test_other_models_and_options(kind, scores, folder, tmp_path):
     """Models in bfloat16 are healed in float32; models with different layers are loaded by headwise."""
     recipe = changed(folder, tmp_path, 'constraint = "groups"', f'scores = "{scores}"\nconstraint = "free"')
@@ -248,7 +252,15 @@ def test_a_killed_run_resumes_to_the_same_files(kills, folder, finished, tmp_pat
 
 @pytest.mark.slow
 def test_a_command_that_is_killed_at_random_moments_resumes_to_the_same_files(folder, finished, tmp_path):
-    command = [sys.executable, "-m", "headwise", "compress", str(folder / "recipe.toml"), "--out", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "headwise",
+        "compress",
+        str(folder / "recipe.toml"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     generator = random.Random(0)
     start = time.monotonic()
     subprocess.run([*command[:-1], str(tmp_path / "timed")], check=True, capture_output=True)
@@ -305,7 +317,9 @@ def test_another_recipe_is_refused_by_name_or_replaced(folder, finished, tmp_pat
     ):
         recipe = folder / "changed.toml"
         recipe.write_text(RECIPE.replace(old, new))
-        with pytest.raises(hw.InputError, match=rf"^out: expected .*, got another run \({difference} differs\) in .*--fo"):
+        with pytest.raises(
+            hw.InputError, match=rf"^out: expected .*, got another run \({difference} differs\) in .*--fo"
+        ):
             hw.compress(recipe, out)
     assert content(out) == before
     recipe.write_text(RECIPE.replace("[heal]", "[heal]\nseed = 3"))
@@ -324,7 +338,9 @@ def test_a_saved_model_that_loads_differently_is_not_put_in_place(folder, tmp_pa
     write = steps.write_model
     monkeypatch.setattr(steps, "write_model", breaking)
     out = tmp_path / "out"
-    sentence = "^model: expected a saved model that is loaded again as it was, got other outputs of the same weights$"
+    sentence = (
+        "^model: expected a saved model that is unchanged when it is loaded, got other outputs of the same weights$"
+    )
     with pytest.raises(hw.InputError, match=sentence):
         hw.compress(folder / "recipe.toml", out)
     assert {path.name for path in out.iterdir()} == {"recipe.json", "plan.json"}
@@ -359,10 +375,18 @@ def test_a_saved_model_that_loads_differently_is_not_put_in_place(folder, tmp_pa
         ("steps = 6", "", r"^recipe: expected a key steps in \[heal\], got none"),
         ("lr = 3e-3", "lr = 0", r"^lr: expected a finite number above 0, got 0.0, in \[heal\]"),
         ("batch = 2", "batch = 0", r"^batch: expected a whole number of 1 or more, got 0, in \[data\]"),
-        ("batch = 2", 'documents = "pack"', r"^documents: expected whole, truncate or cut in \[verify\], whose standard"),
+        (
+            "batch = 2",
+            'documents = "pack"',
+            r"^documents: expected whole, truncate or cut in \[verify\], whose standard",
+        ),
         ("batch = 2", "[data.more]\na = 1", r"^recipe: expected only the keys path, .* in \[data\], got 'more'"),
         ("batch = 2", "column = 3", r"^recipe: expected a text for column in \[data\], got 3"),
-        ('constraint = "groups"', 'constraint = "group"', "^constraint: expected one of uniform, groups, free, got 'gr"),
+        (
+            'constraint = "groups"',
+            'constraint = "group"',
+            "^constraint: expected one of uniform, groups, free, got 'gr",
+        ),
         ('constraint = "groups"', 'scores = "size"', "^scores: expected one of least-squares, magnitude, importance, "),
         ("[verify]", "[verify", "^recipe: expected a TOML file '.*' that can be read, got Expected"),
         ("held-out.jsonl", "none.jsonl", "^data: expected a file '.*none.jsonl' that can be read, got No such file"),
@@ -384,7 +408,10 @@ def test_sections_are_required(tmp_path):
     for text, message in (
         ("", "^recipe: expected a key model in the recipe, got none"),
         ('model = "m"\ndata = 3\nverify = 3', r"^recipe: expected a section \[data\], got 3"),
-        ('model = "m"\n[data]\npath = "a"\n[verify]\npath = "b"\n[heal]\nsteps = 1', r"^recipe: expected a section \[pr"),
+        (
+            'model = "m"\n[data]\npath = "a"\n[verify]\npath = "b"\n[heal]\nsteps = 1',
+            r"^recipe: expected a section \[pr",
+        ),
         ("\xff", "^recipe: expected a TOML file"),
     ):
         recipe.write_text(text, encoding="latin-1")
@@ -401,7 +428,9 @@ def test_a_plan_for_another_model_leaves_nothing(folder, tmp_path):
     plan = hw.plan_pruning(hw.MagnitudeScores(other, {"input_ids": tiny.TOKENS}), keep=0.5)
     plan.save(tmp_path / "plan.json")
     recipe = changed(folder, tmp_path, "keep = 0.5", f'plan = "{tmp_path / "plan.json"}"')
-    with pytest.raises(hw.InputError, match="^plan: expected a plan for this model, got one for a model with other weig"):
+    with pytest.raises(
+        hw.InputError, match="^plan: expected a plan for this model, got one for a model with other weig"
+    ):
         hw.compress(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -416,7 +445,9 @@ def test_a_plan_in_a_file_is_applied(folder, finished, tmp_path):
 def test_a_folder_of_something_else_is_refused(folder, tmp_path):
     (tmp_path / "model").mkdir()
     for force in (False, True):
-        with pytest.raises(hw.InputError, match="^out: expected a folder of its own, .* got model of something else in"):
+        with pytest.raises(
+            hw.InputError, match="^out: expected a folder of its own, .* got model of something else in"
+        ):
             hw.compress(folder / "recipe.toml", tmp_path, force=force)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -427,7 +458,9 @@ def test_a_classifier_is_refused(folder, tmp_path):
     tiny.tokenizer("decoder").save_pretrained(tmp_path / "classifier")
     recipe = changed(folder, tmp_path, str(folder / "m"), "classifier")
     recipe.write_text(recipe.read_text().replace("[prune]", '[prune]\nscores = "magnitude"'))
-    with pytest.raises(hw.InputError, match="^model: expected one without a head, .* got a LlamaForSequenceClassificat"):
+    with pytest.raises(
+        hw.InputError, match="^model: expected one without a head, .* got a LlamaForSequenceClassificat"
+    ):
         hw.compress(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

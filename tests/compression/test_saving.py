@@ -34,7 +34,9 @@ def test_a_saved_model_is_loaded_again(tmp_path):
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, model.state_dict()[name])
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "m").vocab_size == tokenizer.vocab_size
-    with pytest.raises(hw.InputError, match=r"^out: expected a new or empty folder, .* --force \(force=True\) replaces it"):
+    with pytest.raises(
+        hw.InputError, match=r"^out: expected a new or empty folder, .* --force \(force=True\) replaces it"
+    ):
         hw.save_model(model, None, tmp_path / "m")
     hw.save_model(model, None, tmp_path / "m", force=True)
     assert not (tmp_path / "m" / "tokenizer.json").exists()
@@ -65,7 +67,7 @@ print([path.name for path in Path("{folder}").iterdir()])
 @pytest.mark.skipif(shutil.which("unshare") is None or sys.platform != "linux", reason="needs a mounted file system")
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
     code = FULL.format(folder=tmp_path, path=[str(SRC), str(Path(tiny.__file__).parent)])
-    mount = f"mount -t tmpfs -o size=300k tmpfs {tmp_path} && exec {sys.executable} -c \"$CODE\""
+    mount = f'mount -t tmpfs -o size=300k tmpfs {tmp_path} && exec {sys.executable} -c "$CODE"'
     environment = os.environ | {"CODE": code}
     process = subprocess.run(
         ["unshare", "-rm", "sh", "-c", mount], env=environment, capture_output=True, text=True, check=False
@@ -79,9 +81,17 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
 @pytest.mark.usefixtures("as_user")
 def test_models_without_save_pretrained_are_refused(tmp_path):
     for model, tokenizer, message in (
-        (torch.nn.Linear(2, 2), None, "^model: expected a model of transformers, which has save_pretrained, got Linear"),
+        (
+            torch.nn.Linear(2, 2),
+            None,
+            "^model: expected a model of transformers, which has save_pretrained, got Linear",
+        ),
         (3, None, "^model: expected a torch module, got int"),
-        (tiny.model("encoder"), 3, "^tokenizer: expected a tokenizer of transformers, which has save_pretrained, got i"),
+        (
+            tiny.model("encoder"),
+            3,
+            "^tokenizer: expected a tokenizer of transformers, which has save_pretrained, got i",
+        ),
     ):
         with pytest.raises(hw.InputError, match=message):
             hw.save_model(model, tokenizer, tmp_path / "m")

@@ -38,9 +38,14 @@ def test_an_error_leaves_nothing(error, tmp_path):
     expected, match = (InputError, "^out: expected a folder '.*' that can be written, got No space left on device")
     if not isinstance(error, OSError):
         expected, match = type(error), ""
-    with pytest.raises(expected, match=match), new_folder(tmp_path / "a" / "b") as part:
-        fill(part)
-        raise error
+
+    def run():
+        with new_folder(tmp_path / "a" / "b") as part:
+            fill(part)
+            raise error
+
+    with pytest.raises(expected, match=match):
+        run()
     assert tree(tmp_path) == []
 
 
@@ -83,14 +88,18 @@ def test_what_a_killed_process_leaves_is_complete_and_removed_by_the_next(moment
         if moment == "replaced" and self.name == "new":
             raise Kill
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", renaming)
-        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
-        with pytest.raises(Kill), new_folder(target, force=True) as part:
+    def run(patch):
+        with new_folder(target, force=True) as part:
             fill(part)
             exists = Path.exists
             if moment == "old moved":  # so that the clean-up does not move it back
                 patch.setattr(Path, "exists", lambda self: self.name != "old" and exists(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", renaming)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(Kill):
+            run(patch)
     left = [path.name for path in tmp_path.iterdir()]
     assert ".a.part" in left
     if moment != "old moved":
@@ -138,8 +147,8 @@ def test_existing_folders_are_refused_or_replaced(tmp_path, monkeypatch):
 def test_two_processes_do_not_write_to_the_same_folder(tmp_path):
     work = tmp_path / ".a.part"
     work.mkdir()
-    with locked_folder(work), pytest.raises(InputError, match="^out: expected a folder that no other run writes to"):
-        with new_folder(tmp_path / "a"):
-            pytest.fail("entered")
+    other = pytest.raises(InputError, match="^out: expected a folder that no other run writes to")
+    with locked_folder(work), other, new_folder(tmp_path / "a"):
+        pytest.fail("entered")
     with new_folder(tmp_path / "a") as part:
         fill(part)

@@ -21,7 +21,7 @@ headwise compress recipe.toml --out smaller --json > report.json
 
 def compress(
     *,
-    recipe: Annotated[Path, typer.Argument(parser=path, metavar="RECIPE", help="TOML file with model, data and steps.")],
+    recipe: Annotated[Path, typer.Argument(parser=path, metavar="RECIPE", help="TOML file with model, data, steps.")],
     out: Out,
     force: Force = False,
     output: OutputFlags,
@@ -35,6 +35,4 @@ def compress(
     except KeyboardInterrupt:
         typer.echo("headwise: interrupted; run the same command again to resume", err=True)
         raise
-    output.show(
-        lambda: compression_records(report), lambda console: print_compression(report, console), written=out
-    )
+    output.show(lambda: compression_records(report), lambda console: print_compression(report, console), written=out)

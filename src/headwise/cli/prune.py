@@ -36,7 +36,8 @@ def prune(
     out: ModelFolder,
     model: ModelFlags,
     keep: Annotated[
-        float | None, typer.Option(help="Share of the heads that remain, above 0 and at most 1. Required by a new plan.")
+        float | None,
+        typer.Option(help="Share of the heads that remain, above 0 and at most 1. A new plan needs it."),
     ] = None,
     constraint: Annotated[
         str,
@@ -44,9 +45,7 @@ def prune(
             help="Equally many heads in each layer (uniform), equally many groups, or any heads.", **choice(CONSTRAINTS)
         ),
     ] = "uniform",
-    scores: Annotated[
-        str, typer.Option(help="What decides which heads remain.", **choice(SCORES))
-    ] = "least-squares",
+    scores: Annotated[str, typer.Option(help="What decides which heads remain.", **choice(SCORES))] = "least-squares",
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Number of times that the remaining heads are scored.")
     ] = None,
@@ -94,6 +93,4 @@ def prune(
         for when, each in (("before", dense), ("after", smaller))
     }
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}, **sizes}
-    output.show(
-        lambda: plan_records(chosen, metadata), lambda console: print_plan(chosen, console, sizes), written=out
-    )
+    output.show(lambda: plan_records(chosen, metadata), lambda console: print_plan(chosen, console, sizes), written=out)

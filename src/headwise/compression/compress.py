@@ -58,9 +58,7 @@ STAGES = ("pruned", "merged", "healed")
 """Folders of the steps, in their order."""
 
 
-def compress(
-    recipe: str | Path, out: str | Path, *, force: bool = False, progress: bool = False
-) -> CompressionReport:
+def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progress: bool = False) -> CompressionReport:
     """Make a model smaller by the steps of a recipe: score the heads, plan, prune, merge key/value heads, heal, verify
     and save. The model is in the folder `model` of `out`, and the losses on held-out text are in the report.
 
@@ -112,7 +110,7 @@ def compress(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What the steps of a recipe work on.
+    """Model, texts and loss of a recipe.
 
     Attributes:
         recipe: the recipe.
@@ -230,7 +228,7 @@ class _Run:
 
     Args:
         folder: the output folder.
-        inputs: what the steps work on.
+        inputs: model, texts and loss.
         plan: the plan that the recipe names; None to make one.
         shown: show progress bars.
     """

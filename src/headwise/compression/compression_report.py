@@ -71,9 +71,7 @@ class CompressionReport:
     stages: tuple[Stage, ...]
 
     @staticmethod
-    def of(
-        name: str, model: Any, stages: Sequence[Stage], held_out: HeldOutText, loss: Any
-    ) -> "CompressionReport":
+    def of(name: str, model: Any, stages: Sequence[Stage], held_out: HeldOutText, loss: Any) -> "CompressionReport":
         """Return the report of a finished compression.
 
         Args:

@@ -25,7 +25,8 @@ def distillation_loss(
     error, divided by the summed squares of the teacher's numbers.
 
     Args:
-        student, teacher: what the models returned.
+        student: output of the model that is trained.
+        teacher: output of the dense model.
         model: the student, whose configuration states the size of the vocabulary.
         batch: the arguments of the models, whose padding masks state which tokens count.
         temperature: divisor of the logits before the softmax.
@@ -68,7 +69,7 @@ def _compared(output: Any) -> tuple[str, Float[Tensor, "batch *others"]]:
 def counted_tokens(
     model: Any, batch: Mapping[str, Any], output: Float[Tensor, "batch tokens width"]
 ) -> Bool[Tensor, "batch tokens"] | None:
-    """Return a mask that is True at the tokens of an output which are not padding; None if there is no padding.
+    """Return a mask that is True at the tokens of an output which are not padding; None if no token is padding.
 
     Raises:
         InputError: the batch has padding, but no mask for the tokens of the output.

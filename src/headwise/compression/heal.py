@@ -5,7 +5,7 @@ same numbers.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,7 @@ def _train(
     device = device_of(model)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: options.rate_factor(step))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _rate_factor(options))
     state = TrainingState(model, optimizer, schedule, device)
     student, prepared = accelerator.prepare(model, optimizer)
     bar = progress_bar("healing", options.steps, "steps", shown=shown)
@@ -207,6 +207,15 @@ def _train(
             for weight in weights:
                 weight.grad = None
     folder.finish(model)
+
+
+def _rate_factor(options: HealingOptions) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step; torch would save the object of a method in checkpoints."""
+
+    def rate_factor(step: int) -> float:
+        return options.rate_factor(step)
+
+    return rate_factor
 
 
 def _loss(

@@ -208,7 +208,7 @@ def _value(value: Any, hint: Any, key: str, place: str) -> Any:
     """Return the value of a key, of the type that its annotation states; whole numbers become numbers."""
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not NoneType]
     (kind,) = kinds
-    if is_dataclass(kind):
+    if is_dataclass(kind) and isinstance(kind, type):
         return _section(kind, value, key)
     if kind is float and type(value) is int:
         return float(value)

@@ -62,4 +62,4 @@ def _is_close(output: Tensor, expected: Tensor) -> bool:
 
 def _other_model(got: str) -> InputError:
     """Return the error for a saved model that differs from the one in memory."""
-    return InputError("model", expected="a saved model that is loaded again as it was", got=got)
+    return InputError("model", expected="a saved model that is unchanged when it is loaded", got=got)

@@ -39,12 +39,14 @@ def write_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     Raises:
         InputError: the model has no `save_pretrained`, or a file cannot be written.
     """
-    for argument, value in (("model", require_module(model)), ("tokenizer", tokenizer)):
+    require_module(model)
+    parts: tuple[tuple[str, Any], ...] = (("model", model), ("tokenizer", tokenizer))
+    for argument, value in parts:
         if value is not None and not hasattr(value, "save_pretrained"):
             expected = f"a {argument} of transformers, which has save_pretrained"
             raise InputError(argument, expected=expected, got=type(value).__name__)
     try:
-        for value in (model, tokenizer):
+        for _, value in parts:
             if value is not None:
                 value.save_pretrained(folder)
     except Exception as error:
