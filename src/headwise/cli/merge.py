@@ -9,8 +9,9 @@ from headwise.cli.options import Data, Force, ModelFlags, ModelFolder, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.compression.public_function import public_function
 from headwise.compression.saving import save_model
-from headwise.compression.whole_model import load_whole_model
+from headwise.compression.whole_model import load_whole_model, parameter_counts
 from headwise.runs.distributed import LocalProcess
+from headwise.runs.files import require_outside_data
 from headwise.runs.folders import require_new_folder
 from headwise.show.merges import merge_records, print_merge
 
@@ -39,6 +40,7 @@ def merge(
     the smaller model in --out.
     """
     merge_kv = public_function("merge_kv")
+    require_outside_data(out, data)
     require_new_folder(out, force=force)
     device = LocalProcess(True, 0).device(model.device)
     source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
@@ -46,10 +48,7 @@ def merge(
     options = {name: value for name, value in (("method", method), ("grouping", grouping)) if value is not None}
     merged = merge_kv(dense, num_kv_heads=kv_heads, calibration=dataset.within(dense), **options)
     save_model(merged, dataset.tokenizer, out, force=force)
-    sizes = {
-        f"parameters_{when}": sum(weight.numel() for weight in each.parameters())
-        for when, each in (("before", dense), ("after", merged))
-    }
+    sizes = parameter_counts(dense, merged)
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}}
     output.show(
         lambda: merge_records(kv_heads, sizes, metadata),

@@ -1,10 +1,13 @@
 """The command `headwise prune`."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from torch import nn
 
+from headwise.analysis.losses import Loss
 from headwise.cli.loading import find_inputs, find_loss
 from headwise.cli.options import Data, Force, ModelFlags, ModelFolder, TextFlags
 from headwise.cli.output import OutputFlags
@@ -14,9 +17,11 @@ from headwise.compression.plan_pruning import CONSTRAINTS
 from headwise.compression.prune import prune as remove
 from headwise.compression.pruning_plan import PruningPlan
 from headwise.compression.saving import write_model
-from headwise.compression.whole_model import load_whole_model
+from headwise.compression.whole_model import load_whole_model, parameter_counts
+from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.runs.distributed import LocalProcess
+from headwise.runs.files import require_outside_data
 from headwise.runs.folders import new_folder, require_new_folder
 from headwise.show.plans import plan_records, print_plan
 
@@ -30,28 +35,64 @@ PLAN_FILE = "plan.json"
 """File in the folder of the pruned model with the plan."""
 
 
-def prune(
-    *,
-    data: Data,
-    out: ModelFolder,
-    model: ModelFlags,
+@dataclass(frozen=True)
+class PlanFlags:
+    """Command-line options of `headwise prune` that say which heads remain: those of a saved plan, or of a new one with
+    a share of the heads, a constraint on their numbers, and scores.
+
+    Attributes:
+        keep: share of the heads that remain; None with a saved plan.
+        constraint: constraint on the numbers of heads.
+        scores: name of the scores.
+        rounds: number of times that the remaining heads are scored; None for the default of the scores.
+        plan: file with a saved plan; None for a new one.
+    """
+
     keep: Annotated[
-        float | None,
-        typer.Option(help="Share of the heads that remain, above 0 and at most 1. A new plan needs it."),
-    ] = None,
+        float | None, typer.Option(help="Share of the heads that remain, above 0 and at most 1. A new plan needs it.")
+    ] = None
     constraint: Annotated[
         str,
         typer.Option(
             help="Equally many heads in each layer (uniform), equally many groups, or any heads.", **choice(CONSTRAINTS)
         ),
-    ] = "uniform",
-    scores: Annotated[str, typer.Option(help="What decides which heads remain.", **choice(SCORES))] = "least-squares",
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Number of times that the remaining heads are scored.")
-    ] = None,
+    ] = "uniform"
+    scores: Annotated[str, typer.Option(help="What decides which heads remain.", **choice(SCORES))] = "least-squares"
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of times that the remaining heads are scored.")] = (
+        None
+    )
     plan: Annotated[
         Path | None, typer.Option(parser=path, metavar="FILE", help="Apply this plan instead of making one.")
-    ] = None,
+    ] = None
+
+    def __post_init__(self) -> None:
+        if (self.keep is None) == (self.plan is None):
+            got = "neither" if self.plan is None else "both"
+            raise InputError("keep", expected="one of --keep and --plan", got=got)
+        if self.keep is not None and not 0 < self.keep <= 1:
+            raise InputError("keep", expected="a share above 0 and at most 1", got=self.keep)
+
+    def make(self, model: nn.Module, texts: Texts, loss: Loss, *, shown: bool) -> PruningPlan:
+        """Return a new plan for a model; if `shown`, show progress bars."""
+        assert self.keep is not None  # checked above, without a saved plan
+        return plan_by_name(
+            self.scores,
+            model,
+            texts,
+            loss,
+            keep=self.keep,
+            constraint=self.constraint,
+            rounds=self.rounds,
+            progress=shown,
+        )
+
+
+def prune(
+    *,
+    data: Data,
+    out: ModelFolder,
+    model: ModelFlags,
+    heads: PlanFlags,
     fit: Annotated[bool, typer.Option(help="Fit the output projections to what the dense model returns.")] = True,
     texts: TextFlags,
     force: Force = False,
@@ -60,37 +101,21 @@ def prune(
     """Remove the least important heads of a model. Chooses them by scores on the data, fits the output projections of
     the remaining ones, and saves the smaller model with its plan in --out.
     """
-    if (keep is None) == (plan is None):
-        raise InputError("keep", expected="one of --keep and --plan", got="neither" if plan is None else "both")
-    if keep is not None and not 0 < keep <= 1:
-        raise InputError("keep", expected="a share above 0 and at most 1", got=keep)
+    require_outside_data(out, data)
     require_new_folder(out, force=force)
-    chosen = None if plan is None else PruningPlan.load(plan)
+    saved = None if heads.plan is None else PruningPlan.load(heads.plan)
     device = LocalProcess(True, 0).device(model.device)
     source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
     _, loss = find_loss(source, dataset.tokenizer, None)
-    require_scores(scores, constraint, loss)
+    if saved is None:
+        require_scores(heads.scores, heads.constraint, loss)
     dense = load_whole_model(source, model.torch_dtype).to(device)
     dataset = dataset.within(dense)
-    if chosen is None:
-        assert keep is not None  # checked above
-        chosen = plan_by_name(
-            scores,
-            dense,
-            dataset,
-            loss,
-            keep=keep,
-            constraint=constraint,
-            rounds=rounds,
-            progress=not output.quiet,
-        )
-    smaller = remove(dense, chosen, calibration=dataset if fit else None)
+    plan = heads.make(dense, dataset, loss, shown=not output.quiet) if saved is None else saved
+    smaller = remove(dense, plan, calibration=dataset if fit else None)
     with new_folder(out, force=force) as part:
         write_model(smaller, dataset.tokenizer, part)
-        chosen.save(part / PLAN_FILE)
-    sizes = {
-        f"parameters_{when}": sum(weight.numel() for weight in each.parameters())
-        for when, each in (("before", dense), ("after", smaller))
-    }
+        plan.save(part / PLAN_FILE)
+    sizes = parameter_counts(dense, smaller)
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}, **sizes}
-    output.show(lambda: plan_records(chosen, metadata), lambda console: print_plan(chosen, console, sizes), written=out)
+    output.show(lambda: plan_records(plan, metadata), lambda console: print_plan(plan, console, sizes), written=out)

@@ -85,11 +85,9 @@ def heal(
     """Train a pruned or merged model, in place, to return what the dense model returns, and return it in evaluation
     mode. The dense model is unchanged.
 
-    The loss is the Kullback-Leibler divergence of the model's distributions over the vocabulary from those of the
-    teacher (Hinton et al. 2015, section 2), or for models without a vocabulary the squared error of logits or
-    embeddings, relative to the teacher's squares. It is a mean over tokens; padding does not count. The optimizer is
-    AdamW, without weight decay, with linear warmup, cosine decay and gradient clipping. `accelerate` runs it, with
-    the mixed precision that it is configured for ("no" or "bf16").
+    The loss is that of `distillation_loss`: the Kullback-Leibler divergence of distributions over the vocabulary
+    (Hinton et al. 2015, section 2), or the relative squared error of other outputs. AdamW minimizes it, with the mixed
+    precision that `accelerate` is configured for ("no" or "bf16").
 
     With `out`, an interrupted run resumes when it is called again with the same arguments and the untrained model. On
     the CPU in float32, the result has the same bits as that of an undisturbed run.
@@ -100,7 +98,7 @@ def heal(
         data: `Texts`, or batches of the models' arguments, which are read once.
         steps: number of optimizer steps, of one batch each.
         out: folder for checkpoints and, at the end, the trained weights; None for a run that cannot resume.
-        lr: peak learning rate.
+        lr: peak learning rate, between linear warmup and cosine decay.
         batch: sequences per batch, for `Texts`; by default as these state.
         temperature: divisor of the logits before the softmax. Larger ones give unlikely tokens more weight.
         checkpoint_every: number of steps between checkpoints.
@@ -116,33 +114,46 @@ def heal(
     Example:
         >>> smaller = headwise.heal(smaller, model, texts, 200, out="healing")  # doctest: +SKIP
     """
-    accelerate = require("accelerate", purpose="healing", extra="heal")
     options = HealingOptions(steps, lr, temperature, checkpoint_every, seed)
+    accelerator = _accelerator()
     _require_trainable(model, teacher)
     flag("force", force)
     texts = prepare_texts(data, model, out, shown=progress)
     batches = TrainingBatches(texts, batch, options.seed)
-    accelerator = accelerate.Accelerator(device_placement=False)
-    if accelerator.num_processes > 1 or accelerator.mixed_precision not in ("no", "bf16"):
-        got = f"{accelerator.num_processes} with mixed precision {accelerator.mixed_precision}"
-        raise InputError("accelerate", expected="one process, with mixed precision no or bf16", got=got)
-    teacher_digest = run_settings(teacher, None, "teacher")["model"]["weights"]
-    settings = run_settings(
-        model,
-        texts if isinstance(texts, Texts) else None,
-        "model",
-        **asdict(options) | {"lr": float(lr), "temperature": float(temperature)},
-        content=batches.digest,
-        batch=batch,
-        teacher=teacher_digest,
-        mixed_precision=accelerator.mixed_precision,
-    )
-    del settings["settings"]["checkpoint_every"]  # it does not change the result
-    folder = HealingFolder(out, settings)
+    more = {"content": batches.digest, "batch": batch, "mixed_precision": accelerator.mixed_precision}
+    folder = HealingFolder(out, _settings(model, teacher, texts, options, more))
     with folder.claimed(force=force):
         if not folder.restore_finished(model):
             _train(model, teacher, batches, options, accelerator, folder, shown=progress)
     return model.eval()
+
+
+def _accelerator() -> Any:
+    """Return an accelerator of `accelerate` that leaves the model on its device.
+
+    Raises:
+        InputError: it is configured for several processes, or for float16, whose scaling would be lost in checkpoints.
+        MissingExtra: accelerate is not installed.
+    """
+    accelerate = require("accelerate", purpose="healing", extra="heal")
+    accelerator = accelerate.Accelerator(device_placement=False)
+    if accelerator.num_processes > 1 or accelerator.mixed_precision not in ("no", "bf16"):
+        got = f"{accelerator.num_processes} with mixed precision {accelerator.mixed_precision}"
+        raise InputError("accelerate", expected="one process, with mixed precision no or bf16", got=got)
+    return accelerator
+
+
+def _settings(
+    model: nn.Module, teacher: nn.Module, data: Any, options: HealingOptions, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return everything that the trained weights depend on, JSON-compatible: the options, hashes of both models, and
+    the settings `more`.
+    """
+    numbers = asdict(options) | {"lr": float(options.lr), "temperature": float(options.temperature)}
+    of_teacher = run_settings(teacher, None, "teacher")["model"]["weights"]
+    texts = data if isinstance(data, Texts) else None
+    del numbers["checkpoint_every"]  # the result does not depend on it
+    return run_settings(model, texts, "model", **numbers, **more, teacher=of_teacher)
 
 
 def _require_trainable(model: Any, teacher: Any) -> None:
