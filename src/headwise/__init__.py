@@ -69,12 +69,12 @@ if TYPE_CHECKING:
     from headwise.compression.magnitude_scores import MagnitudeScores
     from headwise.compression.measured_scores import AblationScores, ImportanceScores
     from headwise.compression.compress import compress
-    from headwise.compression.compression_report import CompressionReport
     from headwise.compression.heal import heal
     from headwise.compression.least_squares import LeastSquaresScores, MagnitudeScores
     from headwise.compression.plan_pruning import plan_pruning
     from headwise.compression.prune import prune
     from headwise.compression.pruning_plan import PruningPlan
+    from headwise.compression.recipe_result import RecipeResult
     from headwise.compression.report import compression_report
     from headwise.compression.report_result import CompressionReport
     from headwise.compression.saving import save_model
@@ -110,6 +110,7 @@ _LAZY = {
     "Profile": "headwise.analysis.profile",
     "PruningPlan": "headwise.compression.pruning_plan",
     "Recipe": "headwise.studies.training",
+    "RecipeResult": "headwise.compression.recipe_result",
     "Redundancy": "headwise.analysis.redundancy.result",
     "SetAblation": "headwise.analysis.ablation_result",
     "Setting": "headwise.studies.space",
@@ -206,6 +207,7 @@ __all__ = [
     "PruningPlan",
     "QKNorm",
     "Recipe",
+    "RecipeResult",
     "Redundancy",
     "RelativeBias",
     "Rotary",

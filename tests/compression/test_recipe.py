@@ -20,7 +20,7 @@ import transformers
 import headwise as hw
 import tiny
 from headwise.compression import compress as steps
-from headwise.compression.held_out import HeldOutText, clustered_mean
+from headwise.compression.held_out import HeldOutText
 from headwise.compression.recipe import read_recipe
 
 RECIPE = """
@@ -113,18 +113,6 @@ def _compare(found, values):
     assert found == [pytest.approx(mean, rel=1e-5), pytest.approx((variance / len(values)) ** 0.5, rel=1e-4), 3]
 
 
-def test_standard_errors_are_clustered():
-    values, clusters = [1.0, 2.0, 4.0, 7.0, math.nan, 3.0], [0, 0, 1, 2, 2, 2]
-    found = clustered_mean(values, clusters)
-    sums = [1.0 + 2.0 - 2 * 3.4, 4.0 - 3.4, 7.0 + 3.0 - 2 * 3.4]
-    assert found.value == pytest.approx(3.4)
-    assert found.sem == pytest.approx((3 / 2 * sum(each**2 for each in sums)) ** 0.5 / 5)
-    assert found.n == 5
-    alone = clustered_mean([1.0, 2.0, 4.0], [0, 1, 2])
-    assert alone.sem == pytest.approx((7 / 3 / 3) ** 0.5)
-    assert math.isnan(clustered_mean([1.0, 2.0], [0, 0]).sem)
-
-
 def test_pieces_of_a_document_belong_together(folder):
     texts = hw.Texts(folder / "data.jsonl", tiny.tokenizer("decoder"), 6, "cut", 4)
     held_out = HeldOutText.of(texts)
@@ -145,7 +133,7 @@ def test_a_finished_run_is_not_repeated(folder, finished, monkeypatch):
     monkeypatch.setattr(steps, "heal", pytest.fail)
     report = hw.compress(folder / "recipe.toml", finished)
     assert content(finished) == before
-    assert report == hw.CompressionReport.load(finished / "report.json")
+    assert report == hw.RecipeResult.load(finished / "report.json")
 
 
 def test_common_text_is_a_warning(folder, tmp_path):

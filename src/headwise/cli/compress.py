@@ -10,7 +10,7 @@ from headwise.cli.options import Force, Out
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
 from headwise.compression.compress import compress as run_recipe
-from headwise.show.compressions import compression_records, print_compression
+from headwise.show.recipes import recipe_records, print_recipe
 
 EXAMPLES = """
 headwise compress recipe.toml --out smaller
@@ -35,4 +35,4 @@ def compress(
     except KeyboardInterrupt:
         typer.echo("headwise: interrupted; run the same command again to resume", err=True)
         raise
-    output.show(lambda: compression_records(report), lambda console: print_compression(report, console), written=out)
+    output.show(lambda: recipe_records(report), lambda console: print_recipe(report, console), written=out)

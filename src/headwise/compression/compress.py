@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from headwise.checks import flag
-from headwise.compression.compression_report import CompressionReport, Stage, stage_of
+from headwise.compression.recipe_result import RecipeResult, Stage, stage_of
 from headwise.compression.heal import heal
 from headwise.compression.held_out import HeldOutText
 from headwise.compression.named_scores import plan_by_name, require_scores
@@ -58,7 +58,7 @@ STAGES = ("pruned", "merged", "healed")
 """Folders of the steps, in their order."""
 
 
-def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progress: bool = False) -> CompressionReport:
+def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progress: bool = False) -> RecipeResult:
     """Make a model smaller by the steps of a recipe: score the heads, plan, prune, merge key/value heads, heal, verify
     and save. The model is in the folder `model` of `out`, and the losses on held-out text are in the report.
 
@@ -238,11 +238,11 @@ class _Run:
         self._lm_head = inputs.source.lm_head()
         self._device = next(inputs.dense.parameters()).device
 
-    def finish(self) -> CompressionReport:
+    def finish(self) -> RecipeResult:
         """Run the steps that are not finished, and return the report."""
         model, report = self._folder / MODEL, self._folder / REPORT
         if model.exists() and report.exists():
-            return CompressionReport.load(report)
+            return RecipeResult.load(report)
         dense, held_out, loss = self._inputs.dense, self._inputs.held_out, self._inputs.loss
         baseline = held_out.losses(dense, dense, loss)
         stages: list[Stage] = [stage_of("dense", dense, held_out, baseline, baseline)]
@@ -254,7 +254,7 @@ class _Run:
             current = self._load(path)
             stages.append(stage_of(name, current, held_out, held_out.losses(current, dense, loss), baseline))
         shutil.rmtree(self._folder / HEALING, ignore_errors=True)  # the trained weights are saved as a model
-        result = CompressionReport.of(self._inputs.source.title, current, stages, held_out, loss)
+        result = RecipeResult.of(self._inputs.source.title, current, stages, held_out, loss)
         write_atomically(report, result.to_json().encode())
         last = self._folder / self._inputs.recipe.stages[-1]
         if last.exists():

@@ -4,42 +4,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_some_loss
+from headwise.compression.clustered_mean import clustered_mean
 from headwise.data.batches import device_of, digest_of, evaluation_mode, to_device
-from headwise.data.documents import read_documents
 from headwise.data.texts import Texts
-from headwise.errors import InputError
-from headwise.runs.rows import NO_ESTIMATE, MeanEstimate
+from headwise.runs.rows import MeanEstimate
 from headwise.shapes import Int
-
-
-def clustered_mean(values: Sequence[float], clusters: Sequence[int]) -> MeanEstimate:
-    """Return the mean of the values that are not NaN, with the standard error for values that depend on each other
-    within a cluster: `sqrt(D / (D - 1) * sum_d (sum of the deviations in cluster d)^2) / n` for D clusters and n
-    values. It is NaN for a single cluster.
-
-    Source: Liang and Zeger 1986, equation 7, for a mean.
-
-    Args:
-        values: the values.
-        clusters: number of the cluster of each value.
-    """
-    valid = [(value, cluster) for value, cluster in zip(values, clusters, strict=True) if not math.isnan(value)]
-    if not valid:
-        return NO_ESTIMATE
-    mean = math.fsum(value for value, _ in valid) / len(valid)
-    deviations: dict[int, list[float]] = {}
-    for value, cluster in valid:
-        deviations.setdefault(cluster, []).append(value - mean)
-    number = len(deviations)
-    squares = math.fsum(math.fsum(each) ** 2 for each in deviations.values())
-    sem = math.sqrt(number / (number - 1) * squares) / len(valid) if number > 1 else math.nan
-    return MeanEstimate(mean, sem, len(valid))
 
 
 @dataclass(frozen=True)
@@ -58,21 +32,12 @@ class HeldOutText:
 
     @staticmethod
     def of(texts: Texts) -> "HeldOutText":
-        """Return the sequences of texts in a file or folder, of which each belongs to one document.
+        """Return the sequences of texts.
 
         Raises:
             InputError: the data is empty or cannot be read, or a document is longer than the context.
         """
-        pairs: list[tuple[int, Any]] = []
-        for number, document in enumerate(read_documents(str(texts.source), texts.column)):
-            if document.text.strip():
-                pairs += [(number, sequence) for sequence in _sequences(texts, document.text)]
-            if texts.limit is not None and len(pairs) >= texts.limit:
-                break
-        pairs = sorted(pairs[: texts.limit], key=lambda pair: -len(pair[1]))
-        if not pairs:
-            raise InputError("data", expected="at least one document", got=f"no text in {texts.name}")
-        return HeldOutText([sequence for _, sequence in pairs], [number for number, _ in pairs], texts.batch)
+        return HeldOutText(texts.sequences, texts.document_numbers(), texts.batch)
 
     @property
     def digest(self) -> str:
@@ -103,12 +68,4 @@ class HeldOutText:
 
     def mean(self, losses: Sequence[float]) -> MeanEstimate:
         """Return the mean of the losses of all sequences, with its standard error clustered by document."""
-        return clustered_mean(losses, self.documents)
-
-
-def _sequences(texts: Texts, text: str) -> Sequence[Int[Tensor, "_"]]:
-    """Return the sequences of one document; none for a document without tokens."""
-    options = (texts.tokenizer, texts.context, texts.documents, texts.batch)
-    if not texts.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
-        return []
-    return Texts([text], *options).sequences
+        return clustered_mean(losses, self.documents)[0]

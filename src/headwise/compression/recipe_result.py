@@ -53,7 +53,7 @@ def stage_of(
 
 
 @dataclass(frozen=True)
-class CompressionReport:
+class RecipeResult:
     """Result of `hw.compress`.
 
     Attributes:
@@ -71,7 +71,7 @@ class CompressionReport:
     stages: tuple[Stage, ...]
 
     @staticmethod
-    def of(name: str, model: Any, stages: Sequence[Stage], held_out: HeldOutText, loss: Any) -> "CompressionReport":
+    def of(name: str, model: Any, stages: Sequence[Stage], held_out: HeldOutText, loss: Any) -> "RecipeResult":
         """Return the report of a finished compression.
 
         Args:
@@ -83,7 +83,7 @@ class CompressionReport:
         """
         loader = "headwise" if hasattr(model.config, RECORD) else "transformers"
         documents = len(set(held_out.documents))
-        return CompressionReport(name, loader, getattr(loss, "__name__", type(loss).__name__), documents, tuple(stages))
+        return RecipeResult(name, loader, getattr(loss, "__name__", type(loss).__name__), documents, tuple(stages))
 
     def records(self) -> list[dict[str, Any]]:
         """Return one dictionary per step: its name, the parameters, and mean, standard error (`_sem`) and sample size
@@ -108,7 +108,7 @@ class CompressionReport:
         return json.dumps(content, indent=1)
 
     @staticmethod
-    def load(path: str | Path) -> "CompressionReport":
+    def load(path: str | Path) -> "RecipeResult":
         """Return the report in a JSON file.
 
         Raises:
@@ -122,7 +122,7 @@ class CompressionReport:
                 Stage(each["name"], each["parameters"], _estimate(each["loss"]), _estimate(each["difference"]))
                 for each in content.pop("stages")
             )
-            return CompressionReport(**content, stages=stages)
+            return RecipeResult(**content, stages=stages)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError("report", expected="a file with a report of hw.compress", got=repr(str(path))) from error
 

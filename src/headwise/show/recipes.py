@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headwise.compression.compression_report import CompressionReport
+from headwise.compression.recipe_result import RecipeResult
 from headwise.runs.rows import MeanEstimate
 from headwise.show.records import Records
 from headwise.wording import counted
 
 
-def print_compression(report: CompressionReport, console: Console) -> None:
+def print_recipe(report: RecipeResult, console: Console) -> None:
     """Print a table with one line per step of a compression: parameters, held-out loss, and its difference from that of
     the dense model.
     """
@@ -31,7 +31,7 @@ def print_compression(report: CompressionReport, console: Console) -> None:
     console.print(note if report.documents > 1 else "standard errors need more than one document", style="dim")
 
 
-def compression_records(report: CompressionReport) -> Records:
+def recipe_records(report: RecipeResult) -> Records:
     """Return one row per step of a compression, with the rest of the report as metadata."""
     metadata = {
         "model": {"name": report.model},
