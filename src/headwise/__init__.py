@@ -65,12 +65,11 @@ if TYPE_CHECKING:
     from headwise.analysis.view_image import view_image
     from headwise.analysis.view_result import View
     from headwise.analysis.view_set import ViewSet
+    from headwise.compression.compress import compress
+    from headwise.compression.heal import heal
     from headwise.compression.least_squares import LeastSquaresScores
     from headwise.compression.magnitude_scores import MagnitudeScores
     from headwise.compression.measured_scores import AblationScores, ImportanceScores
-    from headwise.compression.compress import compress
-    from headwise.compression.heal import heal
-    from headwise.compression.least_squares import LeastSquaresScores, MagnitudeScores
     from headwise.compression.plan_pruning import plan_pruning
     from headwise.compression.prune import prune
     from headwise.compression.pruning_plan import PruningPlan
@@ -234,8 +233,8 @@ __all__ = [
     "causal",
     "chunked",
     "compare",
-    "compression_report",
     "compress",
+    "compression_report",
     "dense",
     "explain",
     "explain_linear",

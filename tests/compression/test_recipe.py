@@ -1,7 +1,6 @@
 """Recipes: their results against the steps alone, resumption after kills at any moment, and mistakes."""
 
 import json
-import math
 import os
 import random
 import shutil

@@ -10,7 +10,7 @@ from headwise.cli.options import Force, Out
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
 from headwise.compression.compress import compress as run_recipe
-from headwise.show.recipes import recipe_records, print_recipe
+from headwise.show.recipes import print_recipe, recipe_records
 
 EXAMPLES = """
 headwise compress recipe.toml --out smaller

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from headwise.checks import flag
-from headwise.compression.recipe_result import RecipeResult, Stage, stage_of
 from headwise.compression.heal import heal
 from headwise.compression.held_out import HeldOutText
 from headwise.compression.named_scores import plan_by_name, require_scores
@@ -31,6 +30,7 @@ from headwise.compression.prune import prune
 from headwise.compression.pruning_plan import PruningPlan
 from headwise.compression.public_function import public_function
 from headwise.compression.recipe import DTYPES, CompressionRecipe, read_recipe
+from headwise.compression.recipe_result import RecipeResult, Stage, stage_of
 from headwise.compression.reloading import require_equal_after_loading
 from headwise.compression.saving import write_model
 from headwise.compression.whole_model import load_whole_model, loss_of

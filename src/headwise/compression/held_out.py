@@ -37,7 +37,7 @@ class HeldOutText:
         Raises:
             InputError: the data is empty or cannot be read, or a document is longer than the context.
         """
-        return HeldOutText(texts.sequences, texts.document_numbers(), texts.batch)
+        return HeldOutText(sorted(texts.sequences, key=len, reverse=True), texts.document_numbers(), texts.batch)
 
     @property
     def digest(self) -> str:

@@ -1,17 +1,15 @@
 """Scores of heads by name, for the command line and recipes."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from headwise.analysis.ablate import ablate
-from headwise.analysis.gate import gate
-from headwise.analysis.importance.importance import importance
-from headwise.analysis.losses import EmbeddingDistance, Loss
-from headwise.compression.least_squares import LeastSquaresScores, MagnitudeScores
+from headwise.analysis.losses import Loss
+from headwise.compression.least_squares import LeastSquaresScores
+from headwise.compression.magnitude_scores import MagnitudeScores
+from headwise.compression.measured_scores import AblationScores, ImportanceScores
 from headwise.compression.plan_pruning import CONSTRAINTS, plan_pruning
-from headwise.compression.pruning_plan import Head, PruningPlan
+from headwise.compression.pruning_plan import PruningPlan
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 
@@ -41,7 +39,7 @@ def plan_by_name(
         constraint: "uniform", "groups" or "free".
         rounds: number of rounds in which heads are removed; by default 1 for ablation, and otherwise as in
             `plan_pruning`.
-        progress: show progress bars on standard error.
+        progress: show a progress bar on standard error.
 
     Raises:
         InputError: an argument cannot be used, or the scores need a loss that the model does not have.
@@ -53,10 +51,11 @@ def plan_by_name(
     elif name == "least-squares":
         scores = LeastSquaresScores(model, texts, loss if constraint == "free" else None)
     else:
-        scores = _without_heads(importance if name == "importance" else ablate, model, texts, loss, progress)
+        measured = ImportanceScores if name == "importance" else AblationScores
+        scores = measured(model, texts, loss)
     if name == "ablation" and rounds is None:
         rounds = 1
-    return plan_pruning(scores, keep=keep, constraint=constraint, rounds=rounds, model=model)
+    return plan_pruning(scores, keep=keep, constraint=constraint, rounds=rounds, model=model, progress=progress)
 
 
 def require_scores(name: str, constraint: str, loss: Any) -> None:
@@ -68,18 +67,6 @@ def require_scores(name: str, constraint: str, loss: Any) -> None:
     if constraint not in CONSTRAINTS:
         raise InputError("constraint", expected=f"one of {', '.join(CONSTRAINTS)}", got=repr(constraint))
     needs_gradient = name == "importance" or (name == "least-squares" and constraint == "free")
-    if needs_gradient and isinstance(loss, EmbeddingDistance):
+    if needs_gradient and hasattr(loss, "prepare"):
         expected = "ablation or magnitude for a model without a language-model head"
         raise InputError("scores", expected=expected, got=f"{name} with the constraint {constraint}")
-
-
-def _without_heads(
-    measure: Callable[..., Any], model: nn.Module, texts: Texts, loss: Loss, progress: bool
-) -> Callable[[Mapping[Head, float]], Any]:
-    """Return a function that measures the heads of a model without some of them."""
-
-    def table(gates: Mapping[Head, float]) -> Any:
-        with gate(model, dict(gates)):
-            return measure(model, texts, loss, progress=progress)
-
-    return table

@@ -22,6 +22,7 @@ from headwise.page.columns import ModelIdentity
 from headwise.removal.remove_heads import loads_in_transformers
 from headwise.runs.fingerprint import identity_of
 from headwise.runs.head_table import HeadTable
+from headwise.runs.progress import progress_bar
 
 CONSTRAINTS = ("uniform", "groups", "free")
 
@@ -68,20 +69,22 @@ def plan_pruning(
     rounds: int | None = None,
     statistic: str | None = None,
     model: nn.Module | None = None,
+    progress: bool = False,
 ) -> PruningPlan:
     """Choose the heads that remain in a model, by scores of its heads.
 
     Args:
         scores: a table of heads, such as `hw.ablate` and `hw.importance` return; a function that returns such a table
             for the model without some heads, which it receives as gates `{(layer, head): 0.0}`; or scores of
-            `hw.least_squares_scores` or `hw.magnitude_scores`.
+            `hw.LeastSquaresScores`, `hw.AblationScores`, `hw.ImportanceScores` or `hw.MagnitudeScores`.
         keep: share of the heads that remain, above 0 and at most 1.
         constraint: "uniform", "groups" or "free"; see this module's docstring.
         rounds: number of rounds in which heads are removed; before each, the remaining ones are scored again. By
-            default 8 for a function, one for each removal for least squares, and 1 for a table, which cannot be scored
-            again.
+            default 8 for a function, ablation and importance, one for each removal for least squares, and 1 for
+            magnitude and for a table, which cannot be scored again.
         statistic: statistic of the table that is the score; by default the one that its plots show.
         model: the model, from which the plan learns what can load the result.
+        progress: show a progress bar on standard error.
 
     Returns:
         The plan, for `hw.prune`.
@@ -105,7 +108,7 @@ def plan_pruning(
         remedy = "pass a loss to the scores"
         raise InputError("constraint", expected="uniform or groups for these scores", got="free", remedy=remedy)
     pools = _pools(planned_modules(source.rows, frozenset()), share, constraint)
-    removed, scored = _remove_in_rounds(source, pools, source.rounds if rounds is None else rounds)
+    removed, scored = _remove_in_rounds(source, pools, source.rounds if rounds is None else rounds, shown=progress)
     modules = planned_modules(source.rows, removed)
     identity = source.identity if model is None else identity_of(model)
     loader = None
@@ -160,19 +163,23 @@ def _rounded(number: float) -> int:
     return math.floor(number + 0.5)
 
 
-def _remove_in_rounds(scores: UnitScores, pools: Sequence[_Pool], rounds: int | None) -> tuple[frozenset[Head], int]:
+def _remove_in_rounds(
+    scores: UnitScores, pools: Sequence[_Pool], rounds: int | None, *, shown: bool
+) -> tuple[frozenset[Head], int]:
     """Remove the units with the lowest scores from each pool until `keep` units remain, and return the removed heads
     and the number of times that units were scored.
     """
     excess = max((len(pool.units) - pool.keep for pool in pools), default=0)
     rounds = min(excess, excess if rounds is None else rounds)
     removed: frozenset[Head] = frozenset()
-    for number in range(1, rounds + 1):
-        taken: set[Head] = set()
-        for pool, values in zip(pools, _scores_of(scores, pools, removed), strict=True):
-            target = len(pool.units) - _rounded((len(pool.units) - pool.keep) * number / rounds)
-            taken |= _lowest(pool, values, target, removed)
-        removed |= taken
+    with progress_bar("plan", rounds, "rounds", shown=shown) as advance:
+        for number in range(1, rounds + 1):
+            taken: set[Head] = set()
+            for pool, values in zip(pools, _scores_of(scores, pools, removed), strict=True):
+                target = len(pool.units) - _rounded((len(pool.units) - pool.keep) * number / rounds)
+                taken |= _lowest(pool, values, target, removed)
+            removed |= taken
+            advance(1, False)
     return removed, rounds
 
 
