@@ -55,12 +55,12 @@ class SeparateProjections:
         width = getattr(module, self.head_dim)
         heads, kv_heads = (getattr(module, name).out_features // width for name in (self.query, self.key))
         output = _relative(path, self.output)
-        query, kv = HeadBlocks("query", heads, width), HeadBlocks("kv", kv_heads, width)
+        query, key, value, outputs = _blocks(heads, kv_heads, width, width)
         axes = [
             *_linear_axes(model, f"{path}.{self.query}", 0, query),
-            *_linear_axes(model, f"{path}.{self.key}", 0, kv),
-            *_linear_axes(model, f"{path}.{self.value}", 0, kv),
-            HeadAxis(f"{output}.weight", 1, (query,)),
+            *_linear_axes(model, f"{path}.{self.key}", 0, key),
+            *_linear_axes(model, f"{path}.{self.value}", 0, value),
+            HeadAxis(f"{output}.weight", 1, (outputs,)),
         ]
         for name, axis in self.per_head.items():
             if _has_parameter(module, name):
@@ -103,11 +103,11 @@ class FusedProjection:
         heads = model.get_parameter(f"{output}.weight").shape[1 - out_axis] // width
         all_heads = model.get_parameter(f"{path}.{self.fused}.weight").shape[out_axis] // width
         kv_heads = (all_heads - heads) // 2
-        query, kv = HeadBlocks("query", heads, width), HeadBlocks("kv", kv_heads, width)
-        blocks = (HeadBlocks("query", heads, 3 * width),) if self.heads_outermost else (query, kv, kv)
+        *qkv, outputs = _blocks(heads, kv_heads, width, width)
+        blocks = (HeadBlocks("query", heads, 3 * width),) if self.heads_outermost else qkv
         axes = [
             *_linear_axes(model, f"{path}.{self.fused}", out_axis, *blocks),
-            HeadAxis(f"{output}.weight", 1 - out_axis, (query,)),
+            HeadAxis(f"{output}.weight", 1 - out_axis, (outputs,)),
         ]
         places = tuple(axes), output, self.config_fields, self.reads_config
         return HeadModule(path, heads, kv_heads, width, width, *places)
@@ -128,8 +128,7 @@ class HeadwiseLayer:
         if option := _option_over_heads(layer):
             raise InputError("model", expected=f"a layer without {option}", got=f"one in {path}")
         heads, kv_heads = layer.num_heads, layer.num_kv_heads
-        query, key = HeadBlocks("query", heads, layer.head_dim), HeadBlocks("kv", kv_heads, layer.head_dim)
-        value, outputs = HeadBlocks("kv", kv_heads, layer.value_dim), HeadBlocks("query", heads, layer.value_dim)
+        query, key, value, outputs = _blocks(heads, kv_heads, layer.head_dim, layer.value_dim)
         if layer.fused_qkv:
             axes = _linear_axes(model, f"{path}.qkv_proj", 0, query, key, value)
         else:
@@ -213,6 +212,18 @@ def head_module(model: nn.Module, path: str) -> HeadModule:
         known = ", ".join(class_name for each in FAMILIES for class_name in each.classes)
         raise InputError("model", expected=f"attention modules of {known}", got=f"{name} in {path}")
     return family.read(model, path)
+
+
+def _blocks(
+    heads: int, kv_heads: int, head_dim: int, value_dim: int
+) -> tuple[HeadBlocks, HeadBlocks, HeadBlocks, HeadBlocks]:
+    """Return the blocks of queries, keys, values, and head outputs."""
+    return (
+        HeadBlocks("query", heads, head_dim, "query"),
+        HeadBlocks("kv", kv_heads, head_dim, "key"),
+        HeadBlocks("kv", kv_heads, value_dim, "value"),
+        HeadBlocks("query", heads, value_dim, "output"),
+    )
 
 
 def _linear_axes(model: nn.Module, path: str, axis: int, *blocks: HeadBlocks) -> list[HeadAxis]:

@@ -11,6 +11,9 @@ from headwise.shapes import Int
 HeadKind = Literal["query", "kv"]
 """Query heads, or key/value heads, which several query heads may share."""
 
+HeadPart = Literal["query", "key", "value", "output"]
+"""Features of heads that a block of a projection computes or, for "output", reads."""
+
 
 @dataclass(frozen=True)
 class KeptHeads:
@@ -37,11 +40,14 @@ class HeadBlocks:
         kind: heads that the blocks belong to.
         heads: number of these heads.
         width: length of one block.
+        part: features of the heads; None for other numbers of a head, such as gates and sinks, and where queries, keys
+            and values share a block.
     """
 
     kind: HeadKind
     heads: int
     width: int
+    part: HeadPart | None = None
 
     @property
     def length(self) -> int:

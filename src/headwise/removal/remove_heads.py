@@ -13,7 +13,7 @@ from torch import nn
 
 from headwise.errors import InputError
 from headwise.removal.families import head_module
-from headwise.removal.head_axes import KeptHeads
+from headwise.removal.head_axes import HeadAxis, KeptHeads
 from headwise.removal.head_module import HeadModule
 from headwise.removal.shared_bias import separate_biases
 
@@ -22,20 +22,22 @@ RECORD = "headwise_kept_heads"
 heads, among those of the dense model."""
 
 
-def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
+def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record: bool = True) -> None:
     """Remove all other heads than those in `kept` from attention modules of a model, in place, and let the model's
     configuration state the remaining ones.
 
     Args:
         model: the model.
         kept: remaining heads of some attention modules, by the path of the module.
+        may_record: True to record the heads in the configuration if its own fields cannot state them.
 
     Raises:
         InputError: a module is of no known family, or stores other numbers than its heads imply; the family needs
-            equally many heads in all layers.
+            equally many heads in all layers; the fields of the configuration cannot state the heads, and `may_record`
+            is False.
     """
     modules = _remove(model, kept)
-    _state_heads(model, modules, kept)
+    _state_heads(model, modules, kept, may_record=may_record)
 
 
 def remove_recorded_heads(model: nn.Module, record: Mapping[str, Sequence[int]]) -> None:
@@ -71,10 +73,7 @@ def _remove(model: nn.Module, kept: Mapping[str, KeptHeads]) -> dict[str, HeadMo
 def keep_heads(model: nn.Module, module: HeadModule, kept: KeptHeads) -> None:
     """Remove all other heads than `kept` from one attention module of a model, in place."""
     for axis in module.axes:
-        parameter = model.get_parameter(axis.parameter)
-        if parameter.shape[axis.axis] != axis.length:
-            got = f"length {parameter.shape[axis.axis]} of {axis.parameter}"
-            raise InputError("model", expected=f"{axis.length} numbers for {module.num_heads} heads", got=got)
+        parameter = parameter_with_heads(model, module, axis)
         owner_path, _, name = axis.parameter.rpartition(".")
         owner: Any = model.get_submodule(owner_path)
         indices = axis.kept_indices(kept).to(parameter.device)
@@ -89,7 +88,22 @@ def keep_heads(model: nn.Module, module: HeadModule, kept: KeptHeads) -> None:
     module.set_counts(model.get_submodule(module.path), kept)
 
 
-def _state_heads(model: Any, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads]) -> None:
+def parameter_with_heads(model: nn.Module, module: HeadModule, axis: HeadAxis) -> nn.Parameter:
+    """Return the parameter of an axis.
+
+    Raises:
+        InputError: the axis has another length than all heads together.
+    """
+    parameter = model.get_parameter(axis.parameter)
+    if parameter.shape[axis.axis] != axis.length:
+        got = f"length {parameter.shape[axis.axis]} of {axis.parameter}"
+        raise InputError("model", expected=f"{axis.length} numbers for {module.num_heads} heads", got=got)
+    return parameter
+
+
+def _state_heads(
+    model: Any, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads], *, may_record: bool
+) -> None:
     """Let the configuration of a `transformers` model state the remaining heads: by its own fields if a model made from
     it has the same shapes, otherwise by a record.
     """
@@ -102,6 +116,9 @@ def _state_heads(model: Any, modules: Mapping[str, HeadModule], kept: Mapping[st
             for name, value in fields.items():
                 setattr(_part(config, part), name, value)
         return
+    if not may_record:
+        expected = "a model whose configuration can state the remaining heads"
+        raise InputError("model", expected=expected, got=type(model).__name__)
     if any(module.reads_config for module in modules.values()):
         expected = f"equally many heads in all layers of a {type(model).__name__}, which its configuration states"
         raise InputError("heads", expected=expected, got="different numbers")
