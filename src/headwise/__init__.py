@@ -70,6 +70,8 @@ if TYPE_CHECKING:
     from headwise.compression.least_squares import LeastSquaresScores
     from headwise.compression.magnitude_scores import MagnitudeScores
     from headwise.compression.measured_scores import AblationScores, ImportanceScores
+    from headwise.compression.least_squares import LeastSquaresScores, MagnitudeScores
+    from headwise.compression.merge_kv import merge_kv
     from headwise.compression.plan_pruning import plan_pruning
     from headwise.compression.prune import prune
     from headwise.compression.pruning_plan import PruningPlan
@@ -132,6 +134,7 @@ _LAZY = {
     "load": "headwise.data.models",
     "load_profile": "headwise.analysis.profile",
     "logit_attribution": "headwise.analysis.attribution",
+    "merge_kv": "headwise.compression.merge_kv",
     "next_token_loss": "headwise.analysis.losses",
     "patch_together": "headwise.analysis.patching",
     "plan_pruning": "headwise.compression.plan_pruning",
@@ -250,6 +253,7 @@ __all__ = [
     "load_profile",
     "logit_attribution",
     "mask_rule",
+    "merge_kv",
     "next_token_loss",
     "padding",
     "patch_together",

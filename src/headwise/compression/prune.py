@@ -1,4 +1,4 @@
-"""`prune`: a copy of a model with fewer heads, whose output projections are fitted to the outputs of the dense model."""
+"""`prune`: a copy of a model with fewer heads, whose output projections are fitted to those of the dense model."""
 
 from copy import deepcopy
 from typing import Any

@@ -57,14 +57,14 @@ class SeparateProjections:
         output = _relative(path, self.output)
         query, key, value, outputs = _blocks(heads, kv_heads, width, width)
         axes = [
-            *_linear_axes(model, f"{path}.{self.query}", 0, query),
-            *_linear_axes(model, f"{path}.{self.key}", 0, key),
-            *_linear_axes(model, f"{path}.{self.value}", 0, value),
+            *_linear_axes(model, _relative(path, self.query), 0, query),
+            *_linear_axes(model, _relative(path, self.key), 0, key),
+            *_linear_axes(model, _relative(path, self.value), 0, value),
             HeadAxis(f"{output}.weight", 1, (outputs,)),
         ]
         for name, axis in self.per_head.items():
             if _has_parameter(module, name):
-                axes.append(HeadAxis(f"{path}.{name}", axis, (HeadBlocks("query", heads, 1),)))
+                axes.append(HeadAxis(_relative(path, name), axis, (HeadBlocks("query", heads, 1),)))
         return HeadModule(path, heads, kv_heads, width, width, tuple(axes), output, self.config_fields)
 
 
@@ -99,14 +99,14 @@ class FusedProjection:
         if getattr(module, "is_cross_attention", False):
             raise InputError("model", expected="self-attention", got=f"cross-attention with fused keys in {path}")
         width, out_axis = getattr(module, self.head_dim), int(self.transposed)
-        output = f"{path}.{self.output}"
+        output = _relative(path, self.output)
         heads = model.get_parameter(f"{output}.weight").shape[1 - out_axis] // width
-        all_heads = model.get_parameter(f"{path}.{self.fused}.weight").shape[out_axis] // width
+        all_heads = model.get_parameter(_relative(path, f"{self.fused}.weight")).shape[out_axis] // width
         kv_heads = (all_heads - heads) // 2
         *qkv, outputs = _blocks(heads, kv_heads, width, width)
         blocks = (HeadBlocks("query", heads, 3 * width),) if self.heads_outermost else qkv
         axes = [
-            *_linear_axes(model, f"{path}.{self.fused}", out_axis, *blocks),
+            *_linear_axes(model, _relative(path, self.fused), out_axis, *blocks),
             HeadAxis(f"{output}.weight", 1 - out_axis, (outputs,)),
         ]
         places = tuple(axes), output, self.config_fields, self.reads_config
@@ -130,18 +130,20 @@ class HeadwiseLayer:
         heads, kv_heads = layer.num_heads, layer.num_kv_heads
         query, key, value, outputs = _blocks(heads, kv_heads, layer.head_dim, layer.value_dim)
         if layer.fused_qkv:
-            axes = _linear_axes(model, f"{path}.qkv_proj", 0, query, key, value)
+            axes = _linear_axes(model, _relative(path, "qkv_proj"), 0, query, key, value)
         else:
             parts = {"q_proj": query, "k_proj": key, "v_proj": value}
-            axes = [axis for name, part in parts.items() for axis in _linear_axes(model, f"{path}.{name}", 0, part)]
+            axes = [
+                axis for name, part in parts.items() for axis in _linear_axes(model, _relative(path, name), 0, part)
+            ]
         if layer.output_gate is not None:
             gates = HeadBlocks("query", heads, layer.gate_proj.out_features // heads)
-            axes += _linear_axes(model, f"{path}.gate_proj", 0, gates)
-        axes.append(HeadAxis(f"{path}.out_proj.weight", 1, (outputs,)))
+            axes += _linear_axes(model, _relative(path, "gate_proj"), 0, gates)
+        output = _relative(path, "out_proj")
+        axes.append(HeadAxis(f"{output}.weight", 1, (outputs,)))
         for name in ("sinks", "temperature"):
             if getattr(layer, name) is not None:
-                axes.append(HeadAxis(f"{path}.{name}", 0, (HeadBlocks("query", heads, 1),)))
-        output = f"{path}.out_proj"
+                axes.append(HeadAxis(_relative(path, name), 0, (HeadBlocks("query", heads, 1),)))
         return HeadModule(path, heads, kv_heads, layer.head_dim, layer.value_dim, tuple(axes), output, {})
 
 
@@ -235,10 +237,12 @@ def _linear_axes(model: nn.Module, path: str, axis: int, *blocks: HeadBlocks) ->
 
 
 def _relative(path: str, name: str) -> str:
-    """Return the path of `name` in the module at `path`, or in its parent if `name` begins with `../`."""
+    """Return the path of `name` in the module at `path`, or in its parent if `name` begins with `../`. An empty path is
+    that of the model itself.
+    """
     if name.startswith("../"):
         return f"{path.rpartition('.')[0]}.{name.removeprefix('../')}".removeprefix(".")
-    return f"{path}.{name}"
+    return f"{path}.{name}".removeprefix(".")
 
 
 def _has_parameter(module: nn.Module, name: str) -> bool:

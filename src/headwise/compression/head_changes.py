@@ -1,0 +1,117 @@
+"""Changes of the heads in the parameters of an attention module, in place: their order, and linear maps of features."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import InputError
+from headwise.removal.head_axes import HeadBlocks, HeadPart
+from headwise.removal.head_module import HeadModule
+from headwise.removal.remove_heads import parameter_with_heads
+from headwise.shapes import Float
+
+
+def check_parameters(model: nn.Module, modules: Sequence[HeadModule]) -> None:
+    """Raise `InputError` if a parameter of attention modules has other sizes than its heads imply, is quantised, or is
+    shared, so that a change of one module would change another.
+    """
+    owner_of: dict[int, str] = {}
+    for module in modules:
+        for axis in module.axes:
+            parameter = parameter_with_heads(model, module, axis)
+            if not parameter.is_floating_point():
+                got = f"{parameter.dtype} in {axis.parameter}"
+                raise InputError("model", expected="weights in floating point", got=got)
+            first = owner_of.setdefault(id(parameter), axis.parameter)
+            if first != axis.parameter:
+                got = f"one for {first} and {axis.parameter}"
+                raise InputError("model", expected="a separate parameter for each projection", got=got)
+
+
+def reorder_heads(model: nn.Module, module: HeadModule, kv_order: Sequence[int]) -> None:
+    """Bring the key/value heads into another order, together with their query heads and all that belongs to these. The
+    output of the module does not change.
+
+    Args:
+        model: the model.
+        module: the attention module.
+        kv_order: for each new place, the key/value head that comes there.
+    """
+    group = module.num_heads // module.num_kv_heads
+    query_order = [kv * group + member for kv in kv_order for member in range(group)]
+
+    def reordered(rows: Tensor, blocks: HeadBlocks) -> Tensor:
+        return rows[list(kv_order) if blocks.kind == "kv" else query_order]
+
+    _change(model, module, reordered)
+
+
+def multiply_features(
+    model: nn.Module,
+    module: HeadModule,
+    keys: Float[Tensor, "kv_heads head_dim head_dim"],
+    values: Float[Tensor, "kv_heads value_dim value_dim"],
+) -> None:
+    """Multiply the keys and the values of each head by an orthogonal matrix, its queries by that of its keys, and the
+    columns of the output projection by the inverse of that of its values. The output of the module does not change if
+    the matrices are of the sets in `head_freedom.py`.
+    """
+    group = module.num_heads // module.num_kv_heads
+    matrices: dict[HeadPart | None, Tensor] = {
+        "query": keys.repeat_interleave(group, 0),
+        "key": keys,
+        "value": values,
+        "output": values.repeat_interleave(group, 0),  # columns of W R^T are R times the columns of W
+    }
+
+    def multiplied(rows: Tensor, blocks: HeadBlocks) -> Tensor:
+        return rows if blocks.part is None else torch.einsum("hab,hbn->han", matrices[blocks.part].to(rows), rows)
+
+    _change(model, module, multiplied)
+
+
+def average_heads(
+    model: nn.Module,
+    module: HeadModule,
+    key_weights: Float[Tensor, "groups members"],
+    value_weights: Float[Tensor, "groups members"],
+) -> None:
+    """Replace the keys and the values of each head by the weighted mean of its group of consecutive heads.
+
+    Args:
+        model: the model.
+        module: the attention module.
+        key_weights: weights of the keys, whose sum in each group is 1.
+        value_weights: weights of the values.
+    """
+    weights: dict[HeadPart | None, Tensor] = {"key": key_weights, "value": value_weights}
+
+    def averaged(rows: Tensor, blocks: HeadBlocks) -> Tensor:
+        if blocks.part not in weights:
+            return rows
+        own = weights[blocks.part].to(rows)
+        grouped = rows.reshape(*own.shape, *rows.shape[1:])  # groups, members, width, other
+        means = torch.einsum("gm,gmwn->gwn", own, grouped)
+        return means.repeat_interleave(own.shape[1], 0)
+
+    _change(model, module, averaged)
+
+
+@torch.no_grad()
+def _change(model: nn.Module, module: HeadModule, change: Callable[[Tensor, HeadBlocks], Tensor]) -> None:
+    """Replace each block of heads in the parameters of a module, in place, computed in float64.
+
+    Args:
+        model: the model.
+        module: the attention module.
+        change: function of the numbers of the heads `(heads, width, other)` and of the block.
+    """
+    for axis in module.axes:
+        parameter, start = model.get_parameter(axis.parameter), 0
+        for blocks in axis.blocks:
+            part = parameter.narrow(axis.axis, start, blocks.length)
+            rows = part.movedim(axis.axis, 0)
+            changed = change(rows.double().reshape(blocks.heads, blocks.width, -1), blocks)
+            part.copy_(changed.reshape(rows.shape).movedim(0, axis.axis))
+            start += blocks.length
