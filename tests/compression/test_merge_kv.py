@@ -21,7 +21,7 @@ CONFIGS = {
     for name, config in families.CONFIGS.items()
     if name in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3")
 }
-CONFIGS["phi, half rotary"] = transformers.PhiConfig(**families.ROTARY, num_key_value_heads=3)
+CONFIGS["phi, grouped"] = transformers.PhiConfig(**families.ROTARY, num_key_value_heads=3)
 CONFIGS["phi, norm"] = transformers.PhiConfig(**families.ROTARY, num_key_value_heads=3, qk_layernorm=True)
 CONFIGS["phi3, half rotary"] = transformers.Phi3Config(
     **families.ROTARY, num_key_value_heads=2, pad_token_id=0, **families.SPECIAL,
@@ -232,7 +232,7 @@ def test_a_merged_layer_equals_a_new_one_with_its_weights(name):
 @pytest.mark.parametrize("method", ["mean", "weighted_mean", "procrustes"])
 @pytest.mark.parametrize("name", ["llama", "phi"])
 def test_least_squares_brings_each_module_closer_to_the_dense_one(name, method):
-    model, data = family(name), batches(30)
+    model, data = family(name), batches(12)
     options = {"num_kv_heads": 1, "calibration": data, "method": method}
     without, fitted = (hw.merge_kv(model, reconstruct=each, **options) for each in (False, True))
     for path in mergeable_modules(model, 1):
@@ -299,7 +299,7 @@ def test_a_trained_study_model_is_merged():
     from headwise.studies.space import Setting
 
     shape = ModelShape(vocabulary=97, embed_dim=32, layers=2, parameters=40_000)
-    model, data = random_(Transformer(shape, Setting(4, 8, 4))), batches()
+    model, data = random_(Transformer(shape, Setting(4, 8, 4))), [{"input_ids": each["input_ids"]} for each in batches()]
     merged = hw.merge_kv(model, num_kv_heads=2, calibration=data, method="procrustes")
     assert [each.self_attn.num_kv_heads for each in merged.layers] == [2, 2]
     with torch.no_grad():

@@ -8,10 +8,10 @@ from torch import Tensor
 from headwise.compression.head_freedom import Freedom
 from headwise.shapes import Float
 
-SMALLEST_GAIN = 1e-13
+SMALLEST_GAIN = 1e-9
 """Relative gain of a round of alignment below which it has converged."""
 
-MOST_ROUNDS = 1000
+MOST_ROUNDS = 200
 """Rounds after which alignment ends without convergence."""
 
 
