@@ -299,7 +299,8 @@ def test_a_trained_study_model_is_merged():
     from headwise.studies.space import Setting
 
     shape = ModelShape(vocabulary=97, embed_dim=32, layers=2, parameters=40_000)
-    model, data = random_(Transformer(shape, Setting(4, 8, 4))), [{"input_ids": each["input_ids"]} for each in batches()]
+    model = random_(Transformer(shape, Setting(4, 8, 4)))
+    data = [{"input_ids": batch["input_ids"]} for batch in batches()]
     merged = hw.merge_kv(model, num_kv_heads=2, calibration=data, method="procrustes")
     assert [each.self_attn.num_kv_heads for each in merged.layers] == [2, 2]
     with torch.no_grad():
