@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from headwise.compression.least_squares import LeastSquaresScores
     from headwise.compression.magnitude_scores import MagnitudeScores
     from headwise.compression.measured_scores import AblationScores, ImportanceScores
-    from headwise.compression.least_squares import LeastSquaresScores, MagnitudeScores
     from headwise.compression.merge_kv import merge_kv
     from headwise.compression.plan_pruning import plan_pruning
     from headwise.compression.prune import prune

@@ -12,8 +12,8 @@ from headwise.compression.head_changes import average_heads, check_parameters, m
 from headwise.compression.head_freedom import Freedom, has_norm, key_freedom, value_freedom
 from headwise.compression.kv_alignment import align, pairwise_gains, similar_groups
 from headwise.compression.kv_moments import KVMoments, kv_moments
-from headwise.compression.least_squares import calibration_batches, scored_heads
 from headwise.compression.reconstruction import reconstruct as fit_output_projections
+from headwise.compression.scored_heads import calibration_batches, scored_heads
 from headwise.data.batches import evaluation_mode
 from headwise.errors import InputError
 from headwise.nn.multihead import MultiHeadAttention
