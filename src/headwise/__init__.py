@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from headwise.compression.compress import compress
     from headwise.compression.heal import heal
     from headwise.compression.least_squares import LeastSquaresScores
+    from headwise.compression.localize import localize
     from headwise.compression.magnitude_scores import MagnitudeScores
     from headwise.compression.measured_scores import AblationScores, ImportanceScores
     from headwise.compression.merge_kv import merge_kv
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from headwise.compression.prune import prune
     from headwise.compression.pruning_plan import PruningPlan
     from headwise.compression.recipe_result import RecipeResult
+    from headwise.compression.streaming_heads import StreamingHeads
     from headwise.compression.report import compression_report
     from headwise.compression.report_result import CompressionReport
     from headwise.compression.saving import save_model
@@ -115,6 +117,7 @@ _LAZY = {
     "SetAblation": "headwise.analysis.ablation_result",
     "Setting": "headwise.studies.space",
     "Space": "headwise.studies.space",
+    "StreamingHeads": "headwise.compression.streaming_heads",
     "Study": "headwise.studies.study_result",
     "StudyBudget": "headwise.studies.budget",
     "TextOptions": "headwise.studies.corpus",
@@ -132,6 +135,7 @@ _LAZY = {
     "importance": "headwise.analysis.importance.importance",
     "load": "headwise.data.models",
     "load_profile": "headwise.analysis.profile",
+    "localize": "headwise.compression.localize",
     "logit_attribution": "headwise.analysis.attribution",
     "merge_kv": "headwise.compression.merge_kv",
     "next_token_loss": "headwise.analysis.losses",
@@ -219,6 +223,7 @@ __all__ = [
     "SlidingCache",
     "Space",
     "StaticCache",
+    "StreamingHeads",
     "Study",
     "StudyBudget",
     "TextOptions",
@@ -250,6 +255,7 @@ __all__ = [
     "importance",
     "load",
     "load_profile",
+    "localize",
     "logit_attribution",
     "mask_rule",
     "merge_kv",

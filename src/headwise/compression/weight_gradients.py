@@ -93,7 +93,7 @@ def _of_batch(
 
         return hook
 
-    with ExitStack() as stack, torch.enable_grad(), _without_parameter_gradients(model):
+    with ExitStack() as stack, torch.enable_grad(), without_parameter_gradients(model):
         for name, path in projections.items():
             stack.callback(model.get_submodule(path).register_forward_hook(recording_hook(name)).remove)
         losses = loss_per_example(loss, model, batch)
@@ -115,7 +115,7 @@ def _inputs_and_mask(path: str, inputs: Tensor, batch: dict[str, Any]) -> tuple[
 
 
 @contextmanager
-def _without_parameter_gradients(model: nn.Module) -> Iterator[None]:
+def without_parameter_gradients(model: nn.Module) -> Iterator[None]:
     """Let no parameter of a model require a gradient while the context is open."""
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in learned:
