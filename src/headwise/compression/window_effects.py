@@ -36,6 +36,7 @@ class WindowEffects:
         reader: reader of the masks of all modules.
 
     Attributes:
+        is_recomputed: True while a backward pass computes layers again, of which nothing is measured.
         outside: sum of the shares of attention outside of the window, for each key/value head.
         queries: number of queries and query heads in each sum.
         scores: score of each key/value head.
@@ -46,14 +47,15 @@ class WindowEffects:
         self.outside = torch.zeros(module.num_kv_heads, dtype=torch.float64)
         self.scores = torch.zeros(module.num_kv_heads, dtype=torch.float64)
         self.queries = 0
+        self.is_recomputed = False
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Compute a call as the model does, and let the gradient of its output add to the scores."""
         out = call.dense()
-        if not torch.is_grad_enabled():
-            return out
         if not out.requires_grad:
             out = out.detach().requires_grad_()
+        if self.is_recomputed:
+            return out
         change, share, counts = self._change(call, out)
 
         def add(gradient: Tensor) -> None:
@@ -109,8 +111,16 @@ def measure_effects(
         for batch in batches:
             with _checkpointed(model, list(effects)):
                 losses = loss_per_example(loss, model, batch)
+                _set_recomputed(effects, True)
                 losses.nansum().backward()  # type: ignore[no-untyped-call]
+                _set_recomputed(effects, False)
     return effects
+
+
+def _set_recomputed(effects: Mapping[str, WindowEffects], is_recomputed: bool) -> None:
+    """Set `is_recomputed` of all handlers."""
+    for each in effects.values():
+        each.is_recomputed = is_recomputed
 
 
 @contextmanager

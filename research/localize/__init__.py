@@ -1,0 +1,1 @@
+"""Measurement of streaming heads on a real model."""
