@@ -83,6 +83,20 @@ def test_the_recipe_of_the_page_about_pruning_runs(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_code_of_the_page_about_streaming_heads_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text((ROOT / "docs/layer.md").read_text(encoding="utf-8"))
+    names: dict = {}
+    assert "of 90 key/value heads stream (the first 4 tokens and a window of 64), budget 1.00%" in run(
+        code_blocks("docs/localize.md"), names
+    )
+    before, after = names["streaming"].selection_losses
+    assert before < after <= 1.01 * before
+    assert names["streaming"].cache_bytes(8192).saved > 0.1
+    assert names["out"].shape[1] == names["prompt"]["input_ids"].shape[1] + 20
+
+
+@pytest.mark.slow
 def test_the_code_of_the_page_about_pruning_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text((ROOT / "docs/layer.md").read_text(encoding="utf-8"))

@@ -58,9 +58,7 @@ def streaming_heads(made, window, first, pattern):
     for layer, (path, kind) in enumerate(zip(paths, types, strict=True)):
         own = config.sliding_window if kind == "sliding_attention" else None
         heads = () if own else tuple(head for head in pattern[layer] if head < kv_heads)
-        modules.append(
-            LocalizedModule(layer, path, config.num_attention_heads, kv_heads, 16 * width, own, heads)
-        )
+        modules.append(LocalizedModule(layer, path, config.num_attention_heads, kv_heads, 16 * width, own, heads))
     return StreamingHeads(tuple(modules), window, first, 0.01, (1.0, 1.0), (1.0, 1.0), 1, 1, False)
 
 
@@ -101,7 +99,7 @@ def oracle(streaming, real_of):
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
         return (weights @ value).transpose(1, 2).contiguous(), None
 
-    with mock.patch.object(transformers.AttentionInterface, "get_interface", lambda *_: attention):
+    with mock.patch.object(transformers.AttentionInterface, "get_interface", return_value=attention):
         yield
 
 

@@ -97,7 +97,12 @@ def test_padding_on_the_right_without_a_cache():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("llama", {}), ("gemma3", {}), ("qwen3", {"num_beams": 3}), ("gpt_neox", {"num_beams": 2, "num_return_sequences": 2})],
+    [
+        ("llama", {}),
+        ("gemma3", {}),
+        ("qwen3", {"num_beams": 3}),
+        ("gpt_neox", {"num_beams": 2, "num_return_sequences": 2}),
+    ],
 )
 def test_generation_equals_generation_with_dense_masks(name, options):
     made, streaming = decoder(name, window=4, first=2)
@@ -184,9 +189,9 @@ def test_what_the_cache_refuses():
     with streaming.running(made):
         with pytest.raises(hw.InputError, match="no padding on the right, got some; pad on the left"):
             made(tokens, attention_mask=right.long(), past_key_values=streaming.cache(made))
+        between = torch.ones_like(tokens)
+        between[0, 3] = 0
         with pytest.raises(hw.InputError, match="got padding between tokens"):
-            between = torch.ones_like(tokens)
-            between[0, 3] = 0
             made(tokens, attention_mask=between, use_cache=False)
         cache = streaming.cache(made)
         made(tokens, past_key_values=cache)
@@ -216,7 +221,11 @@ def test_watch_and_gate_are_refused_together_with_streaming_heads(outside):
     made, streaming = decoder()
     contexts = [lambda: hw.watch(made), lambda: streaming.running(made)]
     enter_first, enter_second = contexts if outside else contexts[::-1]
-    with pytest.raises(hw.InputError, match=r"without hw\.watch or hw\.gate|another library replaced"), enter_first(), enter_second():
+    with (
+        pytest.raises(hw.InputError, match=r"without hw\.watch or hw\.gate|another library replaced"),
+        enter_first(),
+        enter_second(),
+    ):
         made(ids(1, 9))
     assert made(ids(1, 9)).logits.isfinite().all()
 
@@ -230,5 +239,8 @@ def test_a_module_that_changes_cached_keys_is_refused(monkeypatch):
         return keys * 1.0, values * 1.0
 
     monkeypatch.setattr(transformers.DynamicCache, "update", changing)
-    with streaming.running(made), pytest.raises(hw.InputError, match="attention to the keys and values of the cache, unchanged"):
+    with (
+        streaming.running(made),
+        pytest.raises(hw.InputError, match="attention to the keys and values of the cache, unchanged"),
+    ):
         made(ids(1, 9), past_key_values=streaming.cache(made))

@@ -104,12 +104,13 @@ class AttentionCall:
 Handler = Callable[[AttentionCall], Tensor]
 """Function that computes a call, and returns `(batch, queries, heads, value_dim)`."""
 
+
 class _Entry(NamedTuple):
     """An answered module: its path, its handler, a list with the number of its calls, and whether calls are checked."""
 
     path: str
     handler: Handler
-    count: list[int]
+    calls: list[int]
     is_checked: bool
 
 
@@ -187,7 +188,7 @@ def _answering(dispatch: Callable[..., Any]) -> Callable[..., Any]:
             if call_stack.intercepts:
                 expected = "a model without hw.watch or hw.gate while its heads are restricted"
                 raise InputError("model", expected=expected, got=f"an intercepted call in {entry.path}")
-            entry.count[0] += 1
+            entry.calls[0] += 1
             call = _call(implementation, entry.path, attention, module, *args, **kwargs)
             if entry.is_checked:
                 call.require_readable()

@@ -43,8 +43,8 @@ def localize(
     first: int = 4,
     loss: Loss = next_token_loss,
 ) -> StreamingHeads:
-    """Find the key/value heads of a decoder that need only the first tokens and a window of recent ones: streaming heads
-    (Xiao et al. 2024, StreamingLLM, arXiv:2309.17453; Xiao et al. 2024, DuoAttention, arXiv:2410.10819). As many heads
+    """Find the key/value heads of a decoder that need only the first tokens and a window of recent ones: streaming
+    heads (Xiao et al. 2024, StreamingLLM, arXiv:2309.17453; Xiao et al. 2024, DuoAttention, arXiv:2410.10819). As many heads
     become streaming heads as the budget allows. The model is not changed.
 
     The heads are ranked by gradients of the loss, in one run forwards and backwards. Their number is chosen by the
@@ -104,11 +104,18 @@ def localize(
             losses = selection_losses
             if report is not selection:
                 losses = measured(report, ()), measured(report, modules)
-    counts = [sum(len(batch["input_ids"]) for batch in part) for part in (selection, report)]
     return StreamingHeads(
-        modules, window, first, float(budget), selection_losses, losses, *counts,
-        has_held_out=report is not selection, identity=identity_of(model),
-    )  # fmt: skip
+        modules,
+        window,
+        first,
+        budget=float(budget),
+        selection_losses=selection_losses,
+        losses=losses,
+        selection_examples=sum(len(batch["input_ids"]) for batch in selection),
+        examples=sum(len(batch["input_ids"]) for batch in report),
+        has_held_out=report is not selection,
+        identity=identity_of(model),
+    )
 
 
 def _parts(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
@@ -120,7 +127,7 @@ def _parts(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     if len(batches) == 1:
         count = len(batches[0]["input_ids"])
         if count == 1:
-            return list(batches), list(batches)
+            return (only := list(batches)), only
         batches = [_rows(batches[0], slice(start, None, 2), count) for start in (0, 1)]
     return list(batches[0::2]), list(batches[1::2])
 
@@ -228,9 +235,7 @@ def _within_budget(
     """Return modules with the largest number of streaming heads, by bisection, whose loss is within the budget, and the
     losses before and after.
     """
-    order = sorted(
-        (score, module.layer, head) for module in modules for head, score in enumerate(module.scores)
-    )
+    order = sorted((score, module.layer, head) for module in modules for head, score in enumerate(module.scores))
     before = measure(())
     if not before > 0:
         raise InputError("loss", expected="a positive number, whose relative rise is limited", got=before)
@@ -251,8 +256,6 @@ def _with_streaming(
     """Return modules with these streaming heads, listed as score, layer and number."""
     chosen = {(layer, head) for _, layer, head in heads}
     return tuple(
-        replace(
-            module, streaming=tuple(head for head in range(module.num_kv_heads) if (module.layer, head) in chosen)
-        )
+        replace(module, streaming=tuple(head for head in range(module.num_kv_heads) if (module.layer, head) in chosen))
         for module in modules
     )

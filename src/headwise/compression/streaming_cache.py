@@ -37,8 +37,8 @@ class HeadKeys(NamedTuple):
 
 
 def streaming_cache(model: Any, modules: tuple[LocalizedModule, ...], window: int, first: int) -> Any:
-    """Return an empty cache of `transformers` for a model, in which the layers with streaming heads are `StreamingLayer`
-    objects.
+    """Return an empty cache of `transformers` for a model, in which the layers with streaming heads are
+    `StreamingLayer` objects.
     """
     library = require("transformers", purpose="a cache", extra="hf")
     made = library.DynamicCache(config=model.config)
@@ -120,7 +120,9 @@ class StreamingStorage:
         return self._placeholders
 
     def _placeholder(self, states: Tensor) -> Tensor:
-        """Return a tensor with the shape of all keys or values, of one number: NaN, should the model compute with it."""
+        """Return a tensor with the shape of all keys or values and no memory for them. All its numbers are NaN, so that
+        a computation with it cannot pass unnoticed.
+        """
         shape = (*states.shape[:2], self._tokens, states.shape[3])
         return states.new_full((), float("nan")).expand(shape)
 

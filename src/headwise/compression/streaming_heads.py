@@ -128,9 +128,7 @@ class StreamingHeads:
             tokens = length if module.own_window is None else min(length, module.own_window - 1)
             shorter = min(tokens, self.first + self.window)
             dense += module.bytes_per_token * module.num_kv_heads * tokens
-            streaming += module.bytes_per_token * (
-                len(module.full) * tokens + len(module.streaming) * shorter
-            )
+            streaming += module.bytes_per_token * (len(module.full) * tokens + len(module.streaming) * shorter)
         return CacheBytes(batch * dense, batch * streaming)
 
     def export_pattern(self, folder: str | Path) -> None:
@@ -242,7 +240,7 @@ class StreamingHeads:
                 LocalizedModule(**{**module, **{name: tuple(module[name]) for name in lists}})
                 for module in content.pop("modules")
             )
-            losses = {name: tuple(content.pop(name)) for name in ("selection_losses", "losses")}
+            losses: dict[str, Any] = {name: tuple(content.pop(name)) for name in ("selection_losses", "losses")}
             identity = content.pop("identity")
             identity = None if identity is None else ModelIdentity(*identity)
             return StreamingHeads(modules, **losses, **content, identity=identity)

@@ -89,7 +89,8 @@ class WindowEffects:
 
 def _by_kv_head(values: Tensor, module: LocalizedModule) -> Float[Tensor, "batch kv_heads queries"]:
     """Return the sum of values `(batch, heads, queries)` over the query heads of each key/value head."""
-    return values.unflatten(1, (module.num_kv_heads, -1)).sum(2)
+    batch, _, queries = values.shape
+    return values.reshape(batch, module.num_kv_heads, -1, queries).sum(2)
 
 
 def _require_equal(call: AttentionCall, computed: Tensor, own: Tensor, is_real: Tensor) -> None:
@@ -111,6 +112,9 @@ def measure_effects(
         for batch in batches:
             with _checkpointed(model, list(effects)):
                 losses = loss_per_example(loss, model, batch)
+                if not losses.requires_grad:
+                    expected = "a differentiable function of the model's output"
+                    raise InputError("loss", expected=expected, got="a loss without a gradient")
                 _set_recomputed(effects, True)
                 losses.nansum().backward()  # type: ignore[no-untyped-call]
                 _set_recomputed(effects, False)
