@@ -44,7 +44,7 @@ def localize(
     loss: Loss = next_token_loss,
 ) -> StreamingHeads:
     """Find the key/value heads of a decoder that need only the first tokens and a window of recent ones: streaming
-    heads (Xiao et al. 2024, StreamingLLM, arXiv:2309.17453; Xiao et al. 2024, DuoAttention, arXiv:2410.10819). As many heads
+    heads (Xiao et al. 2024, StreamingLLM, arXiv:2309.17453; Xiao et al. 2024, DuoAttention, arXiv:2410.10819). As many
     become streaming heads as the budget allows. The model is not changed.
 
     The heads are ranked by gradients of the loss, in one run forwards and backwards. Their number is chosen by the
@@ -56,8 +56,8 @@ def localize(
 
     Args:
         model: a decoder of `transformers` with the attention implementation "sdpa" or "eager".
-        dataset: `Texts`, or batches with `input_ids` and, if there is padding, `attention_mask`. The texts should be as
-            long as those that the model will read.
+        dataset: `Texts`, or batches with `input_ids` and, with padding, `attention_mask`. The texts should be as long
+            as those that the model will read.
         budget: largest relative rise of the loss on the texts by which the heads are chosen: 0.01 is 1 %.
         window: number of tokens of the window, up to the query's own, which is among them.
         first: number of first tokens that streaming heads also attend to (attention sinks).
@@ -81,55 +81,58 @@ def localize(
     require_loss(loss)
     with evaluation_mode(model):
         batches = calibration_batches(model, dataset)
-        selection, report = _parts(batches)
-        for part in (selection, report):
-            _require_long_texts(part, window + first)
+        selection, report = _parts(batches, window + first)
         modules = _attention_modules(model, batches[0])
         _require_cache(model, modules, batches[0])
-        candidates = [module for module in modules if module.own_window is None]
-        effects = measure_effects(model, candidates, window, first, selection, loss)
+        modules = _scored(model, modules, window, first, selection, loss)
         with torch.no_grad():
-            modules = tuple(
-                replace(
-                    module,
-                    outside=tuple((effects[module.module].outside / effects[module.module].queries).tolist()),
-                    scores=tuple(effects[module.module].scores.tolist()),
-                )
-                if module.module in effects
-                else module
-                for module in modules
-            )
             measured = partial(_mean_loss, model, window=window, first=first, loss=loss)
             modules, selection_losses = _within_budget(modules, budget, partial(measured, selection))
             losses = selection_losses
             if report is not selection:
                 losses = measured(report, ()), measured(report, modules)
     return StreamingHeads(
-        modules,
-        window,
-        first,
-        budget=float(budget),
-        selection_losses=selection_losses,
-        losses=losses,
-        selection_examples=sum(len(batch["input_ids"]) for batch in selection),
-        examples=sum(len(batch["input_ids"]) for batch in report),
-        has_held_out=report is not selection,
-        identity=identity_of(model),
-    )
+        modules, window, first, float(budget), selection_losses, losses, _count(selection), _count(report),
+        has_held_out=report is not selection, identity=identity_of(model),
+    )  # fmt: skip
 
 
-def _parts(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches for the choice and for the report, which are the same if there is one text only."""
+def _count(batches: Sequence[Batch]) -> int:
+    """Return the number of texts."""
+    return sum(len(batch["input_ids"]) for batch in batches)
+
+
+def _scored(
+    model: nn.Module, modules: Sequence[LocalizedModule], window: int, first: int, batches: Sequence[Batch], loss: Loss
+) -> tuple[LocalizedModule, ...]:
+    """Return attention modules with the shares and scores of their heads, except for layers with a window."""
+    candidates = [module for module in modules if module.own_window is None]
+    effects = measure_effects(model, candidates, window, first, batches, loss)
+    scored = list(modules)
+    for index, module in enumerate(modules):
+        if module.module in effects:
+            measured = effects[module.module]
+            outside, scores = measured.outside / measured.queries, measured.scores
+            scored[index] = replace(module, outside=tuple(outside.tolist()), scores=tuple(scores.tolist()))
+    return tuple(scored)
+
+
+def _parts(batches: Sequence[Batch], tokens: int) -> tuple[list[Batch], list[Batch]]:
+    """Return the batches for the choice and for the report, which are the same if there is one text only. In each of
+    them, some text has more than `tokens` tokens.
+    """
     for batch in batches:
         ids = batch.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             raise InputError("dataset", expected="batches with input_ids (batch, tokens)", got=", ".join(batch))
-    if len(batches) == 1:
-        count = len(batches[0]["input_ids"])
-        if count == 1:
-            return (only := list(batches)), only
+    count = len(batches[0]["input_ids"])
+    if len(batches) == 1 and count > 1:
         batches = [_rows(batches[0], slice(start, None, 2), count) for start in (0, 1)]
-    return list(batches[0::2]), list(batches[1::2])
+    selection = list(batches[0::2])
+    report = list(batches[1::2]) or selection
+    for part in (selection, report):
+        _require_long_texts(part, tokens)
+    return selection, report
 
 
 def _rows(batch: Batch, rows: slice, count: int) -> Batch:
