@@ -76,10 +76,10 @@ if TYPE_CHECKING:
     from headwise.compression.prune import prune
     from headwise.compression.pruning_plan import PruningPlan
     from headwise.compression.recipe_result import RecipeResult
-    from headwise.compression.streaming_heads import StreamingHeads
     from headwise.compression.report import compression_report
     from headwise.compression.report_result import CompressionReport
     from headwise.compression.saving import save_model
+    from headwise.compression.streaming_heads import StreamingHeads
     from headwise.data.models import load
     from headwise.data.random_repeats import random_repeats
     from headwise.data.texts import Texts

@@ -21,8 +21,8 @@ from headwise.analysis.losses import (
 )
 from headwise.checks import finite_number, require_module, whole_number
 from headwise.compression.attention_calls import AttentionCall, answered
-from headwise.compression.least_squares import calibration_batches, scored_heads
 from headwise.compression.localized_module import LocalizedModule
+from headwise.compression.scored_heads import calibration_batches, scored_heads
 from headwise.compression.streaming_attention import restricted
 from headwise.compression.streaming_cache import streaming_cache
 from headwise.compression.streaming_heads import StreamingHeads

@@ -12,10 +12,10 @@ from headwise.analysis.losses import Loss, loss_per_example
 from headwise.attention.masks.factories import causal
 from headwise.compression.attention_calls import AttentionCall, answered
 from headwise.compression.layer_runs import layer_of_site
-from headwise.compression.weight_gradients import without_parameter_gradients
 from headwise.compression.localized_module import LocalizedModule
 from headwise.compression.streaming_attention import streaming_mask
 from headwise.compression.token_positions import TokenPositions
+from headwise.compression.weight_gradients import without_parameter_gradients
 from headwise.errors import InputError
 from headwise.intercept.swap_forward import swap_forward
 from headwise.shapes import Float
