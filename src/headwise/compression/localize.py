@@ -83,7 +83,6 @@ def localize(
         batches = calibration_batches(model, dataset)
         selection, report = _parts(batches, window + first)
         modules = _attention_modules(model, batches[0])
-        _require_cache(model, modules, batches[0])
         modules = _scored(model, modules, window, first, selection, loss)
         with torch.no_grad():
             measured = partial(_mean_loss, model, window=window, first=first, loss=loss)
@@ -158,7 +157,8 @@ def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
     """Return the attention modules of a decoder, all of whose heads attend to all tokens, or to the model's own window.
 
     Raises:
-        InputError: the model is no decoder of `transformers`, or has no layer without a window.
+        InputError: the model is no decoder of `transformers`, has no layer without a window, or cannot run with a
+            cache of streaming heads.
     """
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
@@ -187,6 +187,7 @@ def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
         raise InputError("model", expected="one attention module in each layer", got=type(model).__name__)
     if all(module.own_window is not None for module in modules):
         raise InputError("model", expected="a layer without a sliding window", got=type(model).__name__)
+    _require_cache(model, modules, batch)
     return modules
 
 
