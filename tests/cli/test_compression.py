@@ -1,9 +1,6 @@
 """The commands that make models smaller: prune, merge, compress and localize."""
 
 import json
-from copy import deepcopy
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -206,52 +203,54 @@ def test_mistakes_in_a_recipe_are_one_sentence(headwise, folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# -- merging and localizing: the functions are replaced ---------------------------------------------------------------
+# -- merging and localizing -------------------------------------------------------------------------------------------
 
 
-def test_merge_passes_its_options_on(headwise, folder, tmp_path, monkeypatch):
-    calls = []
-
-    def merge_kv(model, **options):
-        calls.append(options)
-        return deepcopy(model)
-
-    monkeypatch.setattr(hw, "merge_kv", merge_kv, raising=False)
+def test_merge_saves_what_merge_kv_returns(headwise, folder, tmp_path):
     data = ("--model", folder / "model", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
-    status, out, err = headwise("merge", *data, "--kv-heads", 1, "--method", "mean")
+    status, out, err = headwise("merge", *data, "--kv-heads", 1)
     assert status == 0, err
-    assert isinstance(calls[0].pop("calibration"), hw.Texts)
-    assert calls == [{"num_kv_heads": 1, "method": "mean"}]
     assert out.startswith("key/value heads in each layer: 1\n")
-    assert (tmp_path / "out" / "model.safetensors").exists()
-    status, out, _ = headwise("merge", *data, "--kv-heads", 1, "--force", "--csv", "--quiet")
+    model, tokenizer = hw.load(str(folder / "model"), "causal")
+    texts = hw.Texts(str(folder / "data.jsonl"), tokenizer).within(model)
+    expected = hw.merge_kv(model, num_kv_heads=1, calibration=texts, method="procrustes").state_dict()
+    found, _ = hw.load(str(tmp_path / "out"), "causal")
+    assert found.config.num_key_value_heads == 1
+    for name, value in found.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+    status, out, _ = headwise("merge", *data, "--kv-heads", 1, "--method", "mean", "--force", "--csv", "--quiet")
     assert (status, out.splitlines()[0]) == (0, "kv_heads,parameters_before,parameters_after")
 
 
-def test_localize_passes_its_options_on(headwise, folder, tmp_path, monkeypatch):
-    @dataclass
-    class Result:
-        modules: tuple
-        window: int
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--kv-heads", 3), "num_kv_heads: expected"),
+        (("--kv-heads", 1, "--method", "median"), "Invalid value for '--method': expected one of"),
+        (("--kv-heads", 1, "--grouping", "random"), "Invalid value for '--grouping': expected one of"),
+    ],
+)
+def test_mistakes_in_a_merge_are_one_sentence(options, sentence, headwise, folder, tmp_path):
+    data = ("--model", folder / "model", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
+    status, _, err = headwise("merge", *data, *options)
+    assert status == 2
+    assert err.splitlines()[-1].startswith(f"headwise: {sentence}")
+    assert not (tmp_path / "out").exists()
 
-        def save(self, path):
-            Path(path).write_text("{}")
 
-    calls = []
-
-    def localize(model, dataset, **options):
-        calls.append(options)
-        return Result(({"layer": 0, "streaming": [1]},), 7)
-
-    monkeypatch.setattr(hw, "localize", localize, raising=False)
-    data = ("--model", folder / "model", "--data", folder / "data.jsonl", "--out", tmp_path / "heads.json")
-    status, out, err = headwise("localize", *data, "--window", 7)
+def test_localize_saves_the_streaming_heads(headwise, folder, tmp_path):
+    file = tmp_path / "heads.json"
+    data = ("--model", folder / "model", "--data", folder / "data.jsonl", "--out", file)
+    options = ("--window", 3, "--first", 1, "--budget", 0.5)
+    status, out, err = headwise("localize", *data, *options)
     assert status == 0, err
-    assert calls == [{"budget": 0.01, "window": 7}]
-    assert "streaming" in out
     assert out.endswith("heads.json\n")
-    status, _, err = headwise("localize", *data)
+    saved = hw.StreamingHeads.load(file)
+    assert (saved.window, saved.first, saved.budget) == (3, 1, 0.5)
+    assert str(saved) in out
+    status, _, err = headwise("localize", *data, *options)
     assert status == 2
     assert err.startswith("headwise: out: expected a new file, got")
-    status, out, _ = headwise("localize", *data, "--force", "--json", "--quiet")
-    assert json.loads(out)["rows"] == [{"layer": 0, "streaming": [1]}]
+    status, out, _ = headwise("localize", *data, *options, "--force", "--json", "--quiet")
+    rows = json.loads(out)["rows"]
+    assert [row["layer"] for row in rows] == [module.layer for module in saved.modules]

@@ -9,7 +9,7 @@ from headwise.cli.loading import find_inputs, find_loss
 from headwise.cli.options import Data, ModelFlags, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
-from headwise.compression.public_function import public_function
+from headwise.compression.localize import localize as find_streaming_heads
 from headwise.errors import InputError
 from headwise.runs.distributed import LocalProcess
 from headwise.show.localizations import localization_records
@@ -29,8 +29,8 @@ def localize(
     budget: Annotated[
         float, typer.Option(min=0.0, help="Largest relative rise of the loss, such as 0.01 for one percent.")
     ] = 0.01,
-    window: Annotated[int | None, typer.Option(min=1, help="Tokens of the window.")] = None,
-    first: Annotated[int | None, typer.Option(min=0, help="First tokens that all heads attend to.")] = None,
+    window: Annotated[int, typer.Option(min=1, help="Tokens of the window.")] = 512,
+    first: Annotated[int, typer.Option(min=0, help="First tokens that all heads attend to.")] = 4,
     texts: TextFlags,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
     output: OutputFlags,
@@ -38,7 +38,6 @@ def localize(
     """Find the heads of a decoder that need only the first tokens and a window of recent ones, so that its cache can be
     shorter. Prints them, and saves them in --out.
     """
-    find_heads = public_function("localize")
     if out.exists() and not (force and out.is_file()):
         remedy = "--force replaces it" if out.is_file() else None
         raise InputError("out", expected="a new file", got=repr(str(out)), remedy=remedy)
@@ -46,8 +45,7 @@ def localize(
     source, dataset = find_inputs(model, data, texts, out.parent, shown=not output.quiet)
     lm_head, _ = find_loss(source, dataset.tokenizer, None)
     loaded = source.model(lm_head, model.torch_dtype).to(device)
-    options = {name: value for name, value in (("window", window), ("first", first)) if value is not None}
-    result = find_heads(loaded, dataset.within(loaded), budget=budget, **options)
+    result = find_streaming_heads(loaded, dataset.within(loaded), budget, window=window, first=first)
     result.save(out)
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}}
     output.show(lambda: localization_records(result, metadata), lambda console: console.print(str(result)), written=out)

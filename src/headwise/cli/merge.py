@@ -1,13 +1,14 @@
 """The command `headwise merge`."""
 
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 
 from headwise.cli.loading import find_inputs
 from headwise.cli.options import Data, Force, ModelFlags, ModelFolder, TextFlags
 from headwise.cli.output import OutputFlags
-from headwise.compression.public_function import public_function
+from headwise.cli.quantities import choice
+from headwise.compression.merge_kv import MergeGrouping, MergeMethod, merge_kv
 from headwise.compression.saving import save_model
 from headwise.compression.whole_model import load_whole_model, parameter_counts
 from headwise.runs.distributed import LocalProcess
@@ -28,10 +29,12 @@ def merge(
     out: ModelFolder,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads of each layer that remain.")],
     model: ModelFlags,
-    method: Annotated[str | None, typer.Option(metavar="NAME", help="How heads are merged; see hw.merge_kv.")] = None,
+    method: Annotated[
+        str, typer.Option(help="How heads are merged; see hw.merge_kv.", **choice(get_args(MergeMethod)))
+    ] = "procrustes",
     grouping: Annotated[
-        str | None, typer.Option(metavar="NAME", help="How heads are grouped; see hw.merge_kv.")
-    ] = None,
+        str, typer.Option(help="Which heads become one; see hw.merge_kv.", **choice(get_args(MergeGrouping)))
+    ] = "adjacent",
     texts: TextFlags,
     force: Force = False,
     output: OutputFlags,
@@ -39,14 +42,13 @@ def merge(
     """Merge the key/value heads of each layer to fewer, which makes the cache smaller. Fits them to the data, and saves
     the smaller model in --out.
     """
-    merge_kv = public_function("merge_kv")
     require_outside_data(out, data)
     require_new_folder(out, force=force)
     device = LocalProcess(True, 0).device(model.device)
     source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
     dense = load_whole_model(source, model.torch_dtype).to(device)
-    options = {name: value for name, value in (("method", method), ("grouping", grouping)) if value is not None}
-    merged = merge_kv(dense, num_kv_heads=kv_heads, calibration=dataset.within(dense), **options)
+    names: Any = {"method": method, "grouping": grouping}
+    merged = merge_kv(dense, num_kv_heads=kv_heads, calibration=dataset.within(dense), **names)
     save_model(merged, dataset.tokenizer, out, force=force)
     sizes = parameter_counts(dense, merged)
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}}

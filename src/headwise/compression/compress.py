@@ -25,10 +25,10 @@ from torch import nn
 from headwise.checks import flag
 from headwise.compression.heal import heal
 from headwise.compression.held_out import HeldOutText
+from headwise.compression.merge_kv import merge_kv
 from headwise.compression.named_scores import plan_by_name, require_scores
 from headwise.compression.prune import prune
 from headwise.compression.pruning_plan import PruningPlan
-from headwise.compression.public_function import public_function
 from headwise.compression.recipe import DTYPES, CompressionRecipe, read_recipe
 from headwise.compression.recipe_result import RecipeResult, Stage, stage_of
 from headwise.compression.reloading import require_equal_after_loading
@@ -307,9 +307,8 @@ class _Run:
         """Return the model with fewer key/value heads."""
         section = self._inputs.recipe.merge
         assert section is not None  # the recipe has this step
-        options = {"num_kv_heads": section.kv_heads, "calibration": self._inputs.texts, **section.options()}
-        merged: nn.Module = public_function("merge_kv")(model, **options)
-        return merged
+        options: Any = {"method": section.method, "grouping": section.grouping}
+        return merge_kv(model, num_kv_heads=section.kv_heads, calibration=self._inputs.texts, **options)
 
     def _healed(self, model: nn.Module) -> nn.Module:
         """Return the model after its training, in the dtype that it had before."""

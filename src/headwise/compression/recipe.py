@@ -11,6 +11,7 @@ import torch
 
 from headwise.checks import finite_number, whole_number
 from headwise.compression.heal import HealingOptions
+from headwise.compression.merge_kv import MergeGrouping, MergeMethod
 from headwise.compression.named_scores import SCORES
 from headwise.compression.plan_pruning import CONSTRAINTS
 from headwise.data.document_modes import DOCUMENT_MODES
@@ -71,18 +72,16 @@ class PruneSection:
 
 @dataclass(frozen=True)
 class MergeSection:
-    """Merging of key/value heads of a recipe, with the options of `hw.merge_kv`; None for its default."""
+    """Merging of key/value heads of a recipe, with options of `hw.merge_kv`."""
 
     kv_heads: int
-    method: str | None = None
-    grouping: str | None = None
+    method: str = "procrustes"
+    grouping: str = "adjacent"
 
     def __post_init__(self) -> None:
         whole_number("kv_heads", self.kv_heads, least=1)
-
-    def options(self) -> dict[str, Any]:
-        """Return the options that are stated."""
-        return {name: value for name in ("method", "grouping") if (value := getattr(self, name)) is not None}
+        _require_one_of("method", self.method, get_args(MergeMethod))
+        _require_one_of("grouping", self.grouping, get_args(MergeGrouping))
 
 
 @dataclass(frozen=True)
