@@ -15,9 +15,11 @@ from headwise.compression.pruning_plan import Head
 from headwise.compression.scored_heads import ScoredHead, calibration_batches, scored_heads
 from headwise.compression.weight_gradients import WeightGradients, require_slope, weight_gradients
 from headwise.data.batches import call_model, copied, evaluation_mode
+from headwise.errors import InputError
 from headwise.page.columns import ModelIdentity
 from headwise.removal.families import head_module
 from headwise.removal.head_module import HeadModule
+from headwise.removal.torch_layers import with_own_layers
 from headwise.runs.fingerprint import identity_of
 from headwise.shapes import Float, Int
 
@@ -60,16 +62,19 @@ class LeastSquaresScores:
         self.is_comparable = loss is not None
         if loss is not None:
             require_slope(loss)
+        identity = identity_of(model)
+        model = with_own_layers(model)
         with evaluation_mode(model), torch.no_grad():
             batches = calibration_batches(model, calibration)
             self.rows: Sequence[ScoredHead] = scored_heads(model, batches[0])
-            self.identity: ModelIdentity | None = identity_of(model)
+            self.identity: ModelIdentity | None = identity
             self._modules = {row.module: head_module(model, row.module) for row in self.rows}
             self._weights = {path: dense_weight(model, module) for path, module in self._modules.items()}
             self._has_bias = {path: _has_bias(model, module) for path, module in self._modules.items()}
             self._moments = _dense_moments(model, self._modules, batches)
             self._gradients: dict[str, WeightGradients] = {}
             if loss is not None:
+                _require_batch_first(model, list(self._modules))
                 projections = {path: module.output for path, module in self._modules.items()}
                 self._gradients = weight_gradients(model, projections, batches, loss)
         self._known: dict[tuple[Any, ...], list[float]] = {}
@@ -114,6 +119,16 @@ def _dense_moments(
                 added = OutputMoments.of(x, projection(x))
                 moments[path] = moments[path] + added if path in moments else added
     return moments
+
+
+def _require_batch_first(model: nn.Module, paths: Sequence[str]) -> None:
+    """Raise `InputError` for an attention module whose inputs have tokens before sequences."""
+    for path in paths:
+        if not getattr(model.get_submodule(path), "batch_first", True):
+            remedy = "leave out the loss, or use batch_first=True"
+            raise InputError(
+                "model", expected="layers with the batch first", got=f"{path} with tokens first", remedy=remedy
+            )
 
 
 def dense_weight(model: nn.Module, module: HeadModule) -> Float[Tensor, "out width"]:

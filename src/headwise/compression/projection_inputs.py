@@ -46,8 +46,12 @@ def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batc
     does.
 
     Raises:
-        InputError: several masks fit that differ, so that it is not known which one is that of these tokens.
+        InputError: several masks fit that differ, so that it is not known which one is that of these tokens; or there
+            is padding by a mask of torch's layers, which may have tokens before sequences.
     """
+    for name, value in batch.items():
+        if name.endswith("key_padding_mask") and isinstance(value, Tensor) and bool(value.any()):
+            raise InputError("calibration", expected="batches without padding", got=f"a {name} that hides tokens")
     masks = {
         name: value.bool()
         for name, value in batch.items()

@@ -14,12 +14,13 @@ from headwise.errors import InputError
 from headwise.removal.families import head_module
 from headwise.removal.head_axes import KeptHeads
 from headwise.removal.remove_heads import remove_heads
+from headwise.removal.torch_layers import replace_torch_layers, with_own_layers
 from headwise.runs.fingerprint import identity_of
 
 
 def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None) -> nn.Module:
     """Return a copy of a model without the heads that a plan removes: rows and columns of its projections are removed,
-    and its configuration states the remaining heads.
+    and its configuration states the remaining heads. Torch's attention layers become those of `headwise.compat`.
 
     With calibration data, the output projection of each attention module is fitted by least squares to what the dense
     module returns; without, the remaining weights are unchanged, and the copy equals the model with the outputs of the
@@ -40,9 +41,11 @@ def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None) -> nn
     require_module(model)
     kept = _kept_heads(model, plan)
     pruned = deepcopy(model)
+    replace_torch_layers(pruned)
     if calibration is not None:
-        with evaluation_mode(model), evaluation_mode(pruned):
-            reconstruct(model, pruned, kept, calibration_batches(model, calibration))
+        dense = with_own_layers(model)
+        with evaluation_mode(dense), evaluation_mode(pruned):
+            reconstruct(dense, pruned, kept, calibration_batches(dense, calibration))
     remove_heads(pruned, kept)
     return pruned
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from headwise.errors import InputError
 from headwise.nn.multihead import MultiHeadAttention
+from headwise.nn.torch_compat import MultiheadAttention
 from headwise.removal.head_axes import HeadAxis, HeadBlocks
 from headwise.removal.head_module import HeadModule
 
@@ -147,6 +148,38 @@ class HeadwiseLayer:
         return HeadModule(path, heads, kv_heads, layer.head_dim, layer.value_dim, tuple(axes), output, {})
 
 
+@dataclass(frozen=True)
+class TorchLayer:
+    """Reader of torch's `nn.MultiheadAttention`, and of headwise's replacement for it. Only the replacement computes
+    with fewer heads.
+    """
+
+    classes: tuple[str, ...] = ("MultiheadAttention",)
+
+    def read(self, model: nn.Module, path: str) -> HeadModule:
+        """Return the places of the heads in the layer at `path`."""
+        layer: Any = model.get_submodule(path)
+        if type(layer) not in (nn.MultiheadAttention, MultiheadAttention):
+            got = f"another {type(layer).__name__} in {path}"
+            raise InputError("model", expected="torch's MultiheadAttention, or headwise's", got=got)
+        heads, width = layer.num_heads, layer.head_dim
+        query, key, value, outputs = _blocks(heads, heads, width, width)
+        blocks = {
+            "in_proj_weight": (0, (query, key, value)),
+            "in_proj_bias": (0, (query, key, value)),
+            "q_proj_weight": (0, (query,)),
+            "k_proj_weight": (0, (key,)),
+            "v_proj_weight": (0, (value,)),
+            "bias_k": (2, (key,)),
+            "bias_v": (2, (value,)),
+            "out_proj.weight": (1, (outputs,)),
+        }
+        axes = [
+            HeadAxis(_relative(path, name), *place) for name, place in blocks.items() if _has_parameter(layer, name)
+        ]
+        return HeadModule(path, heads, heads, width, width, tuple(axes), _relative(path, "out_proj"), {})
+
+
 def _option_over_heads(layer: MultiHeadAttention) -> str | None:
     """Return the option of a layer by which its heads depend on the number of heads or on each other; None if there is
     none.
@@ -165,6 +198,7 @@ UNGROUPED = {"heads": "num_attention_heads", "head_dim": "head_dim"}
 
 FAMILIES: tuple[Family, ...] = (
     HeadwiseLayer(),
+    TorchLayer(),
     SeparateProjections(
         (
             *("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Gemma2Attention"),
