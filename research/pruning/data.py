@@ -1,9 +1,10 @@
-"""Text data of the pruning measurements, in three parts without a common document.
+"""Text data of the pruning measurements, in two parts without a common document.
 
     calibration   docstrings of modules of Python's standard library; heads are scored and projections fitted on them
-    test          topics of Python's language reference; only the losses in the report are measured on them
+    test          docstrings of modules of pandas and SciPy; only the errors in the report are measured on them
 
-Documents are drawn with a fixed seed. Both sources come with Python itself.
+Documents are drawn with a fixed seed. The topics of Python's language reference are not among them: the scores were
+developed with these topics.
 """
 
 import ast
@@ -12,7 +13,9 @@ import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
-from pydoc_data.topics import topics
+
+import pandas
+import scipy
 
 LENGTH = 256
 """Tokens of a sequence, the beginning of its document."""
@@ -31,15 +34,16 @@ SHINGLE = 64
 def calibration() -> tuple[str, ...]:
     """Return the calibration documents: for each of some modules of the standard library, all its docstrings."""
     folder = Path(sysconfig.get_path("stdlib"))
-    modules = sorted(name for name in sys.stdlib_module_names if (folder / f"{name}.py").is_file())
-    documents = [_docstrings(folder / f"{name}.py") for name in modules if name != "pydoc_data"]
-    return _drawn([document for document in documents if len(document) >= SHORTEST], CALIBRATION)
+    files = (folder / f"{name}.py" for name in sorted(sys.stdlib_module_names))
+    return _drawn([path for path in files if path.is_file()], CALIBRATION)
 
 
 @cache
 def test() -> tuple[str, ...]:
-    """Return the test documents: long topics of the language reference."""
-    return _drawn([topics[name] for name in sorted(topics) if len(topics[name]) >= SHORTEST], TEST)
+    """Return the test documents: for each of some modules of pandas and SciPy, all its docstrings."""
+    folders = [Path(str(package.__file__)).parent for package in (pandas, scipy)]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py")) if "tests" not in path.parts]
+    return _drawn(files, TEST)
 
 
 def overlap() -> float:
@@ -49,8 +53,9 @@ def overlap() -> float:
     return sum(piece in known for piece in pieces) / len(pieces)
 
 
-def _drawn(documents: list[str], number: int) -> tuple[str, ...]:
-    """Return some documents, drawn with a fixed seed."""
+def _drawn(files: list[Path], number: int) -> tuple[str, ...]:
+    """Return some of the long documents among the docstrings of modules, drawn with a fixed seed."""
+    documents = [document for path in files if len(document := _docstrings(path)) >= SHORTEST]
     return tuple(random.Random(0).sample(documents, number))
 
 

@@ -51,7 +51,7 @@ def smollm2() -> MeasuredModel:
     fitted_on, tested_on = (_batches(part, loaded.tokenizer, 4) for part in (calibration(), test()))
     loss = hw.next_token_loss
     model = loaded.model.eval()
-    return MeasuredModel(loaded.title, model, fitted_on, tested_on, loss, loss, loss, "next-token loss in nats")
+    return MeasuredModel(loaded.title, model, fitted_on, tested_on, loss, loss, loss, "the next-token loss in nats")
 
 
 def minilm() -> MeasuredModel:

@@ -1,0 +1,210 @@
+"""Write docs/pruning.md and its pictures from research/pruning/results/.
+
+python -m research.pruning.report
+"""
+
+import statistics
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import scipy.stats
+
+from headwise.runs.rows import MeanEstimate
+from research.claims.result_files import read_json
+from research.markdown import markdown_table
+from research.pruning.__main__ import RESULTS, SERIES
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "pruning.md"
+PICTURES = ROOT / "docs" / "pictures"
+
+COMPARED, BASE = "least squares, iterative", "magnitude, one-shot"
+"""The series that is compared with another one at each point."""
+
+LEVEL = 0.05
+"""Level of the tests, over all points of a model together (Holm 1979)."""
+
+MODELS = {"smollm2": "SmolLM2-135M-Instruct", "minilm": "all-MiniLM-L6-v2"}
+"""Names of the models, by those of their results."""
+
+INTRODUCTION = """\
+This report shows what two real models lose without 10 to 70 % of their attention heads. No weight is trained.
+`research/pruning/report.py` writes it from the results of `make pruning`.
+
+Rules, stated before the runs. Heads are chosen and output projections fitted on docstrings of Python's standard
+library ({calibration} modules). All numbers below are measured on docstrings of pandas and SciPy ({test} modules), the
+first 256 tokens of each. Of the pieces of 64 characters of the test documents, {overlap:.1%} also occur in a
+calibration document. Nothing was selected on the test documents; the scores were developed with other text, the topics
+of Python's language reference. A number is a mean over documents ± its standard error. The comparison of two ways to
+choose heads is paired by document, and tested by Student's t, with Holm's
+correction for all points of a model at the level of {level:.0%}."""
+
+WAYS = """\
+A head is chosen for removal by its *score*: magnitude (norm of all its weights), gradient importance (mean absolute
+derivative of the loss with respect to the head's gate), measured ablation (rise of the loss, on a quarter of the
+calibration documents), or least squares (second-order rise of the loss if the output projection is fitted again). With
+grouped queries, a key/value head and its query heads are removed together. *One-shot* scores all heads once.
+*Iterative* scores the remaining ones again: twice for each tenth of the heads (gradient importance), once for each
+tenth (ablation), or after each removal (least squares). Magnitudes do not depend on the other heads. *Fitted* models
+have their output projections fitted to the dense model by least squares, on the calibration documents."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Pruned model.
+
+    Attributes:
+        series: how its heads were chosen.
+        share: share of the heads that should be removed.
+        is_fitted: True if the output projections were fitted.
+        removed: share of the heads that was removed.
+        errors: error of each test document.
+    """
+
+    series: str
+    share: float
+    is_fitted: bool
+    removed: float
+    errors: Sequence[float]
+
+    @property
+    def mean(self) -> MeanEstimate:
+        """Mean error over the documents."""
+        return MeanEstimate.of(self.errors)
+
+
+def points_of(saved: dict[str, Any]) -> list[Point]:
+    """Return the points of a file of results."""
+    return [
+        Point(each["series"], each["share"], each["reconstructed"], each["removed"], each["errors"])
+        for each in saved["points"].values()
+    ]
+
+
+def table_of(points: Sequence[Point], *, is_fitted: bool) -> list[str]:
+    """Return a table with a row for each way to choose heads, and a column for each share."""
+    shares = sorted({point.share for point in points})
+    at = {(point.series, point.share): point for point in points if point.is_fitted == is_fitted}
+    rows = []
+    for series in dict.fromkeys(each.key for each in SERIES):
+        cells = [at.get((series, share)) for share in shares]
+        if any(cells):
+            rows.append([series, *("" if cell is None else _with_error(cell.mean) for cell in cells)])
+    return markdown_table(["heads chosen by", *(f"{share:.0%} removed" for share in shares)], rows)
+
+
+def comparison(points: Sequence[Point]) -> tuple[list[str], str]:
+    """Return a table of the paired differences between least squares and magnitude, and a sentence about them."""
+    at = {(point.series, point.share, point.is_fitted): point for point in points}
+    rows, values = [], []
+    for share in sorted({point.share for point in points}):
+        cells = []
+        for is_fitted in (False, True):
+            pair = [at.get((series, share, is_fitted)) for series in (COMPARED, BASE)]
+            if None in pair:
+                cells.append("")
+                continue
+            new, old = (point.errors for point in pair if point is not None)
+            differences = [after - before for after, before in zip(new, old, strict=True)]
+            cells.append(_with_error(MeanEstimate.of(differences), sign="+"))
+            values.append((statistics.fmean(differences), float(scipy.stats.ttest_1samp(differences, 0.0).pvalue)))
+        rows.append([f"{share:.0%}", *cells])
+    better = sum(mean < 0 for mean, _ in values)
+    sure = sum(mean < 0 and is_sure for (mean, _), is_sure in zip(values, _holm([p for _, p in values]), strict=True))
+    sentence = f"Least squares is better than magnitude at {better} of {len(values)} points, at {sure} beyond chance."
+    return markdown_table(["removed", "as it is", "fitted"], rows), sentence
+
+
+def _holm(p_values: Sequence[float]) -> list[bool]:
+    """Return for each p-value whether its hypothesis is rejected at `LEVEL` by the procedure of Holm (1979)."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    rejected = [False] * len(p_values)
+    for rank, index in enumerate(order):
+        if p_values[index] > LEVEL / (len(p_values) - rank):
+            break
+        rejected[index] = True
+    return rejected
+
+
+def _with_error(mean: MeanEstimate, sign: str = "") -> str:
+    """Return `mean ± standard error` as text."""
+    return f"{mean.value:{sign}.3f} ± {mean.sem:.3f}"
+
+
+def draw(name: str, title: str, unit: str, points: Sequence[Point], dense: float) -> str:
+    """Draw the errors of a model against the share of removed heads, and return the name of the picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    keys = list(dict.fromkeys(each.key for each in SERIES))
+    scores = list(dict.fromkeys(each.name for each in SERIES))
+    for ax, is_fitted in zip(axes, (False, True), strict=True):
+        for key in keys:
+            own = sorted((p for p in points if p.series == key and p.is_fitted == is_fitted), key=lambda p: p.share)
+            score, _, way = key.rpartition(", ")
+            style = "--" if way == "one-shot" and score != "magnitude" else "-"
+            ax.errorbar(
+                [100 * point.removed for point in own],
+                [point.mean.value for point in own],
+                [point.mean.sem for point in own],
+                linestyle=style, marker="o", markersize=3, color=f"C{scores.index(score)}", label=key, capsize=2,
+            )  # fmt: skip
+        ax.axhline(dense, color="0.6", linewidth=1)
+        ax.set_title("output projections fitted" if is_fitted else "weights as they are", fontsize="medium")
+        ax.set_xlabel("heads removed (%)")
+    axes[0].set_ylabel(unit)
+    axes[0].legend(fontsize="x-small")
+    figure.suptitle(f"{title}: bars are standard errors over documents, the grey line is the dense model")
+    figure.savefig(PICTURES / f"pruning-{name}.png", dpi=110)
+    return f"pruning-{name}"
+
+
+def section(name: str) -> list[str]:
+    """Return the lines about one model; none if it was not measured."""
+    file = RESULTS / f"{name}-free.json"
+    if not file.is_file():
+        return []
+    saved = read_json(file)
+    points, dense = points_of(saved), MeanEstimate.of(saved["dense"])
+    value = f" The dense model has {_with_error(dense)}." if abs(dense.value) > 1e-6 else ""
+    lines = [f"## {MODELS[name]}", "", *_paragraph(f"The error is {saved['unit']}.{value}"), ""]
+    image = draw(name, MODELS[name], saved["unit"], points, dense.value)
+    lines += [f"![Error of {MODELS[name]} against the share of removed heads](pictures/{image}.png)", ""]
+    lines += ["### Heads of all layers compete", "", "Weights as they are:", "", *table_of(points, is_fitted=False)]
+    lines += ["Output projections fitted:", "", *table_of(points, is_fitted=True)]
+    table, sentence = comparison(points)
+    lines += ["Error by least squares (iterative) minus error by magnitude:", "", *table, *_paragraph(sentence), ""]
+    groups = RESULTS / f"{name}-groups.json"
+    if groups.is_file():
+        points = points_of(read_json(groups))
+        lines += ["### As many heads in each layer", "", "Weights as they are:", "", *table_of(points, is_fitted=False)]
+        lines += ["Output projections fitted:", "", *table_of(points, is_fitted=True)]
+    about = saved["about"]
+    versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
+    return [*lines, *_paragraph(f"Measured on {about['date']} with {versions}."), ""]
+
+
+def _paragraph(text: str) -> list[str]:
+    """Return a text as lines of a Markdown file."""
+    return textwrap.wrap(" ".join(text.split()), 120)
+
+
+def main() -> None:
+    """Write the page and its pictures."""
+    from research.pruning.data import CALIBRATION, TEST, overlap
+
+    introduction = INTRODUCTION.format(calibration=CALIBRATION, test=TEST, overlap=overlap(), level=LEVEL)
+    lines = ["# What models lose without heads", ""]
+    for paragraph in (*introduction.split("\n\n"), WAYS):
+        lines += [*_paragraph(paragraph), ""]
+    for name in MODELS:
+        lines += section(name)
+    PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
