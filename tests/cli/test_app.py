@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ import tiny
 from headwise.cli import app as cli
 from headwise.runs import checkpoint
 
-COMMANDS = ("view", "profile", "compare", "ablate", "importance", "prune", "compress", "study")
+COMMANDS = ("view", "profile", "compare", "ablate", "importance", "prune", "merge", "localize", "compress", "study")
 NEW_COMMANDS = ("merge", "localize")
 """Commands whose functions are tested elsewhere."""
 
@@ -403,8 +404,10 @@ def test_ctrl_c_in_a_new_process_ends_it_with_status_130(folder, tmp_path):
             text.write(b"w5")
             while int.from_bytes(fcntl.ioctl(text, termios.FIONREAD, bytes(4)), sys.byteorder):
                 time.sleep(0.01)  # until the command has read this, and waits for more
-            process.send_signal(signal.SIGINT)
-            process.wait(120)
+            while process.poll() is None:  # Python misses a signal just before it waits for more input
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
         assert process.returncode == 130
         assert process.stderr.read() == b""
 

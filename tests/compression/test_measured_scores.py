@@ -98,7 +98,7 @@ def test_a_plan_scores_heads_again_after_each_round():
     plan = hw.plan_pruning(scores, keep=0.5, constraint="free", rounds=2)
     assert plan.rounds == 2
     groups = [tuple((layer, head) for head in range(start, start + 3)) for layer in (0, 1) for start in (0, 3)]
-    first = min(groups, key=lambda unit: scores.of([unit], frozenset())[0])
+    _, first = min(zip(scores.of(groups, frozenset()), groups, strict=True))
     others = [unit for unit in groups if unit[0][0] != first[0][0]]  # one group remains in each layer
-    second = min(others, key=lambda unit: scores.of([unit], frozenset(first))[0])
+    _, second = min(zip(scores.of(others, frozenset(first)), others, strict=True))
     assert set(plan.removed) == {*first, *second}
