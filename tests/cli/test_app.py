@@ -25,7 +25,7 @@ import tiny
 from headwise.cli import app as cli
 from headwise.runs import checkpoint
 
-COMMANDS = ("view", "profile", "compare", "ablate", "importance", "prune", "merge", "localize", "compress", "study")
+COMMANDS = ("view", "profile", "compare", "ablate", "importance", "prune", "compress", "study")
 NEW_COMMANDS = ("merge", "localize")
 """Commands whose functions are tested elsewhere."""
 

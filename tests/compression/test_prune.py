@@ -184,3 +184,24 @@ def test_mistakes_are_named():
         other.layers[0].mlp.up_proj.weight.mul_(1.1)
     with pytest.raises(hw.InputError, match="^plan: expected a plan for this model, got one for a model with other we"):
         prune(other, plan)
+
+
+def test_shared_and_quantised_output_projections_are_refused():
+    model = families.model("llama")
+    plan = planned(model, "llama")
+    first, second = (layer.self_attn.o_proj for layer in model.layers)
+    kept, second.weight = second.weight, first.weight
+    with pytest.raises(hw.InputError, match="a separate parameter for each projection"):
+        prune(model, dataclasses.replace(plan, identity=None), calibration=batches("llama"))
+    second.weight = torch.nn.Parameter(kept.detach().to(torch.int8), requires_grad=False)
+    with pytest.raises(hw.InputError, match="weights in floating point, got torch.int8"):
+        prune(model, dataclasses.replace(plan, identity=None), calibration=batches("llama"))
+
+
+def test_scores_of_another_model_are_refused():
+    other = families.model("llama")
+    with torch.no_grad():
+        other.layers[0].self_attn.o_proj.weight.mul_(2)
+    scores = hw.MagnitudeScores(families.model("llama"), batches("llama")[0])
+    with pytest.raises(hw.InputError, match="expected the model of the scores"):
+        plan_pruning(scores, keep=0.5, model=other)

@@ -3,6 +3,7 @@
 import functools
 import math
 import warnings
+from copy import deepcopy
 from types import SimpleNamespace
 
 import numpy
@@ -523,3 +524,13 @@ def test_a_loss_of_one_model_alone_is_refused():
         quiet_report(dense, compressed, texts, loss=loss, **QUICK)
     with pytest.raises(hw.InputError, match="dataset: expected at least one batch"):
         quiet_report(dense, compressed, [], **QUICK)
+
+
+def test_a_cosine_of_nan_is_refused():
+    dense = tiny.model("encoder")
+    broken = deepcopy(dense)
+    with torch.no_grad():
+        broken.embeddings.word_embeddings.weight[5] = math.nan
+    batches = [{"input_ids": torch.tensor([[4, token, 6]])} for token in (3, 5)]
+    with pytest.raises(hw.InputError, match="outputs that are numbers, got NaN"):
+        hw.compression_report(dense, broken, batches, loss=None, prompt=3, batches=(1,), rounds=6)

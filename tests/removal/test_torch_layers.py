@@ -115,3 +115,23 @@ def test_padding_and_tokens_first_are_refused():
     model, (x,) = model_and_arguments("tokens first")
     with pytest.raises(InputError, match="the batch first"):
         LeastSquaresScores(model, [x], lambda model, batch: model(*batch.values()).sum((1, 2)))
+
+
+def test_hooks_and_layers_in_two_places_are_refused():
+    model, (x,) = model_and_arguments("encoder")
+    plan = hw.plan_pruning(LeastSquaresScores(model, [x]), keep=0.5)
+    hook = model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match="without hooks, got a hook of layers.1.self_attn"):
+        hw.prune(model, plan)
+    hook.remove()
+    model.layers[1].self_attn = model.layers[0].self_attn
+    with pytest.raises(InputError, match="one for layers.0.self_attn and layers.1.self_attn"):
+        with_own_layers(model)
+
+
+def test_a_layer_can_be_the_model():
+    layer = nn.MultiheadAttention(24, 4, batch_first=True).double().eval()
+    own = with_own_layers(layer)
+    x = numbers(2, 5, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(own(x, x, x)[0], layer(x, x, x)[0], rtol=1e-12, atol=1e-12)

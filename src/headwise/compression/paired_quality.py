@@ -77,12 +77,14 @@ def output_cosines(models: ModelPair, data: ReportData) -> list[float]:
     state over tokens that are not padding (Reimers and Gurevych 2019, section 3), or of outputs `(batch, width)`.
 
     Raises:
-        InputError: a model returns neither.
+        InputError: a model returns neither, or NaN.
     """
     cosines: list[float] = []
     for batch in data.batches:
         dense, compressed = (_embeddings(model, batch).double() for model in models)
         cosines += F.cosine_similarity(dense, compressed, dim=-1).tolist()
+    if any(map(math.isnan, cosines)):
+        raise InputError("model", expected="outputs that are numbers", got="NaN for an example")
     return cosines
 
 

@@ -110,9 +110,11 @@ def plan_pruning(
     pools = _pools(planned_modules(source.rows, frozenset()), share, constraint)
     removed, scored = _remove_in_rounds(source, pools, source.rounds if rounds is None else rounds, shown=progress)
     modules = planned_modules(source.rows, removed)
-    identity = source.identity if model is None else identity_of(model)
-    loader = None
+    identity, loader = source.identity, None
     if model is not None:
+        if identity is not None and identity.is_other(identity_of(model)):
+            raise InputError("model", expected="the model of the scores", got="one with other weights")
+        identity = identity_of(model)
         loader = (
             "transformers" if loads_in_transformers(model, {each.module: each.kept for each in modules}) else "headwise"
         )

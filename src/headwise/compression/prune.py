@@ -40,8 +40,7 @@ def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None) -> nn
     """
     require_module(model)
     kept = _kept_heads(model, plan)
-    pruned = deepcopy(model)
-    replace_torch_layers(pruned)
+    pruned = replace_torch_layers(deepcopy(model))
     if calibration is not None:
         dense = with_own_layers(model)
         with evaluation_mode(dense), evaluation_mode(pruned):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.compression.head_changes import check_parameters
 from headwise.compression.layer_runs import LayerRuns, layer_of_site
 from headwise.compression.output_moments import OutputMoments, reconstructed
 from headwise.compression.projection_inputs import projection_inputs
@@ -36,7 +37,11 @@ def reconstruct(
         changed: the copy, in evaluation mode.
         kept: remaining heads of each attention module that is fitted, in the order in which the model runs them.
         batches: arguments of the model.
+
+    Raises:
+        InputError: weights are quantised, or projections share a weight.
     """
+    check_parameters(changed, [head_module(model, path) for path in kept])
     paths, sites = dict(model.named_modules()), list(kept)
     layers = list(dict.fromkeys(layer_of_site(paths, path, sites) for path in sites))
     dense_runs, changed_runs = (LayerRuns(each, batches, layers) for each in (model, changed))

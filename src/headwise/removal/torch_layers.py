@@ -4,6 +4,7 @@ from copy import deepcopy
 
 from torch import nn
 
+from headwise.errors import InputError
 from headwise.nn.torch_compat import MultiheadAttention
 
 
@@ -19,23 +20,35 @@ def with_own_layers(model: nn.Module) -> nn.Module:
     if not has_torch_layers(model):
         return model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copy = deepcopy(model, shared)
-    replace_torch_layers(copy)
-    return copy
+    return replace_torch_layers(deepcopy(model, shared))
 
 
-def replace_torch_layers(model: nn.Module) -> None:
+def replace_torch_layers(model: nn.Module) -> nn.Module:
     """Replace torch's attention layers in a model, in place, by `headwise.compat.MultiheadAttention` with the same
-    parameters. A model that is itself such a layer is not changed.
+    parameters, and return the model; or the replacement, if the model is itself such a layer.
+
+    Raises:
+        InputError: a layer has forward hooks, or stands in several places of the model.
     """
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.MultiheadAttention:
-                setattr(parent, name, _own_layer(child))
+    if type(model) is nn.MultiheadAttention:
+        return _own_layer(model, "model")
+    paths: dict[int, str] = {}
+    for path, layer in list(model.named_modules(remove_duplicate=False)):
+        if type(layer) is nn.MultiheadAttention:
+            if first := paths.get(id(layer)):
+                raise InputError(
+                    "model", expected="a layer of its own in each place", got=f"one for {first} and {path}"
+                )
+            paths[id(layer)] = path
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, _own_layer(layer, path))
+    return model
 
 
-def _own_layer(layer: nn.MultiheadAttention) -> MultiheadAttention:
+def _own_layer(layer: nn.MultiheadAttention, path: str) -> MultiheadAttention:
     """Return a layer of headwise with the parameters of torch's layer."""
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+        raise InputError("model", expected="torch's attention layers without hooks", got=f"a hook of {path}")
     own = MultiheadAttention(
         layer.embed_dim,
         layer.num_heads,
