@@ -205,3 +205,22 @@ def test_scores_of_another_model_are_refused():
     scores = hw.MagnitudeScores(families.model("llama"), batches("llama")[0])
     with pytest.raises(hw.InputError, match="expected the model of the scores"):
         plan_pruning(scores, keep=0.5, model=other)
+
+
+def test_padded_sources_need_a_mask_of_the_targets():
+    batch = batches("t5")[0]
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"]).index_fill(1, torch.tensor(12), 0)
+    with pytest.raises(hw.InputError, match="a decoder_attention_mask beside an attention_mask with padding, got none"):
+        hw.LeastSquaresScores(families.model("t5"), [batch])
+    batch["decoder_attention_mask"] = torch.ones_like(batch["decoder_input_ids"])
+    hw.LeastSquaresScores(families.model("t5"), [batch])
+
+
+def test_recorded_heads_are_not_pruned_again():
+    model = families.model("bert")
+    smaller = prune(model, planned(model, "bert"))
+    scores = hw.MagnitudeScores(smaller, batches("bert")[0])
+    with pytest.raises(hw.InputError, match="removed heads that its configuration records"):
+        plan_pruning(scores, keep=0.7, model=smaller)
+    with pytest.raises(hw.InputError, match="prune the dense model by one plan"):
+        prune(smaller, plan_pruning(scores, keep=0.7))

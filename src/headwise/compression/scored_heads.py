@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.data.batches import call_model, copied, device_of, iterate_batches, to_device, with_cache_disabled
 from headwise.errors import InputError
@@ -36,9 +36,15 @@ def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, An
     """Return the batches of a calibration set on the device of a model, without caches.
 
     Raises:
-        InputError: there are none.
+        InputError: there are none, or sources have padding and nothing states that of the targets.
     """
     batches = [to_device(batch, device_of(model)) for batch in iterate_batches(calibration)]
     if not batches:
         raise InputError("calibration", expected="at least one batch", got="none")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        for batch in batches:
+            mask = batch.get("attention_mask")
+            if isinstance(mask, Tensor) and not bool(mask.all()) and "decoder_attention_mask" not in batch:
+                expected = "a decoder_attention_mask beside an attention_mask with padding"
+                raise InputError("calibration", expected=expected, got="none")
     return [with_cache_disabled(model, batch) for batch in batches]

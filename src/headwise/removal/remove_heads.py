@@ -34,8 +34,12 @@ def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record:
     Raises:
         InputError: a module is of no known family, or stores other numbers than its heads imply; the family needs
             equally many heads in all layers; the fields of the configuration cannot state the heads, and `may_record`
-            is False.
+            is False; or heads were removed before that the configuration records, whose numbers are of the dense model.
     """
+    if hasattr(getattr(model, "config", None), RECORD):
+        expected = "one without removed heads that its configuration records"
+        remedy = "prune the dense model by one plan"
+        raise InputError("model", expected=expected, got="one with such heads", remedy=remedy)
     modules = _remove(model, kept)
     _state_heads(model, modules, kept, may_record=may_record)
 
