@@ -297,3 +297,15 @@ def test_a_model_whose_attention_is_not_what_the_call_states_is_refused(monkeypa
         hw.InputError, match=r"softmax attention with the options of its call in model\.layers|replaced"
     ):
         localized()
+
+
+def test_texts_of_one_document_are_not_held_out():
+    from headwise.compression.localize import _parts
+
+    batches = [{"input_ids": torch.arange(12).view(3, 4)}, {"input_ids": torch.arange(12, 20).view(2, 4)}]
+    selection, report = _parts(batches, [4, 7, 4, 9, 7], 3)
+    assert [batch["input_ids"][:, 0].tolist() for batch in selection] == [[0, 8], [12]]
+    assert [batch["input_ids"][:, 0].tolist() for batch in report] == [[4], [16]]
+    selection, report = _parts(batches, [2, 2, 2, 2, 2], 3)
+    assert report is selection
+    assert sum(len(batch["input_ids"]) for batch in selection) == 5

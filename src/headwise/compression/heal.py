@@ -17,7 +17,15 @@ from headwise.checks import finite_number, flag, require_module, whole_number
 from headwise.compression.distillation import distillation_loss
 from headwise.compression.healing_checkpoint import HealingFolder, TrainingState
 from headwise.compression.training_batches import TrainingBatches
-from headwise.data.batches import call_model, copied, device_of, evaluation_mode, to_device, with_cache_disabled
+from headwise.data.batches import (
+    call_model,
+    copied,
+    device_of,
+    digest_of,
+    evaluation_mode,
+    to_device,
+    with_cache_disabled,
+)
 from headwise.data.texts import Texts
 from headwise.errors import InputError, require
 from headwise.runs.data_pass import prepare_texts
@@ -146,14 +154,15 @@ def _accelerator() -> Any:
 def _settings(
     model: nn.Module, teacher: nn.Module, data: Any, options: HealingOptions, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return everything that the trained weights depend on, JSON-compatible: the options, hashes of both models, and
-    the settings `more`.
+    """Return everything that the trained weights depend on, JSON-compatible: the options, hashes of both models and of
+    the names of the trained weights, and the settings `more`.
     """
     numbers = asdict(options) | {"lr": float(options.lr), "temperature": float(options.temperature)}
     of_teacher = run_settings(teacher, None, "teacher")["model"]["weights"]
     texts = data if isinstance(data, Texts) else None
     del numbers["checkpoint_every"]  # the result does not depend on it
-    return run_settings(model, texts, "model", **numbers, **more, teacher=of_teacher)
+    trained = digest_of([name for name, weight in model.named_parameters() if weight.requires_grad])
+    return run_settings(model, texts, "model", **numbers, **more, teacher=of_teacher, trained=trained)
 
 
 def _require_trainable(model: Any, teacher: Any) -> None:

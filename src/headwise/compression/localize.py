@@ -28,8 +28,10 @@ from headwise.compression.streaming_cache import streaming_cache
 from headwise.compression.streaming_heads import StreamingHeads
 from headwise.compression.window_effects import measure_effects
 from headwise.data.batches import evaluation_mode
+from headwise.data.texts import Texts
 from headwise.errors import InputError, require
 from headwise.runs.fingerprint import identity_of
+from headwise.shapes import Bool
 
 Batch = dict[str, Any]
 
@@ -48,9 +50,9 @@ def localize(
     become streaming heads as the budget allows. The model is not changed.
 
     The heads are ranked by gradients of the loss, in one run forwards and backwards. Their number is chosen by the
-    measured loss, in at most `log2(key/value heads) + 2` runs. Batches of the data set with even numbers (of a single
-    batch, texts with even numbers) are used for both; the loss of the result is measured on the others. If there is one
-    text only, it is used for everything.
+    measured loss, in at most `log2(key/value heads) + 2` runs. Every second document of `Texts` (otherwise every second
+    batch or, of a single batch, every second text) is used for both; the loss of the result is measured on the others.
+    If there is one document or text only, it is used for everything.
 
     Layers with a sliding window of the model's own, as in Gemma 3, keep their heads unchanged.
 
@@ -81,7 +83,8 @@ def localize(
     require_loss(loss)
     with evaluation_mode(model):
         batches = calibration_batches(model, dataset)
-        selection, report = _parts(batches, window + first)
+        documents = dataset.document_numbers() if isinstance(dataset, Texts) else None
+        selection, report = _parts(batches, documents, window + first)
         modules = _attention_modules(model, batches[0])
         modules = _scored(model, modules, window, first, selection, loss)
         with torch.no_grad():
@@ -116,28 +119,38 @@ def _scored(
     return tuple(scored)
 
 
-def _parts(batches: Sequence[Batch], tokens: int) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches for the choice and for the report, which are the same if there is one text only. In each of
-    them, some text has more than `tokens` tokens.
+def _parts(batches: Sequence[Batch], documents: Sequence[int] | None, tokens: int) -> tuple[list[Batch], list[Batch]]:
+    """Return the batches for the choice and for the report: texts of every second document or, if documents are not
+    known, of every second batch, or of a single batch every second text. Both are the same if there is one text or one
+    document only. In each of them, some text has more than `tokens` tokens.
     """
     for batch in batches:
         ids = batch.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             raise InputError("dataset", expected="batches with input_ids (batch, tokens)", got=", ".join(batch))
-    count = len(batches[0]["input_ids"])
-    if len(batches) == 1 and count > 1:
-        batches = [_rows(batches[0], slice(start, None, 2), count) for start in (0, 1)]
-    selection = list(batches[0::2])
-    report = list(batches[1::2]) or selection
+    if documents is not None:
+        ranks = {document: rank for rank, document in enumerate(sorted(set(documents)))}
+        groups = [ranks[document] for document in documents]
+    elif len(batches) == 1:
+        groups = list(range(_count(batches)))
+    else:
+        groups = [number for number, batch in enumerate(batches) for _ in range(len(batch["input_ids"]))]
+    of_texts = torch.split(torch.tensor(groups), [len(batch["input_ids"]) for batch in batches])
+    selection, report = (
+        [_rows(batch, own % 2 == half) for batch, own in zip(batches, of_texts, strict=True) if (own % 2 == half).any()]
+        for half in (0, 1)
+    )
+    report = report or selection
     for part in (selection, report):
         _require_long_texts(part, tokens)
     return selection, report
 
 
-def _rows(batch: Batch, rows: slice, count: int) -> Batch:
-    """Return some of the `count` texts of a batch."""
+def _rows(batch: Batch, is_chosen: Bool[Tensor, " texts"]) -> Batch:
+    """Return the chosen texts of a batch."""
+    count = len(is_chosen)
     return {
-        name: value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == count else value
+        name: value[is_chosen.to(value.device)] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
         for name, value in batch.items()
     }
 

@@ -64,6 +64,8 @@ def _read(path: str, mask: Tensor, queries: int, keys: int) -> Int[Tensor, "#bat
         return None
     if int((is_real[:, 1:] & ~is_real[:, :-1]).sum(1).add(is_real[:, 0]).max()) > 1:
         raise _refusal(path, "padding between tokens")
+    if queries != keys and bool((is_real.any(1) & ~is_real[:, -1]).any()):  # as with unused slots of a static cache
+        raise _refusal(path, "keys after those of the queries, or padding on the right with a cache")
     return (is_real.cumsum(1) - 1).masked_fill(~is_real, -1)
 
 
