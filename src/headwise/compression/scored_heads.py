@@ -45,6 +45,6 @@ def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, An
         for batch in batches:
             mask = batch.get("attention_mask")
             if isinstance(mask, Tensor) and not bool(mask.all()) and "decoder_attention_mask" not in batch:
-                expected = "a decoder_attention_mask beside an attention_mask with padding"
+                expected = "a decoder_attention_mask with an attention_mask that hides padding"
                 raise InputError("calibration", expected=expected, got="none")
     return [with_cache_disabled(model, batch) for batch in batches]
