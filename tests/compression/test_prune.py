@@ -210,7 +210,7 @@ def test_scores_of_another_model_are_refused():
 def test_padded_sources_need_a_mask_of_the_targets():
     batch = batches("t5")[0]
     batch["attention_mask"] = torch.ones_like(batch["input_ids"]).index_fill(1, torch.tensor(12), 0)
-    with pytest.raises(hw.InputError, match="a decoder_attention_mask with an attention_mask that hides padding, got none"):
+    with pytest.raises(hw.InputError, match="with an attention_mask that hides padding, got none"):
         hw.LeastSquaresScores(families.model("t5"), [batch])
     batch["decoder_attention_mask"] = torch.ones_like(batch["decoder_input_ids"])
     hw.LeastSquaresScores(families.model("t5"), [batch])
