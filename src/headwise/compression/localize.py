@@ -83,8 +83,7 @@ def localize(
     require_loss(loss)
     with evaluation_mode(model):
         batches = calibration_batches(model, dataset)
-        documents = dataset.document_numbers() if isinstance(dataset, Texts) else None
-        selection, report = _parts(batches, documents, window + first)
+        selection, report = _parts(batches, _documents_of(dataset), window + first)
         modules = _attention_modules(model, batches[0])
         modules = _scored(model, modules, window, first, selection, loss)
         with torch.no_grad():
@@ -117,6 +116,11 @@ def _scored(
             outside, scores = measured.outside / measured.queries, measured.scores
             scored[index] = replace(module, outside=tuple(outside.tolist()), scores=tuple(scores.tolist()))
     return tuple(scored)
+
+
+def _documents_of(dataset: Any) -> list[int] | None:
+    """Return the number of the document of each text; None if the data set does not state documents."""
+    return dataset.document_numbers() if isinstance(dataset, Texts) else None
 
 
 def _parts(batches: Sequence[Batch], documents: Sequence[int] | None, tokens: int) -> tuple[list[Batch], list[Batch]]:
