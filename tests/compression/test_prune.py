@@ -224,3 +224,15 @@ def test_recorded_heads_are_not_pruned_again():
         plan_pruning(scores, keep=0.7, model=smaller)
     with pytest.raises(hw.InputError, match="prune the dense model by one plan"):
         prune(smaller, plan_pruning(scores, keep=0.7))
+
+
+def test_a_fit_to_nan_or_to_padding_alone_is_refused():
+    model = families.model("llama")
+    plan = dataclasses.replace(planned(model, "llama"), identity=None)
+    padding = [{**batch, "attention_mask": torch.zeros_like(batch["input_ids"])} for batch in batches("llama")]
+    with pytest.raises(hw.InputError, match="finite numbers, got padding alone"):
+        prune(model, plan, calibration=padding)
+    with torch.no_grad():
+        model.layers[0].self_attn.v_proj.weight[0, 0] = float("nan")
+    with pytest.raises(hw.InputError, match="finite numbers, got NaN or infinity"):
+        prune(model, plan, calibration=batches("llama"))

@@ -18,6 +18,7 @@ from headwise.compression.head_changes import check_parameters
 from headwise.compression.layer_runs import LayerRuns, layer_of_site
 from headwise.compression.output_moments import OutputMoments, reconstructed
 from headwise.compression.projection_inputs import projection_inputs
+from headwise.errors import InputError
 from headwise.removal.families import head_module
 from headwise.removal.head_axes import KeptHeads
 from headwise.removal.head_module import HeadModule
@@ -80,6 +81,10 @@ def _fit(projection: Any, module: HeadModule, kept: KeptHeads, moments: OutputMo
     is_transposed = axis.axis == 0
     weight = projection.weight.mT if is_transposed else projection.weight
     bias = getattr(projection, "bias", None)
+    if not moments.tokens or not bool(moments.xx.isfinite().all() and moments.yx.isfinite().all()):
+        got = "NaN or infinity" if moments.tokens else "padding alone"
+        expected = f"texts for which the inputs of {module.output} are finite numbers"
+        raise InputError("calibration", expected=expected, got=got)
     fitted, fitted_bias = reconstructed(moments, weight, columns, bias is not None)
     full = torch.zeros_like(weight)
     full[:, columns] = fitted.to(full)
