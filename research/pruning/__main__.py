@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise.compression.plan_pruning import UnitScores
-from headwise.compression.pruning_plan import Head
+from headwise.compression.pruning.plan_pruning import UnitScores
+from headwise.compression.pruning.pruning_plan import Head
 from research.claims.environment import describe_environment
 from research.claims.result_files import read_json, work_folder, write_json
 from research.pruning.data import overlap

@@ -65,21 +65,21 @@ if TYPE_CHECKING:
     from headwise.analysis.view_image import view_image
     from headwise.analysis.view_result import View
     from headwise.analysis.view_set import ViewSet
-    from headwise.compression.compress import compress
-    from headwise.compression.heal import heal
-    from headwise.compression.least_squares import LeastSquaresScores
-    from headwise.compression.localize import localize
-    from headwise.compression.magnitude_scores import MagnitudeScores
-    from headwise.compression.measured_scores import AblationScores, ImportanceScores
-    from headwise.compression.merge_kv import merge_kv
-    from headwise.compression.plan_pruning import plan_pruning
-    from headwise.compression.prune import prune
-    from headwise.compression.pruning_plan import PruningPlan
-    from headwise.compression.recipe_result import RecipeResult
-    from headwise.compression.report import compression_report
-    from headwise.compression.report_result import CompressionReport
+    from headwise.compression.healing.heal import heal
+    from headwise.compression.merging.merge_kv import merge_kv
+    from headwise.compression.pruning.plan_pruning import plan_pruning
+    from headwise.compression.pruning.prune import prune
+    from headwise.compression.pruning.pruning_plan import PruningPlan
+    from headwise.compression.recipe.compress import compress
+    from headwise.compression.recipe.result import RecipeResult
+    from headwise.compression.report.compression_report import compression_report
+    from headwise.compression.report.result import CompressionReport
     from headwise.compression.saving import save_model
-    from headwise.compression.streaming_heads import StreamingHeads
+    from headwise.compression.scores.least_squares import LeastSquaresScores
+    from headwise.compression.scores.magnitude import MagnitudeScores
+    from headwise.compression.scores.measured import AblationScores, ImportanceScores
+    from headwise.compression.streaming.localize import localize
+    from headwise.compression.streaming.streaming_heads import StreamingHeads
     from headwise.data.models import load
     from headwise.data.random_repeats import random_repeats
     from headwise.data.texts import Texts
@@ -96,28 +96,28 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Ablation": "headwise.analysis.ablation_result",
-    "AblationScores": "headwise.compression.measured_scores",
+    "AblationScores": "headwise.compression.scores.measured",
     "Agreement": "headwise.analysis.importance.agreement",
     "Attribution": "headwise.analysis.attribution",
-    "CompressionReport": "headwise.compression.report_result",
+    "CompressionReport": "headwise.compression.report.result",
     "EmbeddingDistance": "headwise.analysis.losses",
     "Focus": "headwise.analysis.focus",
     "Importance": "headwise.analysis.importance.importance",
-    "ImportanceScores": "headwise.compression.measured_scores",
-    "LeastSquaresScores": "headwise.compression.least_squares",
-    "MagnitudeScores": "headwise.compression.magnitude_scores",
+    "ImportanceScores": "headwise.compression.scores.measured",
+    "LeastSquaresScores": "headwise.compression.scores.least_squares",
+    "MagnitudeScores": "headwise.compression.scores.magnitude",
     "MaskedTokenLoss": "headwise.analysis.losses",
     "OptunaOptions": "headwise.studies.optuna_storage",
     "Patching": "headwise.analysis.patching",
     "Profile": "headwise.analysis.profile",
-    "PruningPlan": "headwise.compression.pruning_plan",
+    "PruningPlan": "headwise.compression.pruning.pruning_plan",
     "Recipe": "headwise.studies.training",
-    "RecipeResult": "headwise.compression.recipe_result",
+    "RecipeResult": "headwise.compression.recipe.result",
     "Redundancy": "headwise.analysis.redundancy.result",
     "SetAblation": "headwise.analysis.ablation_result",
     "Setting": "headwise.studies.space",
     "Space": "headwise.studies.space",
-    "StreamingHeads": "headwise.compression.streaming_heads",
+    "StreamingHeads": "headwise.compression.streaming.streaming_heads",
     "Study": "headwise.studies.study_result",
     "StudyBudget": "headwise.studies.budget",
     "TextOptions": "headwise.studies.corpus",
@@ -128,21 +128,21 @@ _LAZY = {
     "activation_patching": "headwise.analysis.patching",
     "agreement": "headwise.analysis.importance.agreement",
     "compare": "headwise.analysis.compare",
-    "compression_report": "headwise.compression.report",
-    "compress": "headwise.compression.compress",
+    "compression_report": "headwise.compression.report.compression_report",
+    "compress": "headwise.compression.recipe.compress",
     "gate": "headwise.analysis.gate",
-    "heal": "headwise.compression.heal",
+    "heal": "headwise.compression.healing.heal",
     "importance": "headwise.analysis.importance.importance",
     "load": "headwise.data.models",
     "load_profile": "headwise.analysis.profile",
-    "localize": "headwise.compression.localize",
+    "localize": "headwise.compression.streaming.localize",
     "logit_attribution": "headwise.analysis.attribution",
-    "merge_kv": "headwise.compression.merge_kv",
+    "merge_kv": "headwise.compression.merging.merge_kv",
     "next_token_loss": "headwise.analysis.losses",
     "patch_together": "headwise.analysis.patching",
-    "plan_pruning": "headwise.compression.plan_pruning",
+    "plan_pruning": "headwise.compression.pruning.plan_pruning",
     "profile": "headwise.analysis.profile",
-    "prune": "headwise.compression.prune",
+    "prune": "headwise.compression.pruning.prune",
     "random_repeats": "headwise.data.random_repeats",
     "record_outputs": "headwise.analysis.recording",
     "redundancy": "headwise.analysis.redundancy.redundancy",

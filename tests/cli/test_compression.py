@@ -91,8 +91,11 @@ def test_all_scores_are_those_of_the_functions(scores, constraint, prune, folder
     assert status == 0, err
     dense, tokenizer = hw.load(str(folder / "model"), "causal")
     texts = hw.Texts(folder / "data.jsonl", tokenizer).within(dense)
+    loss = hw.next_token_loss if constraint == "free" else None
     made = {
-        "least-squares": lambda: hw.LeastSquaresScores(dense, texts, hw.next_token_loss),
+        "least-squares": lambda: hw.LeastSquaresScores(
+            dense, texts, hw.next_token_loss if constraint == "free" else None
+        ),
         "importance": lambda: hw.importance(dense, texts, hw.next_token_loss),
         "ablation": lambda: hw.ablate(dense, texts, hw.next_token_loss),
     }[scores]()

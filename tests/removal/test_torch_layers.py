@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.compression.least_squares import LeastSquaresScores
-from headwise.compression.pruning_plan import PlannedModule
+from headwise.compression.pruning.pruning_plan import PlannedModule
+from headwise.compression.scores.least_squares import LeastSquaresScores
 from headwise.errors import InputError
 from headwise.intercept.survey import survey
 from headwise.nn.torch_compat import MultiheadAttention

@@ -9,7 +9,7 @@ from headwise.cli.loading import quiet_libraries
 from headwise.cli.options import Force, Out
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
-from headwise.compression.compress import compress as run_recipe
+from headwise.compression.recipe.compress import compress as run_recipe
 from headwise.show.recipes import print_recipe, recipe_records
 
 EXAMPLES = """

@@ -9,7 +9,7 @@ from headwise.cli.loading import find_inputs, find_loss
 from headwise.cli.options import Data, ModelFlags, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
-from headwise.compression.localize import localize as find_streaming_heads
+from headwise.compression.streaming.localize import localize as find_streaming_heads
 from headwise.errors import InputError
 from headwise.runs.distributed import LocalProcess
 from headwise.show.localizations import localization_records

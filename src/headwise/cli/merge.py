@@ -8,9 +8,9 @@ from headwise.cli.loading import find_inputs
 from headwise.cli.options import Data, Force, ModelFlags, ModelFolder, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import choice
-from headwise.compression.merge_kv import MergeGrouping, MergeMethod, merge_kv
+from headwise.compression.merging.merge_kv import MergeGrouping, MergeMethod, merge_kv
+from headwise.compression.recipe.whole_model import load_whole_model, parameter_counts
 from headwise.compression.saving import save_model
-from headwise.compression.whole_model import load_whole_model, parameter_counts
 from headwise.runs.distributed import LocalProcess
 from headwise.runs.files import require_outside_data
 from headwise.runs.folders import require_new_folder

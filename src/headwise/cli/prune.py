@@ -12,12 +12,12 @@ from headwise.cli.loading import find_inputs, find_loss
 from headwise.cli.options import Data, Force, ModelFlags, ModelFolder, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import choice, path
-from headwise.compression.named_scores import SCORES, plan_by_name, require_scores
-from headwise.compression.plan_pruning import CONSTRAINTS
-from headwise.compression.prune import prune as remove
-from headwise.compression.pruning_plan import PruningPlan
+from headwise.compression.pruning.plan_pruning import CONSTRAINTS
+from headwise.compression.pruning.prune import prune as remove
+from headwise.compression.pruning.pruning_plan import PruningPlan
+from headwise.compression.recipe.whole_model import load_whole_model, parameter_counts
 from headwise.compression.saving import write_model
-from headwise.compression.whole_model import load_whole_model, parameter_counts
+from headwise.compression.scores.named_scores import SCORES, plan_by_name, require_scores
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.runs.distributed import LocalProcess

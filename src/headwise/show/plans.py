@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from headwise.compression.pruning_plan import PruningPlan
+from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.show.records import Records
 
 

@@ -1,0 +1,98 @@
+"""Reconstruction: output projections of a changed copy of a model, fitted by least squares to the dense model.
+
+Layers are fitted in the order of the model. The inputs of a layer's output projection come from the copy, whose earlier
+layers are fitted already, and the targets from the dense model, so that later layers correct the errors of earlier ones
+as far as they can.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.compression.calibration.layer_runs import LayerRuns, layer_of_site
+from headwise.compression.calibration.output_moments import OutputMoments, reconstructed
+from headwise.compression.calibration.projection_inputs import projection_inputs
+from headwise.errors import InputError
+from headwise.removal.families import head_module
+from headwise.removal.head_axes import KeptHeads
+from headwise.removal.head_changes import check_parameters
+from headwise.removal.head_module import HeadModule
+
+
+@torch.no_grad()
+def reconstruct(
+    model: nn.Module, changed: nn.Module, kept: dict[str, KeptHeads], batches: Sequence[dict[str, Any]]
+) -> None:
+    """Fit the output projections of a changed copy of a model, in place, to the outputs of the model.
+
+    The copy has the shapes of the model. It computes what it will without the heads that do not remain, whose columns
+    become 0.
+
+    Args:
+        model: the dense model, in evaluation mode.
+        changed: the copy, in evaluation mode.
+        kept: remaining heads of each attention module that is fitted, in the order in which the model runs them.
+        batches: arguments of the model.
+
+    Raises:
+        InputError: weights are quantised, or projections share a weight.
+    """
+    check_parameters(changed, [head_module(model, path) for path in kept])
+    paths, sites = dict(model.named_modules()), list(kept)
+    layers = list(dict.fromkeys(layer_of_site(paths, path, sites) for path in sites))
+    dense_runs, changed_runs = (LayerRuns(each, batches, layers) for each in (model, changed))
+    for layer in layers:
+        inside = [path for path in sites if layer_of_site(paths, path, sites) == layer]
+        for path in inside:
+            module = head_module(model, path)
+            targets = _inputs(model, module, dense_runs, layer, batches, store=path == inside[-1])
+            inputs = _inputs(changed, module, changed_runs, layer, batches, store=False)
+            projection: Any = model.get_submodule(module.output)
+            parts = (OutputMoments.of(x, projection(y)) for x, y in zip(inputs, targets, strict=True))
+            _fit(changed.get_submodule(module.output), module, kept[path], _sum(parts))
+        changed_runs.run(layer, lambda index: nullcontext(), store=True)
+
+
+def _inputs(
+    model: nn.Module, module: HeadModule, runs: LayerRuns, layer: str, batches: Sequence[dict[str, Any]], *, store: bool
+) -> list[torch.Tensor]:
+    """Return the inputs of a module's output projection on each batch."""
+    recorded: list[torch.Tensor] = []
+
+    @contextmanager
+    def recording(index: int) -> Iterator[None]:
+        with projection_inputs(model, {"x": module.output}, batches[index]) as inputs:
+            yield
+        recorded.append(torch.cat(inputs["x"]))
+
+    runs.run(layer, recording, store=store)
+    return recorded
+
+
+def _fit(projection: Any, module: HeadModule, kept: KeptHeads, moments: OutputMoments) -> None:
+    """Fit an output projection to targets, in place; columns of heads that do not remain become 0."""
+    (axis,) = [each for each in module.axes if each.parameter == f"{module.output}.weight"]
+    columns = axis.kept_indices(kept)
+    is_transposed = axis.axis == 0
+    weight = projection.weight.mT if is_transposed else projection.weight
+    bias = getattr(projection, "bias", None)
+    if not moments.tokens or not bool(moments.xx.isfinite().all() and moments.yx.isfinite().all()):
+        got = "NaN or infinity" if moments.tokens else "padding alone"
+        expected = f"texts for which the inputs of {module.output} are finite numbers"
+        raise InputError("calibration", expected=expected, got=got)
+    fitted, fitted_bias = reconstructed(moments, weight, columns, bias is not None)
+    full = torch.zeros_like(weight)
+    full[:, columns] = fitted.to(full)
+    projection.weight.copy_(full.mT if is_transposed else full)
+    if bias is not None and fitted_bias is not None:
+        bias.copy_(fitted_bias)
+
+
+def _sum(moments: Iterable[OutputMoments]) -> OutputMoments:
+    """Return the sum of moments."""
+    return reduce(operator.add, moments)

@@ -1,0 +1,257 @@
+"""`heal`: short training of a pruned or merged model, which learns the outputs of the dense one (distillation).
+
+A run in a folder writes checkpoints of weights, optimizer, schedule and random numbers, from which it resumes with the
+same numbers.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.checks import finite_number, flag, require_module, whole_number
+from headwise.compression.healing.checkpoint import HealingFolder, TrainingState
+from headwise.compression.healing.distillation import distillation_loss
+from headwise.compression.healing.training_batches import TrainingBatches
+from headwise.data.batches import (
+    call_model,
+    copied,
+    device_of,
+    digest_of,
+    evaluation_mode,
+    to_device,
+    with_cache_disabled,
+)
+from headwise.data.texts import Texts
+from headwise.errors import InputError, require
+from headwise.runs.data_pass import prepare_texts
+from headwise.runs.fingerprint import run_settings
+from headwise.runs.progress import progress_bar
+
+WARMUP, FLOOR = 0.1, 0.1
+"""Share of the steps in which the learning rate rises to its peak, and share of the peak to which it falls."""
+
+LARGEST_NORM = 1.0
+"""Norm of all gradients together above which they are scaled down."""
+
+LARGEST_SEED = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class HealingOptions:
+    """Options of `heal`, checked.
+
+    Attributes:
+        steps: number of optimizer steps, of one batch each.
+        lr: peak learning rate.
+        temperature: divisor of logits in the divergence of distributions.
+        checkpoint_every: number of steps between checkpoints.
+        seed: seed of the order of the batches, and of dropout.
+    """
+
+    steps: int
+    lr: float = 1e-4
+    temperature: float = 1.0
+    checkpoint_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole_number("steps", self.steps, least=1)
+        finite_number("lr", self.lr, above=0.0)
+        finite_number("temperature", self.temperature, above=0.0)
+        whole_number("checkpoint_every", self.checkpoint_every, least=1)
+        whole_number("seed", self.seed, least=0, most=LARGEST_SEED)
+
+    def rate_factor(self, step: int) -> float:
+        """Return the learning rate of a step as a share of the peak: linear warmup, then half a cosine."""
+        warmup = max(1, round(WARMUP * self.steps))
+        if step < warmup:
+            return (step + 1) / warmup
+        fallen = min(1.0, (step - warmup) / max(1, self.steps - warmup))
+        return FLOOR + (1.0 - FLOOR) * (1.0 + math.cos(math.pi * fallen)) / 2.0
+
+
+def heal(
+    model: nn.Module,
+    teacher: nn.Module,
+    data: Any,
+    steps: int,
+    *,
+    out: str | Path | None = None,
+    lr: float = 1e-4,
+    batch: int | None = None,
+    temperature: float = 1.0,
+    checkpoint_every: int = 100,
+    seed: int = 0,
+    force: bool = False,
+    progress: bool = False,
+) -> nn.Module:
+    """Train a pruned or merged model, in place, to return what the dense model returns, and return it in evaluation
+    mode. The dense model is unchanged.
+
+    The loss is that of `distillation_loss`: the Kullback-Leibler divergence of distributions over the vocabulary
+    (Hinton et al. 2015, section 2), or the relative squared error of other outputs. AdamW minimizes it, with the mixed
+    precision that `accelerate` is configured for ("no" or "bf16").
+
+    With `out`, an interrupted run resumes when it is called again with the same arguments and the untrained model. On
+    the CPU in float32, the result has the same bits as that of an undisturbed run.
+
+    Args:
+        model: the model to train, in float32 or float64.
+        teacher: the dense model, of any dtype.
+        data: `Texts`, or batches of the models' arguments, which are read once.
+        steps: number of optimizer steps, of one batch each.
+        out: folder for checkpoints and, at the end, the trained weights; None for a run that cannot resume.
+        lr: peak learning rate, between linear warmup and cosine decay.
+        batch: sequences per batch, for `Texts`; by default as these state.
+        temperature: divisor of the logits before the softmax. Larger ones give unlikely tokens more weight.
+        checkpoint_every: number of steps between checkpoints.
+        seed: seed of the order of the batches, and of dropout.
+        force: replace another run in `out`.
+        progress: show a progress bar on standard error.
+
+    Raises:
+        InputError: an argument cannot be used, a loss is not finite, the outputs of the models cannot be compared, or
+            `out` contains another run or cannot be written.
+        MissingExtra: accelerate is not installed, or a package that `out`, `progress` or the data need.
+
+    Example:
+        >>> smaller = headwise.heal(smaller, model, texts, 200, out="healing")  # doctest: +SKIP
+    """
+    options = HealingOptions(steps, lr, temperature, checkpoint_every, seed)
+    accelerator = _accelerator()
+    _require_trainable(model, teacher)
+    flag("force", force)
+    texts = prepare_texts(data, model, out, shown=progress)
+    batches = TrainingBatches(texts, batch, options.seed)
+    more = {"content": batches.digest, "batch": batch, "mixed_precision": accelerator.mixed_precision}
+    folder = HealingFolder(out, _settings(model, teacher, texts, options, more))
+    with folder.claimed(force=force):
+        if not folder.restore_finished(model):
+            _train(model, teacher, batches, options, accelerator, folder, shown=progress)
+    return model.eval()
+
+
+def _accelerator() -> Any:
+    """Return an accelerator of `accelerate` that leaves the model on its device.
+
+    Raises:
+        InputError: it is configured for several processes, or for float16, whose scaling would be lost in checkpoints.
+        MissingExtra: accelerate is not installed.
+    """
+    accelerate = require("accelerate", purpose="healing", extra="heal")
+    accelerator = accelerate.Accelerator(device_placement=False)
+    if accelerator.num_processes > 1 or accelerator.mixed_precision not in ("no", "bf16"):
+        got = f"{accelerator.num_processes} with mixed precision {accelerator.mixed_precision}"
+        raise InputError("accelerate", expected="one process, with mixed precision no or bf16", got=got)
+    return accelerator
+
+
+def _settings(
+    model: nn.Module, teacher: nn.Module, data: Any, options: HealingOptions, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return everything that the trained weights depend on, JSON-compatible: the options, hashes of both models and of
+    the names of the trained weights, and the settings `more`.
+    """
+    numbers = asdict(options) | {"lr": float(options.lr), "temperature": float(options.temperature)}
+    of_teacher = run_settings(teacher, None, "teacher")["model"]["weights"]
+    texts = data if isinstance(data, Texts) else None
+    del numbers["checkpoint_every"]  # the result does not depend on it
+    trained = digest_of([name for name, weight in model.named_parameters() if weight.requires_grad])
+    return run_settings(model, texts, "model", **numbers, **more, teacher=of_teacher, trained=trained)
+
+
+def _require_trainable(model: Any, teacher: Any) -> None:
+    """Raise `InputError` if a model cannot be trained, or shares weights with its teacher."""
+    require_module(model)
+    if not isinstance(teacher, nn.Module):
+        raise InputError("teacher", expected="a torch module", got=type(teacher).__name__)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if not trained:
+        raise InputError("model", expected="parameters that require gradients", got="none")
+    for name, weight in trained.items():
+        if weight.dtype not in (torch.float32, torch.float64):
+            got, remedy = f"{weight.dtype} in {name}", "model.float() converts it, and smaller steps then count"
+            raise InputError("model", expected="parameters of float32 or float64", got=got, remedy=remedy)
+    of_teacher = {weight.untyped_storage().data_ptr() for weight in teacher.parameters()}
+    shared = [name for name, weight in trained.items() if weight.untyped_storage().data_ptr() in of_teacher]
+    if shared:
+        got = f"one that shares {shared[0]}"
+        raise InputError("teacher", expected="a model of its own", got=got, remedy="copy.deepcopy(model) makes one")
+
+
+def _train(
+    model: nn.Module,
+    teacher: nn.Module,
+    batches: TrainingBatches,
+    options: HealingOptions,
+    accelerator: Any,
+    folder: HealingFolder,
+    *,
+    shown: bool,
+) -> None:
+    """Train a model in place, from the beginning or from the checkpoint in the folder, and write checkpoints."""
+    device = device_of(model)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _rate_factor(options))
+    state = TrainingState(model, optimizer, schedule, device)
+    student, prepared = accelerator.prepare(model, optimizer)
+    bar = progress_bar("healing", options.steps, "steps", shown=shown)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluation_mode(teacher), bar as advance:
+        torch.manual_seed(options.seed)
+        start = folder.restore(state)
+        advance(start, True)
+        student.train()
+        try:
+            for step in range(start, options.steps):
+                inputs = batches.at(step)
+                loss = _loss(student, model, teacher, inputs, options.temperature)
+                _require_finite(loss, f"loss at step {step + 1}")
+                accelerator.backward(loss)
+                _require_finite(accelerator.clip_grad_norm_(weights, LARGEST_NORM), f"gradients at step {step + 1}")
+                prepared.step()
+                schedule.step()
+                prepared.zero_grad()
+                if (step + 1) % options.checkpoint_every == 0 and step + 1 < options.steps:
+                    folder.save(state, step + 1)
+                advance(1, False)
+        finally:
+            accelerator.unwrap_model(student, keep_fp32_wrapper=False)
+            accelerator.free_memory()
+            vars(model).pop("_is_accelerate_prepared", None)
+            for weight in weights:
+                weight.grad = None
+    folder.finish(model)
+
+
+def _rate_factor(options: HealingOptions) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step; torch would save the object of a method in checkpoints."""
+
+    def rate_factor(step: int) -> float:
+        return options.rate_factor(step)
+
+    return rate_factor
+
+
+def _loss(
+    student: nn.Module, model: nn.Module, teacher: nn.Module, batch: Mapping[str, Any], temperature: float
+) -> Tensor:
+    """Return the distance of the student's output on a batch from the teacher's."""
+    of_student, of_teacher = (
+        with_cache_disabled(each, to_device(copied(batch), device_of(each))) for each in (model, teacher)
+    )
+    with torch.no_grad():
+        target = call_model(teacher, of_teacher)
+    return distillation_loss(call_model(student, of_student), target, model, of_student, temperature)
+
+
+def _require_finite(value: Tensor, name: str) -> None:
+    """Raise `InputError` if a number of the training is not finite; the weights are those before the step."""
+    if not bool(value.detach().isfinite()):
+        remedy = "a smaller lr may help, or weights and inputs that are finite"
+        raise InputError("model", expected=f"a finite {name}", got=float(value.detach()), remedy=remedy)

@@ -1,0 +1,1 @@
+"""Key/value heads merged into fewer."""

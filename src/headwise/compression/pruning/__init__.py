@@ -1,0 +1,1 @@
+"""Plans of pruning, and pruned models."""

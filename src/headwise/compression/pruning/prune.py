@@ -1,0 +1,75 @@
+"""`prune`: a copy of a model with fewer heads, whose output projections are fitted to those of the dense model."""
+
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+from headwise.checks import require_module
+from headwise.compression.calibration.reconstruction import reconstruct
+from headwise.compression.calibration.scored_heads import calibration_batches
+from headwise.compression.pruning.pruning_plan import PruningPlan
+from headwise.data.batches import evaluation_mode
+from headwise.errors import InputError
+from headwise.removal.families import head_module
+from headwise.removal.head_axes import KeptHeads
+from headwise.removal.remove_heads import remove_heads
+from headwise.removal.torch_layers import replace_torch_layers, with_own_layers
+from headwise.runs.fingerprint import identity_of
+
+
+def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None) -> nn.Module:
+    """Return a copy of a model without the heads that a plan removes: rows and columns of its projections are removed,
+    and its configuration states the remaining heads. Torch's attention layers become those of `headwise.compat`.
+
+    With calibration data, the output projection of each attention module is fitted by least squares to what the dense
+    module returns; without, the remaining weights are unchanged, and the copy equals the model with the outputs of the
+    removed heads set to zero.
+
+    Args:
+        model: a model of a known family.
+        plan: the heads that remain, of `hw.plan_pruning`.
+        calibration: `Texts`, or batches of the model's arguments; None for no reconstruction.
+
+    Raises:
+        InputError: the plan is for another model, the model is of no known family, or the calibration data are empty.
+
+    Example:
+        >>> pruned = headwise.prune(model, plan, calibration=texts)  # doctest: +SKIP
+        >>> pruned.save_pretrained("smaller")  # doctest: +SKIP
+    """
+    require_module(model)
+    kept = _kept_heads(model, plan)
+    pruned = replace_torch_layers(deepcopy(model))
+    if calibration is not None:
+        dense = with_own_layers(model)
+        with evaluation_mode(dense), evaluation_mode(pruned):
+            reconstruct(dense, pruned, kept, calibration_batches(dense, calibration))
+    remove_heads(pruned, kept)
+    return pruned
+
+
+def _kept_heads(model: nn.Module, plan: PruningPlan) -> dict[str, KeptHeads]:
+    """Return the heads that remain in each attention module.
+
+    Raises:
+        InputError: the plan is for another model.
+    """
+    if not isinstance(plan, PruningPlan):
+        raise InputError("plan", expected="a PruningPlan of hw.plan_pruning", got=type(plan).__name__)
+    paths, kept = dict(model.named_modules()), {}
+    for planned in plan.modules:
+        if planned.module not in paths:
+            raise InputError("plan", expected="a plan for this model", got=f"one with a module {planned.module}")
+        module = head_module(model, planned.module)
+        if (module.num_heads, module.num_kv_heads) != (planned.num_heads, planned.num_kv_heads):
+            got = f"{planned.num_heads} heads and {planned.num_kv_heads} key/value heads"
+            expected = f"{module.num_heads} heads and {module.num_kv_heads} key/value heads in {planned.module}"
+            raise InputError("plan", expected=expected, got=got)
+        if planned.module in kept:
+            got = f"two kinds in {planned.module}"
+            raise InputError("plan", expected="one kind of attention in each module", got=got)
+        kept[planned.module] = module.kept(planned.kept)
+    if plan.identity is not None and plan.identity.is_other(identity_of(model)):
+        raise InputError("plan", expected="a plan for this model", got="one for a model with other weights")
+    return kept

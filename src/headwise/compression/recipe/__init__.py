@@ -1,0 +1,1 @@
+"""All steps of a compression in one command."""

@@ -1,0 +1,223 @@
+"""Recipes of a compression: TOML files that state model, data and steps, checked before anything runs."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import torch
+
+from headwise.checks import finite_number, whole_number
+from headwise.compression.healing.heal import HealingOptions
+from headwise.compression.merging.merge_kv import MergeGrouping, MergeMethod
+from headwise.compression.pruning.plan_pruning import CONSTRAINTS
+from headwise.compression.scores.named_scores import SCORES
+from headwise.data.document_modes import DOCUMENT_MODES
+from headwise.errors import InputError
+from headwise.packaged_models import PACKAGED
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
+
+SectionT = TypeVar("SectionT")
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Texts of a recipe, with the options of `Texts`; None for an option that is not stated."""
+
+    path: str
+    context: int | None = None
+    documents: str | None = None
+    batch: int | None = None
+    limit: int | None = None
+    column: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch", "limit"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), least=1)
+        if self.documents is not None:
+            _require_one_of("documents", self.documents, DOCUMENT_MODES)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that are stated."""
+        names = ("context", "documents", "batch", "limit", "column")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclass(frozen=True)
+class PruneSection:
+    """Pruning of a recipe: either a new plan with the share `keep`, or the saved one in the file `plan`."""
+
+    keep: float | None = None
+    plan: str | None = None
+    constraint: str = "uniform"
+    scores: str = "least-squares"
+    rounds: int | None = None
+    fit: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.keep is None) == (self.plan is None):
+            got = "neither" if self.plan is None else "both"
+            raise InputError("keep", expected="one of keep and plan", got=got)
+        if self.keep is not None and not 0 < finite_number("keep", self.keep) <= 1:
+            raise InputError("keep", expected="a share above 0 and at most 1", got=self.keep)
+        _require_one_of("constraint", self.constraint, CONSTRAINTS)
+        _require_one_of("scores", self.scores, SCORES)
+        if self.rounds is not None:
+            whole_number("rounds", self.rounds, least=1)
+
+
+@dataclass(frozen=True)
+class MergeSection:
+    """Merging of key/value heads of a recipe, with options of `hw.merge_kv`."""
+
+    kv_heads: int
+    method: str = "procrustes"
+    grouping: str = "adjacent"
+
+    def __post_init__(self) -> None:
+        whole_number("kv_heads", self.kv_heads, least=1)
+        _require_one_of("method", self.method, get_args(MergeMethod))
+        _require_one_of("grouping", self.grouping, get_args(MergeGrouping))
+
+
+@dataclass(frozen=True)
+class HealSection(HealingOptions):
+    """Healing of a recipe, with the options of `hw.heal`.
+
+    Attributes:
+        batch: sequences per batch; None for that of the data.
+    """
+
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch is not None:
+            whole_number("batch", self.batch, least=1)
+
+
+@dataclass(frozen=True)
+class CompressionRecipe:
+    """Content of a recipe.
+
+    Attributes:
+        model: name of the model, as in `hw.load`.
+        data: texts for scores, fitting and healing.
+        verify: held-out texts; options that are not stated are those of `data`.
+        prune, merge, heal: the steps; None for one that is left out.
+        revision, dtype, device: as the options of the command line.
+    """
+
+    model: str
+    data: DataSection
+    verify: DataSection
+    prune: PruneSection | None = None
+    merge: MergeSection | None = None
+    heal: HealSection | None = None
+    revision: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.prune is None and self.merge is None:
+            raise InputError("recipe", expected="a section [prune] or [merge]", got="neither")
+        if self.dtype is not None:
+            _require_one_of("dtype", self.dtype, DTYPES)
+        if (self.verify.documents or self.data.documents) == "pack":
+            expected = "whole, truncate or cut in [verify], whose standard errors need separate documents"
+            raise InputError("documents", expected=expected, got="'pack'")
+
+    @property
+    def stages(self) -> list[str]:
+        """Names of the folders of the steps, in their order."""
+        steps = (("pruned", self.prune), ("merged", self.merge), ("healed", self.heal))
+        return [name for name, section in steps if section is not None]
+
+
+def read_recipe(file: str | Path) -> CompressionRecipe:
+    """Return the recipe in a TOML file. Paths in it are relative to the folder of the file.
+
+    Raises:
+        InputError: the file cannot be read, is not TOML, has an unknown key, lacks one, or has an unusable value.
+    """
+    try:
+        path = Path(file)
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError) as error:  # not UTF-8 and not TOML are ValueErrors
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError("recipe", expected=f"a TOML file {str(file)!r} that can be read", got=reason) from None
+    recipe = _section(CompressionRecipe, content, "")
+    folder = path.parent
+
+    def located(name: str) -> str:
+        return str(folder / name)
+
+    prune = recipe.prune
+    if prune is not None and prune.plan is not None:
+        prune = replace(prune, plan=located(prune.plan))
+    is_folder = recipe.model not in PACKAGED and (folder / recipe.model).is_dir()
+    return replace(
+        recipe,
+        model=located(recipe.model) if is_folder else recipe.model,
+        data=replace(recipe.data, path=located(recipe.data.path)),
+        verify=replace(recipe.verify, path=located(recipe.verify.path)),
+        prune=prune,
+    )
+
+
+def _section(section: type[SectionT], content: Any, name: str) -> SectionT:
+    """Return a section of a recipe, or all of it, as an object of its dataclass.
+
+    Args:
+        section: the dataclass.
+        content: what the file has.
+        name: name of the section; empty for the recipe itself.
+    """
+    place = f"[{name}]" if name else "the recipe"
+    if not isinstance(content, Mapping):
+        raise InputError("recipe", expected=f"a section {place}", got=repr(content))
+    known: dict[str, Any] = {field.name: field for field in fields(section)}  # type: ignore[arg-type]
+    types = get_type_hints(section)
+    for key in content:
+        if key not in known:
+            raise InputError("recipe", expected=f"only the keys {', '.join(known)} in {place}", got=repr(key))
+    missing = [key for key, field in known.items() if field.default is MISSING and key not in content]
+    if missing:
+        raise InputError("recipe", expected=f"a key {missing[0]} in {place}", got="none")
+    values = {key: _value(content[key], types[key], key, place) for key in content}
+    try:
+        return section(**values)
+    except InputError as error:
+        if not name:
+            raise
+        raise _in_section(error, place) from None
+
+
+def _in_section(error: InputError, place: str) -> InputError:
+    """Return an error with the name of its section."""
+    error.args = (f"{error.args[0]}, in {place}",)
+    return error
+
+
+def _value(value: Any, hint: Any, key: str, place: str) -> Any:
+    """Return the value of a key, of the type that its annotation states; whole numbers become numbers."""
+    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not NoneType]
+    (kind,) = kinds
+    if is_dataclass(kind) and isinstance(kind, type):
+        return _section(kind, value, key)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        names = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+        raise InputError("recipe", expected=f"{names[kind]} for {key} in {place}", got=repr(value))
+    return value
+
+
+def _require_one_of(argument: str, value: str, names: Any) -> None:
+    """Raise `InputError` if a value is not one of these names."""
+    if value not in names:
+        raise InputError(argument, expected=f"one of {', '.join(names)}", got=repr(value))

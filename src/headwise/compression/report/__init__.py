@@ -1,0 +1,1 @@
+"""A dense and a compressed model compared."""

@@ -1,0 +1,157 @@
+"""Result of `compression_report`: quantities of a dense and of a compressed model, as a table and a picture."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headwise.compression.report.row import LOSS, TIME, ReportRow
+from headwise.errors import InputError, require
+from headwise.plots.before_after import PlottedChange, draw_before_after
+from headwise.runs.files import write_atomically
+from headwise.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = 1
+"""Version of the JSON format."""
+
+
+@dataclass(frozen=True)
+class CompressionReport:
+    """Quantities of a dense model and of a compressed one, measured together.
+
+    `print(report)` prints them as a table, with what was not measured and which times did not become shorter.
+
+    Attributes:
+        rows: the quantities.
+        notes: statements about what was not measured, by name, and how numbers are to be read.
+        metadata: models, data, versions and settings, as JSON-compatible values.
+    """
+
+    rows: tuple[ReportRow, ...]
+    notes: tuple[str, ...]
+    metadata: Mapping[str, Any]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence for each time of which the data do not show that it became shorter."""
+        return tuple(
+            f"no speed-up is shown for {row.quantity}: {row.change_text}"
+            for row in self.rows
+            if row.kind == TIME and not row.is_faster
+        )
+
+    def row(self, quantity: str) -> ReportRow:
+        """Return the row of a quantity.
+
+        Raises:
+            InputError: there is no such row.
+        """
+        rows = {row.quantity: row for row in self.rows}
+        if quantity not in rows:
+            raise InputError("quantity", expected=f"one of {', '.join(rows)}", got=repr(quantity))
+        return rows[quantity]
+
+    def __repr__(self) -> str:
+        return f"CompressionReport({counted(len(self.rows), 'row')}, {counted(len(self.warnings), 'warning')})"
+
+    def __str__(self) -> str:
+        texts = [row.texts for row in self.rows]
+        columns = ("", "dense", "compressed", "change", "")
+        table = self._pandas().DataFrame(texts, columns=columns)
+        width = max((len(each[0]) for each in texts), default=0)
+        left = {0: lambda text: text.ljust(width)}
+        formatters = [left.get(index, str) for index in range(len(columns))]
+        lines = [self._title, "", table.to_string(index=False, formatters=formatters)]
+        lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
+        lines += ["", *(f"warning: {warning}" for warning in self.warnings)] if self.warnings else []
+        return "\n".join(lines)
+
+    @property
+    def _title(self) -> str:
+        """Names of the models and where they ran."""
+        dense, compressed = self.metadata["dense"], self.metadata["compressed"]
+        threads = f", {counted(self.metadata['threads'], 'thread')}" if dense["device"] == "cpu" else ""
+        names, dtypes = (" and ".join(dict.fromkeys((dense[key], compressed[key]))) for key in ("name", "dtype"))
+        return f"{names}: {dtypes} on {dense['device']}{threads}"
+
+    def table(self) -> Any:
+        """Return a pandas DataFrame with one row per quantity, in the units of the column `unit`.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+        """
+        return self._pandas().DataFrame([asdict(row) for row in self.rows])
+
+    @staticmethod
+    def _pandas() -> Any:
+        return require("pandas", purpose="a table", extra="tables")
+
+    def plot(self) -> "Figure":
+        """Draw the quantities of the compressed model relative to those of the dense one, with intervals, and return
+        the matplotlib figure. Notebooks display it; `figure.savefig("report.svg")` saves it.
+
+        Raises:
+            MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> headwise.CompressionReport.load("report.json").plot().savefig("report.png")  # doctest: +SKIP
+        """
+        return draw_before_after(
+            [
+                PlottedChange(
+                    row.quantity,
+                    row.kind,
+                    row.dense,
+                    row.compressed,
+                    row.change,
+                    (row.low, row.high),
+                    row.texts[1:3],
+                    (row.dense_sem, row.compressed_sem),
+                    f"change {row.change_text}" if row.kind == LOSS else "",
+                )
+                for row in self.rows
+            ],
+            title=self._title,
+        )
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        rows = [asdict(row) for row in self.rows]
+        content = {"format": FORMAT, "rows": rows, "notes": self.notes, "metadata": self.metadata}
+        return json.dumps(content, indent=1, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> "CompressionReport":
+        """Return the report that `to_json` wrote.
+
+        Raises:
+            InputError: the text is no such report.
+        """
+        try:
+            content = json.loads(text)
+            if content["format"] != FORMAT:
+                raise ValueError("another format")
+            rows = tuple(ReportRow(**row) for row in content["rows"])
+            return CompressionReport(rows, tuple(content["notes"]), content["metadata"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError("report", expected="JSON of a CompressionReport", got=repr(text[:60])) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the report to a JSON file."""
+        write_atomically(Path(path), self.to_json().encode())
+
+    @staticmethod
+    def load(path: str | Path) -> "CompressionReport":
+        """Return the report in a JSON file.
+
+        Raises:
+            InputError: the file cannot be read, or contains no report.
+        """
+        try:
+            return CompressionReport.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError("report", expected="a file with a report", got=repr(str(path))) from error

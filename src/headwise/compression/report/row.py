@@ -1,0 +1,172 @@
+"""Rows of a compression report: a quantity of a dense and of a compressed model, and the change."""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from headwise.compression.clustered_mean import clustered_mean
+from headwise.compression.report.paired_times import PairedRatio
+from headwise.errors import require
+from headwise.wording import counted
+
+SIZE, TIME, LOSS, AGREEMENT = "size", "time", "loss", "agreement"
+"""Kinds of rows."""
+
+BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
+SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+COUNTS = (("billion", 1e9), ("million", 1e6), ("", 1.0))
+"""Units for display, the largest first."""
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """A quantity of a dense and of a compressed model. Numbers that are not known are None.
+
+    Attributes:
+        quantity: name of the quantity.
+        kind: "size", "time", "loss" or "agreement".
+        unit: unit of `dense` and `compressed`: "parameters", "bytes", "seconds", "loss", "share" or "cosine".
+        dense: of the dense model: a size, the median time, or the mean loss; None for an agreement.
+        compressed: of the compressed model; the mean share or cosine of an agreement.
+        change: of a size or a time, compressed / dense, for times the median ratio of paired runs; of a loss, the mean
+            of compressed - dense over examples; None for an agreement.
+        low, high: 95 % confidence interval of the change; of an agreement, that of `compressed`.
+        dense_sem, compressed_sem, change_sem: standard errors of means, clustered by document.
+        samples: number of rounds, examples or prompts; 1 for a size.
+        documents: number of documents of the examples or prompts; None for sizes and times.
+    """
+
+    quantity: str
+    kind: str
+    unit: str
+    dense: float | None
+    compressed: float
+    change: float | None
+    low: float | None = None
+    high: float | None = None
+    dense_sem: float | None = None
+    compressed_sem: float | None = None
+    change_sem: float | None = None
+    samples: int = 1
+    documents: int | None = None
+
+    @staticmethod
+    def of_sizes(quantity: str, unit: str, dense: float | int, compressed: float | int) -> "ReportRow":
+        """Return the row of a size, which is counted."""
+        ratio = float(compressed / dense) if dense else None
+        return ReportRow(quantity, SIZE, unit, float(dense), float(compressed), ratio)
+
+    @staticmethod
+    def of_times(quantity: str, times: PairedRatio) -> "ReportRow":
+        """Return the row of a time."""
+        return ReportRow(
+            quantity,
+            TIME,
+            "seconds",
+            times.dense,
+            times.compressed,
+            times.ratio,
+            _known(times.low),
+            _known(times.high),
+            samples=times.rounds,
+        )
+
+    @staticmethod
+    def of_losses(
+        quantity: str, dense: Sequence[float], compressed: Sequence[float], documents: Sequence[Hashable]
+    ) -> "ReportRow":
+        """Return the row of a loss, from the losses of the same examples under both models."""
+        differences = [after - before for before, after in zip(dense, compressed, strict=True)]
+        before, after, change = (clustered_mean(each, documents)[0] for each in (dense, compressed, differences))
+        count = clustered_mean(differences, documents)[1]
+        low, high = _interval(change.value, change.sem, count)
+        means = before.value, after.value, change.value, low, high
+        errors = _known(before.sem), _known(after.sem), _known(change.sem)
+        return ReportRow(quantity, LOSS, "loss", *means, *errors, samples=change.n, documents=count)
+
+    @staticmethod
+    def of_agreement(quantity: str, unit: str, values: Sequence[float], documents: Sequence[Hashable]) -> "ReportRow":
+        """Return the row of an agreement with the dense model, from the share or cosine of each example."""
+        mean, count = clustered_mean(values, documents)
+        low, high = _interval(mean.value, mean.sem, count)
+        least = 0.0 if unit == "share" else -1.0
+        low, high = None if low is None else max(low, least), None if high is None else min(high, 1.0)
+        numbers = None, mean.value, None, low, high, None, _known(mean.sem)
+        return ReportRow(quantity, AGREEMENT, unit, *numbers, samples=mean.n, documents=count)
+
+    @property
+    def is_faster(self) -> bool:
+        """True if the whole interval of a time's ratio is below 1."""
+        return self.high is not None and self.high < 1.0
+
+    @property
+    def change_text(self) -> str:
+        """The change with its interval, for display."""
+        if self.change is None:
+            return ""
+        if self.kind != LOSS:
+            return f"x {self.change:.3f}{self._interval_text('.3f')}"
+        return f"{self.change:+.4f}{_error_text(self.change_sem, 4)}{self._interval_text('+.4f')}"
+
+    @property
+    def texts(self) -> tuple[str, str, str, str, str]:
+        """Quantity, dense, compressed, change, and number of samples, for display."""
+        if self.kind == AGREEMENT:
+            if self.unit == "cosine":
+                value = f"{self.compressed:.4f}{_error_text(self.compressed_sem, 4)}{self._interval_text('.4f')}"
+            else:
+                error = None if self.compressed_sem is None else 100 * self.compressed_sem
+                value = f"{self.compressed:.1%}{_error_text(error, 1)}{self._interval_text('.1%')}"
+            return self.quantity, "", value, "", self._samples_text
+        if self.kind == LOSS:
+            assert self.dense is not None
+            before = f"{self.dense:.4f}{_error_text(self.dense_sem, 4)}"
+            after = f"{self.compressed:.4f}{_error_text(self.compressed_sem, 4)}"
+            return self.quantity, before, after, self.change_text, self._samples_text
+        assert self.dense is not None
+        units = {"bytes": BYTES, "seconds": SECONDS}.get(self.unit, COUNTS)
+        before, after = (_with_unit(value, units) for value in (self.dense, self.compressed))
+        return self.quantity, before, after, self.change_text, self._samples_text
+
+    @property
+    def _samples_text(self) -> str:
+        """Number of samples, for display."""
+        if self.kind == SIZE:
+            return ""
+        if self.kind == TIME:
+            return counted(self.samples, "round")
+        samples = counted(self.samples, "prompt" if self.unit == "share" else "example")
+        return f"{samples}, {counted(self.documents or 0, 'document')}"
+
+    def _interval_text(self, style: str) -> str:
+        """The interval in brackets; empty if there is none."""
+        return "" if self.low is None or self.high is None else f" ({self.low:{style}} to {self.high:{style}})"
+
+
+def _known(value: float) -> float | None:
+    """Return a number, or None if it is NaN or infinite."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _interval(mean: float, sem: float, clusters: int) -> tuple[float | None, float | None]:
+    """Return the 95 % interval of a mean by Student's distribution with one degree of freedom less than clusters; None
+    if there is no standard error.
+    """
+    if not math.isfinite(sem):
+        return None, None
+    stats = require("scipy.stats", purpose="a compression report", extra="tables")
+    length = float(stats.t.ppf(0.975, clusters - 1)) * sem
+    return mean - length, mean + length
+
+
+def _error_text(sem: float | None, decimals: int) -> str:
+    """Return a standard error for display; empty if it is not known."""
+    return "" if sem is None else f" ± {sem:.{decimals}f}"
+
+
+def _with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Return a number with the largest unit of which it has at least one, for display."""
+    name, size = next(((name, size) for name, size in units if value >= size), units[-1])
+    number = value / size
+    digits = f"{number:,.0f}" if number == round(number) or number >= 1000 else f"{number:.3g}"
+    return f"{digits} {name}".strip()

@@ -1,0 +1,1 @@
+"""Scores of heads: what a model loses without them."""

@@ -1,0 +1,149 @@
+"""Scores by least squares: by how much the output of an attention module changes if heads are removed and the output
+projection is fitted again to the outputs of the dense model.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.losses import Loss
+from headwise.compression.calibration.output_moments import OutputMoments, block_removals
+from headwise.compression.calibration.projection_inputs import projection_inputs
+from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches, scored_heads
+from headwise.compression.calibration.weight_gradients import WeightGradients, require_slope, weight_gradients
+from headwise.compression.pruning.pruning_plan import Head
+from headwise.data.batches import call_model, copied, evaluation_mode
+from headwise.errors import InputError
+from headwise.page.columns import ModelIdentity
+from headwise.removal.families import head_module
+from headwise.removal.head_module import HeadModule
+from headwise.removal.torch_layers import with_own_layers
+from headwise.runs.fingerprint import identity_of
+from headwise.shapes import Float, Int
+
+
+class LeastSquaresScores:
+    """Scores of sets of heads: the mean squared error of a module's output y that removal of the heads adds if the
+    output projection is fitted again, by least squares, to y. The unit is the mean of `|y|^2`.
+
+    With a loss, scores of different modules can be compared. A score is then the mean over sequences of the squared
+    change of the loss, to first order, when the heads are removed and the projection is fitted again: twice the rise of
+    the loss to second order, with the empirical Fisher matrix of the projection's weights in place of their second
+    derivatives (Hassibi and Stork 1992; Theis et al. 2018). It needs memory for one matrix as large as the output
+    projection, for each module and sequence.
+
+    Args:
+        model: the model.
+        calibration: `Texts`, or batches.
+        loss: function of model and batch, such as `hw.next_token_loss`; None for errors that cannot be compared between
+            modules.
+
+    Attributes:
+        name: name of the scores, for display.
+        rows: the heads.
+        identity: identity of the model.
+        is_comparable: True if scores of different modules can be compared.
+
+    Raises:
+        InputError: there are no calibration data, the model has attention modules of no known family, or the loss is a
+            distance from the unchanged model, where its derivatives are 0.
+
+    Example:
+        >>> scores = headwise.LeastSquaresScores(model, texts, headwise.next_token_loss)  # doctest: +SKIP
+        >>> plan = headwise.plan_pruning(scores, keep=0.7, constraint="free")  # doctest: +SKIP
+    """
+
+    rounds = None
+
+    def __init__(self, model: nn.Module, calibration: Any, loss: Loss | None = None) -> None:
+        self.name = "least squares" if loss is None else "least squares, weighted by derivatives of the loss"
+        self.is_comparable = loss is not None
+        if loss is not None:
+            require_slope(loss)
+        identity = identity_of(model)
+        model = with_own_layers(model)
+        with evaluation_mode(model), torch.no_grad():
+            batches = calibration_batches(model, calibration)
+            self.rows: Sequence[ScoredHead] = scored_heads(model, batches[0])
+            self.identity: ModelIdentity | None = identity
+            self._modules = {row.module: head_module(model, row.module) for row in self.rows}
+            self._weights = {path: dense_weight(model, module) for path, module in self._modules.items()}
+            self._has_bias = {path: _has_bias(model, module) for path, module in self._modules.items()}
+            self._moments = _dense_moments(model, self._modules, batches)
+            self._gradients: dict[str, WeightGradients] = {}
+            if loss is not None:
+                _require_batch_first(model, list(self._modules))
+                projections = {path: module.output for path, module in self._modules.items()}
+                self._gradients = weight_gradients(model, projections, batches, loss)
+        self._known: dict[tuple[Any, ...], list[float]] = {}
+
+    def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
+        """Return the score of each unit, a set of heads of one module, given that some heads were removed before."""
+        module_of = {(row.layer, row.head): row.module for row in self.rows}
+        scores: dict[tuple[Head, ...], float] = {}
+        for path in self._modules:
+            own = tuple(unit for unit in units if module_of[unit[0]] == path)
+            gone = tuple(sorted(head for layer, head in removed if module_of[layer, head] == path))
+            key = path, own, gone
+            if key not in self._known:
+                self._known[key] = self._of_module(*key)
+            scores.update(zip(own, self._known[key], strict=True))
+        return [scores[unit] for unit in units]
+
+    def _of_module(self, path: str, units: Sequence[tuple[Head, ...]], removed: Sequence[int]) -> list[float]:
+        """Return the score of each unit of one module, given that some of its heads were removed before."""
+        module, moments, has_bias = self._modules[path], self._moments[path], self._has_bias[path]
+        blocks = [_columns(module, [head for _, head in unit]) for unit in units]
+        removals = block_removals(moments, self._weights[path], blocks, _columns(module, removed), has_bias)
+        if not self.is_comparable:
+            return [removal.error for removal in removals]
+        gradients = self._gradients[path]
+        mean = moments.x / moments.tokens if has_bias else torch.zeros_like(moments.x)
+        return [float(gradients.effects(each.left, each.right, mean).double().square().mean()) for each in removals]
+
+
+def _dense_moments(
+    model: nn.Module, modules: dict[str, HeadModule], batches: Sequence[dict[str, Any]]
+) -> dict[str, OutputMoments]:
+    """Return the moments of inputs and outputs of each module's output projection in the dense model."""
+    moments: dict[str, OutputMoments] = {}
+    outputs = {path: module.output for path, module in modules.items()}
+    for batch in batches:
+        with projection_inputs(model, outputs, batch) as recorded:
+            call_model(model, copied(batch))
+        for path, inputs in recorded.items():
+            projection = model.get_submodule(outputs[path])
+            for x in inputs:
+                added = OutputMoments.of(x, projection(x))
+                moments[path] = moments[path] + added if path in moments else added
+    return moments
+
+
+def _require_batch_first(model: nn.Module, paths: Sequence[str]) -> None:
+    """Raise `InputError` for an attention module whose inputs have tokens before sequences."""
+    for path in paths:
+        if not getattr(model.get_submodule(path), "batch_first", True):
+            remedy = "leave out the loss, or use batch_first=True"
+            raise InputError(
+                "model", expected="layers with the batch first", got=f"{path} with tokens first", remedy=remedy
+            )
+
+
+def dense_weight(model: nn.Module, module: HeadModule) -> Float[Tensor, "out width"]:
+    """Return the weight of a module's output projection, as of `nn.Linear`."""
+    (axis,) = [each for each in module.axes if each.parameter == f"{module.output}.weight"]
+    weight = model.get_parameter(axis.parameter).detach()
+    return weight.mT if axis.axis == 0 else weight
+
+
+def _has_bias(model: nn.Module, module: HeadModule) -> bool:
+    """Return True if the output projection of a module has a bias."""
+    return getattr(model.get_submodule(module.output), "bias", None) is not None
+
+
+def _columns(module: HeadModule, heads: Sequence[int]) -> Int[Tensor, " columns"]:
+    """Return the input columns of the output projection that belong to heads."""
+    starts = torch.tensor(sorted(heads), dtype=torch.int64)[:, None] * module.value_dim
+    return (starts + torch.arange(module.value_dim)).flatten()

@@ -1,0 +1,72 @@
+"""Scores of heads by name, for the command line and recipes."""
+
+from typing import Any
+
+from torch import nn
+
+from headwise.analysis.losses import Loss
+from headwise.compression.pruning.plan_pruning import CONSTRAINTS, plan_pruning
+from headwise.compression.pruning.pruning_plan import PruningPlan
+from headwise.compression.scores.least_squares import LeastSquaresScores
+from headwise.compression.scores.magnitude import MagnitudeScores
+from headwise.compression.scores.measured import AblationScores, ImportanceScores
+from headwise.data.texts import Texts
+from headwise.errors import InputError
+
+SCORES = ("least-squares", "magnitude", "importance", "ablation")
+"""Names of scores."""
+
+
+def plan_by_name(
+    name: str,
+    model: nn.Module,
+    texts: Texts,
+    loss: Loss,
+    *,
+    keep: float,
+    constraint: str,
+    rounds: int | None = None,
+    progress: bool = False,
+) -> PruningPlan:
+    """Score the heads of a model, and choose those that remain.
+
+    Args:
+        name: one of `SCORES`: least squares, magnitude of weights, importance by gradients, or ablation.
+        model: the model.
+        texts: the data.
+        loss: loss of the model, for importance, ablation, and least squares under the constraint "free".
+        keep: share of the heads that remain.
+        constraint: "uniform", "groups" or "free".
+        rounds: number of rounds in which heads are removed; by default 1 for ablation, and otherwise as in
+            `plan_pruning`.
+        progress: show a progress bar on standard error.
+
+    Raises:
+        InputError: an argument cannot be used, or the scores need a loss that the model does not have.
+    """
+    require_scores(name, constraint, loss)
+    scores: Any
+    if name == "magnitude":
+        scores = MagnitudeScores(model, next(iter(texts)))
+    elif name == "least-squares":
+        scores = LeastSquaresScores(model, texts, loss if constraint == "free" else None)
+    else:
+        measured = ImportanceScores if name == "importance" else AblationScores
+        scores = measured(model, texts, loss)
+    if name == "ablation" and rounds is None:
+        rounds = 1
+    return plan_pruning(scores, keep=keep, constraint=constraint, rounds=rounds, model=model, progress=progress)
+
+
+def require_scores(name: str, constraint: str, loss: Any) -> None:
+    """Raise `InputError` if scores cannot be computed with a loss: the distance from the model's own embeddings is 0 in
+    the unchanged model, and so is its gradient.
+    """
+    if name not in SCORES:
+        raise InputError("scores", expected=f"one of {', '.join(SCORES)}", got=repr(name))
+    if constraint not in CONSTRAINTS:
+        raise InputError("constraint", expected=f"one of {', '.join(CONSTRAINTS)}", got=repr(constraint))
+    needs_gradient = name == "importance" or (name == "least-squares" and constraint == "free")
+    if needs_gradient and hasattr(loss, "prepare"):
+        expected = "ablation or magnitude for a model without a language-model head"
+        raise InputError("scores", expected=expected, got=f"{name} with the constraint {constraint}")

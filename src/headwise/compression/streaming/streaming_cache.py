@@ -1,0 +1,257 @@
+"""Cache that keeps all keys and values of some heads, and of streaming heads only those of the first tokens and a
+window (Xiao et al. 2024, arXiv:2309.17453; Xiao et al. 2024, DuoAttention, arXiv:2410.10819).
+
+Slots of streaming heads: while a text has at most `first + window` tokens, each token has a slot. After that, slot f
+below `first` has the token at position f once this token has left the window, and the other slots have the last
+`window` tokens. In a batch with padding on the left, sequences begin at different tokens, and a slot below `first` is
+empty while the token at this position is still in the window.
+"""
+
+import weakref
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwise.compression.streaming.attention_calls import is_answered_by
+from headwise.compression.streaming.localized_module import LocalizedModule
+from headwise.errors import InputError, require
+from headwise.shapes import Float, Int
+
+
+class HeadKeys(NamedTuple):
+    """Keys and values of some heads for one call.
+
+    Attributes:
+        keys: the keys.
+        values: the values.
+        positions: position of each key, -1 for padding and empty slots; None for keys numbered from 0.
+        sees_all: True if every query sees all keys, so that no mask is needed.
+    """
+
+    keys: Float[Tensor, "batch kv_heads keys head_dim"]
+    values: Float[Tensor, "batch kv_heads keys value_dim"]
+    positions: Int[Tensor, "batch keys"] | None
+    sees_all: bool
+
+
+def streaming_cache(model: Any, modules: tuple[LocalizedModule, ...], window: int, first: int) -> Any:
+    """Return an empty cache of `transformers` for a model, in which the layers with streaming heads are
+    `StreamingLayer` objects.
+    """
+    library = require("transformers", purpose="a cache", extra="hf")
+    made = library.DynamicCache(config=model.config)
+    for module in modules:
+        if module.streaming:
+            made.layers[module.layer] = _layer_class()(module, model.get_submodule(module.module), window, first)
+    return made
+
+
+@cache
+def _layer_class() -> Any:
+    """Return the class `StreamingLayer`. It is made when it is first needed, since `transformers` is optional."""
+    library = require("transformers.cache_utils", purpose="a cache", extra="hf")
+
+    class StreamingLayer(StreamingStorage, library.DynamicLayer):  # type: ignore[name-defined,misc]
+        """Layer of a cache of `transformers` with streaming heads."""
+
+    return StreamingLayer
+
+
+class StreamingStorage:
+    """Keys and values of one layer, divided by head. `update` returns tensors without content, which stand for all keys
+    and values; the attention of the module then calls `join`.
+
+    Attributes:
+        keys, values: those of the heads that attend to all tokens `(batch, full heads, tokens, ...)`; None at first.
+        window_keys, window_values: those of the streaming heads `(batch, streaming heads, slots, ...)`; None at first.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, module: LocalizedModule, owner: nn.Module, window: int, first: int) -> None:
+        super().__init__()
+        self.module, self._owner = module, weakref.ref(owner)
+        self._window, self._first = window, first
+        self.reset()
+
+    def reset(self) -> None:
+        """Remove all keys and values."""
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.window_keys: Tensor | None = None
+        self.window_values: Tensor | None = None
+        self.is_initialized = False
+        self._tokens = 0
+        self._starts: Tensor | None = None  # slot of each sequence's first token, (batch, 1); None without padding
+        self._pending: tuple[Tensor, Tensor] | None = None
+        self._placeholders: tuple[Tensor, Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = type(self)(self.module, self._owner(), self._window, self._first)  # type: ignore[arg-type]
+        for name, value in vars(self).items():
+            is_tensor = isinstance(value, Tensor)
+            setattr(copied, name, value.clone() if is_tensor else value)
+        return copied
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store keys and values of new tokens until the attention of the module reads them.
+
+        Raises:
+            InputError: the model's heads are not restricted, or the attention of the last call did not read the cache.
+        """
+        handler: Any = is_answered_by(self._owner())
+        if getattr(handler, "streaming", None) != (self.module, self._window, self._first):
+            remedy = "open `with streaming.running(model)` around the call"
+            raise InputError(
+                "past_key_values", expected="a model that runs with these streaming heads", got="another", remedy=remedy
+            )
+        if key_states.shape[1] != self.module.num_kv_heads:
+            expected = f"{self.module.num_kv_heads} key/value heads in the cache of {self.module.module}"
+            raise InputError("model", expected=expected, got=key_states.shape[1])
+        self._pending, handler.waiting = (key_states, value_states), self
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self._tokens += key_states.shape[2]
+        self._placeholders = self._placeholder(key_states), self._placeholder(value_states)
+        return self._placeholders
+
+    def _placeholder(self, states: Tensor) -> Tensor:
+        """Return a tensor with the shape of all keys or values and no memory for them. All its numbers are NaN, so that
+        a computation with it cannot pass unnoticed.
+        """
+        shape = (*states.shape[:2], self._tokens, states.shape[3])
+        return states.new_full((), float("nan")).expand(shape)
+
+    def require_returned(self, keys: Tensor, values: Tensor) -> None:
+        """Raise `InputError` unless keys and values are the tensors that the last `update` returned."""
+        if self._placeholders is None or keys is not self._placeholders[0] or values is not self._placeholders[1]:
+            expected = f"attention to the keys and values of the cache, unchanged, in {self.module.module}"
+            raise InputError("model", expected=expected, got="other ones")
+
+    def join(self, positions: Int[Tensor, "batch keys"] | None) -> tuple[HeadKeys | None, HeadKeys]:
+        """Store the new keys and values, and return those of the heads that attend to all tokens (None if all are
+        streaming heads), and of the streaming heads, for the queries of the new tokens.
+
+        Args:
+            positions: position of each token of the text so far, -1 for padding; None without padding.
+
+        Raises:
+            InputError: there is padding on the right, or the padding of earlier tokens has changed.
+        """
+        if self._pending is None:
+            raise InputError("model", expected="one reading of the cache in each call", got=self.module.module)
+        (keys, values), self._pending, self._placeholders = self._pending, None, None
+        new = keys.shape[2]
+        self._set_starts(positions, self._tokens - new)
+        full = None
+        if self.module.full:
+            heads = list(self.module.full)
+            self.keys, self.values = _joined(self.keys, keys[:, heads]), _joined(self.values, values[:, heads])
+            full = HeadKeys(self.keys, self.values, positions, new == 1 and positions is None)
+        heads = list(self.module.streaming)
+        slots = torch.cat([self._slot_positions(self._tokens - new), self._new_positions(new)], 1)
+        keys = _joined(self.window_keys, keys[:, heads])
+        values = _joined(self.window_values, values[:, heads])
+        self.window_keys, self.window_values = self._trimmed(slots, keys), self._trimmed(slots, values)
+        if new == 1:
+            keys, values, slots = self.window_keys, self.window_values, self._slot_positions(self._tokens)
+        is_plain = positions is None and (new == 1 or keys.shape[2] == self._tokens)
+        slots = slots.expand(len(keys), -1)
+        return full, HeadKeys(keys, values, None if is_plain else slots, new == 1 and is_plain)
+
+    def _set_starts(self, positions: Tensor | None, before: int) -> None:
+        """Store the slot of each sequence's first token, from positions of all tokens, of which `before` were stored
+        earlier.
+        """
+        starts = None
+        if positions is not None:
+            starts = self._tokens - 1 - positions[:, -1:]
+            if not torch.equal(positions[:, -1:] >= 0, (positions >= 0).any(1, keepdim=True)):
+                remedy = "pad on the left"
+                raise InputError("attention_mask", expected="no padding on the right", got="some", remedy=remedy)
+        if before:
+            old = torch.zeros((1, 1), dtype=torch.long, device=self.device) if self._starts is None else self._starts
+            now = torch.zeros_like(old) if starts is None else starts
+            if not bool(((now == old) | ((old == before) & (now >= old))).all()):
+                raise InputError("attention_mask", expected="the same padding in each call", got="another")
+        self._starts = starts
+
+    def _new_positions(self, new: int) -> Int[Tensor, "#batch new"]:
+        """Return the positions of the last `new` tokens."""
+        return self._relative(torch.arange(self._tokens - new, self._tokens, device=self.device))
+
+    def _slot_positions(self, tokens: int) -> Int[Tensor, "#batch slots"]:
+        """Return the position of each slot of a streaming head after so many tokens, -1 for padding and empty slots."""
+        if tokens <= self._first + self._window:
+            return self._relative(torch.arange(tokens, device=self.device))
+        first = torch.arange(self._first, device=self.device)[None]
+        if self._starts is not None:
+            first = torch.where(first + self._starts < tokens - self._window, first, -1)
+        in_window = self._relative(torch.arange(tokens - self._window, tokens, device=self.device))
+        return torch.cat([first, in_window], 1)
+
+    def _relative(self, tokens: Int[Tensor, " tokens"]) -> Int[Tensor, "#batch tokens"]:
+        """Return positions in the sequences from numbers of tokens in the batch."""
+        return tokens[None] if self._starts is None else (tokens - self._starts).clamp(min=-1)
+
+    def _trimmed(self, positions: Int[Tensor, "#batch slots"], states: Tensor) -> Tensor:
+        """Return keys or values of streaming heads without those that no later query sees, in memory of their own."""
+        if self._tokens <= self._first + self._window:
+            return states
+        older, window = states[:, :, : -self._window], states[:, :, -self._window :]
+        if self._starts is None:
+            return torch.cat([older[:, :, : self._first], window], 2)
+        wanted = torch.arange(self._first, device=self.device)[None, :, None]
+        index = (positions[:, None, : -self._window] == wanted).int().argmax(2)[:, None, :, None]
+        return torch.cat([older.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3])), window], 2)
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens of the text so far."""
+        return self._tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of tokens including new ones, which the mask covers, and the number of the first one: 0."""
+        return self._tokens + query_length, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select the sequences with which a beam search continues."""
+        self._map_sequences(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        self._map_sequences(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Select sequences."""
+        self._map_sequences(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def _map_sequences(self, function: Any) -> None:
+        """Apply a function to each tensor that has an axis of sequences."""
+        for name in ("keys", "values", "window_keys", "window_values", "_starts"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, function(tensor))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to remove tokens: streaming heads no longer have the keys that would be in the window then."""
+        if tokens_to_remove:
+            raise InputError("past_key_values", expected="a cache that is not cropped", got="one with streaming heads")
+
+    def offload(self) -> None:
+        """Refuse to move keys and values to another device."""
+        raise InputError("past_key_values", expected="a cache without offloading", got="one with streaming heads")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored keys and values."""
+        tensors = (self.keys, self.values, self.window_keys, self.window_values)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _joined(before: Tensor | None, new: Tensor) -> Tensor:
+    """Return keys or values of earlier and new tokens."""
+    return new if before is None else torch.cat([before, new], 2)

@@ -1,0 +1,264 @@
+"""Streaming heads of a decoder: which key/value heads attend to the first tokens and a window only."""
+
+import json
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from headwise.checks import require_module, whole_number
+from headwise.compression.streaming.localized_module import LocalizedModule
+from headwise.compression.streaming.streaming_attention import restricted
+from headwise.compression.streaming.streaming_cache import streaming_cache
+from headwise.errors import InputError, require
+from headwise.page.columns import ModelIdentity
+from headwise.runs.files import write_atomically
+from headwise.runs.fingerprint import identity_of
+from headwise.wording import counted
+
+FORMAT = 1
+"""Version of the JSON format."""
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of the keys and values in a cache.
+
+    Attributes:
+        dense: bytes without streaming heads.
+        streaming: bytes with streaming heads.
+    """
+
+    dense: int
+    streaming: int
+
+    @property
+    def saved(self) -> float:
+        """Share of the bytes that streaming heads save."""
+        return 1.0 - self.streaming / self.dense
+
+
+@dataclass(frozen=True)
+class StreamingHeads:
+    """Streaming heads of a model, as `hw.localize` finds them.
+
+    Attributes:
+        modules: the attention modules, in the order of the model.
+        window: number of tokens of the window, up to the query's own, which is among them.
+        first: number of first tokens that streaming heads also attend to.
+        budget: largest relative rise of the loss that was allowed.
+        selection_losses: mean loss of the model before and after, on the texts by which the heads were chosen.
+        losses: mean loss of the model before and after, on other texts; on the same ones if there is one text only.
+        selection_examples: number of texts by which the heads were chosen.
+        examples: number of texts of `losses`.
+        has_held_out: True if `losses` are of other texts than those by which the heads were chosen.
+        identity: identity of the model; None if it is unknown.
+    """
+
+    modules: tuple[LocalizedModule, ...]
+    window: int
+    first: int
+    budget: float
+    selection_losses: tuple[float, float]
+    losses: tuple[float, float]
+    selection_examples: int
+    examples: int
+    has_held_out: bool
+    identity: ModelIdentity | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return sum(module.num_kv_heads for module in self.modules)
+
+    @property
+    def streaming_kv_heads(self) -> int:
+        """Number of key/value heads that are streaming heads."""
+        return sum(len(module.streaming) for module in self.modules)
+
+    @property
+    def loss_rise(self) -> float:
+        """Relative rise of the loss, after divided by before, minus 1."""
+        return self.losses[1] / self.losses[0] - 1.0
+
+    def running(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which the streaming heads of a model attend to the first tokens and the window only. With
+        the cache of `cache`, their other keys and values are not stored; with another cache, or without one, the
+        outputs are the same.
+
+        Args:
+            model: the model of these heads, with the attention implementation "sdpa" or "eager".
+
+        Raises:
+            InputError: the heads are those of another model. Inside of the context: padding between tokens or, with a
+                cache, on the right; a mask that is not causal; `hw.watch` or `hw.gate` of the same model.
+
+        Example:
+            >>> with streaming.running(model):  # doctest: +SKIP
+            ...     model.generate(**inputs, past_key_values=streaming.cache(model))
+        """
+        self._check(model)
+        return restricted(model, self.modules, self.window, self.first)
+
+    def cache(self, model: nn.Module) -> Any:
+        """Return an empty cache of `transformers` that stores for streaming heads only the first tokens and the window.
+
+        Use it inside of `running`, once per text, as you would use `DynamicCache`. It supports batches with padding on
+        the left, chunks, and beam search; it cannot be cropped, which assisted generation would do.
+
+        Raises:
+            InputError: the heads are those of another model.
+        """
+        self._check(model)
+        return streaming_cache(model, self.modules, self.window, self.first)
+
+    def cache_bytes(self, length: int, *, batch: int = 1) -> CacheBytes:
+        """Return the bytes of all keys and values after a text, in `DynamicCache` and in the cache of `cache`. Layers
+        with a sliding window of the model's own store `window - 1` tokens in both.
+
+        Args:
+            length: number of tokens of the text, including padding.
+            batch: number of sequences.
+        """
+        length = whole_number("length", length, least=1)
+        batch = whole_number("batch", batch, least=1)
+        dense = streaming = 0
+        for module in self.modules:
+            tokens = length if module.own_window is None else min(length, module.own_window - 1)
+            shorter = min(tokens, self.first + self.window)
+            dense += module.bytes_per_token * module.num_kv_heads * tokens
+            streaming += module.bytes_per_token * (len(module.full) * tokens + len(module.streaming) * shorter)
+        return CacheBytes(batch * dense, batch * streaming)
+
+    def export_pattern(self, folder: str | Path) -> None:
+        """Write the heads in the format of DuoAttention (arXiv:2410.10819), which `kvpress` reads as well:
+        `full_attention_heads.tsv` has a number from 0 to 1 for each layer and key/value head, and `config.json` the
+        sizes of the window and of the first tokens.
+
+        The numbers are the ranks of the heads, such that the streaming heads have the lowest ones: a reader that makes
+        the share `streaming_kv_heads / kv_heads` of the heads streaming heads gets exactly these.
+
+        Args:
+            folder: folder for the two files, which is made if there is none.
+
+        Raises:
+            InputError: a layer has a sliding window of its own, or layers differ in their number of heads.
+        """
+        counts = {module.num_kv_heads for module in self.modules}
+        layers = [module.layer for module in self.modules]
+        if len(counts) > 1 or layers != list(range(len(layers))) or any(module.own_window for module in self.modules):
+            expected = "equally many key/value heads in all layers, none of which has a window of its own"
+            raise InputError("model", expected=expected, got="other layers")
+        order = sorted(
+            (head not in module.streaming, module.scores[head], module.layer, head)
+            for module in self.modules
+            for head in range(module.num_kv_heads)
+        )
+        rank = {(layer, head): index / max(len(order) - 1, 1) for index, (*_, layer, head) in enumerate(order)}
+        lines = [
+            "\t".join(f"{rank[module.layer, head]:.9f}" for head in range(module.num_kv_heads))
+            for module in self.modules
+        ]
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomically(path / "full_attention_heads.tsv", "".join(f"{line}\n" for line in lines).encode())
+        config = {"sink_size": self.first, "recent_size": self.window}
+        write_atomically(path / "config.json", json.dumps(config, indent=1).encode())
+
+    def _check(self, model: nn.Module) -> None:
+        """Raise `InputError` if the heads are those of another model."""
+        paths = dict(require_module(model).named_modules())
+        for module in self.modules:
+            if module.module not in paths:
+                raise InputError("model", expected=f"one with a module {module.module}", got=type(model).__name__)
+        if self.identity is not None and self.identity.is_other(identity_of(model)):
+            raise InputError("model", expected="the model of these streaming heads", got="one with other weights")
+
+    def __repr__(self) -> str:
+        return (
+            f"StreamingHeads({self.streaming_kv_heads} of {counted(self.kv_heads, 'key/value head')}, "
+            f"window {self.window}, first {self.first})"
+        )
+
+    def __str__(self) -> str:
+        texts = counted(self.examples, "other text" if self.has_held_out else "text")
+        (before, after), (chosen_before, chosen_after) = self.losses, self.selection_losses
+        lines = [
+            f"{self.streaming_kv_heads} of {counted(self.kv_heads, 'key/value head')} stream "
+            f"(the first {counted(self.first, 'token')} and a window of {self.window}), budget {self.budget:.2%}",
+            f"loss {before:.4f} -> {after:.4f} ({self.loss_rise:+.2%}) on {texts}, "
+            f"{chosen_before:.4f} -> {chosen_after:.4f} ({chosen_after / chosen_before - 1:+.2%}) "
+            f"on the {counted(self.selection_examples, 'text')} by which they were chosen",
+            "",
+            "layer  streaming     attention outside of the window, by key/value head",
+        ]
+        for module in self.modules:
+            heads = " ".join(map(str, module.streaming)) or ("own window" if module.own_window else "none")
+            shares = " ".join(f"{share:6.1%}" for share in module.outside)
+            lines.append(f"{module.layer:5}  {heads:12}  {shares}".rstrip())
+        return "\n".join(lines)
+
+    def table(self) -> Any:
+        """Return a pandas DataFrame with one row per key/value head.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+        """
+        rows = [
+            {
+                "layer": module.layer,
+                "kv_head": head,
+                "module": module.module,
+                "streaming": head in module.streaming,
+                "outside": module.outside[head] if module.outside else None,
+                "score": module.scores[head] if module.scores else None,
+            }
+            for module in self.modules
+            for head in range(module.num_kv_heads)
+        ]
+        return require("pandas", purpose="a table", extra="tables").DataFrame(rows)
+
+    def to_json(self) -> str:
+        """Return the result as JSON."""
+        content = asdict(self) | {"identity": None if self.identity is None else self.identity.as_json()}
+        return json.dumps({"format": FORMAT, **content}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "StreamingHeads":
+        """Return the result that `to_json` wrote.
+
+        Raises:
+            InputError: the text is no such result.
+        """
+        try:
+            content = json.loads(text)
+            if content.pop("format") != FORMAT:
+                raise ValueError("another format")
+            lists = ("streaming", "outside", "scores")
+            modules = tuple(
+                LocalizedModule(**{**module, **{name: tuple(module[name]) for name in lists}})
+                for module in content.pop("modules")
+            )
+            losses: dict[str, Any] = {name: tuple(content.pop(name)) for name in ("selection_losses", "losses")}
+            identity = content.pop("identity")
+            identity = None if identity is None else ModelIdentity(*identity)
+            return StreamingHeads(modules, **losses, **content, identity=identity)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError("streaming", expected="JSON of StreamingHeads", got=repr(text[:60])) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the result to a JSON file."""
+        write_atomically(Path(path), self.to_json().encode())
+
+    @staticmethod
+    def load(path: str | Path) -> "StreamingHeads":
+        """Return the result in a JSON file.
+
+        Raises:
+            InputError: the file cannot be read, or contains no such result.
+        """
+        try:
+            return StreamingHeads.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError("path", expected="a file with streaming heads", got=repr(str(path))) from error
