@@ -91,7 +91,6 @@ def test_all_scores_are_those_of_the_functions(scores, constraint, prune, folder
     assert status == 0, err
     dense, tokenizer = hw.load(str(folder / "model"), "causal")
     texts = hw.Texts(folder / "data.jsonl", tokenizer).within(dense)
-    loss = hw.next_token_loss if constraint == "free" else None
     made = {
         "least-squares": lambda: hw.LeastSquaresScores(
             dense, texts, hw.next_token_loss if constraint == "free" else None
