@@ -58,7 +58,9 @@ def streaming_heads(made, window, first, pattern):
     for layer, (path, kind) in enumerate(zip(paths, types, strict=True)):
         own = config.sliding_window if kind == "sliding_attention" else None
         heads = () if own else tuple(head for head in pattern[layer] if head < kv_heads)
-        modules.append(LocalizedModule(layer, path, config.num_attention_heads, kv_heads, 16 * width, own, heads))
+        modules.append(
+            LocalizedModule(layer, path, config.num_attention_heads, kv_heads, 2 * width, "float64", own, heads)
+        )
     return StreamingHeads(tuple(modules), window, first, 0.01, (1.0, 1.0), (1.0, 1.0), 1, 1, False)
 
 

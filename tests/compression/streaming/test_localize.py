@@ -1,11 +1,8 @@
 """`localize`: ranking, choice by measured loss, reports, files, and what it refuses."""
 
-import json
 import math
 from dataclasses import replace
-from io import StringIO
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,7 +12,6 @@ import tiny
 from compression.streaming import streaming_oracle
 from compression.streaming.streaming_oracle import expected_logits, head_mask, ids
 from headwise.compression.streaming.localize import localize
-from headwise.compression.streaming.streaming_heads import StreamingHeads
 
 WINDOW, FIRST = 4, 2
 
@@ -183,48 +179,6 @@ def test_one_batch_is_divided_by_texts_and_one_text_serves_for_everything():
     assert "on 1 text," in str(alone)
 
 
-def test_the_result_is_saved_printed_and_listed(llama, tmp_path):
-    made, streaming = llama
-    streaming.save(tmp_path / "streaming.json")
-    loaded = StreamingHeads.load(tmp_path / "streaming.json")
-    assert loaded == streaming
-    with loaded.running(made), torch.no_grad():
-        made(ids(1, 9), past_key_values=loaded.cache(made))
-    table = streaming.table()
-    assert len(table) == 6
-    assert table.streaming.sum() == streaming.streaming_kv_heads
-    assert table.outside.between(0, 1).all()
-    assert f"{streaming.streaming_kv_heads} of 6 key/value heads stream" in str(streaming)
-    assert f"{streaming.modules[1].outside[0]:6.1%}" in str(streaming).splitlines()[5]
-    assert repr(streaming) == f"StreamingHeads({streaming.streaming_kv_heads} of 6 key/value heads, window 4, first 2)"
-    for text in ("[]", "{}", streaming.to_json().replace('"format": 1', '"format": 2')):
-        with pytest.raises(hw.InputError, match="streaming: expected JSON of StreamingHeads"):
-            StreamingHeads.from_json(text)
-    with pytest.raises(hw.InputError, match="path: expected a file with streaming heads"):
-        StreamingHeads.load(tmp_path / "none.json")
-
-
-def test_the_exported_pattern_is_read_as_kvpress_reads_it(llama, tmp_path):
-    _, streaming = llama
-    streaming.export_pattern(tmp_path / "pattern")
-    config = json.loads((tmp_path / "pattern" / "config.json").read_text())
-    text = (tmp_path / "pattern" / "full_attention_heads.tsv").read_text()
-    scores = np.clip(np.loadtxt(StringIO(text), dtype=float, delimiter="\t"), 0, 1)
-    assert (config["sink_size"], config["recent_size"]) == (FIRST, WINDOW)
-    assert scores.shape == (3, 2)
-    ratio = streaming.streaming_kv_heads / streaming.kv_heads
-    lowest = np.argsort(scores, axis=None)[: round(scores.size * ratio)]
-    mask = np.zeros(scores.shape, dtype=bool)
-    mask[np.unravel_index(lowest, scores.shape)] = True
-    assert mask.tolist() == [[head in each.streaming for head in range(2)] for each in streaming.modules]
-
-
-def test_a_pattern_of_layers_with_windows_is_refused(tmp_path):
-    _, streaming = localized("gemma3", data=texts(2))
-    with pytest.raises(hw.InputError, match="none of which has a window of its own"):
-        streaming.export_pattern(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -258,7 +212,6 @@ def test_other_models_are_refused():
     mistral = transformers.MistralConfig(**streaming_oracle.ROTARY, num_key_value_heads=3, sliding_window=4)
     cases = [
         (transformers.AutoModelForCausalLM.from_config(mistral), "a layer without a sliding window"),
-        (tiny.model("encoder", top="ForMaskedLM"), "causal attention to all tokens|past_key_values"),
         (
             transformers.T5ForConditionalGeneration(
                 transformers.T5Config(vocab_size=97, d_model=24, num_layers=1, num_heads=2, d_kv=12, d_ff=9)
@@ -268,20 +221,39 @@ def test_other_models_are_refused():
         (hw.MultiHeadAttention(24, num_heads=2), "a decoder of transformers"),
     ]
     for made, message in cases:
-        with pytest.raises(hw.InputError, match=message):
-            localize(made, texts(2), window=WINDOW, first=FIRST)
+        for window in (WINDOW, 500):  # which is too large for the texts
+            with pytest.raises(hw.InputError, match=message):
+                localize(made, texts(2), window=window, first=FIRST)
 
 
-def test_heads_of_another_model_are_refused(llama):
-    _, streaming = llama
-    other = streaming_oracle.model("llama")
-    with torch.no_grad():
-        other.model.layers[0].self_attn.q_proj.weight.mul_(2.0)
-    for call in (streaming.running, streaming.cache):
-        with pytest.raises(hw.InputError, match="the model of these streaming heads, got one with other weights"):
-            call(other)
-    with pytest.raises(hw.InputError, match=r"one with a module model\.layers\.0\.self_attn"):
-        streaming.running(streaming_oracle.model("gpt2"))
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_an_encoder_is_refused_by_either_implementation(implementation):
+    made = tiny.model("encoder", top="ForMaskedLM")
+    made.set_attn_implementation(implementation)
+    with pytest.raises(hw.InputError, match="a decoder with causal attention, got BertForMaskedLM with bidirectional"):
+        localize(made, texts(2))
+
+
+def test_eager_attention_in_float64_may_have_a_softmax_in_float32(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    made, expected = localized()
+    made.set_attn_implementation("eager")  # Llama's computes its softmax in float32
+    found = localize(made, texts(), BUDGET, window=WINDOW, first=FIRST)
+    assert [each.streaming for each in found.modules] == [each.streaming for each in expected.modules]
+    for one, other in zip(found.modules, expected.modules, strict=True):
+        assert one.outside == pytest.approx(other.outside, rel=1e-5)
+        assert one.scores == pytest.approx(other.scores, rel=1e-4)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    own = modeling_llama.eager_attention_forward
+
+    def changed(*args, **kwargs):
+        out, weights = own(*args, **kwargs)
+        return out * 1.001, weights
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", changed)
+    with pytest.raises(hw.InputError, match=r"softmax attention with the options of its call in model\.layers\.0"):
+        localize(made, texts(), BUDGET, window=WINDOW, first=FIRST)
 
 
 def test_a_model_whose_attention_is_not_what_the_call_states_is_refused(monkeypatch):
@@ -299,13 +271,35 @@ def test_a_model_whose_attention_is_not_what_the_call_states_is_refused(monkeypa
         localized()
 
 
-def test_texts_of_one_document_are_not_held_out():
+def divided(batches, documents, tokens=3):
     from headwise.compression.streaming.localize import _parts
 
+    return [[batch["input_ids"][:, 0].tolist() for batch in part] for part in _parts(batches, documents, tokens)]
+
+
+def test_texts_are_divided_by_document():
     batches = [{"input_ids": torch.arange(12).view(3, 4)}, {"input_ids": torch.arange(12, 20).view(2, 4)}]
-    selection, report = _parts(batches, [4, 7, 4, 9, 7], 3)
-    assert [batch["input_ids"][:, 0].tolist() for batch in selection] == [[0, 8], [12]]
-    assert [batch["input_ids"][:, 0].tolist() for batch in report] == [[4], [16]]
-    selection, report = _parts(batches, [2, 2, 2, 2, 2], 3)
-    assert report is selection
-    assert sum(len(batch["input_ids"]) for batch in selection) == 5
+    assert divided(batches, [4, 7, 4, 9, 7]) == [[[0, 8], [12]], [[4], [16]]]
+    assert divided(batches, [2, 2, 2, 2, 2]) == [[[0, 4, 8], [12, 16]]] * 2
+    assert divided(batches, None) == [[[0, 4, 8]], [[12, 16]]]
+    assert divided(batches[:1], None) == [[[0, 8]], [[4]]]
+
+
+def test_equal_texts_count_as_one():
+    one, two, three = torch.arange(15).view(3, 5)
+    padded = {
+        "input_ids": torch.nn.functional.pad(torch.stack([one, two]), (2, 0), value=99),
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+    }
+    padded["attention_mask"][:, :2] = 0
+    rows = [{"input_ids": row[None]} for row in (one, one, two, one)]
+    assert divided(rows[:2], None) == [[[0], [0]]] * 2
+    assert divided(rows[:2], [0, 1]) == [[[0], [0]]] * 2
+    assert divided(rows, None) == [[[0], [0], [0]], [[5]]]
+    assert divided(rows, [3, 4, 5, 6]) == [[[0], [0], [0]], [[5]]]
+    assert divided([{"input_ids": torch.stack([one, one, three])}], None) == [[[0, 0]], [[10]]]
+    assert divided([rows[0], padded, rows[2]], None) == [[[0], [99]], [[99], [5]]]
+    same = ids(1, 15)
+    _, streaming = localized(data=[{"input_ids": same}, {"input_ids": same.clone()}])
+    assert not streaming.has_held_out
+    assert "on 2 texts," in str(streaming)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from headwise.attention.attend import attend
@@ -54,6 +55,17 @@ class AttentionCall:
             getattr(self.module, "is_causal", True) if option is None else option
         )
 
+    @property
+    def sees_later_keys(self) -> bool:
+        """True if the first query attends to the last key, of several."""
+        if self.q.shape[2] == 1:
+            return False
+        if self.mask is None:
+            return not self.is_causal
+        first_row = self.mask[..., 0, -1]
+        is_visible = first_row if first_row.dtype == torch.bool else first_row > torch.finfo(first_row.dtype).min / 2
+        return bool(is_visible.any())
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, heads: list[int], *, mask: Mask | None, positions: Tensor | None,
         return_lse: bool = False,
@@ -85,13 +97,17 @@ class AttentionCall:
             return_lse=return_lse,
         )
 
-    def require_readable(self) -> None:
-        """Raise `InputError` if the call has options that streaming heads cannot follow."""
+    def require_known_implementation(self) -> None:
+        """Raise `InputError` if the masks of the attention function cannot be read."""
         if self.implementation not in ("sdpa", "eager"):
             remedy = "call model.set_attn_implementation('sdpa')"
             raise InputError(
                 "model", expected="attention implementation sdpa or eager", got=self.implementation, remedy=remedy
             )
+
+    def require_readable(self) -> None:
+        """Raise `InputError` if the call has options that streaming heads cannot follow."""
+        self.require_known_implementation()
         unknown = [
             name for name, value in self.options.items() if isinstance(value, Tensor) and name not in TENSOR_OPTIONS
         ]
@@ -120,7 +136,8 @@ _entries: dict[int, _Entry] = {}
 
 @contextmanager
 def answered(model: nn.Module, handlers: Mapping[str, Handler], *, reads_windows: bool = False) -> Iterator[None]:
-    """Let handlers compute the attention of modules of a model while the context is open.
+    """Let handlers compute the attention of modules of a model while the context is open. All code runs as without
+    `torch.compile`, since code compiled earlier would not call the handlers.
 
     Args:
         model: the model.
@@ -128,10 +145,11 @@ def answered(model: nn.Module, handlers: Mapping[str, Handler], *, reads_windows
         reads_windows: accept calls with options that streaming heads cannot follow, such as a sliding window.
 
     Raises:
-        InputError: a module is answered already. Inside of the context: a module attends in another way than by the
-            attention functions of `transformers`, or is watched or gated by headwise.
+        InputError: a module is answered already, or the calling code is being compiled. Inside of the context: a module
+            attends in another way than by the attention functions of `transformers`, or is watched or gated.
     """
     with ExitStack() as stack:
+        stack.enter_context(without_compiled_code())
         stack.enter_context(_PATCHES)
         for path, handler in handlers.items():
             module = model.get_submodule(path)
@@ -142,6 +160,24 @@ def answered(model: nn.Module, handlers: Mapping[str, Handler], *, reads_windows
             stack.callback(_entries.pop, id(module))
             stack.callback(module.register_forward_pre_hook(_start_of(count)).remove)
             stack.callback(module.register_forward_hook(_end_of(path, count)).remove)
+        yield
+
+
+@contextmanager
+def without_compiled_code() -> Iterator[None]:
+    """Run all code as without `torch.compile` while the context is open.
+
+    Raises:
+        InputError: the calling code is itself being compiled.
+    """
+    error = InputError("model", expected="a call outside of code that torch.compile compiles", got="one inside")
+    if torch.compiler.is_compiling():
+        raise error
+    try:
+        stance = torch.compiler.set_stance("force_eager")
+    except RuntimeError as in_compiled_region:
+        raise error from in_compiled_region
+    with stance:
         yield
 
 

@@ -4,7 +4,7 @@ Heads are ranked by an estimate (`WindowEffects`). Then the number of streaming 
 restricts the heads with the lowest scores, and measures the loss.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,11 +21,12 @@ from headwise.analysis.losses import (
 )
 from headwise.checks import finite_number, require_module, whole_number
 from headwise.compression.calibration.scored_heads import calibration_batches, scored_heads
-from headwise.compression.streaming.attention_calls import AttentionCall, answered
+from headwise.compression.streaming.attention_calls import AttentionCall, answered, without_compiled_code
 from headwise.compression.streaming.localized_module import LocalizedModule
 from headwise.compression.streaming.streaming_attention import restricted
 from headwise.compression.streaming.streaming_cache import streaming_cache
 from headwise.compression.streaming.streaming_heads import StreamingHeads
+from headwise.compression.streaming.weight_samples import weight_samples
 from headwise.compression.streaming.window_effects import measure_effects
 from headwise.data.batches import evaluation_mode
 from headwise.data.texts import Texts
@@ -52,7 +53,7 @@ def localize(
     The heads are ranked by gradients of the loss, in one run forwards and backwards. Their number is chosen by the
     measured loss, in at most `log2(key/value heads) + 2` runs. Every second document of `Texts` (otherwise every second
     batch or, of a single batch, every second text) is used for both; the loss of the result is measured on the others.
-    If there is one document or text only, it is used for everything.
+    Equal texts count as one. If there is one document or text only, it is used for everything.
 
     Layers with a sliding window of the model's own, as in Gemma 3, keep their heads unchanged.
 
@@ -77,14 +78,15 @@ def localize(
         >>> with streaming.running(model):  # doctest: +SKIP
         ...     model.generate(**inputs, past_key_values=streaming.cache(model))
     """
-    require_module(model)
+    _require_decoder(model)
     finite_number("budget", budget, above=0.0)
     window, first = whole_number("window", window, least=1), whole_number("first", first, least=0)
     require_loss(loss)
-    with evaluation_mode(model):
+    with evaluation_mode(model), without_compiled_code():
         batches = calibration_batches(model, dataset)
-        selection, report = _parts(batches, _documents_of(dataset), window + first)
+        _require_token_ids(batches)
         modules = _attention_modules(model, batches[0])
+        selection, report = _parts(batches, _documents_of(dataset), window + first)
         modules = _scored(model, modules, window, first, selection, loss)
         with torch.no_grad():
             measured = partial(_mean_loss, model, window=window, first=first, loss=loss)
@@ -95,6 +97,7 @@ def localize(
     return StreamingHeads(
         modules, window, first, float(budget), selection_losses, losses, _count(selection), _count(report),
         has_held_out=report is not selection, identity=identity_of(model),
+        weights=weight_samples(model, [module.module for module in modules]),
     )  # fmt: skip
 
 
@@ -118,6 +121,21 @@ def _scored(
     return tuple(scored)
 
 
+def _require_decoder(model: Any) -> None:
+    """Raise `InputError` unless a model is one of `transformers` without a separate encoder."""
+    config = getattr(require_module(model), "config", None)
+    if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
+        raise InputError("model", expected="a decoder of transformers", got=type(model).__name__)
+
+
+def _require_token_ids(batches: Sequence[Batch]) -> None:
+    """Raise `InputError` unless all batches have token ids."""
+    for batch in batches:
+        ids = batch.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.ndim != 2:
+            raise InputError("dataset", expected="batches with input_ids (batch, tokens)", got=", ".join(batch))
+
+
 def _documents_of(dataset: Any) -> list[int] | None:
     """Return the number of the document of each text; None if the data set does not state documents."""
     return dataset.document_numbers() if isinstance(dataset, Texts) else None
@@ -125,29 +143,38 @@ def _documents_of(dataset: Any) -> list[int] | None:
 
 def _parts(batches: Sequence[Batch], documents: Sequence[int] | None, tokens: int) -> tuple[list[Batch], list[Batch]]:
     """Return the batches for the choice and for the report: texts of every second document or, if documents are not
-    known, of every second batch, or of a single batch every second text. Both are the same if there is one text or one
-    document only. In each of them, some text has more than `tokens` tokens.
+    known, of every second batch, or of a single batch every second text. Equal texts count as texts of one document.
+    Both parts are the same if there is one document only. In each of them, some text has more than `tokens` tokens.
     """
-    for batch in batches:
-        ids = batch.get("input_ids")
-        if not isinstance(ids, Tensor) or ids.ndim != 2:
-            raise InputError("dataset", expected="batches with input_ids (batch, tokens)", got=", ".join(batch))
-    if documents is not None:
-        ranks = {document: rank for rank, document in enumerate(sorted(set(documents)))}
-        groups = [ranks[document] for document in documents]
-    elif len(batches) == 1:
-        groups = list(range(_count(batches)))
-    else:
-        groups = [number for number, batch in enumerate(batches) for _ in range(len(batch["input_ids"]))]
-    of_texts = torch.split(torch.tensor(groups), [len(batch["input_ids"]) for batch in batches])
+    if documents is None:
+        rows = [len(batch["input_ids"]) for batch in batches]
+        documents = (
+            list(range(rows[0])) if len(rows) == 1 else [i for i, count in enumerate(rows) for _ in range(count)]
+        )
+    first_with: dict[tuple[int, ...], int] = {}
+    documents = [
+        first_with.setdefault(text, document) for text, document in zip(_texts(batches), documents, strict=True)
+    ]
+    ranks = {document: rank for rank, document in enumerate(sorted(set(documents)))}
+    halves = torch.tensor([ranks[document] % 2 for document in documents])
+    of_batches = torch.split(halves, [len(batch["input_ids"]) for batch in batches])
     selection, report = (
-        [_rows(batch, own % 2 == half) for batch, own in zip(batches, of_texts, strict=True) if (own % 2 == half).any()]
+        [_rows(batch, own == half) for batch, own in zip(batches, of_batches, strict=True) if (own == half).any()]
         for half in (0, 1)
     )
     report = report or selection
     for part in (selection, report):
         _require_long_texts(part, tokens)
     return selection, report
+
+
+def _texts(batches: Sequence[Batch]) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens of each text, without padding."""
+    for batch in batches:
+        ids = batch["input_ids"]
+        is_real = batch.get("attention_mask", torch.ones_like(ids)).bool()
+        for row, real in zip(ids, is_real, strict=True):
+            yield tuple(row[real].tolist())
 
 
 def _rows(batch: Batch, is_chosen: Bool[Tensor, " texts"]) -> Batch:
@@ -174,13 +201,10 @@ def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
     """Return the attention modules of a decoder, all of whose heads attend to all tokens, or to the model's own window.
 
     Raises:
-        InputError: the model is no decoder of `transformers`, has no layer without a window, or cannot run with a
-            cache of streaming heads.
+        InputError: the model has no causal attention, has no layer without a window, or cannot run with a cache of
+            streaming heads.
     """
-    config = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
-        raise InputError("model", expected="a decoder of transformers", got=type(model).__name__)
-    cache = require("transformers", purpose="a cache", extra="hf").DynamicCache(config=config)
+    cache = require("transformers", purpose="a cache", extra="hf").DynamicCache(config=model.config)
     short = {"input_ids": batch["input_ids"][:1, :4], "use_cache": False}
     rows = scored_heads(model, short)
     if any(row.kind != "self" for row in rows):
@@ -188,11 +212,15 @@ def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
     sizes: dict[str, LocalizedModule] = {}
 
     def read(call: AttentionCall) -> Tensor:
+        call.require_known_implementation()
+        if call.sees_later_keys:
+            got = f"{type(model).__name__} with bidirectional attention in {call.path}"
+            raise InputError("model", expected="a decoder with causal attention", got=got)
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
-        bytes_per_token = (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
+        features, dtype = call.k.shape[3] + call.v.shape[3], str(call.k.dtype).removeprefix("torch.")
         own_window = _own_window(call.path, call.module, cache.layers)
         layer: Any = call.module.layer_idx
-        sizes[call.path] = LocalizedModule(layer, call.path, heads, kv_heads, bytes_per_token, own_window)
+        sizes[call.path] = LocalizedModule(layer, call.path, heads, kv_heads, features, dtype, own_window)
         return call.dense()
 
     paths = list(dict.fromkeys(row.module for row in rows))

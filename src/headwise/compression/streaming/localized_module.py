@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class LocalizedModule:
@@ -12,7 +14,8 @@ class LocalizedModule:
         module: path of the module in the model.
         num_heads: number of query heads.
         num_kv_heads: number of key/value heads.
-        bytes_per_token: bytes of the key and the value of one token in one key/value head.
+        features_per_token: number of features of the key and the value of one token in one key/value head.
+        dtype: dtype of keys and values, such as "float32".
         own_window: number of tokens of the sliding window that the model itself applies in this layer; None if the
             layer attends to all tokens. A layer with a window has no streaming heads.
         streaming: key/value heads that attend to the first tokens and a window only.
@@ -26,7 +29,8 @@ class LocalizedModule:
     module: str
     num_heads: int
     num_kv_heads: int
-    bytes_per_token: int
+    features_per_token: int
+    dtype: str
     own_window: int | None = None
     streaming: tuple[int, ...] = ()
     outside: tuple[float, ...] = ()
@@ -36,6 +40,12 @@ class LocalizedModule:
     def full(self) -> tuple[int, ...]:
         """Key/value heads that are not streaming heads."""
         return tuple(head for head in range(self.num_kv_heads) if head not in self.streaming)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of keys and values, as torch names it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     def query_heads(self, kv_heads: tuple[int, ...]) -> list[int]:
         """Return the query heads that attend with key/value heads."""

@@ -1,7 +1,7 @@
 """Attention of modules with streaming heads: full and streaming heads attend separately, each to their own keys."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from headwise.attention.masks.factories import causal, prefix, window
 from headwise.compression.streaming.attention_calls import AttentionCall, answered
 from headwise.compression.streaming.localized_module import LocalizedModule
 from headwise.compression.streaming.streaming_cache import HeadKeys
-from headwise.compression.streaming.token_positions import TokenPositions
+from headwise.compression.streaming.token_positions import PositionReader, TokenPositions
 from headwise.errors import InputError
 
 
@@ -36,7 +36,7 @@ class StreamingAttention:
         waiting: layer of a cache that received the keys and values of the next call; None without a cache.
     """
 
-    def __init__(self, module: LocalizedModule, width: int, first: int, reader: TokenPositions) -> None:
+    def __init__(self, module: LocalizedModule, width: int, first: int, reader: PositionReader) -> None:
         self.streaming = module, width, first
         self.waiting: Any = None
         self._module, self._reader = module, reader
@@ -49,13 +49,13 @@ class StreamingAttention:
         if (heads, call.k.shape[1]) != (module.num_heads, module.num_kv_heads):
             expected = f"{module.num_heads} heads and {module.num_kv_heads} key/value heads in {call.path}"
             raise InputError("model", expected=expected, got=f"{heads} and {call.k.shape[1]}")
-        positions = self._reader.of(call.path, call.mask, batch, queries, call.k.shape[2], call.is_causal)
+        tokens = self._reader.read(call.path, call.mask, batch, queries, call.k.shape[2], call.is_causal)
         layer, self.waiting = self.waiting, None
         if layer is None:
-            full, streaming = self._split(call, positions)
+            full, streaming = self._split(call, tokens)
         else:
             layer.require_returned(call.k, call.v)
-            full, streaming = layer.join(positions)
+            full, streaming = layer.join(tokens)
         out = call.q.new_empty((batch, queries, heads, streaming.values.shape[3]))
         parts = [(streaming, module.streaming, self._mask), (full, module.full, causal())]
         for keys, kv_heads, mask in parts:
@@ -64,11 +64,16 @@ class StreamingAttention:
                 out[:, :, query_heads] = _attend(call, keys, query_heads, mask).transpose(1, 2)
         return out
 
-    def _split(self, call: AttentionCall, positions: Tensor | None) -> tuple[HeadKeys | None, HeadKeys]:
+    def forget_cache(self, *_: Any) -> None:
+        """Forward pre-hook: forget the layer of a cache of an earlier call that was interrupted."""
+        self.waiting = None
+
+    def _split(self, call: AttentionCall, tokens: TokenPositions) -> tuple[HeadKeys | None, HeadKeys]:
         """Return the keys and values of full heads and of streaming heads from those of a call with all keys."""
+        count, positions = tokens
         is_one = call.q.shape[2] == 1 and positions is None
         full, streaming = (
-            HeadKeys(call.k[:, list(heads)], call.v[:, list(heads)], positions, sees_all)
+            HeadKeys(call.k[:, list(heads), :count], call.v[:, list(heads), :count], positions, sees_all)
             for heads, sees_all in ((self._module.full, is_one), (self._module.streaming, False))
         )
         return (full if self._module.full else None), streaming
@@ -85,9 +90,12 @@ def _attend(call: AttentionCall, keys: HeadKeys, heads: list[int], mask: Mask) -
 @contextmanager
 def restricted(model: nn.Module, modules: tuple[LocalizedModule, ...], width: int, first: int) -> Iterator[None]:
     """Restrict the streaming heads of a model to the first tokens and a window while the context is open."""
-    reader = TokenPositions()
-    handlers: dict[str, Any] = {
+    reader = PositionReader()
+    handlers = {
         module.module: StreamingAttention(module, width, first, reader) for module in modules if module.streaming
     }
-    with answered(model, handlers):
+    with ExitStack() as stack:
+        for path, handler in handlers.items():
+            stack.callback(model.get_submodule(path).register_forward_pre_hook(handler.forget_cache).remove)
+        stack.enter_context(answered(model, handlers))
         yield

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headwise.compression.streaming.attention_calls import is_answered_by
 from headwise.compression.streaming.localized_module import LocalizedModule
+from headwise.compression.streaming.token_positions import TokenPositions
 from headwise.errors import InputError, require
 from headwise.shapes import Float, Int
 
@@ -40,23 +41,55 @@ def streaming_cache(model: Any, modules: tuple[LocalizedModule, ...], window: in
     """Return an empty cache of `transformers` for a model, in which the layers with streaming heads are
     `StreamingLayer` objects.
     """
-    library = require("transformers", purpose="a cache", extra="hf")
-    made = library.DynamicCache(config=model.config)
+    cache_class, layer_class = _classes()
+    made = cache_class([module.layer for module in modules], model.config)
     for module in modules:
         if module.streaming:
-            made.layers[module.layer] = _layer_class()(module, model.get_submodule(module.module), window, first)
+            made.layers[module.layer] = layer_class(module, model.get_submodule(module.module), window, first)
     return made
 
 
 @cache
-def _layer_class() -> Any:
-    """Return the class `StreamingLayer`. It is made when it is first needed, since `transformers` is optional."""
+def _classes() -> tuple[Any, Any]:
+    """Return the classes of a cache and of its layers. They are made when they are first needed, since `transformers`
+    is optional.
+    """
     library = require("transformers.cache_utils", purpose="a cache", extra="hf")
+
+    class StreamingCache(library.DynamicCache):  # type: ignore[name-defined,misc]
+        """Cache of `transformers` whose layers may have streaming heads.
+
+        Args:
+            attention_layers: numbers of the layers that store keys and values, in the order in which they run.
+            config: configuration of the model.
+        """
+
+        def __init__(self, attention_layers: list[int], config: Any) -> None:
+            super().__init__(config=config)
+            self.attention_layers = attention_layers
+
+        def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            """Store keys and values of new tokens of a layer, as `DynamicCache` does.
+
+            Raises:
+                InputError: an earlier call ended before all layers had stored its tokens.
+            """
+            if layer_idx == self.attention_layers[0]:
+                self._require_complete()
+            return super().update(keys, values, layer_idx, *args, **kwargs)
+
+        def _require_complete(self) -> None:
+            """Raise `InputError` if some layers lack tokens."""
+            layers = [self.layers[layer] for layer in self.attention_layers]
+            is_waiting = any(getattr(layer, "is_waiting", False) for layer in layers)
+            if is_waiting or len({layer.get_seq_length() for layer in layers}) > 1:
+                expected, remedy = "a cache whose last call was not interrupted or refused", "use a new one"
+                raise InputError("past_key_values", expected=expected, got="an incomplete one", remedy=remedy)
 
     class StreamingLayer(StreamingStorage, library.DynamicLayer):  # type: ignore[name-defined,misc]
         """Layer of a cache of `transformers` with streaming heads."""
 
-    return StreamingLayer
+    return StreamingCache, StreamingLayer
 
 
 class StreamingStorage:
@@ -87,8 +120,8 @@ class StreamingStorage:
         self.window_values: Tensor | None = None
         self.is_initialized = False
         self._tokens = 0
-        self._starts: Tensor | None = None  # slot of each sequence's first token, (batch, 1); None without padding
-        self._pending: tuple[Tensor, Tensor] | None = None
+        self._starts: Tensor | None = None  # number of each sequence's first token, (batch, 1); None without padding
+        self._pending: tuple[Tensor, Tensor] | None = None  # keys and values that are not stored yet
         self._placeholders: tuple[Tensor, Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -98,11 +131,16 @@ class StreamingStorage:
             setattr(copied, name, value.clone() if is_tensor else value)
         return copied
 
+    @property
+    def is_waiting(self) -> bool:
+        """True from `update` until `join` has stored the new keys and values."""
+        return self._pending is not None
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values of new tokens until the attention of the module reads them.
 
         Raises:
-            InputError: the model's heads are not restricted, or the attention of the last call did not read the cache.
+            InputError: the model's heads are not restricted.
         """
         handler: Any = is_answered_by(self._owner())
         if getattr(handler, "streaming", None) != (self.module, self._window, self._first):
@@ -132,20 +170,22 @@ class StreamingStorage:
             expected = f"attention to the keys and values of the cache, unchanged, in {self.module.module}"
             raise InputError("model", expected=expected, got="other ones")
 
-    def join(self, positions: Int[Tensor, "batch keys"] | None) -> tuple[HeadKeys | None, HeadKeys]:
+    def join(self, tokens: TokenPositions) -> tuple[HeadKeys | None, HeadKeys]:
         """Store the new keys and values, and return those of the heads that attend to all tokens (None if all are
         streaming heads), and of the streaming heads, for the queries of the new tokens.
 
         Args:
-            positions: position of each token of the text so far, -1 for padding; None without padding.
+            tokens: positions of all tokens of the text so far.
 
         Raises:
             InputError: there is padding on the right, or the padding of earlier tokens has changed.
         """
-        if self._pending is None:
+        if self._pending is None or self._placeholders is None:
             raise InputError("model", expected="one reading of the cache in each call", got=self.module.module)
-        (keys, values), self._pending, self._placeholders = self._pending, None, None
-        new = keys.shape[2]
+        (keys, values), self._placeholders = self._pending, None
+        new, positions = keys.shape[2], tokens.positions
+        if tokens.tokens < self._tokens:
+            raise _right_padding()
         self._set_starts(positions, self._tokens - new)
         full = None
         if self.module.full:
@@ -161,6 +201,7 @@ class StreamingStorage:
             keys, values, slots = self.window_keys, self.window_values, self._slot_positions(self._tokens)
         is_plain = positions is None and (new == 1 or keys.shape[2] == self._tokens)
         slots = slots.expand(len(keys), -1)
+        self._pending = None
         return full, HeadKeys(keys, values, None if is_plain else slots, new == 1 and is_plain)
 
     def _set_starts(self, positions: Tensor | None, before: int) -> None:
@@ -171,8 +212,7 @@ class StreamingStorage:
         if positions is not None:
             starts = self._tokens - 1 - positions[:, -1:]
             if not torch.equal(positions[:, -1:] >= 0, (positions >= 0).any(1, keepdim=True)):
-                remedy = "pad on the left"
-                raise InputError("attention_mask", expected="no padding on the right", got="some", remedy=remedy)
+                raise _right_padding()
         if before:
             old = torch.zeros((1, 1), dtype=torch.long, device=self.device) if self._starts is None else self._starts
             now = torch.zeros_like(old) if starts is None else starts
@@ -250,6 +290,12 @@ class StreamingStorage:
         """Bytes of all stored keys and values."""
         tensors = (self.keys, self.values, self.window_keys, self.window_values)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _right_padding() -> InputError:
+    """Return the error for padding after the tokens of a sequence."""
+    remedy = "pad on the left"
+    return InputError("attention_mask", expected="no padding on the right", got="some", remedy=remedy)
 
 
 def _joined(before: Tensor | None, new: Tensor) -> Tensor:

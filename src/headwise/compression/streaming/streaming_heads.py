@@ -6,12 +6,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from headwise.checks import require_module, whole_number
+from headwise.checks import float_dtype, require_module, whole_number
 from headwise.compression.streaming.localized_module import LocalizedModule
 from headwise.compression.streaming.streaming_attention import restricted
 from headwise.compression.streaming.streaming_cache import streaming_cache
+from headwise.compression.streaming.weight_samples import are_rounded, weight_samples
 from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity
 from headwise.runs.files import write_atomically
@@ -28,10 +30,12 @@ class CacheBytes(NamedTuple):
     Attributes:
         dense: bytes without streaming heads.
         streaming: bytes with streaming heads.
+        dtype: dtype of the keys and values, such as "float32".
     """
 
     dense: int
     streaming: int
+    dtype: str
 
     @property
     def saved(self) -> float:
@@ -54,6 +58,7 @@ class StreamingHeads:
         examples: number of texts of `losses`.
         has_held_out: True if `losses` are of other texts than those by which the heads were chosen.
         identity: identity of the model; None if it is unknown.
+        weights: samples of the model's weights, which identify it in another dtype; empty if they are unknown.
     """
 
     modules: tuple[LocalizedModule, ...]
@@ -66,6 +71,7 @@ class StreamingHeads:
     examples: int
     has_held_out: bool
     identity: ModelIdentity | None = None
+    weights: tuple[float, ...] = ()
 
     @property
     def kv_heads(self) -> int:
@@ -113,23 +119,28 @@ class StreamingHeads:
         self._check(model)
         return streaming_cache(model, self.modules, self.window, self.first)
 
-    def cache_bytes(self, length: int, *, batch: int = 1) -> CacheBytes:
+    def cache_bytes(self, length: int, *, batch: int = 1, dtype: torch.dtype | None = None) -> CacheBytes:
         """Return the bytes of all keys and values after a text, in `DynamicCache` and in the cache of `cache`. Layers
         with a sliding window of the model's own store `window - 1` tokens in both.
 
         Args:
             length: number of tokens of the text, including padding.
             batch: number of sequences.
+            dtype: dtype of the keys and values; by default the one with which the heads were found.
         """
         length = whole_number("length", length, least=1)
         batch = whole_number("batch", batch, least=1)
+        dtype = float_dtype("dtype", dtype)
         dense = streaming = 0
         for module in self.modules:
             tokens = length if module.own_window is None else min(length, module.own_window - 1)
             shorter = min(tokens, self.first + self.window)
-            dense += module.bytes_per_token * module.num_kv_heads * tokens
-            streaming += module.bytes_per_token * (len(module.full) * tokens + len(module.streaming) * shorter)
-        return CacheBytes(batch * dense, batch * streaming)
+            token_bytes = module.features_per_token * (dtype or module.torch_dtype).itemsize
+            dense += token_bytes * module.num_kv_heads * tokens
+            streaming += token_bytes * (len(module.full) * tokens + len(module.streaming) * shorter)
+        dtypes = {dtype or module.torch_dtype for module in self.modules}
+        names = " and ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
+        return CacheBytes(batch * dense, batch * streaming, names)
 
     def export_pattern(self, folder: str | Path) -> None:
         """Write the heads in the format of DuoAttention (arXiv:2410.10819), which `kvpress` reads as well:
@@ -173,6 +184,10 @@ class StreamingHeads:
             if module.module not in paths:
                 raise InputError("model", expected=f"one with a module {module.module}", got=type(model).__name__)
         if self.identity is not None and self.identity.is_other(identity_of(model)):
+            raise InputError("model", expected="the model of these streaming heads", got="one with other weights")
+        samples = weight_samples(model, [module.module for module in self.modules])
+        weight_dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+        if not are_rounded(self.weights, samples, weight_dtypes | {module.torch_dtype for module in self.modules}):
             raise InputError("model", expected="the model of these streaming heads", got="one with other weights")
 
     def __repr__(self) -> str:
@@ -243,7 +258,10 @@ class StreamingHeads:
             losses: dict[str, Any] = {name: tuple(content.pop(name)) for name in ("selection_losses", "losses")}
             identity = content.pop("identity")
             identity = None if identity is None else ModelIdentity(*identity)
-            return StreamingHeads(modules, **losses, **content, identity=identity)
+            weights = tuple(map(float, content.pop("weights")))
+            if not all(isinstance(module.torch_dtype, torch.dtype) for module in modules):
+                raise ValueError("an unknown dtype")
+            return StreamingHeads(modules, **losses, **content, identity=identity, weights=weights)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError("streaming", expected="JSON of StreamingHeads", got=repr(text[:60])) from error
 

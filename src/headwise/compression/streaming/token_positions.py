@@ -4,7 +4,7 @@ Position 0 is the first token of a sequence that is not padding. Padding has pos
 """
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,17 +13,30 @@ from headwise.errors import InputError
 from headwise.shapes import Bool, Int
 
 
-class TokenPositions:
+class TokenPositions(NamedTuple):
+    """Positions of the keys of an attention call. The last tokens are those of the queries.
+
+    Attributes:
+        tokens: number of keys that belong to tokens. Later keys are unused slots of a static cache.
+        positions: position of each token, -1 for padding; None without padding.
+    """
+
+    tokens: int
+    positions: Int[Tensor, "batch tokens"] | None
+
+
+class PositionReader:
     """Reader of the masks of attention calls, which reads a mask that several layers share once."""
 
     def __init__(self) -> None:
         self._mask: Any = lambda: None
-        self._positions: Tensor | None = None
+        self._version: int | None = None
+        self._last = TokenPositions(0, None)
 
-    def of(
+    def read(
         self, path: str, mask: Tensor | None, batch: int, queries: int, keys: int, is_causal: bool
-    ) -> Int[Tensor, "batch keys"] | None:
-        """Return the position of each key of a call; None if no key is padding. The last keys are those of the queries.
+    ) -> TokenPositions:
+        """Return the positions of the keys of a call.
 
         Args:
             path: path of the attention module.
@@ -37,13 +50,17 @@ class TokenPositions:
             InputError: the mask is not the causal mask, or the padding is not on one side.
         """
         if mask is None:
-            if queries == 1 or (is_causal and queries == keys):
-                return None
+            if queries == 1:
+                return TokenPositions(keys, None)
+            if is_causal and queries <= keys:  # SDPA aligns the first query with the first key
+                return TokenPositions(queries, None)
             raise _refusal(path, f"no mask for {queries} queries and {keys} keys")
-        if self._mask() is not mask:
-            self._positions = _read(path, mask, queries, keys)
-            self._mask = weakref.ref(mask)
-        return None if self._positions is None else self._positions.expand(batch, -1)
+        version = None if mask.is_inference() else mask._version
+        if self._mask() is not mask or version is None or version != self._version:
+            self._last = _positions_in(path, mask, queries, keys)
+            self._mask, self._version = weakref.ref(mask), version
+        tokens, positions = self._last
+        return TokenPositions(tokens, None if positions is None else positions.expand(batch, -1))
 
 
 def _refusal(path: str, got: str) -> InputError:
@@ -51,22 +68,33 @@ def _refusal(path: str, got: str) -> InputError:
     return InputError("model", expected=f"causal attention to all tokens that are not padding in {path}", got=got)
 
 
-def _read(path: str, mask: Tensor, queries: int, keys: int) -> Int[Tensor, "#batch keys"] | None:
-    """Return the position of each key from a mask; None if no key is padding."""
+def _positions_in(path: str, mask: Tensor, queries: int, keys: int) -> TokenPositions:
+    """Return the positions of the keys from a mask."""
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != keys or mask.shape[2] != queries:
         raise _refusal(path, f"a mask of shape {tuple(mask.shape)}")
     visible = _visible(path, mask[:, 0])
+    tokens = keys if queries == keys else _last_visible(visible[:, -1])
     is_real = visible[:, -1]
-    key, query = torch.arange(keys, device=mask.device), torch.arange(queries, device=mask.device) + keys - queries
-    if not torch.equal(visible, (key <= query[:, None]) & is_real[:, None]):
+    key, query = torch.arange(keys, device=mask.device), torch.arange(queries, device=mask.device) + tokens - queries
+    if tokens < queries or not torch.equal(visible, (key <= query[:, None]) & is_real[:, None]):
         raise _refusal(path, "another mask")
+    is_real = is_real[:, :tokens]
     if bool(is_real.all()):
-        return None
+        return TokenPositions(tokens, None)
     if int((is_real[:, 1:] & ~is_real[:, :-1]).sum(1).add(is_real[:, 0]).max()) > 1:
         raise _refusal(path, "padding between tokens")
-    if queries != keys and bool((is_real.any(1) & ~is_real[:, -1]).any()):  # as with unused slots of a static cache
-        raise _refusal(path, "keys after those of the queries, or padding on the right with a cache")
-    return (is_real.cumsum(1) - 1).masked_fill(~is_real, -1)
+    if queries != keys and bool((is_real.any(1) & ~is_real[:, -1]).any()):
+        raise _refusal(path, "padding on the right with a cache")
+    return TokenPositions(tokens, (is_real.cumsum(1) - 1).masked_fill(~is_real, -1))
+
+
+def _last_visible(is_visible: Bool[Tensor, "batch keys"]) -> int:
+    """Return the number of keys up to the last one that the last query of any sequence sees. This key is its own: the
+    keys of a static cache that are not used yet come after it, and are hidden. All keys count if each of these queries
+    is padding.
+    """
+    seen = is_visible.any(0).nonzero()
+    return int(seen[-1]) + 1 if len(seen) else is_visible.shape[1]
 
 
 def _visible(path: str, mask: Tensor) -> Bool[Tensor, "batch queries keys"]:
