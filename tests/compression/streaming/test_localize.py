@@ -12,6 +12,7 @@ import tiny
 from compression.streaming import streaming_oracle
 from compression.streaming.streaming_oracle import expected_logits, head_mask, ids
 from headwise.compression.streaming.localize import localize
+from headwise.compression.streaming.text_division import divided
 
 WINDOW, FIRST = 4, 2
 
@@ -196,6 +197,10 @@ def test_one_batch_is_divided_by_texts_and_one_text_serves_for_everything():
         ({"dataset": []}, "calibration: expected at least one batch"),
         ({"dataset": [{"inputs_embeds": torch.zeros(1, 3, 24)}]}, "batches with input_ids"),
         (
+            {"dataset": [{"input_ids": ids(1, 9), "attention_mask": torch.ones(1, 1, 9, 9)}]},
+            r"dataset: expected attention_mask of the shape of input_ids, \(1, 9\), got \(1, 1, 9, 9\)",
+        ),
+        (
             {"window": 19},
             "dataset: expected texts of more than 21 tokens, the window and the first tokens, got at most",
         ),
@@ -271,18 +276,17 @@ def test_a_model_whose_attention_is_not_what_the_call_states_is_refused(monkeypa
         localized()
 
 
-def divided(batches, documents, tokens=3):
-    from headwise.compression.streaming.localize import _parts
-
-    return [[batch["input_ids"][:, 0].tolist() for batch in part] for part in _parts(batches, documents, tokens)]
+def first_tokens(batches, documents):
+    """Return the first tokens of the texts in both parts."""
+    return [[batch["input_ids"][:, 0].tolist() for batch in part] for part in divided(batches, documents, 3)]
 
 
 def test_texts_are_divided_by_document():
     batches = [{"input_ids": torch.arange(12).view(3, 4)}, {"input_ids": torch.arange(12, 20).view(2, 4)}]
-    assert divided(batches, [4, 7, 4, 9, 7]) == [[[0, 8], [12]], [[4], [16]]]
-    assert divided(batches, [2, 2, 2, 2, 2]) == [[[0, 4, 8], [12, 16]]] * 2
-    assert divided(batches, None) == [[[0, 4, 8]], [[12, 16]]]
-    assert divided(batches[:1], None) == [[[0, 8]], [[4]]]
+    assert first_tokens(batches, [4, 7, 4, 9, 7]) == [[[0, 8], [12]], [[4], [16]]]
+    assert first_tokens(batches, [2, 2, 2, 2, 2]) == [[[0, 4, 8], [12, 16]]] * 2
+    assert first_tokens(batches, None) == [[[0, 4, 8]], [[12, 16]]]
+    assert first_tokens(batches[:1], None) == [[[0, 8]], [[4]]]
 
 
 def test_equal_texts_count_as_one():
@@ -293,12 +297,12 @@ def test_equal_texts_count_as_one():
     }
     padded["attention_mask"][:, :2] = 0
     rows = [{"input_ids": row[None]} for row in (one, one, two, one)]
-    assert divided(rows[:2], None) == [[[0], [0]]] * 2
-    assert divided(rows[:2], [0, 1]) == [[[0], [0]]] * 2
-    assert divided(rows, None) == [[[0], [0], [0]], [[5]]]
-    assert divided(rows, [3, 4, 5, 6]) == [[[0], [0], [0]], [[5]]]
-    assert divided([{"input_ids": torch.stack([one, one, three])}], None) == [[[0, 0]], [[10]]]
-    assert divided([rows[0], padded, rows[2]], None) == [[[0], [99]], [[99], [5]]]
+    assert first_tokens(rows[:2], None) == [[[0], [0]]] * 2
+    assert first_tokens(rows[:2], [0, 1]) == [[[0], [0]]] * 2
+    assert first_tokens(rows, None) == [[[0], [0], [0]], [[5]]]
+    assert first_tokens(rows, [3, 4, 5, 6]) == [[[0], [0], [0]], [[5]]]
+    assert first_tokens([{"input_ids": torch.stack([one, one, three])}], None) == [[[0, 0]], [[10]]]
+    assert first_tokens([rows[0], padded, rows[2]], None) == [[[0], [99]], [[99], [5]]]
     same = ids(1, 15)
     _, streaming = localized(data=[{"input_ids": same}, {"input_ids": same.clone()}])
     assert not streaming.has_held_out

@@ -181,7 +181,7 @@ def without_compiled_code() -> Iterator[None]:
         yield
 
 
-def is_answered_by(module: nn.Module | None) -> Handler | None:
+def handler_of(module: nn.Module | None) -> Handler | None:
     """Return the handler that computes the attention of a module; None if there is none."""
     entry = None if module is None else _entries.get(id(module))
     return None if entry is None else entry.handler

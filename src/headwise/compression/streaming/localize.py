@@ -4,7 +4,7 @@ Heads are ranked by an estimate (`WindowEffects`). Then the number of streaming 
 restricts the heads with the lowest scores, and measures the loss.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,15 +26,12 @@ from headwise.compression.streaming.localized_module import LocalizedModule
 from headwise.compression.streaming.streaming_attention import restricted
 from headwise.compression.streaming.streaming_cache import streaming_cache
 from headwise.compression.streaming.streaming_heads import StreamingHeads
+from headwise.compression.streaming.text_division import Batch, divided, documents_of
 from headwise.compression.streaming.weight_samples import weight_samples
 from headwise.compression.streaming.window_effects import measure_effects
 from headwise.data.batches import evaluation_mode
-from headwise.data.texts import Texts
 from headwise.errors import InputError, require
 from headwise.runs.fingerprint import identity_of
-from headwise.shapes import Bool
-
-Batch = dict[str, Any]
 
 
 def localize(
@@ -86,7 +83,7 @@ def localize(
         batches = calibration_batches(model, dataset)
         _require_token_ids(batches)
         modules = _attention_modules(model, batches[0])
-        selection, report = _parts(batches, _documents_of(dataset), window + first)
+        selection, report = divided(batches, documents_of(dataset), window + first)
         modules = _scored(model, modules, window, first, selection, loss)
         with torch.no_grad():
             measured = partial(_mean_loss, model, window=window, first=first, loss=loss)
@@ -129,72 +126,15 @@ def _require_decoder(model: Any) -> None:
 
 
 def _require_token_ids(batches: Sequence[Batch]) -> None:
-    """Raise `InputError` unless all batches have token ids."""
+    """Raise `InputError` unless all batches have token ids, and masks of tokens only."""
     for batch in batches:
         ids = batch.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             raise InputError("dataset", expected="batches with input_ids (batch, tokens)", got=", ".join(batch))
-
-
-def _documents_of(dataset: Any) -> list[int] | None:
-    """Return the number of the document of each text; None if the data set does not state documents."""
-    return dataset.document_numbers() if isinstance(dataset, Texts) else None
-
-
-def _parts(batches: Sequence[Batch], documents: Sequence[int] | None, tokens: int) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches for the choice and for the report: texts of every second document or, if documents are not
-    known, of every second batch, or of a single batch every second text. Equal texts count as texts of one document.
-    Both parts are the same if there is one document only. In each of them, some text has more than `tokens` tokens.
-    """
-    if documents is None:
-        rows = [len(batch["input_ids"]) for batch in batches]
-        documents = (
-            list(range(rows[0])) if len(rows) == 1 else [i for i, count in enumerate(rows) for _ in range(count)]
-        )
-    first_with: dict[tuple[int, ...], int] = {}
-    documents = [
-        first_with.setdefault(text, document) for text, document in zip(_texts(batches), documents, strict=True)
-    ]
-    ranks = {document: rank for rank, document in enumerate(sorted(set(documents)))}
-    halves = torch.tensor([ranks[document] % 2 for document in documents])
-    of_batches = torch.split(halves, [len(batch["input_ids"]) for batch in batches])
-    selection, report = (
-        [_rows(batch, own == half) for batch, own in zip(batches, of_batches, strict=True) if (own == half).any()]
-        for half in (0, 1)
-    )
-    report = report or selection
-    for part in (selection, report):
-        _require_long_texts(part, tokens)
-    return selection, report
-
-
-def _texts(batches: Sequence[Batch]) -> Iterator[tuple[int, ...]]:
-    """Yield the tokens of each text, without padding."""
-    for batch in batches:
-        ids = batch["input_ids"]
-        is_real = batch.get("attention_mask", torch.ones_like(ids)).bool()
-        for row, real in zip(ids, is_real, strict=True):
-            yield tuple(row[real].tolist())
-
-
-def _rows(batch: Batch, is_chosen: Bool[Tensor, " texts"]) -> Batch:
-    """Return the chosen texts of a batch."""
-    count = len(is_chosen)
-    return {
-        name: value[is_chosen.to(value.device)] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
-        for name, value in batch.items()
-    }
-
-
-def _require_long_texts(batches: Sequence[Batch], tokens: int) -> None:
-    """Raise `InputError` if no text of some batches is longer than the window and the first tokens."""
-    longest = max(
-        int(batch["attention_mask"].sum(1).max()) if "attention_mask" in batch else batch["input_ids"].shape[1]
-        for batch in batches
-    )
-    if longest <= tokens:
-        expected = f"texts of more than {tokens} tokens, the window and the first tokens"
-        raise InputError("dataset", expected=expected, got=f"at most {longest}", remedy="choose a smaller window")
+        mask = batch.get("attention_mask")
+        if mask is not None and mask.shape != ids.shape:
+            expected = f"attention_mask of the shape of input_ids, {tuple(ids.shape)}"
+            raise InputError("dataset", expected=expected, got=tuple(mask.shape))
 
 
 def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:

@@ -32,13 +32,13 @@ class StreamingAttention:
         reader: reader of the masks of all modules.
 
     Attributes:
-        streaming: the heads, the window and the first tokens, which a cache compares with its own.
-        waiting: layer of a cache that received the keys and values of the next call; None without a cache.
+        restriction: the heads, the window and the first tokens, which a cache compares with its own.
+        cache_layer: layer of a cache that received the keys and values of the next call; None without a cache.
     """
 
     def __init__(self, module: LocalizedModule, width: int, first: int, reader: PositionReader) -> None:
-        self.streaming = module, width, first
-        self.waiting: Any = None
+        self.restriction = module, width, first
+        self.cache_layer: Any = None
         self._module, self._reader = module, reader
         self._mask = streaming_mask(width, first)
 
@@ -50,7 +50,7 @@ class StreamingAttention:
             expected = f"{module.num_heads} heads and {module.num_kv_heads} key/value heads in {call.path}"
             raise InputError("model", expected=expected, got=f"{heads} and {call.k.shape[1]}")
         tokens = self._reader.read(call.path, call.mask, batch, queries, call.k.shape[2], call.is_causal)
-        layer, self.waiting = self.waiting, None
+        layer, self.cache_layer = self.cache_layer, None
         if layer is None:
             full, streaming = self._split(call, tokens)
         else:
@@ -66,7 +66,7 @@ class StreamingAttention:
 
     def forget_cache(self, *_: Any) -> None:
         """Forward pre-hook: forget the layer of a cache of an earlier call that was interrupted."""
-        self.waiting = None
+        self.cache_layer = None
 
     def _split(self, call: AttentionCall, tokens: TokenPositions) -> tuple[HeadKeys | None, HeadKeys]:
         """Return the keys and values of full heads and of streaming heads from those of a call with all keys."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.compression.streaming.attention_calls import is_answered_by
+from headwise.compression.streaming.attention_calls import handler_of
 from headwise.compression.streaming.localized_module import LocalizedModule
 from headwise.compression.streaming.token_positions import TokenPositions
 from headwise.errors import InputError, require
@@ -142,8 +142,8 @@ class StreamingStorage:
         Raises:
             InputError: the model's heads are not restricted.
         """
-        handler: Any = is_answered_by(self._owner())
-        if getattr(handler, "streaming", None) != (self.module, self._window, self._first):
+        handler: Any = handler_of(self._owner())
+        if getattr(handler, "restriction", None) != (self.module, self._window, self._first):
             remedy = "open `with streaming.running(model)` around the call"
             raise InputError(
                 "past_key_values", expected="a model that runs with these streaming heads", got="another", remedy=remedy
@@ -151,7 +151,7 @@ class StreamingStorage:
         if key_states.shape[1] != self.module.num_kv_heads:
             expected = f"{self.module.num_kv_heads} key/value heads in the cache of {self.module.module}"
             raise InputError("model", expected=expected, got=key_states.shape[1])
-        self._pending, handler.waiting = (key_states, value_states), self
+        self._pending, handler.cache_layer = (key_states, value_states), self
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         self._tokens += key_states.shape[2]
         self._placeholders = self._placeholder(key_states), self._placeholder(value_states)

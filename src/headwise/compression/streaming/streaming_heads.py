@@ -91,14 +91,16 @@ class StreamingHeads:
     def running(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the streaming heads of a model attend to the first tokens and the window only. With
         the cache of `cache`, their other keys and values are not stored; with another cache, or without one, the
-        outputs are the same.
+        outputs are the same. All code runs as without `torch.compile`, since code compiled earlier would ignore the
+        restriction.
 
         Args:
             model: the model of these heads, with the attention implementation "sdpa" or "eager".
 
         Raises:
-            InputError: the heads are those of another model. Inside of the context: padding between tokens or, with a
-                cache, on the right; a mask that is not causal; `hw.watch` or `hw.gate` of the same model.
+            InputError: the heads are those of another model; the calling code is being compiled. Inside of the context:
+                padding between tokens or, with a cache, on the right; a mask that is not causal; `hw.watch` or
+                `hw.gate` of the same model.
 
         Example:
             >>> with streaming.running(model):  # doctest: +SKIP
@@ -111,7 +113,8 @@ class StreamingHeads:
         """Return an empty cache of `transformers` that stores for streaming heads only the first tokens and the window.
 
         Use it inside of `running`, once per text, as you would use `DynamicCache`. It supports batches with padding on
-        the left, chunks, and beam search; it cannot be cropped, which assisted generation would do.
+        the left, chunks, and beam search; it cannot be cropped, which assisted generation would do. After a call that
+        was refused or interrupted before all layers had stored its tokens, it is refused.
 
         Raises:
             InputError: the heads are those of another model.
