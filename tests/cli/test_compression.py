@@ -240,6 +240,15 @@ def test_mistakes_in_a_merge_are_one_sentence(options, sentence, headwise, folde
     assert not (tmp_path / "out").exists()
 
 
+def test_localize_refuses_an_encoder(headwise, folder, tmp_path):
+    tiny.model("encoder", top="ForMaskedLM").save_pretrained(tmp_path / "encoder")
+    tiny.tokenizer("encoder").save_pretrained(tmp_path / "encoder")
+    data = ("--model", tmp_path / "encoder", "--data", folder / "data.jsonl", "--out", tmp_path / "heads.json")
+    status, _, err = headwise("localize", *data)
+    assert status == 2
+    assert err.endswith("headwise: model: expected a decoder with a causal language-model head, got encoder\n")
+
+
 def test_localize_saves_the_streaming_heads(headwise, folder, tmp_path):
     file = tmp_path / "heads.json"
     data = ("--model", folder / "model", "--data", folder / "data.jsonl", "--out", file)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.loading import find_inputs, find_loss
+from headwise.cli.loading import find_inputs
 from headwise.cli.options import Data, ModelFlags, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
@@ -43,8 +43,9 @@ def localize(
         raise InputError("out", expected="a new file", got=repr(str(out)), remedy=remedy)
     device = LocalProcess(True, 0).device(model.device)
     source, dataset = find_inputs(model, data, texts, out.parent, shown=not output.quiet)
-    lm_head, _ = find_loss(source, dataset.tokenizer, None)
-    loaded = source.model(lm_head, model.torch_dtype).to(device)
+    if source.lm_head() != "causal":
+        raise InputError("model", expected="a decoder with a causal language-model head", got=source.title)
+    loaded = source.model("causal", model.torch_dtype).to(device)
     result = find_streaming_heads(loaded, dataset.within(loaded), budget, window=window, first=first)
     result.save(out)
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}}

@@ -10,6 +10,7 @@ import headwise as hw
 from compression.streaming import streaming_oracle
 from compression.streaming.streaming_oracle import expected_logits, ids, streaming_heads
 from headwise.compression.streaming.attention_calls import without_compiled_code
+from headwise.compression.streaming.token_positions import PositionReader, TokenPositions
 
 PATTERN = [(0, 5), (), (1,)]
 SIZE = 23
@@ -195,3 +196,19 @@ def test_a_cache_is_refused_after_a_refused_call():
             made(tokens[:, 6:], past_key_values=cache)
         # The refused call has no effect on calls without the cache.
         assert_close(made(tokens, use_cache=False).logits, expected)
+
+
+@torch.no_grad()
+def test_a_cache_is_refused_if_the_last_attention_was_interrupted(monkeypatch):
+    made = streaming_oracle.model("llama")
+    streaming = streaming_heads(made, 4, 2, [(0, 1)] * 3)
+    tokens, cache = ids(1, 9), streaming.cache(made)
+    seven = TokenPositions(7, None)
+    with streaming.running(made):
+        made(tokens[:, :6], past_key_values=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(PositionReader, "read", lambda reader, path, *_: fail() if ".2." in path else seven)
+            with pytest.raises(KeyboardInterrupt):
+                made(tokens[:, 6:7], past_key_values=cache)
+        with pytest.raises(hw.InputError, match="got an incomplete one; use a new one"):
+            made(tokens[:, 6:7], past_key_values=cache)
