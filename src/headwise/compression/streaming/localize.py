@@ -35,14 +35,9 @@ from headwise.runs.fingerprint import identity_of
 
 
 def localize(
-    model: nn.Module,
-    dataset: Any,
-    budget: float = 0.01,
-    *,
-    window: int = 512,
-    first: int = 4,
+    model: nn.Module, dataset: Any, budget: float = 0.01, *, window: int = 512, first: int = 4,
     loss: Loss = next_token_loss,
-) -> StreamingHeads:
+) -> StreamingHeads:  # fmt: skip
     """Find the key/value heads of a decoder that need only the first tokens and a window of recent ones: streaming
     heads (Xiao et al. 2024, StreamingLLM, arXiv:2309.17453; Xiao et al. 2024, DuoAttention, arXiv:2410.10819). As many
     become streaming heads as the budget allows. The model is not changed.
