@@ -39,7 +39,7 @@ class ModelIdentity(NamedTuple):
     Attributes:
         modules: number of attention modules.
         dtype: data type of the weights.
-        digest: hash of samples of the weights and of the configuration.
+        digest: hash of the weights and of the configuration.
     """
 
     modules: int

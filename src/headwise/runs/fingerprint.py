@@ -2,13 +2,13 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, takewhile
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headwise.data.batches import digest_of
 from headwise.data.texts import Texts
@@ -16,9 +16,7 @@ from headwise.data.tokenization import input_embeddings
 from headwise.intercept.layer_index import innermost_attention_modules
 from headwise.intercept.model_name import model_name
 from headwise.page.columns import ModelIdentity
-
-SAMPLED_WEIGHTS = 64
-"""About how many numbers of each parameter enter the digest: training changes nearly all of them."""
+from headwise.runs.weight_hashes import hashed_state
 
 
 def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
@@ -28,7 +26,7 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
     run resumes only with equal settings.
 
     Args:
-        model: the model; a digest of samples of its weights identifies it.
+        model: the model; a hash of its weights identifies it.
         texts: the texts that it reads, whose options are recorded; None for other data.
         title: the model's name for display; by default the last part of its hub id, its folder, or its class.
         settings: the other arguments of the run, JSON-compatible.
@@ -64,7 +62,7 @@ def identity_of(model: nn.Module) -> ModelIdentity:
     dtype = str(parameter.dtype).removeprefix("torch.")
     layers = modules[_common_ancestor(paths)]
     embeddings = input_embeddings(model)
-    parts = [_sampled_state(each) for each in (layers, embeddings) if each is not None]
+    parts = [hashed_state(each) for each in (layers, embeddings) if each is not None]
     return ModelIdentity(len(paths), dtype, digest_of([*chain.from_iterable(parts), _architecture(model)]))
 
 
@@ -88,10 +86,10 @@ def _architecture(model: Any) -> str | None:
 
 
 def _weights_digest(model: nn.Module) -> str:
-    """Return a hash of a model's weights, computed from the names of all entries of its `state_dict` (parameters and
-    saved buffers) and from samples of the entries' values.
+    """Return a hash of a model's weights: the names and values of all entries of its `state_dict` (parameters and saved
+    buffers).
     """
-    return digest_of(_sampled_state(model))
+    return digest_of(hashed_state(model))
 
 
 def attention_digest(model: nn.Module, paths: Iterable[str]) -> str:
@@ -99,17 +97,7 @@ def attention_digest(model: nn.Module, paths: Iterable[str]) -> str:
     without a module does not count.
     """
     modules = dict(model.named_modules())
-    return digest_of(part for path in paths if path in modules for part in _sampled_state(modules[path]))
-
-
-def _sampled_state(module: nn.Module) -> Iterator[Any]:
-    """Yield the name of every entry of a module's `state_dict`, each followed by about 64 of its values; None for an
-    entry that is not a tensor.
-    """
-    for name, value in module.state_dict().items():
-        yield name
-        is_tensor = isinstance(value, Tensor)
-        yield value.flatten()[:: max(1, value.numel() // SAMPLED_WEIGHTS)] if is_tensor else None
+    return digest_of(part for path in paths if path in modules for part in hashed_state(modules[path]))
 
 
 def _text_options(texts: Texts) -> dict[str, Any]:

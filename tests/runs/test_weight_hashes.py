@@ -1,0 +1,70 @@
+"""Every change of a weight changes the identity of a model."""
+
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+from headwise.data.batches import digest_of
+from headwise.runs.fingerprint import attention_digest, identity_of, run_settings
+from headwise.runs.weight_hashes import BLOCK, hashed_state
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.int64, torch.bool)
+
+
+def digest(*values):
+    module = nn.Module()
+    for index, value in enumerate(values):
+        module.register_buffer(f"value_{index}", value)
+    return digest_of(hashed_state(module))
+
+
+def bits_of(value):
+    """The same memory as bytes."""
+    return value.view(torch.uint8) if not value.is_complex() else torch.view_as_real(value).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_changed_bit_changes_the_hash(dtype):
+    value = torch.ones(2, 5).to(dtype)
+    found = {digest(value)}
+    bits = bits_of(value).flatten()
+    for index in range(len(bits)):
+        for bit in range(1 if dtype == torch.bool else 8):
+            bits[index] ^= 1 << bit
+            found.add(digest(value))
+            bits[index] ^= 1 << bit
+    assert len(found) == 1 + len(bits) * (1 if dtype == torch.bool else 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(64, 48), (576, 576), (3, BLOCK + 1)])
+def test_changes_of_many_weights_change_the_hash(rows, columns, dtype):
+    value = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    others = [value * torch.where(torch.arange(columns) == column, -1, 1).to(dtype) for column in (0, 1, columns - 1)]
+    others += [value.flip(0), value.flip(1), value.roll(1), -value, torch.cat([value[:, :1], 0 * value[:, 1:]], 1)]
+    assert len({digest(each) for each in [value, *others]}) == 1 + len(others)
+    assert digest(value) == digest(value.T.contiguous().T)
+
+
+def test_names_shapes_and_types_count():
+    value = torch.zeros(4, 6)
+    others = [(value.T,), (value, value), (value.int(),), (torch.zeros(25),), (torch.zeros(0),), ()]
+    assert len({digest(*each) for each in [(value,), *others]}) == 1 + len(others)
+
+
+def test_a_changed_head_makes_another_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(hw.MultiHeadAttention(64, num_heads=4))
+    before = identity_of(model), run_settings(model, None, None), attention_digest(model, ["0"])
+    with torch.no_grad():
+        model[0].out_proj.weight[:, 16:32] = 0.0
+    after = identity_of(model), run_settings(model, None, None), attention_digest(model, ["0"])
+    assert before[0].is_other(after[0])
+    assert before[1] != after[1]
+    assert before[2] != after[2]
+
+
+def test_weights_that_are_not_in_memory_are_refused():
+    with pytest.raises(hw.InputError, match=r"expected weights in memory, got weight on the device meta"):
+        digest_of(hashed_state(nn.Linear(2, 2, device="meta")))
