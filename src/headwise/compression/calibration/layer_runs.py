@@ -22,6 +22,10 @@ class _EndOfRunError(Exception):
     """Raised inside of a model to end a run after the last layer that is needed."""
 
 
+_DID_NOT_RUN = object()
+"""Stands for the output of a layer that did not run."""
+
+
 def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[str]) -> str:
     """Return the path of the layer that contains the attention module at `path`: its outermost ancestor in a list of
     modules of which several contain attention modules. Without such a list, return the path itself.
@@ -68,12 +72,12 @@ class LayerRuns:
         for index, outputs in enumerate(self._outputs):
             with around(index):
                 output = self._run(layer, index)
-            if store:
+            if store and output is not _DID_NOT_RUN:
                 outputs[layer.rpartition(".")[0]] = output
 
     @torch.no_grad()
     def _run(self, layer: str, index: int) -> Any:
-        """Run the model on one batch until a layer ends, and return its output."""
+        """Run the model on one batch until a layer ends, and return its output; `_DID_NOT_RUN` if the layer did not."""
         before = self._layers[: self._layers.index(layer)] if self._reuses else []
         module, outputs = self._modules[layer], []
         forward = module.forward
@@ -87,14 +91,14 @@ class LayerRuns:
                 call_model(self._model, copied(self._batches[index]))
         except _EndOfRunError:
             return outputs[0]
-        raise AssertionError(f"{layer} did not run")
+        return _DID_NOT_RUN
 
     @contextmanager
     def _stored_outputs(self, layers: Sequence[str], outputs: Mapping[str, Any]) -> Iterator[None]:
         """Let these layers return the stored output of the latest layer in their list."""
         with ExitStack() as stack:
             for path in layers:
-                output = outputs[path.rpartition(".")[0]]
+                output = outputs.get(path.rpartition(".")[0])  # None if no layer of the list ran
                 stack.enter_context(swap_forward(self._modules[path], lambda *_, _output=output, **__: _output))
             yield
 

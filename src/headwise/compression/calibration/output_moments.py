@@ -14,10 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
 DAMPING = 0.01
 """Part of the mean diagonal of the moments of x that is added to the diagonal, so that few tokens suffice."""
+
+ROUNDING = 1e-12
+"""Part of a sum of squares below which the sum about the mean is rounding of float64."""
 
 
 @dataclass
@@ -53,19 +57,30 @@ class OutputMoments:
     def about_mean(self) -> "OutputMoments":
         """Return the moments about the means of x and y, for a projection with a bias."""
         x, y = self.x / self.tokens, self.y / self.tokens
-        return OutputMoments(
-            self.tokens,
-            self.x,
-            self.y,
-            self.xx - self.tokens * torch.outer(x, x),
-            self.yx - self.tokens * torch.outer(y, x),
-            self.yy - self.tokens * float(y.square().sum()),
-        )
+        xx = self.xx - self.tokens * torch.outer(x, x)
+        yx = self.yx - self.tokens * torch.outer(y, x)
+        yy = self.yy - self.tokens * float(y.square().sum())
+        if float(xx.trace()) <= ROUNDING * float(self.xx.trace()):
+            xx, yx = torch.zeros_like(xx), torch.zeros_like(yx)
+        return OutputMoments(self.tokens, self.x, self.y, xx, yx, yy if yy > ROUNDING * self.yy else 0.0)
 
     def damped(self) -> Float[Tensor, "width width"]:
-        """Return the mean of x x^T, with a small number added to the diagonal."""
+        """Return the mean of x x^T, with a small number added to the diagonal; the identity if x is 0."""
         mean = self.xx / self.tokens
-        return mean + DAMPING * mean.diagonal().mean() * torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
+        added = DAMPING * mean.diagonal().mean() if bool(mean.any()) else 1.0
+        return mean + added * torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
+
+
+def require_usable(moments: OutputMoments | None, path: str) -> None:
+    """Raise `InputError` if the projection at `path` ran on no data (None), on padding alone, or on numbers that are
+    NaN or infinite.
+    """
+    if moments is None:
+        raise InputError("calibration", expected=f"data on which {path} runs", got="none")
+    if not moments.tokens or not bool(moments.xx.isfinite().all() and moments.yx.isfinite().all()):
+        got = "NaN or infinity" if moments.tokens else "padding alone"
+        expected = f"texts for which inputs and outputs of {path} are finite numbers"
+        raise InputError("calibration", expected=expected, got=got)
 
 
 def reconstructed(
@@ -137,9 +152,11 @@ def block_removals(
     place = is_kept.cumsum(0) - 1
     inverse = torch.linalg.inv(centred.damped()[kept][:, kept])
     fitted, _ = reconstructed(moments, weight, kept, has_bias)
+    is_varied = centred.yy > 0 and bool(centred.xx.any())  # otherwise nothing is lost
     for block in blocks:
         own = place[block]
         left = fitted[:, own] @ torch.linalg.inv(inverse[own][:, own])
         right = inverse.new_zeros(len(own), width)
         right[:, kept] = inverse[own]
-        yield BlockRemoval(float((left * fitted[:, own]).sum()) * moments.tokens / centred.yy, left, right)
+        error = float((left * fitted[:, own]).sum()) * moments.tokens
+        yield BlockRemoval(error / centred.yy if is_varied else 0.0, left, right)

@@ -1,6 +1,6 @@
 """Inputs of output projections: the outputs of all heads side by side, for each token except padding."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,10 +52,20 @@ def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batc
     for name, value in batch.items():
         if name.endswith("key_padding_mask") and isinstance(value, Tensor) and bool(value.any()):
             raise InputError("calibration", expected="batches without padding", got=f"a {name} that hides tokens")
+    return stated_padding(inputs.shape[:-1], batch)
+
+
+def stated_padding(shape: Sequence[int], batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
+    """Return the padding mask of a batch that has this shape, True for tokens that count; None if none has.
+
+    Raises:
+        InputError: several masks fit that differ.
+    """
     masks = {
         name: value.bool()
         for name, value in batch.items()
-        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.shape == inputs.shape[:-1]
+        if name.endswith("attention_mask") and name not in OF_OTHER_TOKENS
+        if isinstance(value, Tensor) and value.shape == tuple(shape)
     }
     if not masks:
         return None
@@ -65,3 +75,7 @@ def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batc
         expected = "one padding mask of each length"
         raise InputError("calibration", expected=expected, got=" and ".join(masks), remedy=remedy)
     return first
+
+
+OF_OTHER_TOKENS = ("encoder_attention_mask", "global_attention_mask")
+"""Arguments that are masks of the keys of cross-attention alone, or no masks of padding."""

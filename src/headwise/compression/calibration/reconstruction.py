@@ -6,16 +6,17 @@ as far as they can.
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
+from headwise.compression.calibration.calibration_survey import heads_of_batches
 from headwise.compression.calibration.layer_runs import LayerRuns, layer_of_site
-from headwise.compression.calibration.output_moments import OutputMoments, reconstructed
+from headwise.compression.calibration.output_moments import OutputMoments, reconstructed, require_usable
 from headwise.compression.calibration.projection_inputs import projection_inputs
 from headwise.errors import InputError
 from headwise.removal.families import head_module
@@ -36,14 +37,15 @@ def reconstruct(
     Args:
         model: the dense model, in evaluation mode.
         changed: the copy, in evaluation mode.
-        kept: remaining heads of each attention module that is fitted, in the order in which the model runs them.
+        kept: remaining heads of each attention module that is fitted.
         batches: arguments of the model.
 
     Raises:
-        InputError: weights are quantised, or projections share a weight.
+        InputError: weights are quantised, or projections share a weight; a module runs on none of the batches; or
+            their padding is not stated.
     """
     check_parameters(changed, [head_module(model, path) for path in kept])
-    paths, sites = dict(model.named_modules()), list(kept)
+    paths, sites = dict(model.named_modules()), _in_order_of_runs(model, list(kept), batches)
     layers = list(dict.fromkeys(layer_of_site(paths, path, sites) for path in sites))
     dense_runs, changed_runs = (LayerRuns(each, batches, layers) for each in (model, changed))
     for layer in layers:
@@ -53,22 +55,52 @@ def reconstruct(
             targets = _inputs(model, module, dense_runs, layer, batches, store=path == inside[-1])
             inputs = _inputs(changed, module, changed_runs, layer, batches, store=False)
             projection: Any = model.get_submodule(module.output)
-            parts = (OutputMoments.of(x, projection(y)) for x, y in zip(inputs, targets, strict=True))
+            pairs = zip(inputs, targets, strict=True)
+            parts = [OutputMoments.of(x, projection(y)) for x, y in pairs if x is not None and y is not None]
             _fit(changed.get_submodule(module.output), module, kept[path], _sum(parts))
         changed_runs.run(layer, lambda index: nullcontext(), store=True)
 
 
+def _in_order_of_runs(model: nn.Module, paths: Sequence[str], batches: Sequence[dict[str, Any]]) -> list[str]:
+    """Return paths of attention modules in the order in which the model runs them, on the batch on which most of them
+    run.
+
+    Raises:
+        InputError: a module runs on no batch; or padding is not stated.
+    """
+    orders: list[list[str]] = []
+
+    def begin(module: nn.Module, arguments: Any) -> None:
+        orders.append([])
+
+    def note(path: str) -> Callable[..., None]:
+        return lambda module, arguments: orders[-1].append(path) if orders else None
+
+    with ExitStack() as stack:
+        stack.callback(model.register_forward_pre_hook(begin).remove)
+        for path in paths:
+            hook = model.get_submodule(head_module(model, path).output).register_forward_pre_hook(note(path))
+            stack.callback(hook.remove)
+        heads_of_batches(model, batches)
+    orders.sort(key=lambda order: -len(set(order)))
+    order = list(dict.fromkeys(path for order in orders for path in order))
+    for path in paths:
+        if path not in order:
+            raise InputError("calibration", expected=f"data on which {path} runs", got="none")
+    return order
+
+
 def _inputs(
     model: nn.Module, module: HeadModule, runs: LayerRuns, layer: str, batches: Sequence[dict[str, Any]], *, store: bool
-) -> list[torch.Tensor]:
-    """Return the inputs of a module's output projection on each batch."""
-    recorded: list[torch.Tensor] = []
+) -> list[torch.Tensor | None]:
+    """Return the inputs of a module's output projection on each batch; None for a batch on which it does not run."""
+    recorded: list[torch.Tensor | None] = []
 
     @contextmanager
     def recording(index: int) -> Iterator[None]:
         with projection_inputs(model, {"x": module.output}, batches[index]) as inputs:
             yield
-        recorded.append(torch.cat(inputs["x"]))
+        recorded.append(torch.cat(inputs["x"]) if inputs["x"] else None)
 
     runs.run(layer, recording, store=store)
     return recorded
@@ -81,10 +113,7 @@ def _fit(projection: Any, module: HeadModule, kept: KeptHeads, moments: OutputMo
     is_transposed = axis.axis == 0
     weight = projection.weight.mT if is_transposed else projection.weight
     bias = getattr(projection, "bias", None)
-    if not moments.tokens or not bool(moments.xx.isfinite().all() and moments.yx.isfinite().all()):
-        got = "NaN or infinity" if moments.tokens else "padding alone"
-        expected = f"texts for which the inputs of {module.output} are finite numbers"
-        raise InputError("calibration", expected=expected, got=got)
+    require_usable(moments, module.output)
     fitted, fitted_bias = reconstructed(moments, weight, columns, bias is not None)
     full = torch.zeros_like(weight)
     full[:, columns] = fitted.to(full)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from headwise.compression.calibration.calibration_survey import heads_of_batches
 from headwise.compression.calibration.projection_inputs import projection_inputs
 from headwise.data.batches import call_model, copied
 from headwise.errors import InputError
@@ -40,8 +41,9 @@ def kv_moments(
         batches: arguments of the model.
 
     Raises:
-        InputError: a module projects no keys on these batches.
+        InputError: a module projects no keys on these batches, or their padding is not stated.
     """
+    heads_of_batches(model, batches)
     places = {(path, part): _place(module, part) for path, module in modules.items() for part in PARTS}
     sums: dict[tuple[str, HeadPart], Tensor] = {}
     for batch in batches:

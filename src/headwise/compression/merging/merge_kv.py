@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwise.checks import flag, require_module, size_argument
 from headwise.compression.calibration.reconstruction import reconstruct as fit_output_projections
-from headwise.compression.calibration.scored_heads import calibration_batches, scored_heads
+from headwise.compression.calibration.scored_heads import calibration_batches
 from headwise.compression.merging.head_freedom import Freedom, has_norm, key_freedom, value_freedom
 from headwise.compression.merging.kv_alignment import align, pairwise_gains, similar_groups
 from headwise.compression.merging.kv_moments import KVMoments, kv_moments
@@ -212,11 +212,8 @@ def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "gr
 def _reconstruct(
     model: nn.Module, merged: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> None:
-    """Fit the output projections of a copy with equal heads, in the order in which the model runs its modules."""
-    ran = [path for path in dict.fromkeys(row.module for row in scored_heads(model, batches[0])) if path in modules]
-    if missing := [path for path in modules if path not in ran]:
-        raise InputError("calibration", expected=f"data on which {missing[0]} attends", got="none")
-    all_heads = {path: modules[path].kept(range(modules[path].num_heads)) for path in ran}
+    """Fit the output projections of a copy with equal heads."""
+    all_heads = {path: module.kept(range(module.num_heads)) for path, module in modules.items()}
     fit_output_projections(model, merged, all_heads, batches)
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.losses import Loss
-from headwise.compression.calibration.output_moments import OutputMoments, block_removals
+from headwise.compression.calibration.calibration_survey import heads_of_batches
+from headwise.compression.calibration.output_moments import OutputMoments, block_removals, require_usable
 from headwise.compression.calibration.projection_inputs import projection_inputs
-from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches, scored_heads
+from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches
 from headwise.compression.calibration.weight_gradients import WeightGradients, require_slope, weight_gradients
 from headwise.compression.pruning.pruning_plan import Head
 from headwise.data.batches import call_model, copied, evaluation_mode
@@ -66,7 +67,7 @@ class LeastSquaresScores:
         model = with_own_layers(model)
         with evaluation_mode(model), torch.no_grad():
             batches = calibration_batches(model, calibration)
-            self.rows: Sequence[ScoredHead] = scored_heads(model, batches[0])
+            self.rows: Sequence[ScoredHead] = heads_of_batches(model, batches)
             self.identity: ModelIdentity | None = identity
             self._modules = {row.module: head_module(model, row.module) for row in self.rows}
             self._weights = {path: dense_weight(model, module) for path, module in self._modules.items()}
@@ -118,6 +119,8 @@ def _dense_moments(
             for x in inputs:
                 added = OutputMoments.of(x, projection(x))
                 moments[path] = moments[path] + added if path in moments else added
+    for path, module in modules.items():
+        require_usable(moments.get(path), module.output)
     return moments
 
 

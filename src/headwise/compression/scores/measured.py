@@ -17,7 +17,8 @@ from headwise.analysis.ablate import ablate
 from headwise.analysis.gate import gate
 from headwise.analysis.importance.importance import importance
 from headwise.analysis.losses import Loss, prepare_loss, require_loss
-from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches, scored_heads
+from headwise.compression.calibration.calibration_survey import heads_of_each_batch
+from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches
 from headwise.compression.calibration.weight_gradients import require_slope
 from headwise.compression.pruning.pruning_plan import Head
 from headwise.data.batches import evaluation_mode
@@ -51,7 +52,7 @@ class _MeasuredScores:
         with evaluation_mode(model), torch.no_grad():
             batches = calibration_batches(model, dataset)
             self._parts = [(batch, _prepared(loss, model, batch)) for batch in batches]
-            self.rows: Sequence[ScoredHead] = scored_heads(model, batches[0])
+            self.rows: Sequence[ScoredHead] = heads_of_each_batch(model, batches)
             self.identity: ModelIdentity | None = identity_of(model)
 
     @contextmanager

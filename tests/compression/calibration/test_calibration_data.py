@@ -1,0 +1,174 @@
+"""Calibration data: padding that is stated in other ways than by a mask of two axes, and modules that do not always
+run.
+"""
+
+import pytest
+import torch
+import transformers
+
+import headwise as hw
+from headwise.compression.merging.merge_kv import merge_kv
+from headwise.compression.pruning.plan_pruning import plan_pruning
+from headwise.compression.pruning.prune import prune
+from removal import families
+
+GENERATOR = torch.Generator().manual_seed(2)
+IDS = torch.randint(3, 97, (2, 13), generator=GENERATOR)
+SHORTER = torch.arange(13) < torch.tensor([[13], [8]])
+CAUSAL = torch.ones(13, 13, dtype=torch.bool).tril().expand(2, 1, 13, 13)
+NOT_STATED = (
+    "^calibration: expected padding that an attention_mask of shape .* got a mask that hides {} of {} tokens in "
+)
+
+
+def additive(visible):
+    """Return a mask to be added to scores."""
+    return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, torch.finfo(torch.float64).min)
+
+
+def tokens_of(scores):
+    """Return the number of tokens that count in each module."""
+    return {path: moments.tokens for path, moments in scores._moments.items()}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("form", [lambda visible: visible, additive])
+def test_padding_in_a_mask_of_four_axes_is_refused(form, side):
+    model = families.model("llama")
+    real = SHORTER if side == "right" else SHORTER.flip(1)
+    batch = {"input_ids": IDS, "attention_mask": form(CAUSAL & real[:, None, None])}
+    plan = plan_pruning(hw.MagnitudeScores(model, {"input_ids": IDS}), keep=0.5)
+    for act in (
+        lambda: hw.LeastSquaresScores(model, [{"input_ids": IDS}, batch]),
+        lambda: prune(model, plan, calibration=[batch]),
+        lambda: merge_kv(model, num_kv_heads=1, calibration=[batch], method="weighted_mean", reconstruct=False),
+    ):
+        with pytest.raises(hw.InputError, match=NOT_STATED.format(5, 26) + "layers.0.self_attn; give such"):
+            act()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("form", [lambda visible: visible, additive])
+def test_a_mask_of_four_axes_without_padding_is_accepted(form, window):
+    model = families.model("llama")
+    visible = CAUSAL if window is None else CAUSAL & ~CAUSAL.tril(-window)
+    scores = hw.LeastSquaresScores(model, [{"input_ids": IDS, "attention_mask": form(visible)}])
+    assert set(tokens_of(scores).values()) == {26}
+    documents = torch.arange(13) // 5
+    packed = CAUSAL & (documents[:, None] == documents)
+    scores = hw.LeastSquaresScores(model, [{"input_ids": IDS, "attention_mask": form(packed)}])
+    assert set(tokens_of(scores).values()) == {26}
+
+
+def test_a_mask_of_two_axes_counts_as_before():
+    for name in ("llama", "bert", "gemma2"):
+        batch = {"input_ids": IDS, "attention_mask": SHORTER.long()}
+        assert set(tokens_of(hw.LeastSquaresScores(families.model(name), [batch])).values()) == {21}
+
+
+class TorchModel(torch.nn.Module):
+    """Torch's attention layers in a model with an argument of its own for padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.MultiheadAttention(24, 4, batch_first=True) for _ in range(2))
+
+    def forward(self, x, hide=None):
+        for layer in self.layers:
+            x = x + layer(x, x, x, key_padding_mask=hide, need_weights=False)[0]
+        return x
+
+
+def test_padding_in_an_argument_of_any_name_is_refused():
+    x = torch.randn(2, 13, 24, generator=GENERATOR)
+    assert set(tokens_of(hw.LeastSquaresScores(TorchModel(), [{"x": x, "hide": SHORTER & ~SHORTER}])).values()) == {26}
+    with pytest.raises(hw.InputError, match=NOT_STATED.format(5, 26) + "layers.0"):
+        hw.LeastSquaresScores(TorchModel(), [{"x": x, "hide": ~SHORTER}])
+    layer, much, little = hw.MultiHeadAttention(24, 4), torch.tensor([13, 8]), torch.tensor([13, 12])
+    assert tokens_of(hw.LeastSquaresScores(layer, [{"x": x, "lengths": much}])) == {"": 21}  # it leaves out padding
+    with pytest.raises(hw.InputError, match=NOT_STATED.format(1, 26) + "MultiHeadAttention"):
+        hw.LeastSquaresScores(layer, [{"x": x, "lengths": little}])
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_labels_of_minus_100_need_a_mask_of_the_targets(name):
+    model = families.model(name, transformers.AutoModelForSeq2SeqLM)
+    model.config.decoder_start_token_id = model.config.pad_token_id = 1
+    labels = IDS[:, :9].masked_fill(torch.arange(9) >= torch.tensor([[9], [4]]), -100)
+    batch = {"input_ids": IDS, "labels": labels}
+    with pytest.raises(hw.InputError, match=r"argument decoder_attention_mask of shape \(2, 9\) with labels of -100"):
+        hw.LeastSquaresScores(model, [batch])
+    counted = tokens_of(hw.LeastSquaresScores(model, [batch | {"decoder_attention_mask": (labels != -100).long()}]))
+    assert {path.startswith("decoder") or ".decoder" in path: count for path, count in counted.items()} == {
+        False: 26,
+        True: 13,
+    }
+    decoder = families.model("llama", transformers.AutoModelForCausalLM)
+    unmasked = {"input_ids": IDS, "labels": IDS.masked_fill(~SHORTER, -100)}
+    with pytest.raises(hw.InputError, match=r"the argument attention_mask of shape \(2, 13\) with labels"):
+        hw.LeastSquaresScores(decoder, [unmasked])
+    assert set(tokens_of(hw.LeastSquaresScores(decoder, [unmasked | {"attention_mask": SHORTER.long()}])).values()) == {
+        21
+    }
+
+
+def cross_model():
+    """Return a BERT decoder that attends to an encoder's states, and batches with and without these."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**families.SIZES, intermediate_size=37, is_decoder=True, add_cross_attention=True)
+    model = transformers.BertLMHeadModel(config).double().eval()
+    states = torch.randn(2, 13, 48, dtype=torch.float64, generator=GENERATOR)
+    return model, {"input_ids": IDS, "encoder_hidden_states": states}, {"input_ids": IDS}
+
+
+def test_a_mask_of_the_keys_of_cross_attention_hides_no_queries():
+    model, batch, _ = cross_model()
+    counted = tokens_of(hw.LeastSquaresScores(model, [batch | {"encoder_attention_mask": SHORTER.long()}]))
+    assert len(counted) == 4
+    assert set(counted.values()) == {26}
+
+
+def test_modules_that_run_on_some_batches_are_scored_and_fitted_on_these():
+    model, crossed, alone = cross_model()
+    scores = hw.LeastSquaresScores(model, [alone, crossed, alone])
+    assert sorted(set(tokens_of(scores).values())) == [26, 78]
+    units = [((row.layer, row.head),) for row in scores.rows]
+    assert len(units) == 24
+    plan = plan_pruning(scores, keep=0.5)
+    both = prune(model, plan, calibration=[crossed, alone])
+    turned = prune(model, plan, calibration=[alone, crossed])
+    for one, other in zip(both.parameters(), turned.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-9)
+    path = "bert.encoder.layer.0.crossattention.output.dense"
+    assert not torch.equal(both.get_submodule(path).weight, prune(model, plan).get_submodule(path).weight)
+    with pytest.raises(hw.InputError, match="^calibration: expected data on which .*crossattention.self runs"):
+        prune(model, plan, calibration=[alone])
+
+
+def test_measured_scores_name_modules_that_run_on_some_batches_alone():
+    model, crossed, alone = cross_model()
+    batches = [crossed | {"labels": IDS}, alone | {"labels": IDS}]
+    with pytest.raises(hw.InputError, match="on which the same modules attend, got some without .*cros"):
+        hw.AblationScores(model, batches, hw.next_token_loss)
+
+
+def test_a_module_without_head_outputs_loses_nothing():
+    model = families.model("llama")
+    for layer, bias in zip(model.layers, (0.0, 0.7), strict=True):
+        torch.nn.init.zeros_(layer.self_attn.v_proj.weight)
+        torch.nn.init.constant_(layer.self_attn.v_proj.bias, bias)
+    batches = [{"input_ids": IDS}]
+    scores = hw.LeastSquaresScores(model, batches)
+    units = [((layer, head),) for layer in range(2) for head in range(6)]
+    assert scores.of(units, frozenset()) == [0.0] * 12
+    plan = plan_pruning(scores, keep=0.5, constraint="groups")
+    fitted, unfitted = prune(model, plan, calibration=batches), prune(model, plan)
+    assert torch.equal(fitted.layers[0].self_attn.o_proj.weight, unfitted.layers[0].self_attn.o_proj.weight)
+    with torch.no_grad():
+        assert torch.allclose(fitted(**batches[0])[0], model(**batches[0])[0])
+
+
+def test_padding_alone_is_refused():
+    batch = {"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}
+    with pytest.raises(hw.InputError, match="^calibration: .* finite numbers, got padding alone"):
+        hw.LeastSquaresScores(families.model("llama"), [batch])
