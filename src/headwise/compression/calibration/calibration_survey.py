@@ -100,7 +100,13 @@ class _PaddingSurvey(_Survey):
     def observe(self, call: Call) -> None:
         """Record the site of an attention call, and compare its padding with that which the batch states."""
         super().observe(call)
-        observed = self._contexts.read(call)
+        try:
+            observed = self._contexts.read(call)
+        except InputError as error:  # a mask that is no tensor, such as that of FlexAttention
+            masks = [value for name, value in self._batch.items() if "mask" in name and value is not None]
+            if any(not isinstance(mask, Tensor) or mask.ndim != 2 for mask in masks):
+                self.problem = self.problem or error
+            return
         stated = stated_padding((call.grid.batch, call.grid.queries), self._batch)
         real = observed.context.real_queries
         hides = "an unknown number of tokens" if observed.lacks_rows and stated is None else _hidden(real, stated)

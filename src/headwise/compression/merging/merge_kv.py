@@ -9,6 +9,13 @@ from torch import Tensor, nn
 
 from headwise.checks import flag, require_module, size_argument
 from headwise.compression.calibration.reconstruction import reconstruct as fit_output_projections
+from headwise.compression.calibration.same_outputs import (
+    ALIGNED,
+    MERGED,
+    outputs_of,
+    remove_heads_checked,
+    require_same,
+)
 from headwise.compression.calibration.scored_heads import calibration_batches
 from headwise.compression.merging.head_freedom import Freedom, has_norm, key_freedom, value_freedom
 from headwise.compression.merging.kv_alignment import align, pairwise_gains, similar_groups
@@ -65,7 +72,8 @@ def merge_kv(
 
     Raises:
         InputError: the model is of another family; `num_kv_heads` does not divide the present number, or is not below
-            it; calibration data are needed, or empty; heads were removed before that the configuration records.
+            it; calibration data are needed, or empty; heads were removed before that the configuration records; or, on
+            the calibration data, a module computes something else than its class name says.
 
     Example:
         >>> merged = headwise.merge_kv(model, num_kv_heads=1, calibration=texts, method="procrustes")  # doctest: +SKIP
@@ -81,14 +89,23 @@ def merge_kv(
     merged = deepcopy(model)
     with evaluation_mode(model), evaluation_mode(merged), torch.no_grad():
         batches = [] if calibration is None else calibration_batches(model, calibration)
-        measures = method != "mean" or grouping == "similarity"
-        moments = kv_moments(model, modules, batches) if measures else {}
+        weights = {path: _equal_weights(module) for path, module in modules.items()}
+        if method != "mean" or grouping == "similarity":
+            moments = kv_moments(model, modules, batches)
+            for path, module in modules.items():
+                weights[path] = _align(merged, module, num_kv_heads, moments[path], method, grouping)
+            expected, used = outputs_of(model, modules, batches)
+            require_same(merged, expected, outputs_of(merged, modules, used)[0], ALIGNED)
         for path, module in modules.items():
-            _merge(merged, module, num_kv_heads, moments.get(path), method, grouping)
+            shares = (_shares(each, module.num_kv_heads // num_kv_heads) for each in weights[path])
+            average_heads(merged, module, *shares)
         if reconstruct:
             _reconstruct(model, merged, modules, batches)
-    firsts = {path: _first_of_groups(module, num_kv_heads) for path, module in modules.items()}
-    remove_heads(merged, firsts, may_record=False)
+        firsts = {path: _first_of_groups(module, num_kv_heads) for path, module in modules.items()}
+        if batches:
+            remove_heads_checked(merged, firsts, batches, may_record=False, claim=MERGED)
+        else:
+            remove_heads(merged, firsts, may_record=False)
     return merged
 
 
@@ -144,35 +161,40 @@ class _HeadWeights(NamedTuple):
     values: Float[Tensor, " kv_heads"]
 
 
-def _merge(
+def _equal_weights(module: HeadModule) -> _HeadWeights:
+    """Return equal weights of all key/value heads."""
+    return _HeadWeights(*torch.ones(2, module.num_kv_heads).double())
+
+
+def _align(
     model: nn.Module,
     module: HeadModule,
     num_kv_heads: int,
-    moments: KVMoments | None,
+    moments: KVMoments,
     method: MergeMethod,
     grouping: MergeGrouping,
-) -> None:
-    """Let the key/value heads of each group in an attention module become equal, in place, and stand side by side."""
-    heads = module.num_kv_heads
-    size = heads // num_kv_heads
-    weights = _HeadWeights(torch.ones(heads).double(), torch.ones(heads).double())
-    if moments is not None:
-        aligns = method == "procrustes"
-        keys = key_freedom(model, module) if aligns else Freedom(module.head_dim)
-        values = value_freedom(model, module) if aligns else Freedom(module.value_dim)
-        if method == "weighted_mean":
-            weights = _energies(model, module, moments)
-        if grouping == "similarity":
-            order = _similar_order(moments, keys, values, num_kv_heads)
-            reorder_heads(model, module, order)
-            moments = KVMoments(
-                moments.queries, moments.keys[order][:, order], moments.values[order][:, order]
-            )  # the energies of queries are in `weights`
-            weights = _HeadWeights(weights.keys[order], weights.values[order])
-        if aligns:
-            matrices = (_aligned(moments.keys, keys, size), _aligned(moments.values, values, size))
-            multiply_features(model, module, *matrices)
-    average_heads(model, module, _shares(weights.keys, size), _shares(weights.values, size))
+) -> _HeadWeights:
+    """Let the key/value heads of each group in an attention module stand side by side, in place, aligned by the method.
+    The module's output does not change. Return the weights of the heads in the mean of their group.
+    """
+    weights = _equal_weights(module)
+    aligns = method == "procrustes"
+    keys = key_freedom(model, module) if aligns else Freedom(module.head_dim)
+    values = value_freedom(model, module) if aligns else Freedom(module.value_dim)
+    if method == "weighted_mean":
+        weights = _energies(model, module, moments)
+    if grouping == "similarity":
+        order = _similar_order(moments, keys, values, num_kv_heads)
+        reorder_heads(model, module, order)
+        moments = KVMoments(
+            moments.queries, moments.keys[order][:, order], moments.values[order][:, order]
+        )  # the energies of queries are in `weights`
+        weights = _HeadWeights(weights.keys[order], weights.values[order])
+    if aligns:
+        size = module.num_kv_heads // num_kv_heads
+        matrices = (_aligned(moments.keys, keys, size), _aligned(moments.values, values, size))
+        multiply_features(model, module, *matrices)
+    return weights
 
 
 def _similar_order(moments: KVMoments, keys: Freedom, values: Freedom, groups: int) -> list[int]:

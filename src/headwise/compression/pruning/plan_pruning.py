@@ -10,16 +10,20 @@ The lowest scores are removed. Which heads compete with each other depends on th
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import nn
 
 from headwise.checks import finite_number, whole_number
+from headwise.compression.calibration.same_outputs import remove_heads_checked
 from headwise.compression.pruning.pruning_plan import Head, PlannedModule, PruningPlan, planned_modules
 from headwise.errors import InputError
 from headwise.page.columns import ModelIdentity
+from headwise.removal.families import head_module
 from headwise.removal.remove_heads import loads_in_transformers
+from headwise.removal.torch_layers import replace_torch_layers
 from headwise.runs.fingerprint import identity_of
 from headwise.runs.head_table import HeadTable
 from headwise.runs.progress import progress_bar
@@ -83,14 +87,17 @@ def plan_pruning(
             default 8 for a function, ablation and importance, one for each removal for least squares, and 1 for
             magnitude and for a table, which cannot be scored again.
         statistic: statistic of the table that is the score; by default the one that its plots show.
-        model: the model, from which the plan learns what can load the result.
+        model: the model, from which the plan learns what can load the result. With scores of headwise that read data,
+            it is also verified on these that the model without the heads returns the same as with outputs of 0 from
+            them. Scores of a table have no data: `hw.prune` verifies it on calibration data.
         progress: show a progress bar on standard error.
 
     Returns:
         The plan, for `hw.prune`.
 
     Raises:
-        InputError: an argument cannot be used, a score is NaN, or scores of different modules cannot be compared.
+        InputError: an argument cannot be used, a score is NaN, scores of different modules cannot be compared, or an
+            attention module computes something else than its class name says.
 
     Example:
         >>> plan = headwise.plan_pruning(headwise.ablate(model, texts, loss), keep=0.5)  # doctest: +SKIP
@@ -115,10 +122,17 @@ def plan_pruning(
         if identity is not None and identity.is_other(identity_of(model)):
             raise InputError("model", expected="the model of the scores", got="one with other weights")
         identity = identity_of(model)
-        loader = (
-            "transformers" if loads_in_transformers(model, {each.module: each.kept for each in modules}) else "headwise"
-        )
+        kept = {each.module: each.kept for each in modules}
+        loader = "transformers" if loads_in_transformers(model, kept) else "headwise"
+        if batches := getattr(source, "batches", None):
+            _verify(model, kept, batches)
     return PruningPlan(modules, constraint, share, source.name, scored, loader, identity)
+
+
+def _verify(model: nn.Module, kept: Mapping[str, Sequence[int]], batches: Sequence[dict[str, Any]]) -> None:
+    """Verify on batches, with a copy of the model, that its heads can be removed as their class names say."""
+    copy = replace_torch_layers(deepcopy(model))
+    remove_heads_checked(copy, {path: head_module(copy, path).kept(query) for path, query in kept.items()}, batches)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from torch import nn
 
 from headwise.checks import require_module
 from headwise.compression.calibration.reconstruction import reconstruct
+from headwise.compression.calibration.same_outputs import remove_heads_checked
 from headwise.compression.calibration.scored_heads import calibration_batches
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.data.batches import evaluation_mode
@@ -24,7 +25,8 @@ def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None) -> nn
 
     With calibration data, the output projection of each attention module is fitted by least squares to what the dense
     module returns; without, the remaining weights are unchanged, and the copy equals the model with the outputs of the
-    removed heads set to zero.
+    removed heads set to zero. That this is so is verified on calibration data; without them it follows from the class
+    names of the attention modules, unless the plan was verified on the data of its scores.
 
     Args:
         model: a model of a known family.
@@ -32,7 +34,9 @@ def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None) -> nn
         calibration: `Texts`, or batches of the model's arguments; None for no reconstruction.
 
     Raises:
-        InputError: the plan is for another model, the model is of no known family, or the calibration data are empty.
+        InputError: the plan is for another model; the model is of no known family, or computes something else than its
+            class names say; the calibration data are empty, a planned module does not run on them, or their padding is
+            not stated by a mask of two axes.
 
     Example:
         >>> pruned = headwise.prune(model, plan, calibration=texts)  # doctest: +SKIP
@@ -41,11 +45,14 @@ def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None) -> nn
     require_module(model)
     kept = _kept_heads(model, plan)
     pruned = replace_torch_layers(deepcopy(model))
-    if calibration is not None:
-        dense = with_own_layers(model)
-        with evaluation_mode(dense), evaluation_mode(pruned):
-            reconstruct(dense, pruned, kept, calibration_batches(dense, calibration))
-    remove_heads(pruned, kept)
+    if calibration is None:
+        remove_heads(pruned, kept)
+        return pruned
+    dense = with_own_layers(model)
+    with evaluation_mode(dense), evaluation_mode(pruned):
+        batches = calibration_batches(dense, calibration)
+        reconstruct(dense, pruned, kept, batches)
+        remove_heads_checked(pruned, kept, batches)
     return pruned
 
 

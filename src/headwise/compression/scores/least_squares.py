@@ -45,6 +45,7 @@ class LeastSquaresScores:
         name: name of the scores, for display.
         rows: the heads.
         identity: identity of the model.
+        batches: the data.
         is_comparable: True if scores of different modules can be compared.
 
     Raises:
@@ -66,7 +67,7 @@ class LeastSquaresScores:
         identity = identity_of(model)
         model = with_own_layers(model)
         with evaluation_mode(model), torch.no_grad():
-            batches = calibration_batches(model, calibration)
+            self.batches = batches = calibration_batches(model, calibration)
             self.rows: Sequence[ScoredHead] = heads_of_batches(model, batches)
             self.identity: ModelIdentity | None = identity
             self._modules = {row.module: head_module(model, row.module) for row in self.rows}

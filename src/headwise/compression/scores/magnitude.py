@@ -26,6 +26,7 @@ class MagnitudeScores:
     Attributes:
         rows: the heads.
         identity: identity of the model.
+        batches: the data.
     """
 
     name = "magnitude"
@@ -34,7 +35,8 @@ class MagnitudeScores:
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         with evaluation_mode(model), torch.no_grad():
-            self.rows: Sequence[ScoredHead] = scored_heads(model, calibration_batches(model, [batch])[0])
+            self.batches = calibration_batches(model, [batch])
+            self.rows: Sequence[ScoredHead] = scored_heads(model, self.batches[0])
             self.identity: ModelIdentity | None = identity_of(model)
             squares = {row.module: _squares(model, head_module(model, row.module)) for row in self.rows}
             self._square_of = {(row.layer, row.head): float(squares[row.module][row.head]) for row in self.rows}

@@ -41,6 +41,7 @@ class _MeasuredScores:
     Attributes:
         rows: the heads.
         identity: identity of the model.
+        batches: the data.
     """
 
     rounds = DEFAULT_ROUNDS
@@ -50,7 +51,7 @@ class _MeasuredScores:
         require_loss(loss)
         self._model = model
         with evaluation_mode(model), torch.no_grad():
-            batches = calibration_batches(model, dataset)
+            self.batches = batches = calibration_batches(model, dataset)
             self._parts = [(batch, _prepared(loss, model, batch)) for batch in batches]
             self.rows: Sequence[ScoredHead] = heads_of_each_batch(model, batches)
             self.identity: ModelIdentity | None = identity_of(model)
@@ -78,6 +79,7 @@ class AblationScores(_MeasuredScores):
     Attributes:
         rows: the heads.
         identity: identity of the model.
+        batches: the data.
 
     Example:
         >>> scores = headwise.AblationScores(model, texts, headwise.next_token_loss)  # doctest: +SKIP
@@ -110,6 +112,7 @@ class ImportanceScores(_MeasuredScores):
     Attributes:
         rows: the heads.
         identity: identity of the model.
+        batches: the data.
 
     Example:
         >>> scores = headwise.ImportanceScores(model, texts, headwise.next_token_loss)  # doctest: +SKIP

@@ -1,0 +1,167 @@
+"""Check by measurement that heads are where the family of an attention module says: a changed model returns the same.
+
+A class name does not show all that a module does: a function of attention may treat heads by their number, a projection
+may normalise over all heads, positions may be rotated in another way. So the change of a model's parameters is compared
+with what it should equal, on calibration data.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from headwise.data.batches import call_model, copied, evaluation_mode
+from headwise.errors import InputError
+from headwise.removal.families import head_module
+from headwise.removal.head_axes import KeptHeads
+from headwise.removal.head_module import HeadModule
+from headwise.removal.remove_heads import remove_heads
+from headwise.shapes import Float
+
+VECTORS = 256
+"""Number of outputs of each module that are compared."""
+
+
+class Sample(NamedTuple):
+    """Part of an output.
+
+    Attributes:
+        shape: shape of the whole output.
+        vectors: evenly spaced vectors of it, in float64.
+    """
+
+    shape: torch.Size
+    vectors: Float[Tensor, "vectors width"]
+
+
+Outputs = dict[str, list[Sample]]
+"""Samples of the outputs of attention modules, and of the model under the empty path, in the order of the run."""
+
+REMOVED = "returns the same without heads as with outputs of 0 from these heads"
+MERGED = "returns the same with fewer key/value heads as with equal ones"
+ALIGNED = "does not change if its heads are reordered and rotated"
+
+
+def remove_heads_checked(
+    model: nn.Module,
+    kept: Mapping[str, KeptHeads],
+    batches: Sequence[dict[str, Any]],
+    *,
+    may_record: bool = True,
+    claim: str = REMOVED,
+) -> None:
+    """Remove all other heads than those in `kept` from a model, in place, as `remove_heads` does. Verify on batches
+    that it returns the same as with the outputs of these heads set to zero.
+
+    Args:
+        model: the model.
+        kept: remaining heads of attention modules, by path.
+        batches: arguments of the model; as many of them are used as are needed for each module to run once.
+        may_record: True to record the heads in the configuration if its own fields cannot state them.
+        claim: what is verified, for the error message.
+
+    Raises:
+        InputError: an attention module returns something else; or as in `remove_heads`.
+    """
+    modules = {path: head_module(model, path) for path in kept}
+    with _removed_outputs_zero(model, modules, kept):
+        expected, used = outputs_of(model, modules, batches)
+    remove_heads(model, kept, may_record=may_record)
+    found, _ = outputs_of(model, modules, used)
+    require_same(model, expected, found, claim)
+
+
+@contextmanager
+def _removed_outputs_zero(
+    model: nn.Module, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads]
+) -> Iterator[None]:
+    """Set the outputs of removed heads to zero while the context is open."""
+
+    def zeroing(module: HeadModule, heads: KeptHeads) -> Any:
+        is_kept = torch.zeros(module.num_heads, dtype=torch.bool)
+        is_kept[list(heads.query)] = True
+        columns = is_kept.repeat_interleave(module.value_dim)
+
+        def hook(projection: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+            first, *others = arguments
+            return first.masked_fill(~columns.to(first.device), 0.0), *others
+
+        return hook
+
+    with ExitStack() as stack:
+        for path, module in modules.items():
+            hook = model.get_submodule(module.output).register_forward_pre_hook(zeroing(module, kept[path]))
+            stack.callback(hook.remove)
+        yield
+
+
+def outputs_of(
+    model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
+) -> tuple[Outputs, list[dict[str, Any]]]:
+    """Return samples of the outputs of attention modules and of a model, and the batches that were needed for each
+    module to run once. The model is run in evaluation mode, with the same random numbers each time.
+    """
+    outputs: Outputs = {}
+
+    def record(path: str) -> Any:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            outputs.setdefault(path, []).extend(_samples(output))
+
+        return hook
+
+    used: list[dict[str, Any]] = []
+    with ExitStack() as stack, evaluation_mode(model), torch.no_grad():
+        for path, module in modules.items():
+            for each in dict.fromkeys((module.output, path)):
+                if each:  # the outputs of the model itself are read below
+                    stack.callback(model.get_submodule(each).register_forward_hook(record(path)).remove)
+        for batch in batches:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                result = call_model(model, copied(batch))
+            outputs.setdefault("", []).extend(_samples(result))
+            used.append(batch)
+            if all(path in outputs for path in modules):
+                break
+    return outputs, used
+
+
+def require_same(model: nn.Module, expected: Outputs, found: Outputs, claim: str) -> None:
+    """Raise `InputError` if outputs differ by more than rounding, with the first module whose output does.
+
+    Two outputs agree if the median over tokens of their relative difference is at most the square root of the rounding
+    error of the model's dtype. A median, because rounding may send a single token to another expert.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    rounding = max(torch.finfo(dtype).eps for dtype in {torch.float32, *dtypes} if torch.finfo(dtype).bits >= 16)
+    ordered = [*(path for path in expected if path), ""]
+    for path in ordered:
+        for one, other in zip(expected[path], found.get(path, []), strict=False):
+            if one.shape == other.shape and (difference := _difference(one.vectors, other.vectors)) > rounding**0.5:
+                got = f"a relative difference of {difference:.2g} in {path or type(model).__name__}"
+                remedy = "this module computes something else than others of its class name"
+                raise InputError("model", expected=f"attention that {claim}", got=got, remedy=remedy)
+
+
+def _difference(one: Float[Tensor, "vectors width"], other: Float[Tensor, "vectors width"]) -> float:
+    """Return the median over vectors of the norm of the difference, divided by the norm. Vectors that are not finite in
+    `one` do not count; 0 if none is.
+    """
+    is_finite = one.isfinite().all(1)
+    difference, size = (one - other)[is_finite].norm(dim=1), one[is_finite].norm(dim=1)
+    relative = torch.where(difference == 0, 0.0, difference / size).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return float(relative.median()) if len(relative) else 0.0
+
+
+def _samples(output: Any) -> list[Sample]:
+    """Return samples of each tensor of numbers in an output."""
+    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    samples = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+            vectors = leaf.detach().reshape(-1, leaf.shape[-1] if leaf.ndim else 1)
+            samples.append(Sample(leaf.shape, vectors[:: -(-len(vectors) // VECTORS)].double()))
+    return samples
