@@ -172,3 +172,44 @@ def test_layers_whose_heads_depend_on_each_other_are_refused(options, message):
     layer = torch.nn.Sequential(hw.MultiHeadAttention(48, 6, **options))
     with pytest.raises(hw.InputError, match=f"^model: expected a layer without {message}, got one in 0"):
         head_module(layer, "0")
+
+
+class LoRA(torch.nn.Linear):
+    """Projection with two further matrices."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, dtype=linear.weight.dtype)
+        self.a = torch.nn.Parameter(torch.randn(2, linear.in_features, dtype=linear.weight.dtype))
+        self.b = torch.nn.Parameter(torch.randn(linear.out_features, 2, dtype=linear.weight.dtype))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.a.mT @ self.b.mT
+
+
+@pytest.mark.parametrize(("name", "path"), [("llama", "layers.1.self_attn"), ("gpt2", "h.1.attn")])
+@pytest.mark.parametrize("which", [0, -1])
+def test_projections_that_compute_their_weights_are_refused(name, path, which):
+    places = [each.parameter for each in head_module(families.model(name), path).axes if "bias" not in each.parameter]
+    changed = places[which].removesuffix(".weight")
+    weight_norm = families.model(name)
+    torch.nn.utils.parametrizations.weight_norm(weight_norm.get_submodule(changed))
+    old_weight_norm = families.model(name)
+    torch.nn.utils.weight_norm(old_weight_norm.get_submodule(changed))
+    for model in (weight_norm, old_weight_norm):
+        for act in (
+            lambda model=model: head_module(model, path),
+            lambda model=model: hw.MagnitudeScores(model, families.inputs(name)),
+            lambda model=model: hw.LeastSquaresScores(model, [families.inputs(name)]),
+        ):
+            with pytest.raises(hw.InputError, match=f"^model: expected projections with plain weights, got {changed}"):
+                act()
+    if name == "llama":
+        model = families.model(name)
+        setattr(model.get_submodule(path), changed.rpartition(".")[2], LoRA(model.get_submodule(changed)))
+        with pytest.raises(hw.InputError, match=f"without further parameters, got {changed} with a, b; merge adapters"):
+            head_module(model, path)
+        model.get_submodule(path).q_proj = torch.nn.Identity()
+        with pytest.raises(
+            hw.InputError, match="^model: expected a LlamaAttention with the modules of its family, got"
+        ):
+            head_module(model, path)

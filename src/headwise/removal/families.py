@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from headwise.errors import InputError
@@ -11,6 +12,7 @@ from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.torch_compat import MultiheadAttention
 from headwise.removal.head_axes import HeadAxis, HeadBlocks
 from headwise.removal.head_module import HeadModule
+from headwise.removal.plain_projections import require_plain_projections
 
 
 class Family(Protocol):
@@ -101,8 +103,8 @@ class FusedProjection:
             raise InputError("model", expected="self-attention", got=f"cross-attention with fused keys in {path}")
         width, out_axis = getattr(module, self.head_dim), int(self.transposed)
         output = _relative(path, self.output)
-        heads = model.get_parameter(f"{output}.weight").shape[1 - out_axis] // width
-        all_heads = model.get_parameter(_relative(path, f"{self.fused}.weight")).shape[out_axis] // width
+        heads = _weight_shape(model, output)[1 - out_axis] // width
+        all_heads = _weight_shape(model, _relative(path, self.fused))[out_axis] // width
         kv_heads = (all_heads - heads) // 2
         *qkv, outputs = _blocks(heads, kv_heads, width, width)
         blocks = (HeadBlocks("query", heads, 3 * width),) if self.heads_outermost else qkv
@@ -237,7 +239,7 @@ def head_module(model: nn.Module, path: str) -> HeadModule:
     """Return the places of the heads in the attention module at `path`.
 
     Raises:
-        InputError: there is no such module, or it is of no known family.
+        InputError: there is no such module, it is of no known family, or its projections compute their weights.
     """
     module = dict(model.named_modules()).get(path)
     if module is None:
@@ -247,7 +249,12 @@ def head_module(model: nn.Module, path: str) -> HeadModule:
     if family is None:
         known = ", ".join(class_name for each in FAMILIES for class_name in each.classes)
         raise InputError("model", expected=f"attention modules of {known}", got=f"{name} in {path}")
-    return family.read(model, path)
+    try:
+        found = family.read(model, path)
+    except AttributeError as error:  # a projection of another class
+        raise InputError("model", expected=f"a {name} with the modules of its family", got=str(error)) from error
+    require_plain_projections(model, found)
+    return found
 
 
 def _blocks(
@@ -268,6 +275,12 @@ def _linear_axes(model: nn.Module, path: str, axis: int, *blocks: HeadBlocks) ->
     if getattr(model.get_submodule(path), "bias", None) is not None:
         axes.append(HeadAxis(f"{path}.bias", 0, blocks))
     return axes
+
+
+def _weight_shape(model: nn.Module, path: str) -> torch.Size:
+    """Return the shape of the weight of a projection, which may be computed."""
+    projection: Any = model.get_submodule(path)
+    return projection.weight.shape  # type: ignore[no-any-return]
 
 
 def _relative(path: str, name: str) -> str:
