@@ -116,36 +116,50 @@ def _state_heads(
         return
     own_fields = _own_fields(model, modules, kept)
     if own_fields is not None and _shapes_of_new(model, own_fields) == _shapes(model):
-        for part, fields in own_fields.items():
-            for name, value in fields.items():
-                setattr(_part(config, part), name, value)
+        for each in _same_parts(model, own_fields):
+            for name, value in each[1].items():
+                setattr(each[0], name, value)
         return
     if not may_record:
         expected = "a model whose configuration can state the remaining heads"
         raise InputError("model", expected=expected, got=type(model).__name__)
+    if own_fields is not None and any(module.reads_config for module in modules.values()):
+        expected = "a model whose configuration can state fewer heads"
+        raise InputError("model", expected=expected, got=f"a {type(model).__name__} that transformers cannot make anew")
     if any(module.reads_config for module in modules.values()):
         expected = f"equally many heads in all layers of a {type(model).__name__}, which its configuration states"
         raise InputError("heads", expected=expected, got="different numbers")
     setattr(config, RECORD, {path: list(heads.query) for path, heads in kept.items()})
 
 
-def loads_in_transformers(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> bool:
-    """Return True if plain `transformers` loads a model without other heads than those in `kept`, because the fields of
-    its configuration can state them.
+def loader_of(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> str:
+    """Return what loads a model without other heads than those in `kept`, when it is saved: "transformers", if the
+    fields of its configuration can state them; otherwise "headwise". Return "none" for a model that is not of
+    `transformers`.
 
     Args:
         model: the dense model.
         kept: query heads that remain, by the path of the attention module.
 
     Raises:
-        InputError: the model has no such module, or the module not these heads.
+        InputError: the model has no such module, or the module not these heads; or nothing could load the model.
     """
     if not hasattr(getattr(model, "config", None), "to_dict"):
-        return False
-    with torch.device("meta"):
-        pruned = deepcopy(model).to("meta")
+        return "none"
+    # The memo of copies puts meta tensors in the places of all tensors.
+    shells: dict[int, Any] = {id(each): each.detach().to("meta") for each in model.buffers()}
+    shells |= {id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad) for each in model.parameters()}
+    pruned = deepcopy(model, shells)
     remove_heads(pruned, {path: head_module(model, path).kept(query) for path, query in kept.items()})
-    return not hasattr(pruned.config, RECORD)
+    return loader_of_pruned(pruned)
+
+
+def loader_of_pruned(pruned: nn.Module) -> str:
+    """Return what loads a model whose heads were removed, as `loader_of` does for a dense one."""
+    config = getattr(pruned, "config", None)
+    if not hasattr(config, "to_dict"):
+        return "none"
+    return "headwise" if hasattr(config, RECORD) else "transformers"
 
 
 def _own_fields(
@@ -180,15 +194,37 @@ def _part(config: Any, name: str) -> Any:
     return getattr(config, name) if name else config
 
 
+def _same_parts(model: Any, fields_of: Mapping[str, Mapping[str, int]]) -> list[tuple[Any, Mapping[str, int]]]:
+    """Return the parts of a model's configuration with these fields, and all copies of them in its modules that state
+    the same heads; each with the fields.
+    """
+    held = {id(each): each for module in model.modules() if (each := getattr(module, "config", None)) is not None}
+    pairs: list[tuple[Any, Mapping[str, int]]] = []
+    for name, fields in fields_of.items():
+        part = _part(model.config, name)
+        old = {field: getattr(part, field, None) for field in fields}
+        copies = [
+            each
+            for each in held.values()
+            if each is not part
+            and type(each) is type(part)
+            and all(getattr(each, field, None) == value for field, value in old.items())
+        ]
+        pairs += [(each, fields) for each in (part, *copies)]
+    return pairs
+
+
 def _shapes_of_new(model: Any, own_fields: Mapping[str, Mapping[str, int]]) -> dict[str, torch.Size] | None:
-    """Return the shapes of a new model with these fields in its configuration; None if it cannot be made."""
+    """Return the shapes of a new model with these fields in its configuration, as it is saved and loaded; None if it
+    cannot be made, such as if `transformers` finds the fields inconsistent.
+    """
     config = deepcopy(model.config)
     for part, fields in own_fields.items():
         for name, value in fields.items():
             setattr(_part(config, part), name, value)
     try:
         with torch.device("meta"):
-            return _shapes(type(model)(config))
+            return _shapes(type(model)(type(config).from_dict(config.to_dict())))
     except Exception:  # each class has its own requirements
         return None
 

@@ -43,7 +43,7 @@ def test_padding_in_a_mask_of_four_axes_is_refused(form, side):
         lambda: prune(model, plan, calibration=[batch]),
         lambda: merge_kv(model, num_kv_heads=1, calibration=[batch], method="weighted_mean", reconstruct=False),
     ):
-        with pytest.raises(hw.InputError, match=NOT_STATED.format(5, 26) + "layers.0.self_attn; give such"):
+        with pytest.raises(hw.InputError, match=NOT_STATED.format(5, 26) + "layers.0.self_attn; give such a mask"):
             act()
 
 

@@ -1,9 +1,11 @@
 """Plans of pruning, against sorted scores, and mistakes that are named."""
 
 import dataclasses
+import json
 import math
 
 import pytest
+import torch
 
 import headwise as hw
 import tiny
@@ -131,3 +133,59 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(hw.InputError, match=message):
             plan_pruning(scores, **options)
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("kept",), [0, 0, 1], r"distinct, ascending heads from 0 to 5, at least one, for layers.0.* got \[0, 0, 1\]"),
+        (("kept",), [2, 1], r"distinct, ascending heads .* got \[2, 1\]"),
+        (("kept",), [0.0, 1.5], "distinct, ascending heads"),
+        (("kept",), "012", "distinct, ascending heads"),
+        (("kept",), [False, True], "distinct, ascending heads"),
+        (("kept",), [], "distinct, ascending heads"),
+        (("kept",), [-1], "distinct, ascending heads"),
+        (("kept",), [6], "distinct, ascending heads"),
+        (("num_heads",), 6.0, "whole numbers that fit each other for layers.0.self_attn, got layer 0 with 6.0 heads"),
+        (("num_kv_heads",), 4, "whole numbers that fit each other"),
+        (("layer",), "0", "whole numbers that fit each other"),
+        (("module",), 3, "a path and a kind of attention, got 3, 'self'"),
+        (("kind",), "other", "a path and a kind of attention"),
+        (("module",), "layers.1.self_attn", "each module once, got layers.1.self_attn twice"),
+        ((), [], r"at least one attention module, got \(\)"),
+        ("keep", "x", "a share keep above 0 and at most 1, got 'x'"),
+        ("keep", True, "a share keep"),
+        ("rounds", -1, "a whole number of rounds, got -1"),
+        ("constraint", "even", "a constraint of uniform, groups, free, got 'even'"),
+        ("scores", None, "the name of the scores, got None"),
+        ("loader", "torch", "a loader of transformers, headwise, none, or null, got 'torch'"),
+        ("identity", ["x", 1, 2], "an identity of the model, or null"),
+    ],
+)
+def test_edited_plans_are_checked(place, value, message):
+    content = json.loads(plan_pruning(table(SCORES), keep=0.5).to_json())
+    if place == ():
+        content["modules"] = value
+    elif isinstance(place, tuple):
+        content["modules"][0][place[0]] = value
+    else:
+        content[place] = value
+    with pytest.raises(hw.InputError, match=f"^plan: expected {message}"):
+        PruningPlan.from_json(json.dumps(content))
+
+
+def test_the_statement_of_the_loader_is_derived_again():
+    model = tiny.model("decoder")
+    scores = hw.MagnitudeScores(model, dict(tiny.tokenizer("decoder")("w5 w6", return_tensors="pt")))
+    plan = plan_pruning(scores, keep=0.5, model=model)
+    part = dataclasses.replace(plan, modules=plan.modules[:1])
+    with pytest.raises(hw.InputError, match="^plan: expected the loader 'headwise' for these heads, got 'trans"):
+        hw.prune(model, part)
+    pruned = hw.prune(model, dataclasses.replace(part, loader=None))
+    assert pruned.config.headwise_kept_heads == {"layers.0.self_attn": list(plan.modules[0].kept)}
+    plain = torch.nn.Sequential(hw.MultiHeadAttention(48, 6))
+    plan = plan_pruning(hw.MagnitudeScores(plain, torch.randn(2, 9, 48)), keep=0.5, model=plain)
+    assert plan.loader == "none"
+    assert "the pruned model is not of transformers, and no loader knows it" in str(plan)
+    hw.prune(plain, plan)

@@ -1,6 +1,7 @@
 """Pruning with and without reconstruction, against gates of 0 and heads that other heads can replace."""
 
 import dataclasses
+from copy import deepcopy
 
 import pytest
 import torch
@@ -236,3 +237,41 @@ def test_a_fit_to_nan_or_to_padding_alone_is_refused():
         model.layers[0].self_attn.v_proj.weight[0, 0] = float("nan")
     with pytest.raises(hw.InputError, match="finite numbers, got NaN or infinity"):
         prune(model, plan, calibration=batches("llama"))
+
+
+def test_modules_are_fitted_in_the_order_of_the_run():
+    model = families.model("llama")
+    plan = planned(model, "llama")
+    turned = dataclasses.replace(plan, modules=plan.modules[::-1])
+    pruned, expected = (prune(model, each, calibration=batches("llama")) for each in (turned, plan))
+    assert all(map(torch.equal, pruned.parameters(), expected.parameters()))
+
+
+def test_heads_that_transformers_finds_inconsistent_are_refused():
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+    long |= {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0]}
+    config = deepcopy(families.CONFIGS["phi3"])
+    config = type(config).from_dict(config.to_dict() | {"rope_parameters": long})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    scores = hw.MagnitudeScores(model, batches("phi3")[0])
+    with pytest.raises(
+        hw.InputError, match="expected a model whose configuration can state fewer heads, got a Phi3For"
+    ):
+        plan_pruning(scores, keep=0.5, model=model)
+    with pytest.raises(hw.InputError, match="expected a model whose configuration can state fewer heads"):
+        prune(model, plan_pruning(scores, keep=0.5))
+
+
+def test_copies_of_the_configuration_state_the_remaining_heads():
+    model = families.model("phi3")
+    for layer in model.layers:
+        layer.self_attn.config = deepcopy(model.config)
+    plan = plan_pruning(hw.MagnitudeScores(model, batches("phi3")[0]), keep=0.5, model=model)
+    pruned = prune(model, plan)
+    assert plan.loader == "transformers"
+    assert [layer.self_attn.config.num_attention_heads for layer in pruned.layers] == [4, 4]
+    with hw.gate(model, dict.fromkeys(plan.removed, 0.0)), torch.no_grad():
+        expected = model(**batches("phi3")[0])[0]
+    with torch.no_grad():
+        assert (pruned(**batches("phi3")[0])[0] - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert model.layers[0].self_attn.config.num_attention_heads == 6

@@ -115,7 +115,7 @@ class _PaddingSurvey(_Survey):
                 "calibration",
                 expected="padding that an attention_mask of shape (sequences, tokens) states",
                 got=f"a mask that hides {hides} in {self._names([call.site.label])}",
-                remedy="give such an attention_mask, for a decoder with an encoder a decoder_attention_mask",
+                remedy="give such a mask (decoder_attention_mask for targets), or use batches without padding",
             )
 
 

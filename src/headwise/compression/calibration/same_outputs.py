@@ -157,8 +157,14 @@ def _difference(one: Float[Tensor, "vectors width"], other: Float[Tensor, "vecto
 
 
 def _samples(output: Any) -> list[Sample]:
-    """Return samples of each tensor of numbers in an output."""
-    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    """Return samples of the tensors of numbers in an output: of each named one except attention weights and caches,
+    which may be in another order of heads, or of the first one in a tuple.
+    """
+    if isinstance(output, Mapping):
+        leaves = [value for name, value in output.items() if not name.endswith(("attentions", "past_key_values"))]
+        leaves = pytree.tree_leaves(leaves)
+    else:
+        leaves = pytree.tree_leaves(output)[:1]
     samples = []
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():

@@ -18,17 +18,16 @@ from torch import nn
 
 from headwise.checks import finite_number, whole_number
 from headwise.compression.calibration.same_outputs import remove_heads_checked
+from headwise.compression.pruning.pruning_plan import CONSTRAINTS as CONSTRAINTS  # noqa: PLC0414 (a re-export)
 from headwise.compression.pruning.pruning_plan import Head, PlannedModule, PruningPlan, planned_modules
 from headwise.errors import InputError
 from headwise.page.columns import ModelIdentity
 from headwise.removal.families import head_module
-from headwise.removal.remove_heads import loads_in_transformers
+from headwise.removal.remove_heads import loader_of
 from headwise.removal.torch_layers import replace_torch_layers
 from headwise.runs.fingerprint import identity_of
 from headwise.runs.head_table import HeadTable
 from headwise.runs.progress import progress_bar
-
-CONSTRAINTS = ("uniform", "groups", "free")
 
 DEFAULT_ROUNDS = 8
 """Number of times that a function scores the heads."""
@@ -123,7 +122,7 @@ def plan_pruning(
             raise InputError("model", expected="the model of the scores", got="one with other weights")
         identity = identity_of(model)
         kept = {each.module: each.kept for each in modules}
-        loader = "transformers" if loads_in_transformers(model, kept) else "headwise"
+        loader = loader_of(model, kept)
         if batches := getattr(source, "batches", None):
             _verify(model, kept, batches)
     return PruningPlan(modules, constraint, share, source.name, scored, loader, identity)

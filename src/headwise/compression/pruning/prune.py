@@ -14,7 +14,7 @@ from headwise.data.batches import evaluation_mode
 from headwise.errors import InputError
 from headwise.removal.families import head_module
 from headwise.removal.head_axes import KeptHeads
-from headwise.removal.remove_heads import remove_heads
+from headwise.removal.remove_heads import loader_of, remove_heads
 from headwise.removal.torch_layers import replace_torch_layers, with_own_layers
 from headwise.runs.fingerprint import identity_of
 
@@ -64,19 +64,22 @@ def _kept_heads(model: nn.Module, plan: PruningPlan) -> dict[str, KeptHeads]:
     """
     if not isinstance(plan, PruningPlan):
         raise InputError("plan", expected="a PruningPlan of hw.plan_pruning", got=type(plan).__name__)
-    paths, kept = dict(model.named_modules()), {}
-    for planned in plan.modules:
-        if planned.module not in paths:
+    plan.require_consistent()
+    order = {path: index for index, (path, _) in enumerate(model.named_modules())}
+    kept: dict[str, KeptHeads] = {}
+    for planned in sorted(plan.modules, key=lambda each: order.get(each.module, -1)):
+        if planned.module not in order:
             raise InputError("plan", expected="a plan for this model", got=f"one with a module {planned.module}")
         module = head_module(model, planned.module)
         if (module.num_heads, module.num_kv_heads) != (planned.num_heads, planned.num_kv_heads):
             got = f"{planned.num_heads} heads and {planned.num_kv_heads} key/value heads"
             expected = f"{module.num_heads} heads and {module.num_kv_heads} key/value heads in {planned.module}"
             raise InputError("plan", expected=expected, got=got)
-        if planned.module in kept:
-            got = f"two kinds in {planned.module}"
-            raise InputError("plan", expected="one kind of attention in each module", got=got)
         kept[planned.module] = module.kept(planned.kept)
     if plan.identity is not None and plan.identity.is_other(identity_of(model)):
         raise InputError("plan", expected="a plan for this model", got="one for a model with other weights")
+    loader = None if plan.loader is None else loader_of(model, {path: heads.query for path, heads in kept.items()})
+    if loader != plan.loader:
+        expected = f"the loader {loader!r} for these heads"
+        raise InputError("plan", expected=expected, got=repr(plan.loader), remedy="state null to leave it open")
     return kept

@@ -14,6 +14,12 @@ from headwise.wording import counted
 FORMAT = 1
 """Version of the JSON format."""
 
+CONSTRAINTS = ("uniform", "groups", "free")
+"""Constraints on the numbers of heads that remain."""
+
+LOADERS = ("transformers", "headwise", "none")
+"""What loads a pruned model."""
+
 Head = tuple[int, int]
 """Layer and number of a head, both zero-based."""
 
@@ -44,6 +50,19 @@ class PlannedModule:
         group = self.num_heads // self.num_kv_heads
         return len({head // group for head in self.kept})
 
+    def require_consistent(self) -> None:
+        """Raise `InputError` unless values have their types, and heads are distinct, ascending and of the module."""
+        numbers = (self.layer, 0), (self.num_heads, 1), (self.num_kv_heads, 1)
+        if not isinstance(self.module, str) or self.kind not in ("self", "cross"):
+            raise InputError("plan", expected="a path and a kind of attention", got=f"{self.module!r}, {self.kind!r}")
+        if not all(_is_whole(*each) for each in numbers) or self.num_heads % self.num_kv_heads:
+            got = f"layer {self.layer!r} with {self.num_heads!r} heads and {self.num_kv_heads!r} key/value heads"
+            raise InputError("plan", expected=f"whole numbers that fit each other for {self.module}", got=got)
+        are_heads = all(_is_whole(head, 0) and head < self.num_heads for head in self.kept)
+        if not self.kept or not are_heads or list(self.kept) != sorted(set(self.kept)):
+            expected = f"distinct, ascending heads from 0 to {self.num_heads - 1}, at least one, for {self.module}"
+            raise InputError("plan", expected=expected, got=list(self.kept))
+
 
 @dataclass(frozen=True)
 class PruningPlan:
@@ -55,8 +74,8 @@ class PruningPlan:
         keep: share of the heads that should remain.
         scores: what decided which heads remain.
         rounds: number of times that the remaining heads were scored.
-        loader: what loads the pruned model: "transformers", or "headwise" where only `headwise.load` can; None if the
-            model was not known.
+        loader: what loads the pruned model: "transformers", or "headwise" where only `headwise.load` can; "none" for a
+            model that is not of `transformers`; None if the model was not known.
         identity: identity of the model; None if it is unknown.
     """
 
@@ -92,6 +111,7 @@ class PruningPlan:
         loads = {
             "transformers": "plain transformers loads the pruned model",
             "headwise": "only headwise.load loads the pruned model",
+            "none": "the pruned model is not of transformers, and no loader knows it",
             None: "whether plain transformers loads the pruned model depends on the model: pass it as model=",
         }
         lines = [
@@ -136,9 +156,31 @@ class PruningPlan:
                 PlannedModule(**{**module, "kept": tuple(module["kept"])}) for module in content.pop("modules")
             )
             identity = content.pop("identity")
-            return PruningPlan(modules, **content, identity=None if identity is None else ModelIdentity(*identity))
+            plan = PruningPlan(modules, **content, identity=None if identity is None else ModelIdentity(*identity))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError("plan", expected="JSON of a PruningPlan", got=repr(text[:60])) from error
+        plan.require_consistent()
+        return plan
+
+    def require_consistent(self) -> None:
+        """Raise `InputError` unless values have their types, modules are distinct, and heads are of their module."""
+        for value, is_right, expected in (
+            (self.modules, len(self.modules) > 0, "at least one attention module"),
+            (self.constraint, self.constraint in CONSTRAINTS, f"a constraint of {', '.join(CONSTRAINTS)}"),
+            (self.keep, type(self.keep) in (int, float) and 0 < self.keep <= 1, "a share keep above 0 and at most 1"),
+            (self.scores, isinstance(self.scores, str), "the name of the scores"),
+            (self.rounds, _is_whole(self.rounds, 0), "a whole number of rounds"),
+            (self.loader, self.loader in (*LOADERS, None), f"a loader of {', '.join(LOADERS)}, or null"),
+            (self.identity, self.identity is None or _is_identity(self.identity), "an identity of the model, or null"),
+        ):
+            if not is_right:
+                raise InputError("plan", expected=expected, got=repr(value))
+        paths: set[str] = set()
+        for each in self.modules:
+            each.require_consistent()
+            if each.module in paths:
+                raise InputError("plan", expected="each module once", got=f"{each.module} twice")
+            paths.add(each.module)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
@@ -178,3 +220,13 @@ def planned_modules(rows: Sequence[Any], removed: Mapping[Head, Any] | frozenset
         )
         for (layer, module, kind), heads in by_module.items()
     )
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    """Return True for a whole number of at least `least` that is no boolean."""
+    return type(value) is int and value >= least
+
+
+def _is_identity(value: Any) -> bool:
+    """Return True for an identity whose parts have their types."""
+    return [type(each) for each in value] == [int, str, str]

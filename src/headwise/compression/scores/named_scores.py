@@ -5,8 +5,8 @@ from typing import Any
 from torch import nn
 
 from headwise.analysis.losses import Loss
-from headwise.compression.pruning.plan_pruning import CONSTRAINTS, plan_pruning
-from headwise.compression.pruning.pruning_plan import PruningPlan
+from headwise.compression.pruning.plan_pruning import plan_pruning
+from headwise.compression.pruning.pruning_plan import CONSTRAINTS, PruningPlan
 from headwise.compression.scores.least_squares import LeastSquaresScores
 from headwise.compression.scores.magnitude import MagnitudeScores
 from headwise.compression.scores.measured import AblationScores, ImportanceScores
