@@ -94,7 +94,7 @@ class _PaddingSurvey(_Survey):
         self._batch, self._contexts = batch, CallContexts()
 
     def on_model_call(self) -> None:
-        """Discard what is known of the previous call of the model."""
+        """Discard the data of the previous call of the model."""
         self._contexts.on_model_call()
 
     def observe(self, call: Call) -> None:
@@ -102,7 +102,7 @@ class _PaddingSurvey(_Survey):
         super().observe(call)
         try:
             observed = self._contexts.read(call)
-        except InputError as error:  # a mask that is no tensor, such as that of FlexAttention
+        except InputError as error:  # a mask that is not a tensor, as with FlexAttention
             masks = [value for name, value in self._batch.items() if "mask" in name and value is not None]
             if any(not isinstance(mask, Tensor) or mask.ndim != 2 for mask in masks):
                 self.problem = self.problem or error

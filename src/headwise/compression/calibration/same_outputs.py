@@ -30,7 +30,7 @@ class Sample(NamedTuple):
 
     Attributes:
         shape: shape of the whole output.
-        vectors: evenly spaced vectors of it, in float64.
+        vectors: vectors of it at equal distances, in float64.
     """
 
     shape: torch.Size

@@ -18,7 +18,7 @@ CONSTRAINTS = ("uniform", "groups", "free")
 """Constraints on the numbers of heads that remain."""
 
 LOADERS = ("transformers", "headwise", "none")
-"""What loads a pruned model."""
+"""Packages that load a pruned model; "none" if no package does."""
 
 Head = tuple[int, int]
 """Layer and number of a head, both zero-based."""
