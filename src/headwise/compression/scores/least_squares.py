@@ -49,8 +49,9 @@ class LeastSquaresScores:
         is_comparable: True if scores of different modules can be compared.
 
     Raises:
-        InputError: there are no calibration data, the model has attention modules of no known family, or the loss is a
-            distance from the unchanged model, where its derivatives are 0.
+        InputError: there are no calibration data, their padding is not stated by a mask of two axes, or they are padding
+            alone; the model has attention modules of no known family; or the loss is a distance from the unchanged
+            model, where its derivatives are 0.
 
     Example:
         >>> scores = headwise.LeastSquaresScores(model, texts, headwise.next_token_loss)  # doctest: +SKIP
