@@ -91,21 +91,11 @@ def merge_kv(
         batches = [] if calibration is None else calibration_batches(model, calibration)
         weights = {path: _equal_weights(module) for path, module in modules.items()}
         if method != "mean" or grouping == "similarity":
-            moments = kv_moments(model, modules, batches)
-            for path, module in modules.items():
-                weights[path] = _align(merged, module, num_kv_heads, moments[path], method, grouping)
-            expected, used = outputs_of(model, modules, batches)
-            require_same(merged, expected, outputs_of(merged, modules, used)[0], ALIGNED)
-        for path, module in modules.items():
-            shares = (_shares(each, module.num_kv_heads // num_kv_heads) for each in weights[path])
-            average_heads(merged, module, *shares)
+            weights = _align_all(model, merged, modules, num_kv_heads, batches, method, grouping)
+        _average_all(merged, modules, num_kv_heads, weights)
         if reconstruct:
             _reconstruct(model, merged, modules, batches)
-        firsts = {path: _first_of_groups(module, num_kv_heads) for path, module in modules.items()}
-        if batches:
-            remove_heads_checked(merged, firsts, batches, may_record=False, claim=MERGED)
-        else:
-            remove_heads(merged, firsts, may_record=False)
+        _remove_equal(merged, modules, num_kv_heads, batches)
     return merged
 
 
@@ -164,6 +154,29 @@ class _HeadWeights(NamedTuple):
 def _equal_weights(module: HeadModule) -> _HeadWeights:
     """Return equal weights of all key/value heads."""
     return _HeadWeights(*torch.ones(2, module.num_kv_heads).double())
+
+
+def _align_all(
+    model: nn.Module,
+    merged: nn.Module,
+    modules: Mapping[str, HeadModule],
+    num_kv_heads: int,
+    batches: Sequence[dict[str, Any]],
+    method: MergeMethod,
+    grouping: MergeGrouping,
+) -> dict[str, _HeadWeights]:
+    """Align the key/value heads of all attention modules of a copy of the model, in place, and return their weights.
+
+    Raises:
+        InputError: on the batches, the copy then returns something else than the model.
+    """
+    moments = kv_moments(model, modules, batches)
+    weights = {
+        path: _align(merged, module, num_kv_heads, moments[path], method, grouping) for path, module in modules.items()
+    }
+    expected, used = outputs_of(model, modules, batches)
+    require_same(merged, expected, outputs_of(merged, modules, used)[0], ALIGNED)
+    return weights
 
 
 def _align(
@@ -237,6 +250,26 @@ def _reconstruct(
     """Fit the output projections of a copy with equal heads."""
     all_heads = {path: module.kept(range(module.num_heads)) for path, module in modules.items()}
     fit_output_projections(model, merged, all_heads, batches)
+
+
+def _average_all(
+    merged: nn.Module, modules: Mapping[str, HeadModule], num_kv_heads: int, weights: Mapping[str, _HeadWeights]
+) -> None:
+    """Let the key/value heads of each group become equal, in place: their weighted mean."""
+    for path, module in modules.items():
+        size = module.num_kv_heads // num_kv_heads
+        average_heads(merged, module, _shares(weights[path].keys, size), _shares(weights[path].values, size))
+
+
+def _remove_equal(
+    merged: nn.Module, modules: Mapping[str, HeadModule], num_kv_heads: int, batches: Sequence[dict[str, Any]]
+) -> None:
+    """Remove all key/value heads but the first of each group of equal ones, in place, and verify this on batches."""
+    firsts = {path: _first_of_groups(module, num_kv_heads) for path, module in modules.items()}
+    if batches:
+        remove_heads_checked(merged, firsts, batches, may_record=False, claim=MERGED)
+    else:
+        remove_heads(merged, firsts, may_record=False)
 
 
 def _first_of_groups(module: HeadModule, groups: int) -> KeptHeads:

@@ -118,20 +118,23 @@ def plan_pruning(
     modules = planned_modules(source.rows, removed)
     identity, loader = source.identity, None
     if model is not None:
-        if identity is not None and identity.is_other(identity_of(model)):
-            raise InputError("model", expected="the model of the scores", got="one with other weights")
+        loader = _verified_loader(model, source, modules)
         identity = identity_of(model)
-        kept = {each.module: each.kept for each in modules}
-        loader = loader_of(model, kept)
-        if batches := getattr(source, "batches", None):
-            _verify(model, kept, batches)
     return PruningPlan(modules, constraint, share, source.name, scored, loader, identity)
 
 
-def _verify(model: nn.Module, kept: Mapping[str, Sequence[int]], batches: Sequence[dict[str, Any]]) -> None:
-    """Verify on batches, with a copy of the model, that its heads can be removed as their class names say."""
-    copy = replace_torch_layers(deepcopy(model))
-    remove_heads_checked(copy, {path: head_module(copy, path).kept(query) for path, query in kept.items()}, batches)
+def _verified_loader(model: nn.Module, scores: UnitScores, modules: Sequence[PlannedModule]) -> str:
+    """Return what loads the pruned model. If the scores read data, verify on these, with a copy of the model, that its
+    heads can be removed as the class names of its modules say.
+    """
+    if scores.identity is not None and scores.identity.is_other(identity_of(model)):
+        raise InputError("model", expected="the model of the scores", got="one with other weights")
+    kept = {each.module: each.kept for each in modules}
+    loader = loader_of(model, kept)
+    if batches := getattr(scores, "batches", None):
+        copy = replace_torch_layers(deepcopy(model))
+        remove_heads_checked(copy, {path: head_module(copy, path).kept(query) for path, query in kept.items()}, batches)
+    return loader
 
 
 @dataclass

@@ -49,8 +49,8 @@ class LeastSquaresScores:
         is_comparable: True if scores of different modules can be compared.
 
     Raises:
-        InputError: there are no calibration data, their padding is not stated by a mask of two axes, or they are padding
-            alone; the model has attention modules of no known family; or the loss is a distance from the unchanged
+        InputError: there are no calibration data, they are padding alone, or their padding is not stated by a mask of
+            two axes; the model has attention modules of no known family; or the loss is a distance from the unchanged
             model, where its derivatives are 0.
 
     Example:
