@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.analysis.causality import require_causal
 from headwise.checks import flag
 from headwise.compression.healing.heal import heal
 from headwise.compression.merging.merge_kv import merge_kv
@@ -34,7 +35,7 @@ from headwise.compression.recipe.result import RecipeResult, Stage, stage_of
 from headwise.compression.recipe.whole_model import load_whole_model, loss_of
 from headwise.compression.saving import write_model
 from headwise.compression.scores.named_scores import plan_by_name, require_scores
-from headwise.data.batches import digest_of
+from headwise.data.batches import digest_of, to_device
 from headwise.data.documents import require_first_document
 from headwise.data.models import ModelSource, find_model
 from headwise.data.texts import Texts
@@ -159,6 +160,7 @@ def _load_inputs(recipe: CompressionRecipe, device: torch.device, *, shown: bool
     dense = load_whole_model(source, DTYPES.get(recipe.dtype or "")).to(device)
     held_out = HeldOutText.of(Texts(recipe.verify.path, tokenizer, **options).within(dense))
     texts = texts.within(dense)
+    require_causal(loss, dense, (to_device(batch, device) for batch in held_out.batches()))
     _warn_of_common_text(texts, held_out)
     return _Inputs(recipe, source, dense, tokenizer, texts, held_out, loss)
 

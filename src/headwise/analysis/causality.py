@@ -1,0 +1,114 @@
+"""Check that a model is causal, without which its next-token loss has no meaning: the model would see the tokens that it
+predicts.
+"""
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.losses import next_token_loss
+from headwise.data.batches import POSITIONAL, call_model, copied, evaluation_mode, with_cache_disabled
+from headwise.errors import InputError
+from headwise.shapes import Bool, Float, Int
+
+ROUNDING = 64.0
+"""Difference of logits that counts as rounding, in units of the dtype's epsilon times the largest logit. BERT with its
+default initialization, in float32, differs by more than 50,000 such units."""
+
+
+def require_causal(
+    loss: Any, model: nn.Module, batches: Iterable[Mapping[str, Any]], *, remedy: str | None = None
+) -> None:
+    """Raise `InputError` if a loss is `next_token_loss`, and the model is an encoder-decoder, or its logits depend on
+    later tokens. Other losses are not checked, and neither are models that return no logits or read no token ids, which
+    the loss itself refuses.
+
+    The check changes the second half of the longest sequence to other tokens, and compares the logits of the first
+    half. Where these differ by no more than the rounding of a dtype below float32, a copy of the model in float32
+    decides.
+
+    Args:
+        loss: the loss function.
+        model: the model.
+        batches: arguments of the model, on its device.
+        remedy: end of the error message.
+    """
+    if loss is not next_token_loss:
+        return
+    got = None
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        got = f"{type(model).__name__}, an encoder-decoder"
+    elif _depends_on_later_tokens(model, batches):
+        got = f"{type(model).__name__}, whose logits depend on later tokens"
+    if got is not None:
+        raise InputError("loss", expected="hw.next_token_loss for a causal model", got=got, remedy=remedy)
+
+
+def _depends_on_later_tokens(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> bool:
+    """Return True if logits in the first half of the longest sequence depend on tokens in its second half."""
+    pairs = [(batch, is_real) for batch in batches if (is_real := _real_tokens(batch)) is not None]
+    if not pairs:
+        return False
+    batch, is_real = max(pairs, key=lambda pair: int(pair[1].sum(1).max()))
+    row = int(is_real.sum(1).argmax())
+    positions = is_real[row].nonzero().flatten()
+    first, second = positions[: len(positions) // 2], positions[len(positions) // 2 :]
+    if not len(first):
+        return False
+    changed = copied(dict(batch))
+    name = _name_of_ids(batch)
+    changed[name][row, second] = _other_tokens(batch[name], row, positions)[len(first) :]
+    logits = [_logits(model, each) for each in (batch, changed)]
+    if any(each is None for each in logits):
+        return False
+    before, after = (each[row, first] for each in logits if each is not None)
+    if torch.equal(before, after):
+        return False
+    if _is_close(before, after) and torch.finfo(before.dtype).bits < 32:
+        precise = deepcopy(model).float()
+        before, after = (each[row, first] for case in (batch, changed) if (each := _logits(precise, case)) is not None)
+    return not _is_close(before, after)
+
+
+def _name_of_ids(batch: Mapping[str, Any]) -> str:
+    """Return the name of the token ids in a batch."""
+    return POSITIONAL if POSITIONAL in batch else "input_ids"
+
+
+def _real_tokens(batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
+    """Return a mask that is True at tokens that are not padding; None for a batch without token ids."""
+    ids, mask = batch.get(_name_of_ids(batch)), batch.get("attention_mask")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        return None
+    return mask.bool() if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids).bool()
+
+
+def _other_tokens(
+    ids: Int[Tensor, "batch tokens"], row: int, positions: Int[Tensor, " places"]
+) -> Int[Tensor, " places"]:
+    """Return another token for each token at some positions of a row: the first token of the row where it differs, and
+    elsewhere another one of the row or, if all are equal, a smaller id or 1.
+    """
+    tokens = ids[row, positions]
+    first = tokens[0]
+    others = tokens[tokens != first]
+    second = others[0] if len(others) else (first - 1 if first > 0 else first + 1)
+    return torch.where(tokens == first, second, first)
+
+
+def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, "batch tokens vocabulary"] | None:
+    """Return the logits of a model in evaluation mode; None if it returns none."""
+    inputs = with_cache_disabled(model, copied(dict(batch)))
+    with evaluation_mode(model), torch.no_grad():
+        output = call_model(model, inputs)
+    logits = getattr(output, "logits", output)
+    return logits if isinstance(logits, Tensor) and logits.ndim == 3 and logits.is_floating_point() else None
+
+
+def _is_close(before: Tensor, after: Tensor) -> bool:
+    """Return True if two tensors differ by no more than rounding; False if one contains NaN."""
+    tolerance = ROUNDING * torch.finfo(before.dtype).eps * float(before.abs().max())
+    return bool((before - after).abs().max() <= tolerance)
