@@ -1,4 +1,4 @@
-"""Check that a model is causal, without which its next-token loss has no meaning: the model would see the tokens that it
+"""Check that a model is causal. Otherwise its next-token loss has no meaning, because the model sees the tokens that it
 predicts.
 """
 

@@ -9,7 +9,8 @@ from headwise.cli.options import Data, Force, ModelFlags, ModelFolder, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import choice
 from headwise.compression.merging.merge_kv import MergeGrouping, MergeMethod, merge_kv
-from headwise.compression.recipe.whole_model import load_whole_model, parameter_counts
+from headwise.compression.parameter_counts import parameters_before_and_after
+from headwise.compression.recipe.whole_model import load_whole_model
 from headwise.compression.saving import save_model
 from headwise.runs.distributed import LocalProcess
 from headwise.runs.files import require_outside_data
@@ -50,7 +51,7 @@ def merge(
     names: Any = {"method": method, "grouping": grouping}
     merged = merge_kv(dense, num_kv_heads=kv_heads, calibration=dataset.within(dense), **names)
     save_model(merged, dataset.tokenizer, out, force=force)
-    sizes = parameter_counts(dense, merged)
+    sizes = parameters_before_and_after(dense, merged)
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}}
     output.show(
         lambda: merge_records(kv_heads, sizes, metadata),

@@ -12,10 +12,11 @@ from headwise.cli.loading import find_inputs, find_loss
 from headwise.cli.options import Data, Force, ModelFlags, ModelFolder, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import choice, path
+from headwise.compression.parameter_counts import parameters_before_and_after
 from headwise.compression.pruning.plan_pruning import CONSTRAINTS
 from headwise.compression.pruning.prune import prune as remove
 from headwise.compression.pruning.pruning_plan import PruningPlan
-from headwise.compression.recipe.whole_model import load_whole_model, parameter_counts
+from headwise.compression.recipe.whole_model import load_whole_model
 from headwise.compression.saving import write_model
 from headwise.compression.scores.named_scores import SCORES, plan_by_name, require_scores
 from headwise.data.texts import Texts
@@ -116,6 +117,6 @@ def prune(
     with new_folder(out, force=force) as part:
         write_model(smaller, dataset.tokenizer, part)
         plan.save(part / PLAN_FILE)
-    sizes = parameter_counts(dense, smaller)
+    sizes = parameters_before_and_after(dense, smaller)
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}, **sizes}
     output.show(lambda: plan_records(plan, metadata), lambda console: print_plan(plan, console, sizes), written=out)

@@ -16,6 +16,7 @@ from torch import nn
 import headwise as hw
 import tiny
 from headwise.compression.clustered_mean import clustered_mean
+from headwise.compression.parameter_counts import count_parameters, weight_bytes
 from headwise.compression.report import paired_times as times
 from headwise.compression.report import times as report_times
 from headwise.compression.report.greedy_agreement import greedy_agreements
@@ -87,6 +88,25 @@ def test_attention_of_bert_has_its_output_projection_and_shared_weights_count_on
     distinct = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values() if tensor.numel()}
     buffers = {tensor.data_ptr() for tensor in model.buffers()}
     assert row.row("parameters").dense == sum(count for place, count in distinct.items() if place not in buffers)
+
+
+def test_numbers_in_shared_memory_count_once():
+    dense = tiny.model("decoder", top="ForCausalLM")
+    distinct = sum(weight.numel() for weight in dense.parameters())
+    embedding = dense.model.embed_tokens.weight
+    tied = deepcopy(dense)
+    tied.lm_head.weight = nn.Parameter(tied.model.embed_tokens.weight.detach())
+    assert count_parameters(tied) == distinct - embedding.numel()
+    assert weight_bytes(tied) == 4 * (distinct - embedding.numel())
+    parts, memory = nn.Module(), torch.zeros(6, 10)
+    parts.columns, parts.others = nn.Parameter(memory[:, :4]), nn.Parameter(memory[:, 4:])
+    parts.transposed, parts.row = nn.Parameter(memory.t()[4:7]), nn.Parameter(memory[2])
+    assert count_parameters(parts) == 60
+    del parts.others
+    assert count_parameters(parts) == 6 * 7 + 3  # columns 0 to 6, and the end of a row
+    assert weight_bytes(parts) == 4 * 45
+    assert count_parameters(parts.to("meta")) == 24 + 18 + 10
+    assert count_parameters(deepcopy(dense).to("meta")) == distinct
 
 
 def test_bytes_of_a_growing_cache_are_those_of_the_formula():

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from headwise.compression.parameter_counts import count_parameters
 from headwise.compression.recipe.held_out import HeldOutText
 from headwise.errors import InputError
 from headwise.removal.remove_heads import RECORD
@@ -48,8 +49,7 @@ def stage_of(
         baseline: the same of the dense model.
     """
     differences = [loss - dense for loss, dense in zip(losses, baseline, strict=True)]
-    parameters = sum(weight.numel() for weight in model.parameters())
-    return Stage(name, parameters, held_out.mean(losses), held_out.mean(differences))
+    return Stage(name, count_parameters(model), held_out.mean(losses), held_out.mean(differences))
 
 
 @dataclass(frozen=True)

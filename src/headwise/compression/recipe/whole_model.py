@@ -40,9 +40,3 @@ def loss_of(source: ModelSource, tokenizer: Any) -> Any:
     """
     trained_head = source.lm_head()
     return loss_by_name(next(name for name, head in LOSSES.items() if head == trained_head), tokenizer)
-
-
-def parameter_counts(dense: nn.Module, smaller: nn.Module) -> dict[str, int]:
-    """Return the numbers of parameters of a model before and after it was made smaller."""
-    before, after = (sum(weight.numel() for weight in each.parameters()) for each in (dense, smaller))
-    return {"parameters_before": before, "parameters_after": after}

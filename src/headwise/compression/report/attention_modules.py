@@ -1,6 +1,6 @@
-"""Attention modules of a model with their output projections, and the size of models."""
+"""Attention modules of a model with their output projections."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -29,19 +29,3 @@ def attention_modules(model: nn.Module, run: Callable[[], Any]) -> tuple[list[st
     outermost = [path for path in paths if not any(is_inside(path, other) for other in paths)]
     order = {path: index for index, (path, _) in enumerate(model.named_modules())}
     return sorted(outermost, key=lambda path: order[path]), sorted(registry.unread)
-
-
-def count_parameters(model: nn.Module, paths: Sequence[str] = ("",)) -> int:
-    """Return the number of parameters in modules of a model, by default in all. Shared parameters count once."""
-    return sum(parameter.numel() for parameter in _parameters(model, paths))
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters of a model. Shared parameters count once."""
-    return sum(parameter.nbytes for parameter in _parameters(model, ("",)))
-
-
-def _parameters(model: nn.Module, paths: Sequence[str]) -> list[nn.Parameter]:
-    """Return the distinct parameters in modules of a model."""
-    found = (parameter for path in paths for parameter in model.get_submodule(path).parameters())
-    return list({id(parameter): parameter for parameter in found}.values())

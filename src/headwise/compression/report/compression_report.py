@@ -10,7 +10,8 @@ from torch import nn
 
 from headwise.analysis.losses import Loss, next_token_loss, require_loss
 from headwise.checks import collection_of, require_module, whole_number
-from headwise.compression.report.attention_modules import attention_modules, count_parameters, weight_bytes
+from headwise.compression.parameter_counts import count_parameters, weight_bytes
+from headwise.compression.report.attention_modules import attention_modules
 from headwise.compression.report.cached_decoding import cache_sizes, why_not_decoded
 from headwise.compression.report.data import ModelPair, ReportData
 from headwise.compression.report.greedy_agreement import greedy_agreements

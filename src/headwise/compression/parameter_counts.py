@@ -1,0 +1,44 @@
+"""Numbers of parameters and bytes of models, in which shared memory counts once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+def count_parameters(model: nn.Module, paths: Sequence[str] = ("",)) -> int:
+    """Return the number of parameters in modules of a model, by default in all. Numbers that several parameters share
+    count once, also if only their memory is shared.
+    """
+    return sum(count for count, _ in _counts(model, paths))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of all parameters of a model. Shared memory counts once."""
+    return sum(count * size for count, size in _counts(model, ("",)))
+
+
+def parameters_before_and_after(dense: nn.Module, smaller: nn.Module) -> dict[str, int]:
+    """Return the numbers of parameters of a model before and after it was made smaller."""
+    return {"parameters_before": count_parameters(dense), "parameters_after": count_parameters(smaller)}
+
+
+def _counts(model: nn.Module, paths: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the number of distinct numbers, and the bytes of one, in each storage with parameters of some modules."""
+    stored: dict[tuple[int, int], dict[int, nn.Parameter]] = {}
+    for path in paths:
+        for parameter in model.get_submodule(path).parameters():
+            place = parameter.untyped_storage().data_ptr() or id(parameter)  # 0 on the device meta
+            stored.setdefault((place, parameter.element_size()), {})[id(parameter)] = parameter
+    return [(_distinct(list(shared.values())), size) for (_, size), shared in stored.items()]
+
+
+def _distinct(parameters: Sequence[nn.Parameter]) -> int:
+    """Return the number of distinct numbers in parameters of one storage."""
+    if len(parameters) == 1 and parameters[0].is_contiguous():
+        return parameters[0].numel()
+    length = parameters[0].untyped_storage().nbytes() // parameters[0].element_size()
+    is_used = torch.zeros(length, dtype=torch.bool)
+    for parameter in parameters:
+        is_used.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset()).fill_(True)
+    return int(is_used.sum())
