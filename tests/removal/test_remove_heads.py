@@ -113,6 +113,55 @@ def test_a_language_model_is_loaded_with_and_without_its_head(name, auto, lm_hea
     assert torch.equal(output(source.model(), arguments), output(getattr(pruned, pruned.base_model_prefix), arguments))
 
 
+@pytest.mark.parametrize(
+    ("name", "auto", "head"),
+    [
+        ("bert", transformers.AutoModelForSequenceClassification, "classifier"),
+        ("gpt2", transformers.AutoModelForSequenceClassification, "score"),
+        ("vit", transformers.AutoModelForImageClassification, "classifier"),
+        ("bart", transformers.AutoModelForSeq2SeqLM, "lm_head"),
+    ],
+)
+def test_another_head_is_loaded_by_name_or_named(name, auto, head, tmp_path, recwarn):
+    pruned, arguments = families.model(name, auto).float(), families.inputs(name, torch.float32)
+    pruned.config.pad_token_id = 0
+    kept, _ = some_heads(pruned, arguments)
+    remove_heads(pruned, kept)
+    pruned.save_pretrained(tmp_path)
+    source = find_model(str(tmp_path))
+    loaded = source.model("saved")
+    assert not recwarn.list
+    assert type(loaded) is type(pruned)
+    for key, value in getattr(pruned, head).state_dict().items():
+        assert torch.equal(getattr(loaded, head).state_dict()[key], value)
+    with torch.no_grad():
+        assert torch.equal(loaded(**arguments).logits, pruned(**arguments).logits)
+    sentence = f"^the head of the saved {type(pruned).__name__} is not loaded; hw.load.'.*', 'saved'. loads it$"
+    with pytest.warns(UserWarning, match=sentence):
+        source.model()
+
+
+@pytest.mark.parametrize(("name", "lm_head"), [("llama", "causal"), ("bert", None)])
+def test_a_loaded_model_is_saved_copied_and_pickled(name, lm_head, tmp_path):
+    auto = transformers.AutoModelForCausalLM if lm_head else transformers.AutoModel
+    pruned, arguments = families.model(name, auto).float(), families.inputs(name, torch.float32)
+    kept, _ = some_heads(pruned, arguments)
+    remove_heads(pruned, kept)
+    pruned.save_pretrained(tmp_path / "first")
+    loaded = find_model(str(tmp_path / "first")).model(lm_head)
+    assert type(loaded) is type(pruned)
+    loaded.save_pretrained(tmp_path / "second")
+    torch.save(loaded, tmp_path / "model.pt")
+    for other in (
+        find_model(str(tmp_path / "second")).model(lm_head),
+        torch.load(tmp_path / "model.pt", weights_only=False),
+        deepcopy(loaded),
+    ):
+        assert type(other) is type(pruned)
+        assert getattr(other.config, RECORD) == getattr(pruned.config, RECORD)
+        assert torch.equal(output(other, arguments), output(pruned, arguments))
+
+
 def test_heads_that_cannot_be_removed_are_named():
     module = head_module(families.model("llama"), "layers.0.self_attn")
     for query, message in (

@@ -1,7 +1,8 @@
 """Loading of models by name: two from the Python package index, a local folder, or a Hugging Face hub id."""
 
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 from headwise.checks import float_dtype
 from headwise.errors import InputError, MissingExtra, require
 from headwise.packaged_models import PACKAGED
-from headwise.removal.loading import class_of_saved
+from headwise.removal.loading import class_of_saved, has_record
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -28,6 +29,9 @@ TOKENIZER_FILES = (
 
 AUTO_CLASSES = {None: "AutoModel", "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
 """The class of `transformers` that loads a model with each kind of language-model head, or without one."""
+
+SAVED = "saved"
+"""In place of a kind of language-model head: the class that the model was saved as, with its head."""
 
 
 @dataclass(frozen=True)
@@ -99,25 +103,83 @@ class ModelSource:
                 raise InputError("tokenizer", expected=f"a tokenizer in {self.name!r}", got=got)
         return self._from_pretrained("tokenizer", "AutoTokenizer")
 
-    def model(self, lm_head: str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return the model in evaluation mode. `lm_head` is the kind of its language-model head, "causal" or "masked",
-        or None for a model that returns hidden states. `dtype` is the data type of its weights; None for the saved one.
+    def tokenizer_if_any(self) -> Any:
+        """Return the tokenizer of the model; None if the model reads no token ids, such as one of images, and has none.
 
         Raises:
-            InputError: the model cannot be loaded, or weights are missing.
+            InputError: the tokenizer of a model that reads token ids cannot be loaded.
+            MissingExtra: `transformers` is not installed.
+        """
+        try:
+            return self.tokenizer()
+        except InputError:
+            if self.is_gguf or self._reads_tokens():
+                raise
+            return None
+
+    def _reads_tokens(self) -> bool:
+        """Return True if the main input of the model is token ids, or is not known."""
+        transformers = require("transformers", purpose="loading a model", extra="hf")
+        names = self.config().architectures or [""]
+        return getattr(getattr(transformers, names[0], None), "main_input_name", "input_ids") == "input_ids"
+
+    def model(self, lm_head: str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+        """Return the model in evaluation mode. `lm_head` is the kind of its language-model head, "causal" or "masked",
+        or None for a model that returns hidden states, or "saved" for the class that the model was saved as. `dtype` is
+        the data type of its weights; None for the saved one.
+
+        Raises:
+            InputError: the model cannot be loaded, or weights are missing or have other shapes.
             MissingExtra: `transformers` is not installed.
         """
         types: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-        model, report = self._from_pretrained("model", AUTO_CLASSES[lm_head], output_loading_info=True, **types)
-        missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
-        if missing:
-            got = f"none for {missing[0]} ({len(missing)} are missing)"
-            raise InputError("model", expected="all of the model's weights", got=got)
+        name = self._saved_class() if lm_head == SAVED else AUTO_CLASSES[lm_head]
+        # Mismatched sizes are in the report, and in the error of `transformers` they are not.
+        options = types | {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, report = self._from_pretrained("model", name, **options)
+        self._require_all_weights(report, may_lack_pooler=lm_head != SAVED)
         quantizer = getattr(model, "hf_quantizer", None)
         if self.is_gguf and quantizer is not None:
             quantizer.remove_quantization_config(model)  # the weights are plain numbers, and can be saved as such
+        if lm_head is None and not self.is_gguf:
+            self._warn_of_head(model)
         loaded: nn.Module = model.eval()
         return loaded
+
+    def _saved_class(self) -> str:
+        """Return the name of the class of `transformers` that the model was saved as."""
+        if self.is_gguf:
+            return str(AUTO_CLASSES["causal"])
+        transformers = require("transformers", purpose="loading a model", extra="hf")
+        names = self.config().architectures or ["none in its configuration"]
+        saved = getattr(transformers, names[0], None)
+        if not (isinstance(saved, type) and issubclass(saved, nn.Module)):
+            raise InputError("model", expected=f"a class of transformers that {self.name!r} names", got=names[0])
+        return str(names[0])
+
+    def _require_all_weights(self, report: Mapping[str, Any], *, may_lack_pooler: bool) -> None:
+        """Raise `InputError` if weights were missing or had other shapes, according to the report of `transformers`.
+        Models that were trained without a pooler, which AutoModel adds, may lack it.
+        """
+        mismatched = sorted(report["mismatched_keys"])
+        if mismatched:
+            parameter, found, expected = mismatched[0]
+            others = f" ({len(mismatched)} weights differ)" if len(mismatched) > 1 else ""
+            got = f"{tuple(found)} in {self.name!r}{others}"
+            raise InputError("model", expected=f"{parameter} of shape {tuple(expected)}", got=got)
+        missing = sorted(key for key in report["missing_keys"] if not (may_lack_pooler and "pooler" in key))
+        if missing:
+            got = f"none for {missing[0]} ({len(missing)} are missing)"
+            raise InputError("model", expected="all of the model's weights", got=got)
+
+    def _warn_of_head(self, model: Any) -> None:
+        """Warn if heads of the saved model were removed, so that plain `transformers` cannot load it, and it has
+        another head than a language model's, which is not loaded.
+        """
+        names = self.config().architectures or [type(model).__name__]
+        if has_record(model.config) and self.lm_head() is None and type(model).__name__ not in names:
+            remedy = f"hw.load({self.name!r}, {SAVED!r}) loads it"
+            warnings.warn(f"the head of the saved {names[0]} is not loaded; {remedy}", stacklevel=4)
 
     def _from_pretrained(self, argument: str, auto_class: str, **options: Any) -> Any:
         """Call `from_pretrained` of a class of `transformers` for this model, and return the result. Any failure raises
@@ -126,7 +188,7 @@ class ModelSource:
         transformers = require("transformers", purpose="loading a model", extra="hf")
         loader = getattr(transformers, auto_class)
         try:
-            if argument == "model" and auto_class in AUTO_CLASSES.values() and not self.is_gguf:
+            if argument == "model" and auto_class != "AutoConfig" and not self.is_gguf:
                 loader = class_of_saved(loader, self.config())
             return loader.from_pretrained(self.location, trust_remote_code=False, **self.options, **options)
         except Exception as error:  # every file of a broken folder can fail in its own way
@@ -141,26 +203,29 @@ def load(
 ) -> LoadedModel:
     """Load a model and its tokenizer by name: "minilm" or "smollm2" (small models in Python packages), a folder in
     Hugging Face format, or a hub id. The result has the attributes `model`, `tokenizer` and `title`. It can be unpacked
-    into model and tokenizer.
+    into model and tokenizer. The tokenizer of a model that reads no token ids, such as one of images, is None if it has
+    none.
 
     Args:
         name: the model's name.
         lm_head: "causal" or "masked" for a language model that returns logits; None for one that returns hidden states.
+            "saved" loads the class that the model was saved as, with its head, such as a classifier.
         dtype: data type of the weights, such as `torch.bfloat16`; by default that of the saved weights.
         revision: branch, tag or commit of a model on the hub.
 
     Raises:
-        InputError: an argument cannot be used, nothing loadable has that name, or weights are missing.
+        InputError: an argument cannot be used, nothing loadable has that name, or weights are missing or have other
+            shapes than the configuration states.
         MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
 
     Example:
         >>> model, tokenizer = headwise.load("minilm")  # doctest: +SKIP
     """
-    if lm_head not in AUTO_CLASSES:
-        raise InputError("lm_head", expected='"causal", "masked" or None', got=repr(lm_head))
+    if lm_head not in (*AUTO_CLASSES, SAVED):
+        raise InputError("lm_head", expected='"causal", "masked", "saved" or None', got=repr(lm_head))
     float_dtype("dtype", dtype)
     source = find_model(name, revision)
-    tokenizer = source.tokenizer()
+    tokenizer = source.tokenizer_if_any()
     return LoadedModel(source.title, source.model(lm_head, dtype), tokenizer)
 
 
