@@ -13,9 +13,12 @@ import transformers
 
 import headwise as hw
 import tiny
+from headwise.compression.healing.checkpoint import HealingFolder
 from headwise.compression.healing.distillation import distillation_loss
 from headwise.compression.healing.heal import HealingOptions, heal
+from headwise.compression.healing.model_settings import model_settings
 from headwise.compression.healing.training_batches import TrainingBatches
+from removal import families
 
 TESTS = Path(__file__).parents[2]
 
@@ -259,6 +262,108 @@ def test_another_run_in_the_folder_is_refused_or_replaced(options, difference, t
         run(**options)
     replaced = run(**options, force=True)
     assert torch.equal(weights(run(**options)), weights(replaced))
+
+
+def half_frozen(model, teacher):
+    model.model.embed_tokens.requires_grad_(False)
+
+
+def other_buffer_of_the_model(model, teacher):
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def other_buffer_of_the_teacher(model, teacher):
+    teacher.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def other_norm_of_the_teacher(model, teacher):
+    teacher.model.norm.variance_epsilon = 0.1
+
+
+def other_field_of_the_teacher(model, teacher):
+    teacher.config.rms_norm_eps = 0.1
+
+
+def other_attention(model, teacher):
+    model.set_attn_implementation("eager")
+
+
+OTHER_MODELS = [
+    (half_frozen, "settings.trained"),
+    (other_buffer_of_the_model, "settings.student.modules.model.rotary_emb.inv_freq"),
+    (other_buffer_of_the_teacher, "settings.teacher.modules.model.rotary_emb.inv_freq"),
+    (other_norm_of_the_teacher, "settings.teacher.modules.model.norm.variance_epsilon"),
+    (other_field_of_the_teacher, r"settings.teacher.(attention|config.rms_norm_eps)"),
+    (other_attention, "settings.student.config.attn_implementation"),
+]
+
+
+@pytest.mark.parametrize(("change", "difference"), OTHER_MODELS)
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_run_of_other_models_is_refused(change, difference, is_finished, tmp_path, monkeypatch):
+    if not is_finished:
+        monkeypatch.setattr(HealingFolder, "finish", lambda folder, model: None)
+    heal(*pair(), texts(), 3, out=tmp_path, checkpoint_every=1)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["healed.pt" if is_finished else "unfinished-heal.pt"]
+    model, teacher = pair()
+    change(model, teacher)
+    before = weights(model)
+    with pytest.raises(hw.InputError, match=rf"^out: expected .* got another run \({difference} differs\) in"):
+        heal(model, teacher, texts(), 3, out=tmp_path, checkpoint_every=1)
+    assert torch.equal(weights(model), before)
+
+
+def test_a_run_with_another_dropout_is_refused(tmp_path):
+    def run(share):
+        model, teacher = pair("encoder", "")
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = share
+        heal(model, teacher, texts(kind="encoder"), 3, out=tmp_path)
+
+    run(0.1)
+    with pytest.raises(
+        hw.InputError, match=r"got another run \(settings.student.modules.embeddings.dropout.p differs\)"
+    ):
+        run(0.5)
+
+
+def test_settings_do_not_depend_on_the_history_of_a_model(tmp_path):
+    for kind, top in (("decoder", "ForCausalLM"), ("encoder", "")):
+        model, teacher = pair(kind, top)
+        before = model_settings(model)
+        assert model_settings(copy.deepcopy(model).train()) == before
+        model.train()(input_ids=tiny.TOKENS)
+        heal(model, teacher, texts(kind=kind), 2)
+        assert model_settings(model) == before
+        hw.save_model(model, tiny.tokenizer(kind), tmp_path / kind)
+        loaded, _ = hw.load(str(tmp_path / kind), "saved")
+        assert model_settings(loaded) == before
+
+
+@pytest.mark.parametrize("name", [name for name in families.CONFIGS if name not in ("phi3",)])
+def test_a_call_does_not_change_the_settings(name):
+    model, arguments = families.model(name), families.inputs(name)
+    before = model_settings(model)
+    model(**arguments)
+    assert model_settings(model) == before
+    assert model_settings(families.model(name)) == before
+
+
+def test_settings_of_objects_are_read():
+    def settings(**attributes):
+        module = torch.nn.Identity()
+        vars(module).update(attributes)
+        return model_settings(module)
+
+    values = [1, 1.0, True, "1", None, [1], (1, 2), {"a": 1}, {"a": torch.ones(1)}, torch.ones(1), torch.zeros(1)]
+    values += [torch.float32, torch.tanh, torch.nn.functional.relu, HealingOptions(3), HealingOptions(4), object()]
+    values += [transformers.LlamaConfig(), transformers.LlamaConfig(rope_theta=3.0)]
+    found = [settings(value=value)["modules"]["Identity"]["value"] for value in values]
+    assert len(set(found)) == len(values)
+    assert settings(value=object()) == settings(value=object())
+    assert settings(_private=3, training=True, name_or_path="a") == settings()
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

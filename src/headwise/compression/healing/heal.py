@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from headwise.checks import finite_number, flag, require_module, whole_number
 from headwise.compression.healing.checkpoint import HealingFolder, TrainingState
 from headwise.compression.healing.distillation import distillation_loss
+from headwise.compression.healing.model_settings import model_settings
 from headwise.compression.healing.training_batches import TrainingBatches
 from headwise.data.batches import (
     call_model,
@@ -154,15 +155,17 @@ def _accelerator() -> Any:
 def _settings(
     model: nn.Module, teacher: nn.Module, data: Any, options: HealingOptions, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return everything that the trained weights depend on, JSON-compatible: the options, hashes of both models and of
-    the names of the trained weights, and the settings `more`.
+    """Return everything that the trained weights depend on, JSON-compatible: the options, hashes of both models' weights
+    and of the names of the trained ones, the other settings of both models, and the settings `more`.
     """
     numbers = asdict(options) | {"lr": float(options.lr), "temperature": float(options.temperature)}
-    of_teacher = run_settings(teacher, None, "teacher")["model"]["weights"]
+    of_teacher = run_settings(teacher, None, "teacher")["model"] | model_settings(teacher)
     texts = data if isinstance(data, Texts) else None
     del numbers["checkpoint_every"]  # the result does not depend on it
     trained = digest_of([name for name, weight in model.named_parameters() if weight.requires_grad])
-    return run_settings(model, texts, "model", **numbers, **more, teacher=of_teacher, trained=trained)
+    of_student = model_settings(model)
+    more = {**more, "trained": trained, "student": of_student, "teacher": of_teacher}
+    return run_settings(model, texts, "model", **numbers, **more)
 
 
 def _require_trainable(model: Any, teacher: Any) -> None:

@@ -1,0 +1,70 @@
+"""Settings of a model in addition to its weights: everything else in its modules that its outputs depend on.
+
+Code that is replaced from outside, such as by hooks, is not among them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.data.batches import digest_of
+
+WITHOUT_EFFECT = ("training", "gradient_checkpointing", "generation_config", "name_or_path")
+"""Attributes of modules that the outputs in a given mode do not depend on."""
+
+CONFIG_WITHOUT_EFFECT = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache")
+"""Fields of configurations of which the same is true; they differ between a model in memory and its saved copy. The
+data type is that of the weights."""
+
+
+def model_settings(model: nn.Module) -> dict[str, Any]:
+    """Return the settings of a model as texts: the fields of its configuration, and by the path of each module its
+    class, its plain attributes (such as the `p` of a dropout), and hashes of its buffers, saved or not.
+    """
+    config = getattr(model, "config", None)
+    modules = {path or type(model).__name__: _module_settings(module) for path, module in model.named_modules()}
+    return {"config": _config_settings(config) if hasattr(config, "to_dict") else {}, "modules": modules}
+
+
+def _module_settings(module: nn.Module) -> dict[str, str]:
+    """Return the settings of one module, without those of the modules in it."""
+    settings = {"class": _name(type(module))}
+    for name, value in vars(module).items():
+        is_method = getattr(value, "__self__", None) is module
+        if not name.startswith("_") and name not in WITHOUT_EFFECT and not is_method:
+            settings[name] = _text(value)
+    return settings | {name: _text(buffer) for name, buffer in module.named_buffers(recurse=False)}
+
+
+def _config_settings(config: Any) -> dict[str, str]:
+    """Return the fields of a configuration of `transformers`, with the implementation of attention."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in CONFIG_WITHOUT_EFFECT}
+    fields["attn_implementation"] = getattr(config, "_attn_implementation", None)
+    return {name: _text(value) for name, value in sorted(fields.items())}
+
+
+def _text(value: Any) -> str:
+    """Return a text that differs for values with different effects. Of an object of an unknown kind, it is the class."""
+    if isinstance(value, Tensor):
+        return digest_of([value])
+    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if hasattr(value, "to_dict"):
+        return digest_of([_config_settings(value)])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _name(type(value)) + _text(
+            {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        )
+    return _name(value if hasattr(value, "__qualname__") else type(value))
+
+
+def _name(value: Any) -> str:
+    """Return the name of a class or function, with its module."""
+    return f"{value.__module__}.{value.__qualname__}"
