@@ -243,7 +243,7 @@ def find_model(name: str, revision: str | None = None, *, argument: str = "model
         raise InputError(argument, expected="the name of a model", got=repr(name))
     packaged = PACKAGED.get(name)
     folder = None if packaged is None else packaged.location()
-    if folder is None and not _is_folder(name):
+    if folder is None and not is_existing_folder(name):
         hub_id = name if packaged is None else packaged.hub
         try:
             _require_on_hub(hub_id, revision)
@@ -261,8 +261,8 @@ def find_model(name: str, revision: str | None = None, *, argument: str = "model
     return ModelSource(name, Path(name).resolve().name, name, {})
 
 
-def _is_folder(name: str) -> bool:
-    """Return True if a name is the path of an existing folder."""
+def is_existing_folder(name: str | Path) -> bool:
+    """Return True if a name is the path of an existing folder, and False also for a name that cannot be a path."""
     try:
         return Path(name).is_dir()
     except (OSError, ValueError):  # too long a path, or a null character

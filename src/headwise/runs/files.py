@@ -48,8 +48,12 @@ def require_outside_data(out: str | Path, source: str | Path) -> None:
     """Raise `InputError` if the output folder `out` is the folder `source` of a data set or in it, because the next run
     would read the results as data. A hidden folder, whose name starts with a dot, may be in it.
     """
-    folder, data = Path(out).resolve(), Path(source).resolve()
-    if not data.is_dir() or not folder.is_relative_to(data):
+    try:
+        folder, data = Path(out).resolve(), Path(source).resolve()
+        is_folder = data.is_dir()
+    except (OSError, ValueError):  # too long a path, or a null character: reported where the path is used
+        return
+    if not is_folder or not folder.is_relative_to(data):
         return
     if not any(part.startswith(".") for part in folder.relative_to(data).parts):
         raise InputError(

@@ -1,8 +1,10 @@
 """Recipes: their results against the steps alone, resumption after kills at any moment, and mistakes."""
 
+import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +21,7 @@ import transformers
 import headwise as hw
 import tiny
 from headwise.compression.recipe import compress as steps
+from headwise.compression.recipe.common_text import count_common_sequences
 from headwise.compression.recipe.held_out import HeldOutText
 from headwise.compression.recipe.recipe import read_recipe
 
@@ -137,8 +140,50 @@ def test_a_finished_run_is_not_repeated(folder, finished, monkeypatch):
 
 def test_common_text_is_a_warning(folder, tmp_path):
     recipe = changed(folder, tmp_path, "held-out", "data")
-    with pytest.warns(match=r"5 of 5 sequences in \[verify\] are also in \[data\]"):
+    with pytest.warns(match=r"5 of 5 sequences in \[verify\] share text with \[data\]"):
         hw.compress(recipe, tmp_path / "out")
+
+
+def common_by_hand(texts, others, special):
+    """Return the number of sequences with a token in 13 tokens that both have, or that both have as sequences."""
+
+    def words(sequences):
+        return [each.tolist()[special : len(each) - special] for each in sequences]
+
+    known, sequences = words(texts.sequences), words(others.sequences)
+    joined, stream = (list(itertools.chain(*each)) for each in (known, sequences))
+    windows = {tuple(joined[start : start + 13]) for start in range(len(joined) - 12)}
+    common = {
+        place
+        for start in range(len(stream) - 12)
+        if tuple(stream[start : start + 13]) in windows
+        for place in range(start, start + 13)
+    }
+    count, start = 0, 0
+    for each in sequences:
+        count += each in known or any(place in common for place in range(start, start + len(each)))
+        start += len(each)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("mode", ["cut", "pack", "truncate"])
+def test_common_text_is_found_however_it_is_cut(kind, mode):
+    tokenizer, special = tiny.tokenizer(kind), 1 if kind == "encoder" else 0
+    *data, first, second = tiny.texts(30, 5, 60, 41, 40, 16)
+    texts = hw.Texts(data, tokenizer, 19, mode)
+    for context in (4, 18, 19, 20, 100):
+        same, other, mixed = (
+            hw.Texts(documents, tokenizer, context, "cut")
+            for documents in (data[2:], [first, second], [first, data[2], second])
+        )
+        assert count_common_sequences(texts, other) == 0
+        for each in (same, mixed):
+            assert count_common_sequences(texts, each) == common_by_hand(texts, each, special)
+        if mode == "cut":
+            assert count_common_sequences(texts, same) == len(same.sequences)
+            assert count_common_sequences(texts, mixed) == -(-60 // (context - 2 * special))
+    assert count_common_sequences(texts, hw.Texts([data[1]], tokenizer)) == (0 if mode == "pack" else 1)
 
 
 def test_key_value_heads_are_merged_between_pruning_and_healing(folder, tmp_path):
@@ -151,6 +196,40 @@ def test_key_value_heads_are_merged_between_pruning_and_healing(folder, tmp_path
     expected = hw.merge_kv(dense, num_kv_heads=1, calibration=texts, method="procrustes").state_dict()
     for name, value in merged.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prune", "kv_heads", "message"),
+    [
+        (
+            'keep = 0.5\nconstraint = "groups"',
+            1,
+            "no section [merge] for 1 key/value heads of a layer after [prune], g",
+        ),
+        ('keep = 0.5\nconstraint = "uniform"', 2, "1 for 2 key/value heads of a layer after [prune], got 2"),
+        ('keep = 0.5\nconstraint = "free"\nscores = "ablation"', 1, "uniform or groups in [prune] before [merge]"),
+        ('plan = "PLAN"', 1, "no section [merge] for 1 key/value heads of a layer after [prune], got 1"),
+        (None, 3, "1 for 2 key/value heads of a layer, got 3"),
+    ],
+)
+def test_a_merge_that_is_impossible_is_found_before_anything_runs(
+    prune, kv_heads, message, folder, finished, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(steps, "plan_by_name", pytest.fail)
+    monkeypatch.setattr(steps, "prune", pytest.fail)
+    section = "" if prune is None else f"[prune]\n{prune.replace('PLAN', str(finished / 'plan.json'))}\n"
+    old = '[prune]\nkeep = 0.5\nconstraint = "groups"'
+    recipe = changed(folder, tmp_path, old, f"{section}[merge]\nkv_heads = {kv_heads}")
+    argument = "constraint" if "free" in section else "kv_heads"
+    with pytest.raises(hw.InputError, match=f"^{argument}: expected {re.escape(message)}"):
+        hw.compress(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_after_pruning_is_possible(folder, tmp_path):
+    recipe = changed(folder, tmp_path, 'constraint = "groups"', 'constraint = "uniform"\n[merge]\nkv_heads = 1')
+    report = hw.compress(recipe, tmp_path / "out")
+    assert [stage.name for stage in report.stages] == ["dense", "pruned", "merged", "healed"]
 
 
 @pytest.mark.parametrize(
@@ -373,6 +452,11 @@ def test_a_saved_model_that_loads_differently_is_not_put_in_place(folder, tmp_pa
         ("[verify]", "[verify", "^recipe: expected a TOML file '.*' that can be read, got Expected"),
         ("held-out.jsonl", "none.jsonl", "^data: expected a file '.*none.jsonl' that can be read, got No such file"),
         ("data.jsonl", "empty.jsonl", "^data: expected at least one document, got no text in .*empty.jsonl"),
+        ("held-out.jsonl", "a\\u0000b", r"^path: expected a path, got '.*a\\x00b', in \[verify\]"),
+        ("data.jsonl", "a\\u0000b", r"^path: expected a path, got '.*a\\x00b', in \[data\]"),
+        ("held-out.jsonl", "a" * 5000, "^data: expected a file '.*a' that can be read, got File name too long"),
+        ("keep = 0.5", 'plan = "a\\u0000b"', r"^plan: expected a path, got 'a\\x00b', in \[prune\]"),
+        ("keep = 0.5", f'plan = "{"a" * 5000}"', "^plan: expected a file with a plan, got '.*a'"),
         ("keep = 0.5", 'plan = "no.json"', "^plan: expected a file with a plan, got '.*no.json'"),
     ],
 )
@@ -383,6 +467,21 @@ def test_a_mistake_in_a_recipe_is_one_sentence_before_anything_runs(old, new, me
         hw.compress(changed(folder, tmp_path, old, new), tmp_path / "out")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_names_that_cannot_be_paths_are_one_sentence(folder, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    text = changed(folder, tmp_path, "keep", "keep").read_text()
+    for name in ("a\\u0000b", "a" * 5000):
+        recipe.write_text(text.replace(str(folder / "m"), name))
+        with pytest.raises(hw.InputError, match="^model: expected minilm, smollm2, a folder in Hugging Face format or"):
+            hw.compress(recipe, tmp_path / "out")
+    recipe.write_text(text)
+    for name in ("a\0b", "a" * 5000):
+        with pytest.raises(hw.InputError, match="^out: expected (the path of a folder|a folder that can .*), got 'a"):
+            hw.compress(recipe, name)
+        with pytest.raises(hw.InputError, match="^recipe: expected a TOML file 'a.* that can be read, got "):
+            hw.compress(name, tmp_path / "out")
 
 
 def test_sections_are_required(tmp_path):

@@ -155,8 +155,8 @@ def _accelerator() -> Any:
 def _settings(
     model: nn.Module, teacher: nn.Module, data: Any, options: HealingOptions, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return everything that the trained weights depend on, JSON-compatible: the options, hashes of both models' weights
-    and of the names of the trained ones, the other settings of both models, and the settings `more`.
+    """Return everything that the trained weights depend on, JSON-compatible: the options, hashes of the weights of both
+    models and of the names of the trained ones, the other settings of both models, and the settings `more`.
     """
     numbers = asdict(options) | {"lr": float(options.lr), "temperature": float(options.temperature)}
     of_teacher = run_settings(teacher, None, "teacher")["model"] | model_settings(teacher)

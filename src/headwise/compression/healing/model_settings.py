@@ -47,22 +47,23 @@ def _config_settings(config: Any) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """Return a text that differs for values with different effects. Of an object of an unknown kind, it is the class."""
+    """Return a text that differs for values with different effects. Only the class of an unknown object counts."""
+    is_object = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if isinstance(value, Tensor):
-        return digest_of([value])
-    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_text, value))}]"
-    if hasattr(value, "to_dict"):
-        return digest_of([_config_settings(value)])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _name(type(value)) + _text(
-            {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        )
-    return _name(value if hasattr(value, "__qualname__") else type(value))
+        text = digest_of([value])
+    elif value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
+        text = repr(value)
+    elif isinstance(value, Mapping):
+        text = f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
+    elif isinstance(value, list | tuple):
+        text = f"[{', '.join(map(_text, value))}]"
+    elif hasattr(value, "to_dict"):
+        text = digest_of([_config_settings(value)])
+    elif is_object:
+        text = _name(type(value)) + _text({each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
+    else:
+        text = _name(value if hasattr(value, "__qualname__") else type(value))
+    return text
 
 
 def _name(value: Any) -> str:

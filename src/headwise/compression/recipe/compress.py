@@ -28,7 +28,9 @@ from headwise.compression.healing.heal import heal
 from headwise.compression.merging.merge_kv import merge_kv
 from headwise.compression.pruning.prune import prune
 from headwise.compression.pruning.pruning_plan import PruningPlan
+from headwise.compression.recipe.common_text import count_common_sequences
 from headwise.compression.recipe.held_out import HeldOutText
+from headwise.compression.recipe.merge_check import require_merge
 from headwise.compression.recipe.recipe import DTYPES, CompressionRecipe, read_recipe
 from headwise.compression.recipe.reloading import require_equal_after_loading
 from headwise.compression.recipe.result import RecipeResult, Stage, stage_of
@@ -91,7 +93,7 @@ def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progre
     if content.prune is not None and content.prune.plan is not None:
         plan = PruningPlan.load(content.prune.plan)
     device = LocalProcess(True, 0).device(content.device)
-    inputs = _load_inputs(content, device, shown=progress)
+    inputs = _load_inputs(content, plan, device, shown=progress)
     is_new = not Path(out).exists()
     folder = writable_folder(out)
     try:
@@ -146,7 +148,7 @@ class _Inputs:
         return normalized
 
 
-def _load_inputs(recipe: CompressionRecipe, device: torch.device, *, shown: bool) -> _Inputs:
+def _load_inputs(recipe: CompressionRecipe, plan: PruningPlan | None, device: torch.device, *, shown: bool) -> _Inputs:
     """Load the model and the texts of a recipe; mistakes that can be seen without the weights are reported before."""
     source = find_model(recipe.model, recipe.revision)
     tokenizer = source.tokenizer()
@@ -158,20 +160,21 @@ def _load_inputs(recipe: CompressionRecipe, device: torch.device, *, shown: bool
     options = recipe.data.options() | {"limit": None} | recipe.verify.options()
     HeldOutText.of(Texts(recipe.verify.path, tokenizer, **options))
     dense = load_whole_model(source, DTYPES.get(recipe.dtype or "")).to(device)
-    held_out = HeldOutText.of(Texts(recipe.verify.path, tokenizer, **options).within(dense))
-    texts = texts.within(dense)
+    verify, texts = Texts(recipe.verify.path, tokenizer, **options).within(dense), texts.within(dense)
+    held_out = HeldOutText.of(verify)
     require_causal(loss, dense, (to_device(batch, device) for batch in held_out.batches()))
-    _warn_of_common_text(texts, held_out)
+    require_merge(recipe, dense, to_device(next(iter(texts)), device), plan)
+    _warn_of_common_text(texts, verify)
     return _Inputs(recipe, source, dense, tokenizer, texts, held_out, loss)
 
 
-def _warn_of_common_text(texts: Texts, held_out: HeldOutText) -> None:
-    """Warn if sequences of the held-out text are among those that the model is made smaller with."""
-    known = {tuple(sequence.tolist()) for sequence in texts.sequences}
-    common = sum(tuple(sequence.tolist()) in known for sequence in held_out.sequences)
+def _warn_of_common_text(texts: Texts, held_out: Texts) -> None:
+    """Warn if the held-out text is among that which the model is made smaller with."""
+    common = count_common_sequences(texts, held_out)
     if common:
         of_all = f"{common} of {counted(len(held_out.sequences), 'sequence')}"
-        warnings.warn(f"{of_all} in [verify] are also in [data], so that the report is too good", stacklevel=4)
+        share = "shares" if common == 1 else "share"
+        warnings.warn(f"{of_all} in [verify] {share} text with [data], so that the report is too good", stacklevel=4)
 
 
 def _claim(folder: Path, settings: Mapping[str, Any], *, force: bool) -> None:

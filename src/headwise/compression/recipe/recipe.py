@@ -15,6 +15,7 @@ from headwise.compression.merging.merge_kv import MergeGrouping, MergeMethod
 from headwise.compression.pruning.plan_pruning import CONSTRAINTS
 from headwise.compression.scores.named_scores import SCORES
 from headwise.data.document_modes import DOCUMENT_MODES
+from headwise.data.models import is_existing_folder
 from headwise.errors import InputError
 from headwise.packaged_models import PACKAGED
 
@@ -35,6 +36,7 @@ class DataSection:
     column: str | None = None
 
     def __post_init__(self) -> None:
+        _require_path("path", self.path)
         for name in ("context", "batch", "limit"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), least=1)
@@ -62,6 +64,8 @@ class PruneSection:
         if (self.keep is None) == (self.plan is None):
             got = "neither" if self.plan is None else "both"
             raise InputError("keep", expected="one of keep and plan", got=got)
+        if self.plan is not None:
+            _require_path("plan", self.plan)
         if self.keep is not None and not 0 < finite_number("keep", self.keep) <= 1:
             raise InputError("keep", expected="a share above 0 and at most 1", got=self.keep)
         _require_one_of("constraint", self.constraint, CONSTRAINTS)
@@ -159,7 +163,7 @@ def read_recipe(file: str | Path) -> CompressionRecipe:
     prune = recipe.prune
     if prune is not None and prune.plan is not None:
         prune = replace(prune, plan=located(prune.plan))
-    is_folder = recipe.model not in PACKAGED and (folder / recipe.model).is_dir()
+    is_folder = recipe.model not in PACKAGED and is_existing_folder(folder / recipe.model)
     return replace(
         recipe,
         model=located(recipe.model) if is_folder else recipe.model,
@@ -215,6 +219,12 @@ def _value(value: Any, hint: Any, key: str, place: str) -> Any:
         names = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
         raise InputError("recipe", expected=f"{names[kind]} for {key} in {place}", got=repr(value))
     return value
+
+
+def _require_path(argument: str, value: str) -> None:
+    """Raise `InputError` for an empty path, or one with a null character."""
+    if not value.strip() or "\0" in value:
+        raise InputError(argument, expected="a path", got=repr(value))
 
 
 def _require_one_of(argument: str, value: str, names: Any) -> None:
