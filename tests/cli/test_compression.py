@@ -188,6 +188,15 @@ def test_compress_prints_the_losses_of_all_steps(headwise, folder, tmp_path):
         assert row["loss_n"] == 2
 
 
+def test_compress_prints_the_report_of_the_recipe(headwise, folder, tmp_path):
+    recipe, out = folder / "report.toml", tmp_path / "out"
+    recipe.write_text(f"{RECIPE}[report]\nprompt = 5\nnew_tokens = 2\nbatches = [1]\nrounds = 6\n")
+    status, printed, err = headwise("compress", recipe, "--out", out)
+    assert status == 0, err
+    report = hw.CompressionReport.load(out / "before-after.json")
+    assert printed.endswith(f"\n\n{report}\n\nwrote {out}\n")
+
+
 def test_mistakes_in_a_recipe_are_one_sentence(headwise, folder, tmp_path):
     recipe = folder / "mistake.toml"
     recipe.write_text(RECIPE.replace("keep = 0.5", "keep = 2"))

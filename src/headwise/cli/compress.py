@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from headwise.cli.loading import quiet_libraries
 from headwise.cli.options import Force, Out
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
 from headwise.compression.recipe.compress import compress as run_recipe
+from headwise.compression.recipe.run_folder import BEFORE_AFTER
+from headwise.compression.report.result import CompressionReport
 from headwise.show.recipes import print_recipe, recipe_records
 
 EXAMPLES = """
@@ -27,7 +30,8 @@ def compress(
     output: OutputFlags,
 ) -> None:
     """Make a model smaller by the steps of a recipe: score, plan, prune, merge, heal, verify and save. Prints the loss
-    on held-out text after each step, and saves the smaller model in the folder model in --out.
+    on held-out text after each step, and the report that the section [report] states. Saves the smaller model in the
+    folder model in --out.
     """
     quiet_libraries()
     try:
@@ -35,4 +39,11 @@ def compress(
     except KeyboardInterrupt:
         typer.echo("headwise: interrupted; run the same command again to resume", err=True)
         raise
-    output.show(lambda: recipe_records(report), lambda console: print_recipe(report, console), written=out)
+
+    def print_reports(console: Console) -> None:
+        print_recipe(report, console)
+        if (out / BEFORE_AFTER).exists():
+            before_after = CompressionReport.load(out / BEFORE_AFTER)
+            console.print(f"\n{before_after}", markup=False, highlight=False, soft_wrap=True)
+
+    output.show(lambda: recipe_records(report), print_reports, written=out)

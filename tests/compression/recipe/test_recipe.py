@@ -12,6 +12,7 @@ import sys
 import time
 import tomllib
 import traceback
+import warnings
 from copy import deepcopy
 
 import pytest
@@ -24,6 +25,7 @@ from headwise.compression.recipe import compress as steps
 from headwise.compression.recipe.common_text import count_common_sequences
 from headwise.compression.recipe.held_out import HeldOutText
 from headwise.compression.recipe.recipe import read_recipe
+from headwise.compression.report import paired_times
 
 RECIPE = """
 model = "m"
@@ -184,6 +186,90 @@ def test_common_text_is_found_however_it_is_cut(kind, mode):
             assert count_common_sequences(texts, same) == len(same.sequences)
             assert count_common_sequences(texts, mixed) == -(-60 // (context - 2 * special))
     assert count_common_sequences(texts, hw.Texts([data[1]], tokenizer)) == (0 if mode == "pack" else 1)
+
+
+# -- the section [report] ---------------------------------------------------------------------------------------------
+
+REPORT = "\n[report]\nprompt = 6\nnew_tokens = 2\nbatches = [1]\nrounds = 6\n"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Time one run per sample, and ignore times."""
+    monkeypatch.setattr(paired_times, "LEAST_SECONDS", 0.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no speed-up")
+        yield
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_report_is_added_to_a_finished_run(folder, finished, tmp_path, monkeypatch):
+    out, before = tmp_path / "out", content(finished)
+    shutil.copytree(finished, out)
+    monkeypatch.setattr(steps, "plan_by_name", pytest.fail)
+    monkeypatch.setattr(steps, "heal", pytest.fail)
+    recipe = folder / "with-report.toml"
+    recipe.write_text(RECIPE + REPORT)
+    result = hw.compress(recipe, out)
+    first = (out / "before-after.json").read_bytes()
+    assert content(out) == before | {"before-after.json": first}
+    report = hw.CompressionReport.load(out / "before-after.json")
+    row = report.row("loss, next_token_loss")
+    assert (row.dense, row.compressed) == pytest.approx([result.stages[index].loss.value for index in (0, 2)])
+    assert row.change_sem == pytest.approx(result.stages[2].difference.sem, rel=1e-4)
+    assert (row.documents, row.samples) == (3, 3)
+    assert {"decoding a token after 6, batch 1", "cache per token"} <= {row.quantity for row in report.rows}
+    hw.compress(recipe, out)
+    assert (out / "before-after.json").read_bytes() == first  # not made again
+    recipe.write_text(RECIPE + REPORT.replace("prompt = 6", "prompt = 5"))
+    hw.compress(recipe, out)
+    assert "prompt of 5 tokens, batch 1" in {
+        row.quantity for row in hw.CompressionReport.load(out / "before-after.json").rows
+    }
+    (out / "before-after.json").write_text("{")
+    hw.compress(folder / "recipe.toml", out)
+    assert (out / "before-after.json").read_text() == "{"  # the recipe has no report
+    hw.compress(recipe, out)
+    assert hw.CompressionReport.load(out / "before-after.json").rows
+    monkeypatch.undo()
+    hw.compress(folder / "recipe.toml", out, force=True)
+    assert content(out) == before
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_report_of_an_encoder_has_the_cosine_of_outputs(folder, tmp_path):
+    tiny.model("encoder").save_pretrained(tmp_path / "encoder")
+    tiny.tokenizer("encoder").save_pretrained(tmp_path / "encoder")
+    recipe = changed(folder, tmp_path, str(folder / "m"), "encoder")
+    recipe.write_text(recipe.read_text().split("[heal]")[0] + REPORT.replace("prompt = 6", "prompt = 127"))
+    hw.compress(recipe, tmp_path / "out")
+    report = hw.CompressionReport.load(tmp_path / "out" / "before-after.json")
+    assert {"cosine of outputs", "call on 127 tokens, batch 1"} <= {row.quantity for row in report.rows}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("prompt = 6", "prompt = 0", r"^prompt: expected a whole number of 1 or more, got 0, in \[report\]$"),
+        ("rounds = 6", "rounds = 5", r"^rounds: expected a whole number of 6 or more, got 5, in \[report\]$"),
+        ("new_tokens = 2", "new_tokens = 1", "^new_tokens: expected a whole number of 2 or more, got 1"),
+        ("[1]", "[1, 0]", "^batches: expected a whole number of 1 or more, got 0"),
+        ("[1]", "[]", r"^recipe: expected whole numbers such as \[1, 8\] for batches in \[report\], got \[\]$"),
+        ("[1]", "[true]", r"^recipe: expected whole numbers such as .* got \[True\]"),
+        ("[1]", "1", "^recipe: expected whole numbers such as .* got 1"),
+        (
+            "prompt = 6",
+            "prompt = 127",
+            r"^prompt: expected at most 128 tokens of prompt and new_tokens in \[report\], ",
+        ),
+    ],
+)
+def test_mistakes_in_a_report_are_found_before_anything_runs(old, new, message, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "plan_by_name", pytest.fail)
+    recipe = changed(folder, tmp_path, "[heal]", f"{REPORT.replace(old, new)}[heal]")
+    with pytest.raises(hw.InputError, match=message):
+        hw.compress(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_key_value_heads_are_merged_between_pruning_and_healing(folder, tmp_path):

@@ -13,6 +13,7 @@ from headwise.checks import finite_number, whole_number
 from headwise.compression.healing.heal import HealingOptions
 from headwise.compression.merging.merge_kv import MergeGrouping, MergeMethod
 from headwise.compression.pruning.plan_pruning import CONSTRAINTS
+from headwise.compression.report.paired_times import LEAST_ROUNDS
 from headwise.compression.scores.named_scores import SCORES
 from headwise.data.document_modes import DOCUMENT_MODES
 from headwise.data.models import is_existing_folder
@@ -105,6 +106,23 @@ class HealSection(HealingOptions):
 
 
 @dataclass(frozen=True)
+class ReportSection:
+    """Report of sizes, times, loss and agreement of a recipe, with the options of `hw.compression_report`."""
+
+    prompt: int = 128
+    new_tokens: int = 32
+    batches: tuple[int, ...] = (1, 8)
+    rounds: int = 12
+
+    def __post_init__(self) -> None:
+        whole_number("prompt", self.prompt, least=1)
+        whole_number("new_tokens", self.new_tokens, least=2)
+        for size in self.batches:
+            whole_number("batches", size, least=1)
+        whole_number("rounds", self.rounds, least=LEAST_ROUNDS)
+
+
+@dataclass(frozen=True)
 class CompressionRecipe:
     """Content of a recipe.
 
@@ -113,6 +131,7 @@ class CompressionRecipe:
         data: texts for scores, fitting and healing.
         verify: held-out texts; options that are not stated are those of `data`.
         prune, merge, heal: the steps; None for one that is left out.
+        report: report of the dense and the smaller model; None for none.
         revision, dtype, device: as the options of the command line.
     """
 
@@ -122,6 +141,7 @@ class CompressionRecipe:
     prune: PruneSection | None = None
     merge: MergeSection | None = None
     heal: HealSection | None = None
+    report: ReportSection | None = None
     revision: str | None = None
     dtype: str | None = None
     device: str | None = None
@@ -209,8 +229,11 @@ def _in_section(error: InputError, place: str) -> InputError:
 
 def _value(value: Any, hint: Any, key: str, place: str) -> Any:
     """Return the value of a key, of the type that its annotation states; whole numbers become numbers."""
-    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not NoneType]
-    (kind,) = kinds
+    if hint == tuple[int, ...]:
+        if not isinstance(value, list) or not value or any(type(item) is not int for item in value):
+            raise InputError("recipe", expected=f"whole numbers such as [1, 8] for {key} in {place}", got=repr(value))
+        return tuple(value)
+    (kind,) = (kind for kind in (get_args(hint) or (hint,)) if kind is not NoneType)
     if is_dataclass(kind) and isinstance(kind, type):
         return _section(kind, value, key)
     if kind is float and type(value) is int:
