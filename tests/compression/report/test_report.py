@@ -18,11 +18,11 @@ import tiny
 from headwise.compression.clustered_mean import clustered_mean
 from headwise.compression.parameter_counts import count_parameters, weight_bytes
 from headwise.compression.report import paired_times as times
-from headwise.compression.report import times as report_times
+from headwise.compression.report import time_rows as report_times
 from headwise.compression.report.greedy_agreement import greedy_agreements
 from headwise.compression.report.paired_times import PairedRatio, paired_times
+from headwise.compression.report.report_row import ReportRow
 from headwise.compression.report.result import CompressionReport
-from headwise.compression.report.row import ReportRow
 from headwise.compression.report.stopwatch import Stopwatch
 from removal import families
 

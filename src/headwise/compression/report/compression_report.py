@@ -13,13 +13,13 @@ from headwise.checks import collection_of, require_module, whole_number
 from headwise.compression.parameter_counts import count_parameters, weight_bytes
 from headwise.compression.report.attention_modules import attention_modules
 from headwise.compression.report.cached_decoding import cache_sizes, why_not_decoded
-from headwise.compression.report.data import ModelPair, ReportData
 from headwise.compression.report.greedy_agreement import greedy_agreements
 from headwise.compression.report.paired_quality import output_cosines, paired_losses
 from headwise.compression.report.paired_times import LEAST_ROUNDS
+from headwise.compression.report.report_data import ModelPair, ReportData
+from headwise.compression.report.report_row import ReportRow
 from headwise.compression.report.result import CompressionReport
-from headwise.compression.report.row import ReportRow
-from headwise.compression.report.times import call_rows, decoding_rows
+from headwise.compression.report.time_rows import call_rows, decoding_rows
 from headwise.data.batches import call_model, copied, device_of, evaluation_mode
 from headwise.data.texts import Texts
 from headwise.data.tokenization import max_input_tokens

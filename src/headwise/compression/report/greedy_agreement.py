@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.compression.report.cached_decoding import decode, last_logits
-from headwise.compression.report.data import ModelPair
+from headwise.compression.report.report_data import ModelPair
 from headwise.shapes import Bool, Int
 
 LARGEST_BATCH = 8

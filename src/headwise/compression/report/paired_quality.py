@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.causality import require_causal
 from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_some_loss
-from headwise.compression.report.data import ModelPair, ReportData
+from headwise.compression.report.report_data import ModelPair, ReportData
 from headwise.data.batches import call_model, copied
 from headwise.errors import InputError
 from headwise.shapes import Float

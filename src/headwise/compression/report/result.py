@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwise.compression.report.row import LOSS, TIME, ReportRow
+from headwise.compression.report.report_row import LOSS, TIME, ReportRow
 from headwise.errors import InputError, require
 from headwise.plots.before_after import PlottedChange, draw_before_after
 from headwise.runs.files import write_atomically

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from headwise.compression.report.cached_decoding import decode
-from headwise.compression.report.data import ModelPair, ReportData, has_examples_first
 from headwise.compression.report.paired_times import Times, paired_times
-from headwise.compression.report.row import ReportRow
+from headwise.compression.report.report_data import ModelPair, ReportData, has_examples_first
+from headwise.compression.report.report_row import ReportRow
 from headwise.compression.report.stopwatch import ATTENTION, TOTAL, Stopwatch
 from headwise.data.batches import call_model, copied, count_sequences_and_tokens
 
