@@ -290,11 +290,11 @@ def test_key_value_heads_are_merged_between_pruning_and_healing(folder, tmp_path
         (
             'keep = 0.5\nconstraint = "groups"',
             1,
-            "no section [merge] for 1 key/value heads of a layer after [prune], g",
+            "no section [merge] for 1 key/value head of a layer after [prune], g",
         ),
         ('keep = 0.5\nconstraint = "uniform"', 2, "1 for 2 key/value heads of a layer after [prune], got 2"),
         ('keep = 0.5\nconstraint = "free"\nscores = "ablation"', 1, "uniform or groups in [prune] before [merge]"),
-        ('plan = "PLAN"', 1, "no section [merge] for 1 key/value heads of a layer after [prune], got 1"),
+        ('plan = "PLAN"', 1, "no section [merge] for 1 key/value head of a layer after [prune], got 1"),
         (None, 3, "1 for 2 key/value heads of a layer, got 3"),
     ],
 )
@@ -617,6 +617,15 @@ def test_a_folder_of_something_else_is_refused(folder, tmp_path):
         ):
             hw.compress(folder / "recipe.toml", tmp_path, force=force)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_model_that_sees_later_tokens_has_no_next_token_loss(folder, tmp_path):
+    model = transformers.BertLMHeadModel(tiny.model("encoder").config)
+    hw.save_model(tiny.with_distinct_heads(model), tiny.tokenizer("encoder"), tmp_path / "both-sides")
+    recipe = changed(folder, tmp_path, str(folder / "m"), "both-sides")
+    with pytest.raises(hw.InputError, match="got BertLMHeadModel, whose logits depend on later tokens$"):
+        hw.compress(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_classifier_is_refused(folder, tmp_path):

@@ -16,6 +16,7 @@ from headwise.compression.recipe.recipe import CompressionRecipe
 from headwise.compression.scores.magnitude import MagnitudeScores
 from headwise.errors import InputError
 from headwise.removal.families import head_module
+from headwise.wording import counted
 
 
 def require_merge(
@@ -47,8 +48,8 @@ def require_merge(
     wanted, common = recipe.merge.kv_heads, math.gcd(*counts)
     divisors = [str(number) for number in range(1, common) if common % number == 0]
     if counts and str(wanted) not in divisors:
-        heads = " or ".join(map(str, sorted(counts)))
+        heads = " or ".join(counted(count, "key/value head") for count in sorted(counts))
         after = "" if section is None else " after [prune]"
-        expected = f"{' or '.join(divisors) or 'no section [merge]'} for {heads} key/value heads of a layer{after}"
+        expected = f"{' or '.join(divisors) or 'no section [merge]'} for {heads} of a layer{after}"
         raise InputError("kv_heads", expected=expected, got=wanted)
     mergeable_modules(remaining, wanted)
