@@ -216,7 +216,9 @@ def _train(
                 loss = _loss(student, model, teacher, inputs, options.temperature)
                 _require_finite(loss, f"loss at step {step + 1}")
                 accelerator.backward(loss)
-                _require_finite(accelerator.clip_grad_norm_(weights, LARGEST_NORM), f"norm of gradients at step {step + 1}")
+                _require_finite(
+                    accelerator.clip_grad_norm_(weights, LARGEST_NORM), f"norm of gradients at step {step + 1}"
+                )
                 prepared.step()
                 schedule.step()
                 prepared.zero_grad()
