@@ -1,12 +1,19 @@
 """Least squares of output projections, against torch's solver and fits without each block."""
 
+import functools
+
 import pytest
 import torch
 
 import headwise as hw
 import tiny
 from headwise.compression.calibration import output_moments
-from headwise.compression.calibration.output_moments import OutputMoments, block_removals, reconstructed
+from headwise.compression.calibration.output_moments import (
+    OutputMoments,
+    block_removals,
+    reconstructed,
+    unfitted_removals,
+)
 from headwise.compression.scores.least_squares import LeastSquaresScores
 from headwise.compression.scores.magnitude import MagnitudeScores
 from headwise.errors import InputError
@@ -69,6 +76,25 @@ def test_the_cost_of_a_block_is_the_error_that_its_removal_adds(removed, has_bia
         change[:, left] += after
         change[:, rest] -= before
         torch.testing.assert_close(-removal.left @ removal.right, change, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("removed", [[], [6, 7, 8]])
+def test_the_cost_of_a_block_without_a_fit_is_the_error_that_its_removal_adds(removed):
+    x, _ = data()
+    weight = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
+    y, gone = x @ weight.double().mT, torch.tensor(removed, dtype=torch.int64)
+    blocks = [torch.tensor([0, 1, 2]), torch.tensor([9, 10, 11])]
+
+    def error_without(columns):
+        kept = weight.double().index_fill(1, columns, 0.0)
+        return float((y - x @ kept.mT).square().sum() / y.square().sum())
+
+    for block, removal in zip(blocks, unfitted_removals(OutputMoments.of(x, y), weight, blocks, gone), strict=True):
+        expected = error_without(torch.cat([gone, block])) - error_without(gone)
+        assert removal.error == pytest.approx(expected, rel=1e-8)
+        change = torch.zeros(5, 12, dtype=torch.float64)
+        change[:, block] = weight.double()[:, block]
+        torch.testing.assert_close(removal.left @ removal.right, change)
 
 
 def test_columns_without_data_keep_their_weights():
@@ -143,19 +169,28 @@ def refitted(moments, projection, heads, removed):
     return [full] if bias is None else [full, bias]
 
 
+def without_heads(projection, heads, removed):
+    """Return the parameters of a projection with weights of 0 for some of its heads."""
+    full = projection.weight.detach().clone().unflatten(1, (heads, -1))
+    full[:, removed] = 0.0
+    return [full.flatten(1)] if projection.bias is None else [full.flatten(1), projection.bias.detach()]
+
+
+@pytest.mark.parametrize("fitted", [True, False])
 @pytest.mark.parametrize(
     ("kind", "top", "loss"), [("decoder", "ForCausalLM", hw.next_token_loss), ("encoder", "", projected)]
 )
-def test_with_a_loss_scores_are_squared_first_order_changes_of_each_text(kind, top, loss):
+def test_with_a_loss_scores_are_squared_first_order_changes_of_each_text(kind, top, loss, fitted):
     model, tokenizer = tiny.model(kind, top=top).double(), tiny.tokenizer(kind)
     texts = tiny.texts(30, 20, 25)
-    scores = LeastSquaresScores(model, [dict(tokenizer(texts, return_tensors="pt", padding=True))], loss)
+    scores = LeastSquaresScores(model, [dict(tokenizer(texts, return_tensors="pt", padding=True))], loss, fitted=fitted)
     for layer, path in enumerate(dict.fromkeys(row.module for row in scores.rows)):
         projection = model.get_submodule(head_module(model, path).output)
         batches = [dict(tokenizer([text], return_tensors="pt")) for text in texts]
         x, y, slopes = zip(*(data_of(model, projection, batch, loss) for batch in batches), strict=True)
         moments = OutputMoments.of(torch.cat(x), torch.cat(y))
-        before, after = (refitted(moments, projection, 6, removed) for removed in ([5], [0, 1, 5]))
+        change_weights = functools.partial(refitted, moments) if fitted else without_heads
+        before, after = (change_weights(projection, 6, removed) for removed in ([5], [0, 1, 5]))
         changes = [
             sum(float(((new - old) * slope).sum()) for new, old, slope in zip(after, before, each, strict=True))
             for each in slopes

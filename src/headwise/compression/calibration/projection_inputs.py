@@ -2,34 +2,52 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from headwise.data.batches import count_sequences_and_tokens
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float
+
+
+class SequenceInputs(NamedTuple):
+    """Inputs of a projection for the tokens of a sequence, or of a whole batch whose sequences cannot be told apart.
+
+    Attributes:
+        sequence: number of the sequence in the batch; 0 for a whole batch.
+        x: inputs of its tokens except padding.
+    """
+
+    sequence: int
+    x: Float[Tensor, "tokens width"]
 
 
 @contextmanager
 def projection_inputs(
     model: nn.Module, paths: Mapping[str, str], batch: Mapping[str, Any]
-) -> Iterator[dict[str, list[Float[Tensor, "tokens width"]]]]:
-    """Record the inputs of output projections while the context is open: for each name in `paths` one tensor per call
-    of the module at its path.
+) -> Iterator[dict[str, list[SequenceInputs]]]:
+    """Record the inputs of output projections while the context is open: for each name in `paths` those of each call of
+    the module at its path, by sequence.
 
     Args:
         model: the model.
         paths: paths of the output projections, by name.
         batch: arguments of the model, whose padding masks tell which tokens count.
     """
-    recorded: dict[str, list[Tensor]] = {name: [] for name in paths}
+    recorded: dict[str, list[SequenceInputs]] = {name: [] for name in paths}
+    sequences = count_sequences_and_tokens(batch)[0]
 
     def record(name: str) -> Any:
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             inputs = arguments[0].detach()
             mask = padding_mask(inputs, batch)
-            recorded[name].append(inputs.flatten(0, -2) if mask is None else inputs[mask])
+            if inputs.ndim == 3 and len(inputs) == sequences:
+                parts = enumerate(inputs if mask is None else (x[own] for x, own in zip(inputs, mask, strict=True)))
+            else:
+                parts = enumerate([inputs.flatten(0, -2) if mask is None else inputs[mask]])
+            recorded[name].extend(SequenceInputs(*part) for part in parts)
 
         return hook
 

@@ -5,19 +5,19 @@ layers are fitted already, and the targets from the dense model, so that later l
 as far as they can.
 """
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.compression.calibration.calibration_survey import heads_of_batches
+from headwise.compression.calibration.cross_validation import reconstructed
+from headwise.compression.calibration.folds import FoldedMoments, folds_of
 from headwise.compression.calibration.layer_runs import LayerRuns, layer_of_site
-from headwise.compression.calibration.output_moments import OutputMoments, reconstructed, require_usable
-from headwise.compression.calibration.projection_inputs import projection_inputs
+from headwise.compression.calibration.output_moments import OutputMoments
+from headwise.compression.calibration.projection_inputs import SequenceInputs, projection_inputs
 from headwise.errors import InputError
 from headwise.removal.families import head_module
 from headwise.removal.head_axes import KeptHeads
@@ -42,9 +42,10 @@ def reconstruct(
 
     Raises:
         InputError: weights are quantised, or projections share a weight; a module runs on none of the batches; or
-            their padding is not stated.
+            their padding is not stated; or there is one sequence alone.
     """
     check_parameters(changed, [head_module(model, path) for path in kept])
+    folds = folds_of(batches)
     paths, sites = dict(model.named_modules()), _in_order_of_runs(model, list(kept), batches)
     layers = list(dict.fromkeys(layer_of_site(paths, path, sites) for path in sites))
     dense_runs, changed_runs = (LayerRuns(each, batches, layers) for each in (model, changed))
@@ -55,9 +56,11 @@ def reconstruct(
             targets = _inputs(model, module, dense_runs, layer, batches, store=path == inside[-1])
             inputs = _inputs(changed, module, changed_runs, layer, batches, store=False)
             projection: Any = model.get_submodule(module.output)
-            pairs = zip(inputs, targets, strict=True)
-            parts = [OutputMoments.of(x, projection(y)) for x, y in pairs if x is not None and y is not None]
-            _fit(changed.get_submodule(module.output), module, kept[path], _sum(parts))
+            moments = FoldedMoments(module.output)
+            for fold_of, xs, ys in zip(folds, inputs, targets, strict=True):
+                for (sequence, x), (_, y) in zip(xs, ys, strict=True):
+                    moments.add(fold_of[sequence], OutputMoments.of(x, projection(y)))
+            _fit(changed.get_submodule(module.output), module, kept[path], moments.checked())
         changed_runs.run(layer, lambda index: nullcontext(), store=True)
 
 
@@ -92,36 +95,30 @@ def _in_order_of_runs(model: nn.Module, paths: Sequence[str], batches: Sequence[
 
 def _inputs(
     model: nn.Module, module: HeadModule, runs: LayerRuns, layer: str, batches: Sequence[dict[str, Any]], *, store: bool
-) -> list[torch.Tensor | None]:
-    """Return the inputs of a module's output projection on each batch; None for a batch on which it does not run."""
-    recorded: list[torch.Tensor | None] = []
+) -> list[list[SequenceInputs]]:
+    """Return the inputs of a module's output projection on each batch."""
+    recorded: list[list[SequenceInputs]] = []
 
     @contextmanager
     def recording(index: int) -> Iterator[None]:
         with projection_inputs(model, {"x": module.output}, batches[index]) as inputs:
             yield
-        recorded.append(torch.cat(inputs["x"]) if inputs["x"] else None)
+        recorded.append(inputs["x"])
 
     runs.run(layer, recording, store=store)
     return recorded
 
 
-def _fit(projection: Any, module: HeadModule, kept: KeptHeads, moments: OutputMoments) -> None:
+def _fit(projection: Any, module: HeadModule, kept: KeptHeads, moments: FoldedMoments) -> None:
     """Fit an output projection to targets, in place; columns of heads that do not remain become 0."""
     (axis,) = [each for each in module.axes if each.parameter == f"{module.output}.weight"]
     columns = axis.kept_indices(kept)
     is_transposed = axis.axis == 0
     weight = projection.weight.mT if is_transposed else projection.weight
     bias = getattr(projection, "bias", None)
-    require_usable(moments, module.output)
     fitted, fitted_bias = reconstructed(moments, weight, columns, bias is not None)
     full = torch.zeros_like(weight)
     full[:, columns] = fitted.to(full)
     projection.weight.copy_(full.mT if is_transposed else full)
-    if bias is not None and fitted_bias is not None:
+    if bias is not None:
         bias.copy_(fitted_bias)
-
-
-def _sum(moments: Iterable[OutputMoments]) -> OutputMoments:
-    """Return the sum of moments."""
-    return reduce(operator.add, moments)

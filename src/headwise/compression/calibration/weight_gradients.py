@@ -12,7 +12,7 @@ from headwise.analysis.losses import Loss, loss_per_example, require_loss
 from headwise.compression.calibration.projection_inputs import padding_mask
 from headwise.data.batches import count_sequences_and_tokens
 from headwise.errors import InputError
-from headwise.shapes import Float
+from headwise.shapes import Bool, Float
 
 
 @dataclass
@@ -30,15 +30,19 @@ class WeightGradients:
     def __add__(self, other: "WeightGradients") -> "WeightGradients":
         return WeightGradients(self.weight + other.weight, self.bias + other.bias)
 
+    def of_sequences(self, chosen: Bool[Tensor, " sequences"]) -> "WeightGradients":
+        """Return the derivatives of some sequences."""
+        return WeightGradients(self.weight[chosen], self.bias[chosen])
+
     def effects(
-        self, left: Float[Tensor, "out block"], right: Float[Tensor, "block width"], mean: Float[Tensor, " width"]
+        self, left: Float[Tensor, "out block"], right: Float[Tensor, "block width"], centre: Float[Tensor, " width"]
     ) -> Float[Tensor, " sequences"]:
         """Return the change of each sequence's loss, to first order, if the weight changes by `left @ right`, and the
-        bias such that outputs of the input `mean` stay the same.
+        bias such that outputs of the input `centre` stay the same.
         """
-        left, right, mean = (each.to(self.weight) for each in (left, right, mean))
+        left, right, centre = (each.to(self.weight) for each in (left, right, centre))
         weight = torch.einsum("sow,ob,bw->s", self.weight, left, right)
-        return weight - torch.einsum("so,ob,b->s", self.bias, left, right @ mean)
+        return weight - torch.einsum("so,ob,b->s", self.bias, left, right @ centre)
 
 
 def require_slope(loss: Any) -> None:

@@ -50,7 +50,7 @@ def kv_moments(
         with projection_inputs(model, {path: path for path, *_ in places.values()}, batch) as recorded:
             call_model(model, copied(batch))
         for (name, part), (path, start, heads, width) in places.items():
-            for x in recorded[path]:
+            for _, x in recorded[path]:
                 features = model.get_submodule(path)(x)[:, start : start + heads * width].double()
                 products = _products(features.unflatten(1, (heads, width)), part)
                 sums[name, part] = sums[name, part] + products if (name, part) in sums else products

@@ -1,5 +1,5 @@
 """Scores by least squares: by how much the output of an attention module changes if heads are removed and the output
-projection is fitted again to the outputs of the dense model.
+projection is fitted again to the outputs of the dense model, or keeps its weights.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.losses import Loss
+from headwise.checks import flag
 from headwise.compression.calibration.calibration_survey import heads_of_batches
-from headwise.compression.calibration.output_moments import OutputMoments, block_removals, require_usable
+from headwise.compression.calibration.cross_validation import BlockRemoval, fitted_removals, unfitted_removals
+from headwise.compression.calibration.folds import FoldedMoments, folds_of
+from headwise.compression.calibration.output_moments import OutputMoments
 from headwise.compression.calibration.projection_inputs import projection_inputs
 from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches
 from headwise.compression.calibration.weight_gradients import WeightGradients, require_slope, weight_gradients
@@ -27,11 +30,14 @@ from headwise.shapes import Float, Int
 
 class LeastSquaresScores:
     """Scores of sets of heads: the mean squared error of a module's output y that removal of the heads adds if the
-    output projection is fitted again, by least squares, to y. The unit is the mean of `|y|^2`.
+    output projection is fitted again, by least squares, to y. The unit is the mean of `|y|^2`. The error is that on
+    sequences left out of the fit, by cross-validation.
+
+    State with `fitted` whether the projections will be fitted (`hw.prune` with calibration data) or keep their weights.
 
     With a loss, scores of different modules can be compared. A score is then the mean over sequences of the squared
-    change of the loss, to first order, when the heads are removed and the projection is fitted again: twice the rise of
-    the loss to second order, with the empirical Fisher matrix of the projection's weights in place of their second
+    change of the loss, to first order, when the heads are removed (and the projection is fitted again): twice the rise
+    of the loss to second order, with the empirical Fisher matrix of the projection's weights in place of their second
     derivatives (Hassibi and Stork 1992; Theis et al. 2018). It needs memory for one matrix as large as the output
     projection, for each module and sequence.
 
@@ -40,6 +46,7 @@ class LeastSquaresScores:
         calibration: `Texts`, or batches.
         loss: function of model and batch, such as `hw.next_token_loss`; None for errors that cannot be compared between
             modules.
+        fitted: True if the output projection is fitted again after the removal, False if its weights are kept.
 
     Attributes:
         name: name of the scores, for display.
@@ -60,8 +67,10 @@ class LeastSquaresScores:
 
     rounds = None
 
-    def __init__(self, model: nn.Module, calibration: Any, loss: Loss | None = None) -> None:
-        self.name = "least squares" if loss is None else "least squares, weighted by derivatives of the loss"
+    def __init__(self, model: nn.Module, calibration: Any, loss: Loss | None = None, *, fitted: bool = True) -> None:
+        self.name = "least squares" + ("" if fitted else " without a fit")
+        self.name += "" if loss is None else ", weighted by derivatives of the loss"
+        self._is_fitted = flag("fitted", fitted)
         self.is_comparable = loss is not None
         if loss is not None:
             require_slope(loss)
@@ -74,7 +83,9 @@ class LeastSquaresScores:
             self._modules = {row.module: head_module(model, row.module) for row in self.rows}
             self._weights = {path: dense_weight(model, module) for path, module in self._modules.items()}
             self._has_bias = {path: _has_bias(model, module) for path, module in self._modules.items()}
-            self._moments = _dense_moments(model, self._modules, batches)
+            folds = folds_of(batches)
+            self._fold_of_sequences = torch.tensor([fold for of_batch in folds for fold in of_batch])
+            self._moments = _dense_moments(model, self._modules, batches, folds)
             self._gradients: dict[str, WeightGradients] = {}
             if loss is not None:
                 _require_batch_first(model, list(self._modules))
@@ -90,40 +101,49 @@ class LeastSquaresScores:
             own = tuple(unit for unit in units if module_of[unit[0]] == path)
             gone = tuple(sorted(head for layer, head in removed if module_of[layer, head] == path))
             key = path, own, gone
-            if key not in self._known:
+            if own and key not in self._known:
                 self._known[key] = self._of_module(*key)
-            scores.update(zip(own, self._known[key], strict=True))
+            scores.update(zip(own, self._known.get(key, []), strict=True))
         return [scores[unit] for unit in units]
 
     def _of_module(self, path: str, units: Sequence[tuple[Head, ...]], removed: Sequence[int]) -> list[float]:
         """Return the score of each unit of one module, given that some of its heads were removed before."""
-        module, moments, has_bias = self._modules[path], self._moments[path], self._has_bias[path]
+        module, moments, weight = self._modules[path], self._moments[path], self._weights[path]
         blocks = [_columns(module, [head for _, head in unit]) for unit in units]
-        removals = block_removals(moments, self._weights[path], blocks, _columns(module, removed), has_bias)
+        gone = _columns(module, removed)
+        if self._is_fitted:
+            removals = fitted_removals(moments, weight, blocks, gone, self._has_bias[path])
+        else:
+            removals = unfitted_removals(moments, weight, blocks, gone)
         if not self.is_comparable:
             return [removal.error for removal in removals]
-        gradients = self._gradients[path]
-        mean = moments.x / moments.tokens if has_bias else torch.zeros_like(moments.x)
-        return [float(gradients.effects(each.left, each.right, mean).double().square().mean()) for each in removals]
+        return [self._squared_effect(path, removal) for removal in removals]
+
+    def _squared_effect(self, path: str, removal: BlockRemoval) -> float:
+        """Return the mean over sequences of the squared change of the loss, to first order. The change of the
+        projection in each fold was fitted to the other folds.
+        """
+        gradients, squares = self._gradients[path], 0.0
+        for fold, change in removal.changes.items():
+            own = gradients.of_sequences(self._fold_of_sequences == fold)
+            squares += float(own.effects(*change).double().square().sum())
+        return squares / len(self._fold_of_sequences)
 
 
 def _dense_moments(
-    model: nn.Module, modules: dict[str, HeadModule], batches: Sequence[dict[str, Any]]
-) -> dict[str, OutputMoments]:
-    """Return the moments of inputs and outputs of each module's output projection in the dense model."""
-    moments: dict[str, OutputMoments] = {}
+    model: nn.Module, modules: dict[str, HeadModule], batches: Sequence[dict[str, Any]], folds: Sequence[Sequence[int]]
+) -> dict[str, FoldedMoments]:
+    """Return the moments of inputs and outputs of each module's output projection in the dense model, by fold."""
+    moments = {path: FoldedMoments(module.output) for path, module in modules.items()}
     outputs = {path: module.output for path, module in modules.items()}
-    for batch in batches:
+    for batch, fold_of in zip(batches, folds, strict=True):
         with projection_inputs(model, outputs, batch) as recorded:
             call_model(model, copied(batch))
         for path, inputs in recorded.items():
             projection = model.get_submodule(outputs[path])
-            for x in inputs:
-                added = OutputMoments.of(x, projection(x))
-                moments[path] = moments[path] + added if path in moments else added
-    for path, module in modules.items():
-        require_usable(moments.get(path), module.output)
-    return moments
+            for sequence, x in inputs:
+                moments[path].add(fold_of[sequence], OutputMoments.of(x, projection(x)))
+    return {path: each.checked() for path, each in moments.items()}
 
 
 def _require_batch_first(model: nn.Module, paths: Sequence[str]) -> None:
