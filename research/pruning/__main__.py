@@ -34,13 +34,14 @@ class Series:
 
     Attributes:
         name: name of the scores.
-        scores: function of a model that returns them.
+        scores: function of a model that returns them; its second argument states whether output projections are fitted
+            after the removal.
         rounds_per_tenth: number of times that heads are scored while a tenth of all heads is removed; 0 for a single
             time at the start, None for once per removal.
     """
 
     name: str
-    scores: Callable[[MeasuredModel], UnitScores]
+    scores: Callable[[MeasuredModel, bool], UnitScores]
     rounds_per_tenth: int | None
 
     @property
@@ -53,24 +54,24 @@ class Series:
         return None if self.rounds_per_tenth is None else max(1, round(10 * share) * self.rounds_per_tenth)
 
 
-def magnitude(measured: MeasuredModel) -> UnitScores:
+def magnitude(measured: MeasuredModel, is_fitted: bool) -> UnitScores:
     """Return the scores by weights."""
     return hw.MagnitudeScores(measured.model, measured.calibration[0])
 
 
-def importance(measured: MeasuredModel) -> UnitScores:
+def importance(measured: MeasuredModel, is_fitted: bool) -> UnitScores:
     """Return the scores by gradients."""
     return hw.ImportanceScores(measured.model, measured.calibration, measured.slope_loss)
 
 
-def ablation(measured: MeasuredModel) -> UnitScores:
+def ablation(measured: MeasuredModel, is_fitted: bool) -> UnitScores:
     """Return the scores by measured ablation, on a quarter of the calibration data: it takes a run for each head."""
     return hw.AblationScores(measured.model, measured.calibration[: len(measured.calibration) // 4], measured.loss)
 
 
-def least_squares(measured: MeasuredModel) -> UnitScores:
+def least_squares(measured: MeasuredModel, is_fitted: bool) -> UnitScores:
     """Return the scores by least squares."""
-    return hw.LeastSquaresScores(measured.model, measured.calibration, measured.slope_loss)
+    return hw.LeastSquaresScores(measured.model, measured.calibration, measured.slope_loss, fitted=is_fitted)
 
 
 SERIES = (
@@ -131,13 +132,14 @@ def measure(name: str, constraint: str) -> None:
         key = f"{series.key}, {share:.0%}, {'reconstructed' if is_reconstructed else 'as it is'}"
         if key in saved["points"]:
             continue
-        if series.name not in scores:
-            work = work_folder(RESULTS) / f"{name}-{constraint}-{series.name.replace(' ', '-')}.json"
-            scores[series.name] = RememberedScores(series.scores(measured), work)
-        plan_key = f"{series.key}, {share:.0%}"
+        scored = f"{series.name}{'' if is_reconstructed or series.scores is not least_squares else ' without a fit'}"
+        if scored not in scores:
+            work = work_folder(RESULTS) / f"{name}-{constraint}-{scored.replace(' ', '-')}.json"
+            scores[scored] = RememberedScores(series.scores(measured, is_reconstructed), work)
+        plan_key = f"{scored}, {series.key}, {share:.0%}"
         if plan_key not in plans:
             rounds = series.rounds(share)
-            plans[plan_key] = hw.plan_pruning(scores[series.name], keep=1 - share, constraint=constraint, rounds=rounds)
+            plans[plan_key] = hw.plan_pruning(scores[scored], keep=1 - share, constraint=constraint, rounds=rounds)
         plan = plans[plan_key]
         calibration = measured.calibration if is_reconstructed else None
         errors = measured.errors_of(hw.prune(measured.model, plan, calibration=calibration))

@@ -1,7 +1,8 @@
-"""Text data of the pruning measurements, in two parts without a common document.
+"""Text data of the pruning measurements, in parts without a common document.
 
     calibration   docstrings of modules of Python's standard library; heads are scored and projections fitted on them
     test          docstrings of modules of pandas and SciPy; only the errors in the report are measured on them
+    training      docstrings of the other modules of the standard library, for a model that is trained
 
 Documents are drawn with a fixed seed. The topics of Python's language reference are not among them: the scores were
 developed with these topics.
@@ -38,6 +39,14 @@ def calibration() -> tuple[str, ...]:
     return _drawn([path for path in files if path.is_file()], CALIBRATION)
 
 
+def training() -> tuple[str, ...]:
+    """Return the docstrings of all modules of the standard library except the calibration documents."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files = sorted(path for path in library.rglob("*.py") if not {"test", "tests", "site-packages"} & set(path.parts))
+    documents = dict.fromkeys(document for path in files if (document := _docstrings(path)))
+    return tuple(document for document in documents if document not in set(calibration()))
+
+
 @cache
 def test() -> tuple[str, ...]:
     """Return the test documents: for each of some modules of pandas and SciPy, all its docstrings."""
@@ -61,7 +70,7 @@ def _drawn(files: list[Path], number: int) -> tuple[str, ...]:
 
 def _docstrings(path: Path) -> str:
     """Return all docstrings of a module."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(path.read_text(encoding="utf-8-sig"))
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
     return "\n\n".join(text for text in texts if text)

@@ -46,12 +46,23 @@ class MeasuredModel:
 
 
 def smollm2() -> MeasuredModel:
-    """Return SmolLM2, whose error is the next-token loss."""
-    loaded = load("smollm2", "causal")
+    """Return SmolLM2."""
+    return decoder("smollm2")
+
+
+def decoder(name: str, title: str | None = None) -> MeasuredModel:
+    """Return a decoder, whose error is the next-token loss.
+
+    Args:
+        name: name or folder of the model.
+        title: its name for display; by default the one that it was loaded with.
+    """
+    loaded = load(name, "causal")
     fitted_on, tested_on = (_batches(part, loaded.tokenizer, 4) for part in (calibration(), test()))
     loss = hw.next_token_loss
     model = loaded.model.eval()
-    return MeasuredModel(loaded.title, model, fitted_on, tested_on, loss, loss, loss, "the next-token loss in nats")
+    unit = "the next-token loss in nats"
+    return MeasuredModel(title or loaded.title, model, fitted_on, tested_on, loss, loss, loss, unit)
 
 
 def minilm() -> MeasuredModel:

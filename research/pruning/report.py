@@ -16,6 +16,7 @@ from headwise.runs.rows import MeanEstimate
 from research.claims.result_files import read_json
 from research.markdown import markdown_table
 from research.pruning.__main__ import RESULTS, SERIES
+from research.pruning.merging import RESULTS as MERGING
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "pruning.md"
@@ -45,11 +46,19 @@ correction for all points of a model at the level of {level:.0%}."""
 WAYS = """\
 A head is chosen for removal by its *score*: magnitude (norm of all its weights), gradient importance (mean absolute
 derivative of the loss with respect to the head's gate), measured ablation (rise of the loss, on a quarter of the
-calibration documents), or least squares (second-order rise of the loss if the output projection is fitted again). With
-grouped queries, a key/value head and its query heads are removed together. *One-shot* scores all heads once.
+calibration documents), or least squares (second-order rise of the loss). With
+grouped queries, a key/value head and its query heads are removed together. Least squares scores heads for what is done
+next: the projection is fitted again, or keeps its weights (`fitted=False`). *One-shot* scores all heads once.
 *Iterative* scores the remaining ones again: twice for each tenth of the heads (gradient importance), once for each
 tenth (ablation), or after each removal (least squares). Magnitudes do not depend on the other heads. *Fitted* models
 have their output projections fitted to the dense model by least squares, on the calibration documents."""
+
+
+MERGED = """\
+Each key/value head that remains replaces several, and serves all their query heads (`hw.merge_kv`). The error is the
+next-token loss in nats, on the same documents as above. *Adjacent* grouping merges consecutive heads, *similarity*
+those whose keys and values differ least. The columns state the remaining key/value heads, and whether the output
+projections were fitted."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +192,48 @@ def section(name: str) -> list[str]:
         points = points_of(read_json(groups))
         lines += ["### As many heads in each layer", "", "Weights as they are:", "", *table_of(points, is_fitted=False)]
         lines += ["Output projections fitted:", "", *table_of(points, is_fitted=True)]
-    about = saved["about"]
+        table, sentence = comparison(points)
+        lines += ["Error by least squares (iterative) minus error by magnitude:", "", *table, *_paragraph(sentence), ""]
+    return [*lines, *_measured_on(saved["about"])]
+
+
+def merging_section() -> list[str]:
+    """Return the lines about merged key/value heads; none if they were not measured."""
+    if not MERGING.is_file():
+        return []
+    saved = read_json(MERGING)
+    lines = ["## Merged key/value heads", "", *_paragraph(MERGED), ""]
+    kept = []
+    for own in (each for name, each in saved.items() if name != "about"):
+        points = list(own["points"].values())
+        numbers = sorted({point["num_kv_heads"] for point in points}, reverse=True)
+        columns = [(number, is_fitted) for number in numbers for is_fitted in (False, True)]
+        errors = {
+            (point["method"], point["grouping"], point["num_kv_heads"], point["reconstruct"]): point["errors"]
+            for point in points
+        }
+        rows = []
+        for method, grouping in dict.fromkeys(key[:2] for key in errors):
+            cells = [errors.get((method, grouping, *column)) for column in columns]
+            texts = ["" if each is None else _with_error(MeanEstimate.of(each)) for each in cells]
+            rows.append([f"{method}, {grouping}", *texts])
+        heads = [f"{number}, {'fitted' if is_fitted else 'as it is'}" for number, is_fitted in columns]
+        lines += [f"### {own['title']}, {own['kv_heads']} key/value heads", ""]
+        lines += [*_paragraph(f"The dense model has {_with_error(MeanEstimate.of(own['dense']))}."), ""]
+        lines += markdown_table(["method, grouping", *heads], rows)
+        kept += [
+            statistics.fmean(errors["procrustes", *key]) <= statistics.fmean(errors["mean", *key])
+            for key in (each[1:] for each in errors if each[0] == "mean")
+            if ("procrustes", *key) in errors
+        ]
+    sentence = f"Alignment (procrustes) is at least as good as the mean in {sum(kept)} of {len(kept)} cells."
+    return [*lines, *_paragraph(sentence), "", *_measured_on(saved["about"])]
+
+
+def _measured_on(about: dict[str, Any]) -> list[str]:
+    """Return the lines that state when, and with which versions, results were measured."""
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    return [*lines, *_paragraph(f"Measured on {about['date']} with {versions}."), ""]
+    return [*_paragraph(f"Measured on {about['date']} with {versions}."), ""]
 
 
 def _paragraph(text: str) -> list[str]:
@@ -203,6 +251,7 @@ def main() -> None:
         lines += [*_paragraph(paragraph), ""]
     for name in MODELS:
         lines += section(name)
+    lines += merging_section()
     PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
