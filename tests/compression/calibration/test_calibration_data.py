@@ -28,7 +28,7 @@ def additive(visible):
 
 def tokens_of(scores):
     """Return the number of tokens that count in each module."""
-    return {path: moments.tokens for path, moments in scores._moments.items()}
+    return {path: moments.total.tokens for path, moments in scores._moments.items()}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

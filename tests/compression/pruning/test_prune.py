@@ -9,7 +9,7 @@ import transformers
 
 import headwise as hw
 import tiny
-from headwise.compression.calibration import output_moments
+from headwise.compression.calibration import cross_validation
 from headwise.compression.calibration.layer_runs import LayerRuns
 from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.prune import prune
@@ -73,7 +73,7 @@ def with_repeated_head(model, name):
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "gpt_neox", "bart", "vit", "t5"])
 def test_reconstruction_replaces_a_head_that_another_one_repeats(name, monkeypatch):
-    monkeypatch.setattr(output_moments, "DAMPING", 1e-10)
+    monkeypatch.setattr(cross_validation, "DAMPINGS", (1e-10,))
     model = families.model(name)
     plan = with_repeated_head(model, name)
     data = batches(name, 12)
@@ -86,7 +86,7 @@ def test_reconstruction_replaces_a_head_that_another_one_repeats(name, monkeypat
 
 
 def test_later_layers_are_fitted_to_the_inputs_of_the_pruned_model(monkeypatch):
-    monkeypatch.setattr(output_moments, "DAMPING", 1e-10)
+    monkeypatch.setattr(cross_validation, "DAMPINGS", (1e-10,))
     name, data = "llama", batches("llama", 40)
     model = families.model(name)
     plan = planned(model, name)

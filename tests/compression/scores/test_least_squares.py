@@ -1,87 +1,113 @@
 """Least squares of output projections, against torch's solver and fits without each block."""
 
-import functools
-
 import pytest
 import torch
 
 import headwise as hw
 import tiny
-from headwise.compression.calibration import output_moments
-from headwise.compression.calibration.output_moments import (
-    OutputMoments,
-    block_removals,
-    reconstructed,
-    unfitted_removals,
-)
+from headwise.compression.calibration import cross_validation
+from headwise.compression.calibration.cross_validation import fitted_removals, reconstructed, unfitted_removals
+from headwise.compression.calibration.folds import FoldedMoments, folds_of
+from headwise.compression.calibration.output_moments import OutputMoments
 from headwise.compression.scores.least_squares import LeastSquaresScores
 from headwise.compression.scores.magnitude import MagnitudeScores
 from headwise.errors import InputError
 from headwise.removal.families import head_module
 
+DAMPINGS = (0.01, 0.1, 1.0)
+"""Fewer dampings, so that tests are fast."""
 
-@pytest.fixture
-def undamped(monkeypatch):
-    """Solve without damping, as torch's solver does."""
-    monkeypatch.setattr(output_moments, "DAMPING", 0.0)
+PARTS = (slice(0, 80), slice(80, 110), slice(110, 200))
+"""Tokens of each fold."""
+
+
+@pytest.fixture(autouse=True)
+def few_dampings(monkeypatch):
+    """Try few dampings."""
+    monkeypatch.setattr(cross_validation, "DAMPINGS", DAMPINGS)
 
 
 def data(tokens=200, width=12, out=5):
-    """Return inputs whose columns depend on each other, and targets."""
+    """Return inputs whose columns depend on each other, targets, and a weight near the best one."""
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(tokens, width, generator=generator) @ torch.randn(width, width, generator=generator) + 0.5
-    y = mixed @ torch.randn(width, out, generator=generator) + torch.randn(tokens, out, generator=generator)
-    return mixed.double(), y.double()
+    weight = torch.randn(out, width, generator=generator)
+    y = mixed @ weight.mT + 5 * torch.randn(tokens, out, generator=generator)
+    return mixed.double(), y.double(), weight
 
 
-def fit(x, y, has_bias):
-    """Return the weight, bias and squared error of the least squares fit of y by x."""
-    inputs = torch.cat([x, torch.ones(len(x), 1)], 1) if has_bias else x
-    solution = torch.linalg.lstsq(inputs, y).solution
-    weight, bias = (solution[:-1].mT, solution[-1]) if has_bias else (solution.mT, None)
-    return weight, bias, float((inputs @ solution - y).square().sum())
+def folded(x, y):
+    """Return moments in folds, each added in two parts."""
+    moments = FoldedMoments("o_proj")
+    for fold, part in enumerate(PARTS):
+        for own in (slice(0, 20), slice(20, None)):
+            moments.add(fold, OutputMoments.of(x[part][own], y[part][own]))
+    return moments.checked()
 
 
-@pytest.mark.usefixtures("undamped")
+def ridge(x, y, dense, kept, has_bias, damping):
+    """Return the full weight and the bias of the fit of y by some columns of x that is drawn to the dense weight, by
+    torch's solver: each damped weight is one more observation.
+    """
+    mean, target = (x.mean(0), y.mean(0)) if has_bias else (x.mean(0) * 0, y.mean(0) * 0)
+    scale = (damping * (x - mean).square().mean() * len(x)).sqrt()
+    rows = scale * torch.eye(len(kept), dtype=torch.float64)
+    inputs = torch.cat([(x - mean)[:, kept], rows])
+    full = torch.zeros_like(dense, dtype=torch.float64)
+    full[:, kept] = torch.linalg.lstsq(inputs, torch.cat([y - target, scale * dense[:, kept].double().mT])).solution.mT
+    return full, target - full @ mean
+
+
+def fits_without_folds(x, y, dense, kept, has_bias, damping):
+    """Return for each fold the fit to the other folds, and its squared error on the fold."""
+    fits, errors = [], []
+    for part in PARTS:
+        others = torch.ones(len(x), dtype=torch.bool)
+        others[part] = False
+        fits.append(ridge(x[others], y[others], dense, kept, has_bias, damping))
+        weight, bias = fits[-1]
+        errors.append(float((y[part] - x[part] @ weight.mT - bias).square().sum()))
+    return fits, sum(errors)
+
+
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_the_reconstructed_weights_are_those_of_the_solver(has_bias):
-    x, y = data()
+def test_the_reconstructed_weights_are_those_of_the_solver_with_the_best_damping(has_bias):
+    x, y, dense = data()
     kept = torch.tensor([0, 1, 4, 5, 9])
-    moments = OutputMoments.of(x[:80], y[:80]) + OutputMoments.of(x[80:], y[80:])
-    weight, bias = reconstructed(moments, torch.randn(5, 12), kept, has_bias)
-    expected, expected_bias, _ = fit(x[:, kept], y, has_bias)
-    torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-9)
-    assert (bias is None) == (expected_bias is None)
-    if has_bias:
-        torch.testing.assert_close(bias, expected_bias, rtol=1e-9, atol=1e-9)
+    weight, bias = reconstructed(folded(x, y), dense, kept, has_bias)
+    errors = {damping: fits_without_folds(x, y, dense, kept, has_bias, damping)[1] for damping in DAMPINGS}
+    expected, expected_bias = ridge(x, y, dense, kept, has_bias, min(errors, key=errors.get))
+    torch.testing.assert_close(weight, expected[:, kept], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(bias, expected_bias, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.usefixtures("undamped")
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("removed", [[], [6, 7, 8]])
-def test_the_cost_of_a_block_is_the_error_that_its_removal_adds(removed, has_bias):
-    x, y = data()
+def test_the_cost_of_a_block_is_the_error_that_its_removal_adds_on_other_folds(removed, has_bias):
+    x, y, dense = data()
     blocks = [torch.tensor([0, 1, 2]), torch.tensor([3, 4, 5]), torch.tensor([9, 10, 11])]
-    removals = block_removals(
-        OutputMoments.of(x, y), torch.zeros(5, 12), blocks, torch.tensor(removed, dtype=torch.int64), has_bias
-    )
+    removals = fitted_removals(folded(x, y), dense, blocks, torch.tensor(removed, dtype=torch.int64), has_bias)
     rest = [column for column in range(12) if column not in removed]
-    before, _, error_before = fit(x[:, rest], y, has_bias)
     total = float(((y - y.mean(0)) if has_bias else y).square().sum())
-    for block, removal in zip(blocks, removals, strict=True):
-        left = [column for column in rest if column not in block]
-        after, _, error_after = fit(x[:, left], y, has_bias)
-        assert removal.error == pytest.approx((error_after - error_before) / total, rel=1e-8)
-        change = torch.zeros(5, 12, dtype=torch.float64)
-        change[:, left] += after
-        change[:, rest] -= before
-        torch.testing.assert_close(-removal.left @ removal.right, change, rtol=1e-8, atol=1e-9)
+    added = {}
+    for damping in DAMPINGS:
+        before, error = fits_without_folds(x, y, dense, rest, has_bias, damping)
+        for index, block in enumerate(blocks):
+            left = [column for column in rest if column not in block]
+            after, error_after = fits_without_folds(x, y, dense, left, has_bias, damping)
+            added[damping, index] = (error_after - error) / total, after, before
+    best = min(DAMPINGS, key=lambda damping: sum(added[damping, index][0] for index in range(len(blocks))))
+    for index, removal in enumerate(removals):
+        error, after, before = added[best, index]
+        assert removal.error == pytest.approx(error, rel=1e-8)
+        for fold, change in removal.changes.items():
+            torch.testing.assert_close(-change.left @ change.right, after[fold][0] - before[fold][0])
+            torch.testing.assert_close(change.left @ change.right @ change.centre, after[fold][1] - before[fold][1])
 
 
 @pytest.mark.parametrize("removed", [[], [6, 7, 8]])
 def test_the_cost_of_a_block_without_a_fit_is_the_error_that_its_removal_adds(removed):
-    x, _ = data()
-    weight = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
+    x, _, weight = data()
     y, gone = x @ weight.double().mT, torch.tensor(removed, dtype=torch.int64)
     blocks = [torch.tensor([0, 1, 2]), torch.tensor([9, 10, 11])]
 
@@ -89,20 +115,46 @@ def test_the_cost_of_a_block_without_a_fit_is_the_error_that_its_removal_adds(re
         kept = weight.double().index_fill(1, columns, 0.0)
         return float((y - x @ kept.mT).square().sum() / y.square().sum())
 
-    for block, removal in zip(blocks, unfitted_removals(OutputMoments.of(x, y), weight, blocks, gone), strict=True):
+    for block, removal in zip(blocks, unfitted_removals(folded(x, y), weight, blocks, gone), strict=True):
         expected = error_without(torch.cat([gone, block])) - error_without(gone)
         assert removal.error == pytest.approx(expected, rel=1e-8)
-        change = torch.zeros(5, 12, dtype=torch.float64)
-        change[:, block] = weight.double()[:, block]
-        torch.testing.assert_close(removal.left @ removal.right, change)
+        expected_change = torch.zeros(5, 12, dtype=torch.float64)
+        expected_change[:, block] = weight.double()[:, block]
+        assert removal.changes.keys() == {0, 1, 2}
+        for change in removal.changes.values():
+            torch.testing.assert_close(change.left @ change.right, expected_change)
 
 
 def test_columns_without_data_keep_their_weights():
-    x, y = data()
+    x, y, dense = data()
     x[:, :6] = 0.0
-    dense = torch.randn(5, 12, dtype=torch.float64)
-    weight, _ = reconstructed(OutputMoments.of(x, y), dense, torch.arange(12), False)
-    torch.testing.assert_close(weight[:, :6], dense[:, :6])
+    weight, _ = reconstructed(folded(x, y), dense, torch.arange(12), False)
+    torch.testing.assert_close(weight[:, :6], dense[:, :6].double())
+
+
+def test_what_is_peculiar_to_each_text_is_not_learned(monkeypatch):
+    """Half of the columns are constant in each text, and say nothing about the targets of other texts."""
+    monkeypatch.setattr(cross_validation, "DAMPINGS", (1e-6, 1e3))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 30, 12, generator=generator, dtype=torch.float64)
+    x[:, :, 6:] = torch.randn(8, 1, 6, generator=generator, dtype=torch.float64)
+    y = torch.randn(8, 1, 5, generator=generator, dtype=torch.float64).expand(8, 30, 5)
+    texts, tokens = FoldedMoments("o_proj"), FoldedMoments("o_proj")
+    for number in range(8):
+        texts.add(number, OutputMoments.of(x[number], y[number]))
+        tokens.add(0, OutputMoments.of(x[number, ::2], y[number, ::2]))
+        tokens.add(1, OutputMoments.of(x[number, 1::2], y[number, 1::2]))
+    dense, columns = torch.zeros(5, 12), torch.arange(12)
+    assert float(reconstructed(texts, dense, columns, False)[0].abs().max()) < 1e-2
+    assert float(reconstructed(tokens, dense, columns, False)[0].abs().max()) > 0.1
+
+
+def test_folds_are_consecutive_sequences():
+    batches = [{"input_ids": torch.zeros(sequences, 3)} for sequences in (4, 1, 5)]
+    assert folds_of(batches) == [[0, 0, 0, 1], [1], [2, 2, 2, 3, 3]]
+    assert folds_of(batches[1:2] * 2) == [[0], [1]]
+    with pytest.raises(InputError, match=r"calibration: expected at least 2 sequences, got 1"):
+        folds_of(batches[1:2])
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
@@ -120,16 +172,18 @@ def test_scores_of_a_model_are_those_of_its_output_projections(kind):
         for batch in batches:
             model(**batch)
     hook.remove()
-    masks = torch.stack([batch["attention_mask"].bool() for batch in batches])
-    x, y = (torch.stack(parts)[masks] for parts in zip(*recorded, strict=True))
-    moments, weight = OutputMoments.of(x, y), model.get_submodule(module.output).weight.detach()
-    width = module.value_dim
+    moments = FoldedMoments("o_proj")
+    for fold, (batch, (x, y)) in enumerate(zip(batches, recorded, strict=True)):
+        for sequence, mask in enumerate(batch["attention_mask"].bool()):
+            moments.add(2 * fold + sequence, OutputMoments.of(x[sequence][mask], y[sequence][mask]))
+    weight = model.get_submodule(module.output).weight.detach()
+    width, has_bias = module.value_dim, kind == "encoder"
     blocks = [torch.arange(head * width, (head + 1) * width) for head in range(6)]
-    expected = block_removals(moments, weight, blocks, torch.tensor([], dtype=torch.int64), kind == "encoder")
-    assert scores.of([((0, head),) for head in range(6)], frozenset()) == pytest.approx(errors(expected), rel=1e-6)
-    without = block_removals(moments, weight, blocks[:3] + blocks[4:], blocks[3], kind == "encoder")
+    expected = fitted_removals(moments, weight, blocks, torch.tensor([], dtype=torch.int64), has_bias)
+    assert scores.of([((0, head),) for head in range(6)], frozenset()) == pytest.approx(errors(expected), rel=1e-5)
+    without = fitted_removals(moments, weight, blocks[:3] + blocks[4:], blocks[3], has_bias)
     units = [((0, head),) for head in (0, 1, 2, 4, 5)]
-    assert scores.of(units, frozenset({(0, 3), (1, 2)})) == pytest.approx(errors(without), rel=1e-6)
+    assert scores.of(units, frozenset({(0, 3), (1, 2)})) == pytest.approx(errors(without), rel=1e-5)
 
 
 def errors(removals):
@@ -159,21 +213,9 @@ def data_of(model, projection, batch, loss):
     return *recorded, [parameter.grad.clone() for parameter in projection.parameters()]
 
 
-def refitted(moments, projection, heads, removed):
-    """Return the fitted parameters of a projection without some of its heads, with weights of 0 for these."""
-    owners = torch.arange(len(moments.x)) // (len(moments.x) // heads)
-    kept = (~torch.isin(owners, torch.tensor(removed))).nonzero()[:, 0]
-    weight, bias = reconstructed(moments, projection.weight.detach(), kept, projection.bias is not None)
-    full = torch.zeros(projection.weight.shape, dtype=torch.float64)
-    full[:, kept] = weight
-    return [full] if bias is None else [full, bias]
-
-
-def without_heads(projection, heads, removed):
-    """Return the parameters of a projection with weights of 0 for some of its heads."""
-    full = projection.weight.detach().clone().unflatten(1, (heads, -1))
-    full[:, removed] = 0.0
-    return [full.flatten(1)] if projection.bias is None else [full.flatten(1), projection.bias.detach()]
+def columns_of(module, heads):
+    """Return the input columns of heads."""
+    return torch.cat([torch.arange(head * module.value_dim, (head + 1) * module.value_dim) for head in heads])
 
 
 @pytest.mark.parametrize("fitted", [True, False])
@@ -185,16 +227,24 @@ def test_with_a_loss_scores_are_squared_first_order_changes_of_each_text(kind, t
     texts = tiny.texts(30, 20, 25)
     scores = LeastSquaresScores(model, [dict(tokenizer(texts, return_tensors="pt", padding=True))], loss, fitted=fitted)
     for layer, path in enumerate(dict.fromkeys(row.module for row in scores.rows)):
-        projection = model.get_submodule(head_module(model, path).output)
+        module = head_module(model, path)
+        projection = model.get_submodule(module.output)
         batches = [dict(tokenizer([text], return_tensors="pt")) for text in texts]
-        x, y, slopes = zip(*(data_of(model, projection, batch, loss) for batch in batches), strict=True)
-        moments = OutputMoments.of(torch.cat(x), torch.cat(y))
-        change_weights = functools.partial(refitted, moments) if fitted else without_heads
-        before, after = (change_weights(projection, 6, removed) for removed in ([5], [0, 1, 5]))
-        changes = [
-            sum(float(((new - old) * slope).sum()) for new, old, slope in zip(after, before, each, strict=True))
-            for each in slopes
-        ]
+        measured = [data_of(model, projection, batch, loss) for batch in batches]
+        moments = FoldedMoments("o_proj")
+        for text, (x, y, _) in enumerate(measured):
+            moments.add(text, OutputMoments.of(x, y))
+        removed, added = (columns_of(module, heads) for heads in ([5], [0, 1]))
+        weight, has_bias = projection.weight.detach(), projection.bias is not None
+        if fitted:
+            (removal,) = fitted_removals(moments, weight, [added], removed, has_bias)
+        else:
+            (removal,) = unfitted_removals(moments, weight, [added], removed)
+        changes = []
+        for text, (_, _, slopes) in enumerate(measured):
+            left, right, centre = removal.changes[text]
+            shifts = [-left @ right, left @ right @ centre][: len(slopes)]
+            changes.append(sum(float((shift * slope).sum()) for shift, slope in zip(shifts, slopes, strict=True)))
         expected = sum(change**2 for change in changes) / len(changes)
         score = scores.of([((layer, 0), (layer, 1))], frozenset({(layer, 5)}))
         assert score == pytest.approx([expected], rel=1e-4)

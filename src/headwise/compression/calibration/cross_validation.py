@@ -88,8 +88,8 @@ def fitted_removals(
 ) -> list[BlockRemoval]:
     """Return for each block of columns what happens if it is removed in addition to the columns `removed`, and the
     other columns are fitted again to the targets by least squares. Errors are those on folds left out of the fit, with
-    the damping that makes their sum least. With the fitted weight W and the damped `C = E[x x^T]` of the remaining columns,
-    the change of the weight is `-W_h [(C^-1)_hh]^-1 (C^-1)_h`.
+    the damping that makes their sum least. With the fitted weight W and the damped `C = E[x x^T]` of the remaining
+    columns, the change of the weight is `-W_h [(C^-1)_hh]^-1 (C^-1)_h`.
 
     Source: Hassibi and Stork 1992, equation 5, for blocks of weights.
 

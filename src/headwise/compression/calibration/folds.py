@@ -62,7 +62,7 @@ class FoldedMoments:
         """
         expected = f"texts for which inputs and outputs of {self._path} are finite numbers"
         if not self.folds:
-            raise InputError("calibration", expected=expected, got="none, or padding alone")
+            raise InputError("calibration", expected=expected, got="padding alone")
         if any(not bool(each.xx.isfinite().all() and each.yx.isfinite().all()) for each in self.folds.values()):
             raise InputError("calibration", expected=expected, got="NaN or infinity")
         if len(self.folds) == 1:
