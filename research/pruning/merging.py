@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import headwise as hw
+from headwise.compression.merging.merge_kv import MergeMethod
 from research.claims.environment import describe_environment
 from research.claims.result_files import read_json, work_folder, write_json
 from research.pruning.data import training
@@ -23,7 +24,7 @@ from research.pruning.measured_models import MeasuredModel, decoder, smollm2
 
 RESULTS = Path(__file__).parent / "results" / "merging.json"
 
-METHODS: tuple[hw.MergeMethod, ...] = ("mean", "weighted_mean", "procrustes")
+METHODS: tuple[MergeMethod, ...] = ("mean", "weighted_mean", "procrustes")
 """Ways in which heads become one."""
 
 TRAINED_HEADS, TRAINED_WIDTH = 8, 32
@@ -66,8 +67,9 @@ def measure(name: str, saved: dict[str, Any]) -> None:
     measured = make()
     own = saved.setdefault(name, {"points": {}})
     if "dense" not in own:
-        kv_heads = measured.model.config.num_key_value_heads
-        own |= {"dense": measured.errors_of(measured.model), "title": measured.title, "kv_heads": kv_heads}
+        config: Any = measured.model.config
+        own |= {"dense": measured.errors_of(measured.model), "title": measured.title}
+        own["kv_heads"] = config.num_key_value_heads
     for number in numbers:
         for way in ways(number):
             key = f"{number}, {way['method']}, {way['grouping']}, {'fitted' if way['reconstruct'] else 'as it is'}"

@@ -48,7 +48,7 @@ def block_hashes(value: Tensor, factors: Int[Tensor, "block"]) -> Int[Tensor, "b
         value = torch.view_as_real(value)
     bits = value.detach().contiguous().flatten()
     bits = bits.view(INTEGERS.get(bits.element_size(), torch.int32))
-    sums = [(block.long() * factors[: len(block)]).sum() for block in bits.split(BLOCK)]
+    sums = [(block.long() * factors[: len(block)]).sum() for block in torch.split(bits, BLOCK)]
     return torch.stack(sums)
 
 

@@ -86,7 +86,7 @@ def test_a_function_scores_the_heads_that_remain(rounds):
 
 def test_plans_are_saved(tmp_path):
     model, tokenizer = tiny.model("decoder"), tiny.tokenizer("decoder")
-    scores = hw.LeastSquaresScores(model, [dict(tokenizer(tiny.texts(30)[0], return_tensors="pt"))])
+    scores = hw.LeastSquaresScores(model, [dict(tokenizer(tiny.texts(30)[0], return_tensors="pt"))] * 2)
     plan = plan_pruning(scores, keep=0.5, constraint="groups", model=model)
     assert plan.loader == "transformers"
     plan.save(tmp_path / "plan.json")
@@ -113,7 +113,7 @@ def test_a_plan_for_bert_needs_headwise():
 @pytest.mark.usefixtures("as_user")
 def test_mistakes_are_named():
     model, tokenizer = tiny.model("decoder"), tiny.tokenizer("decoder")
-    least_squares = hw.LeastSquaresScores(model, [dict(tokenizer("w5 w6 w7", return_tensors="pt"))])
+    least_squares = hw.LeastSquaresScores(model, [dict(tokenizer("w5 w6 w7", return_tensors="pt"))] * 2)
     for scores, options, message in (
         (table(SCORES), {"keep": 0}, "^keep: expected a finite number above 0, got 0"),
         (table(SCORES), {"keep": 1.5}, "^keep: expected a share above 0 and at most 1, got 1.5"),
