@@ -13,6 +13,7 @@ def headwise(monkeypatch, capsys, as_user):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["headwise", *map(str, arguments)])
+        capsys.readouterr()  # what the test itself printed
         status = cli.run()
         printed = capsys.readouterr()
         return status, printed.out, printed.err

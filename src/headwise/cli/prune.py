@@ -73,8 +73,8 @@ class PlanFlags:
         if self.keep is not None and not 0 < self.keep <= 1:
             raise InputError("keep", expected="a share above 0 and at most 1", got=self.keep)
 
-    def make(self, model: nn.Module, texts: Texts, loss: Loss, *, shown: bool) -> PruningPlan:
-        """Return a new plan for a model; if `shown`, show progress bars."""
+    def make(self, model: nn.Module, texts: Texts, loss: Loss, *, fitted: bool, shown: bool) -> PruningPlan:
+        """Return a new plan for a model, whose output projections will be `fitted`; if `shown`, show progress bars."""
         assert self.keep is not None  # checked above, without a saved plan
         return plan_by_name(
             self.scores,
@@ -83,6 +83,7 @@ class PlanFlags:
             loss,
             keep=self.keep,
             constraint=self.constraint,
+            fitted=fitted,
             rounds=self.rounds,
             progress=shown,
         )
@@ -112,7 +113,7 @@ def prune(
         require_scores(heads.scores, heads.constraint, loss)
     dense = load_whole_model(source, model.torch_dtype).to(device)
     dataset = dataset.within(dense)
-    plan = heads.make(dense, dataset, loss, shown=not output.quiet) if saved is None else saved
+    plan = saved or heads.make(dense, dataset, loss, fitted=fit, shown=not output.quiet)
     smaller = remove(dense, plan, calibration=dataset if fit else None)
     with new_folder(out, force=force) as part:
         write_model(smaller, dataset.tokenizer, part)

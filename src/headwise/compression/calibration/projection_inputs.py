@@ -13,7 +13,7 @@ from headwise.shapes import Bool, Float
 
 
 class SequenceInputs(NamedTuple):
-    """Inputs of a projection for the tokens of a sequence, or of a whole batch if it is unknown which are of which sequence.
+    """Inputs of a projection for the tokens of one sequence, or of a whole batch if these are unknown.
 
     Attributes:
         sequence: number of the sequence in the batch; 0 for a whole batch.

@@ -182,6 +182,7 @@ class _Run:
                 self._inputs.loss,
                 keep=section.keep,
                 constraint=section.constraint,
+                fitted=section.fit,
                 rounds=section.rounds,
                 progress=self._shown,
             )

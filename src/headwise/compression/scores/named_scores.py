@@ -4,12 +4,14 @@ from typing import Any
 
 from torch import nn
 
+from headwise.analysis.causality import require_causal
 from headwise.analysis.losses import Loss
 from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.pruning_plan import CONSTRAINTS, PruningPlan
 from headwise.compression.scores.least_squares import LeastSquaresScores
 from headwise.compression.scores.magnitude import MagnitudeScores
 from headwise.compression.scores.measured import AblationScores, ImportanceScores
+from headwise.data.batches import device_of, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 
@@ -25,6 +27,7 @@ def plan_by_name(
     *,
     keep: float,
     constraint: str,
+    fitted: bool = True,
     rounds: int | None = None,
     progress: bool = False,
 ) -> PruningPlan:
@@ -37,6 +40,7 @@ def plan_by_name(
         loss: loss of the model, for importance, ablation, and least squares under the constraint "free".
         keep: share of the heads that remain.
         constraint: "uniform", "groups" or "free".
+        fitted: True if the output projections will be fitted; least squares scores heads for this.
         rounds: number of rounds in which heads are removed; by default 1 for ablation, and otherwise as in
             `plan_pruning`.
         progress: show a progress bar on standard error.
@@ -45,17 +49,24 @@ def plan_by_name(
         InputError: an argument cannot be used, or the scores need a loss that the model does not have.
     """
     require_scores(name, constraint, loss)
+    if uses_loss(name, constraint):
+        require_causal(loss, model, [to_device(batch, device_of(model)) for batch in texts])
     scores: Any
     if name == "magnitude":
         scores = MagnitudeScores(model, next(iter(texts)))
     elif name == "least-squares":
-        scores = LeastSquaresScores(model, texts, loss if constraint == "free" else None)
+        scores = LeastSquaresScores(model, texts, loss if uses_loss(name, constraint) else None, fitted=fitted)
     else:
         measured = ImportanceScores if name == "importance" else AblationScores
         scores = measured(model, texts, loss)
     if name == "ablation" and rounds is None:
         rounds = 1
     return plan_pruning(scores, keep=keep, constraint=constraint, rounds=rounds, model=model, progress=progress)
+
+
+def uses_loss(name: str, constraint: str) -> bool:
+    """Return True if scores depend on the loss: least squares needs it only to compare heads of different layers."""
+    return constraint == "free" if name == "least-squares" else name != "magnitude"
 
 
 def require_scores(name: str, constraint: str, loss: Any) -> None:
@@ -66,7 +77,6 @@ def require_scores(name: str, constraint: str, loss: Any) -> None:
         raise InputError("scores", expected=f"one of {', '.join(SCORES)}", got=repr(name))
     if constraint not in CONSTRAINTS:
         raise InputError("constraint", expected=f"one of {', '.join(CONSTRAINTS)}", got=repr(constraint))
-    needs_gradient = name == "importance" or (name == "least-squares" and constraint == "free")
-    if needs_gradient and hasattr(loss, "prepare"):
+    if name != "ablation" and uses_loss(name, constraint) and hasattr(loss, "prepare"):
         expected = "ablation or magnitude for a model without a language-model head"
         raise InputError("scores", expected=expected, got=f"{name} with the constraint {constraint}")
