@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 
 import headwise as hw
@@ -336,14 +338,30 @@ def test_other_models_and_options(kind, scores, folder, tmp_path):
     assert report.stages[-1].loss.n == 3
 
 
+def embedding(model, batch):
+    """Return the mean of a text's hidden states."""
+    with torch.no_grad():
+        return model(**batch).last_hidden_state[0].mean(0)
+
+
 def test_an_encoder_is_compared_with_its_dense_embeddings(folder, tmp_path):
     tiny.model("encoder").save_pretrained(tmp_path / "encoder")
     tiny.tokenizer("encoder").save_pretrained(tmp_path / "encoder")
     recipe = changed(folder, tmp_path, str(folder / "m"), "encoder")
-    report = hw.compress(recipe, tmp_path / "out")
-    dense, pruned, healed = (stage.loss.value for stage in report.stages)
-    assert dense == pytest.approx(0.0, abs=1e-6)
-    assert pruned > healed > 1e-4
+    out = tmp_path / "out"
+    report = hw.compress(recipe, out)
+    dense, *changed_models = (
+        hw.load(str(each), "saved").model for each in (tmp_path / "encoder", out / "pruned", out / "model")
+    )
+    texts = hw.Texts(folder / "held-out.jsonl", tiny.tokenizer("encoder"), batch=1)
+    expected = [
+        [1 - float(F.cosine_similarity(embedding(model, batch), embedding(dense, batch), dim=0)) for batch in texts]
+        for model in changed_models
+    ]
+    assert report.stages[0].loss.value == pytest.approx(0.0, abs=1e-6)
+    for stage, values in zip(report.stages[1:], expected, strict=True):
+        assert stage.loss.value == pytest.approx(statistics.fmean(values), abs=1e-6)
+        assert stage.loss.value > 1e-4
     assert (report.loss, report.loader) == ("EmbeddingDistance", "headwise")
 
 

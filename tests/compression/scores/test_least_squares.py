@@ -7,7 +7,7 @@ import headwise as hw
 import tiny
 from headwise.compression.calibration import cross_validation
 from headwise.compression.calibration.cross_validation import fitted_removals, reconstructed, unfitted_removals
-from headwise.compression.calibration.folds import FoldedMoments, folds_of
+from headwise.compression.calibration.folds import FoldedMoments, documents_of, folds_of
 from headwise.compression.calibration.output_moments import OutputMoments
 from headwise.compression.scores.least_squares import LeastSquaresScores
 from headwise.compression.scores.magnitude import MagnitudeScores
@@ -149,10 +149,21 @@ def test_what_is_peculiar_to_each_text_is_not_learned(monkeypatch):
     assert float(reconstructed(tokens, dense, columns, False)[0].abs().max()) > 0.1
 
 
-def test_folds_are_consecutive_sequences():
+def test_sequences_of_a_document_are_in_one_fold():
+    texts = hw.Texts(tiny.texts(30, 20, 9, 25), tiny.tokenizer("decoder"), documents="cut", context=8, batch=3)
+    folds = folds_of(list(texts), documents_of(texts))
+    assert [fold for of_batch in folds for fold in of_batch] == texts.document_numbers()
+    scores = LeastSquaresScores(tiny.model("decoder"), texts)
+    tokens = {fold: moments.tokens for fold, moments in scores._moments[scores.rows[0].module].folds.items()}
+    assert tokens == {number: len(ids) for number, ids in enumerate(texts.tokenizer(list(texts.source))["input_ids"])}
+
+
+def test_folds_are_consecutive_sequences_or_documents():
     batches = [{"input_ids": torch.zeros(sequences, 3)} for sequences in (4, 1, 5)]
     assert folds_of(batches) == [[0, 0, 0, 1], [1], [2, 2, 2, 3, 3]]
     assert folds_of(batches[1:2] * 2) == [[0], [1]]
+    assert folds_of(batches, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]) == [[0, 0, 1, 2], [3], [0, 0, 1, 2, 3]]
+    assert folds_of(batches, [2] * 10) == folds_of(batches)
     with pytest.raises(InputError, match=r"calibration: expected at least 2 sequences, got 1"):
         folds_of(batches[1:2])
 

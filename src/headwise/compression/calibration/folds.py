@@ -2,25 +2,37 @@
 
 Neighbouring tokens of a text have similar inputs. A projection that is fitted to few texts can learn what is peculiar
 to each of them, so that its error on these texts is much smaller than that on others. Folds therefore consist of whole
-sequences.
+documents, or of whole sequences if documents are unknown.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from itertools import islice
 from operator import add
 from typing import Any
 
 from headwise.compression.calibration.output_moments import OutputMoments
 from headwise.data.batches import count_sequences_and_tokens
+from headwise.data.texts import Texts
 from headwise.errors import InputError
 
 FOLDS = 4
 """Number of folds; as many as sequences if there are fewer."""
 
 
-def folds_of(batches: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the fold of each sequence of each batch. Consecutive sequences, which may be parts of one document, are in
-    the same fold as far as possible.
+def documents_of(calibration: Any) -> list[int] | None:
+    """Return the number of the document of each sequence of calibration data; None if it is unknown."""
+    return calibration.document_numbers() if isinstance(calibration, Texts) else None
+
+
+def folds_of(batches: Sequence[Mapping[str, Any]], documents: Sequence[int] | None = None) -> list[list[int]]:
+    """Return the fold of each sequence of each batch. All sequences of a document are in the same fold if there are
+    several documents.
+
+    Args:
+        batches: arguments of the model.
+        documents: number of the document of each sequence; None if it is unknown. Then consecutive sequences, which may
+            be parts of one document, are in the same fold.
 
     Raises:
         InputError: there is one sequence alone.
@@ -30,8 +42,10 @@ def folds_of(batches: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     if total < 2:
         remedy = "use several texts, or parts of a text"
         raise InputError("calibration", expected="at least 2 sequences", got=total, remedy=remedy)
-    folds = iter(number * min(FOLDS, total) // total for number in range(total))
-    return [[next(folds) for _ in range(number)] for number in numbers]
+    units = range(total) if documents is None or len(set(documents)) < 2 else documents
+    index_of = {unit: index for index, unit in enumerate(sorted(set(units)))}
+    folds = (index_of[unit] * min(FOLDS, len(index_of)) // len(index_of) for unit in units)
+    return [list(islice(folds, number)) for number in numbers]
 
 
 class FoldedMoments:

@@ -27,7 +27,11 @@ from headwise.removal.head_module import HeadModule
 
 @torch.no_grad()
 def reconstruct(
-    model: nn.Module, changed: nn.Module, kept: dict[str, KeptHeads], batches: Sequence[dict[str, Any]]
+    model: nn.Module,
+    changed: nn.Module,
+    kept: dict[str, KeptHeads],
+    batches: Sequence[dict[str, Any]],
+    documents: Sequence[int] | None,
 ) -> None:
     """Fit the output projections of a changed copy of a model, in place, to the outputs of the model.
 
@@ -39,13 +43,14 @@ def reconstruct(
         changed: the copy, in evaluation mode.
         kept: remaining heads of each attention module that is fitted.
         batches: arguments of the model.
+        documents: number of the document of each sequence; None if it is unknown.
 
     Raises:
         InputError: weights are quantised, or projections share a weight; a module runs on none of the batches; or
             their padding is not stated; or there is one sequence alone.
     """
     check_parameters(changed, [head_module(model, path) for path in kept])
-    folds = folds_of(batches)
+    folds = folds_of(batches, documents)
     paths, sites = dict(model.named_modules()), _in_order_of_runs(model, list(kept), batches)
     layers = list(dict.fromkeys(layer_of_site(paths, path, sites) for path in sites))
     dense_runs, changed_runs = (LayerRuns(each, batches, layers) for each in (model, changed))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checks import flag, require_module, size_argument
+from headwise.compression.calibration.folds import documents_of
 from headwise.compression.calibration.reconstruction import reconstruct as fit_output_projections
 from headwise.compression.calibration.same_outputs import (
     ALIGNED,
@@ -94,7 +95,8 @@ def merge_kv(
             weights = _align_all(model, merged, modules, num_kv_heads, batches, method, grouping)
         _average_all(merged, modules, num_kv_heads, weights)
         if reconstruct:
-            _reconstruct(model, merged, modules, batches)
+            all_heads = {path: module.kept(range(module.num_heads)) for path, module in modules.items()}
+            fit_output_projections(model, merged, all_heads, batches, documents_of(calibration))
         _remove_equal(merged, modules, num_kv_heads, batches)
     return merged
 
@@ -242,14 +244,6 @@ def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "gr
     grouped = weights.view(-1, size)
     grouped = torch.where(grouped.sum(1, keepdim=True) > 0, grouped, torch.ones_like(grouped))
     return grouped / grouped.sum(1, keepdim=True)
-
-
-def _reconstruct(
-    model: nn.Module, merged: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
-) -> None:
-    """Fit the output projections of a copy with equal heads."""
-    all_heads = {path: module.kept(range(module.num_heads)) for path, module in modules.items()}
-    fit_output_projections(model, merged, all_heads, batches)
 
 
 def _average_all(

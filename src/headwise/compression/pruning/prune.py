@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from headwise.checks import require_module
+from headwise.compression.calibration.folds import documents_of
 from headwise.compression.calibration.reconstruction import reconstruct
 from headwise.compression.calibration.same_outputs import remove_heads_checked
 from headwise.compression.calibration.scored_heads import calibration_batches
@@ -51,7 +52,7 @@ def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None) -> nn
     dense = with_own_layers(model)
     with evaluation_mode(dense), evaluation_mode(pruned):
         batches = calibration_batches(dense, calibration)
-        reconstruct(dense, pruned, kept, batches)
+        reconstruct(dense, pruned, kept, batches, documents_of(calibration))
         remove_heads_checked(pruned, kept, batches)
     return pruned
 

@@ -12,7 +12,7 @@ from headwise.analysis.losses import Loss
 from headwise.checks import flag
 from headwise.compression.calibration.calibration_survey import heads_of_batches
 from headwise.compression.calibration.cross_validation import BlockRemoval, fitted_removals, unfitted_removals
-from headwise.compression.calibration.folds import FoldedMoments, folds_of
+from headwise.compression.calibration.folds import FoldedMoments, documents_of, folds_of
 from headwise.compression.calibration.output_moments import OutputMoments
 from headwise.compression.calibration.projection_inputs import projection_inputs
 from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches
@@ -83,7 +83,7 @@ class LeastSquaresScores:
             self._modules = {row.module: head_module(model, row.module) for row in self.rows}
             self._weights = {path: dense_weight(model, module) for path, module in self._modules.items()}
             self._has_bias = {path: _has_bias(model, module) for path, module in self._modules.items()}
-            folds = folds_of(batches)
+            folds = folds_of(batches, documents_of(calibration))
             self._fold_of_sequences = torch.tensor([fold for of_batch in folds for fold in of_batch])
             self._moments = _dense_moments(model, self._modules, batches, folds)
             self._gradients: dict[str, WeightGradients] = {}
