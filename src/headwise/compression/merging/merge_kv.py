@@ -95,8 +95,7 @@ def merge_kv(
             weights = _align_all(model, merged, modules, num_kv_heads, batches, method, grouping)
         _average_all(merged, modules, num_kv_heads, weights)
         if reconstruct:
-            all_heads = {path: module.kept(range(module.num_heads)) for path, module in modules.items()}
-            fit_output_projections(model, merged, all_heads, batches, documents_of(calibration))
+            fit_output_projections(model, merged, _all_heads(modules), batches, documents_of(calibration))
         _remove_equal(merged, modules, num_kv_heads, batches)
     return merged
 
@@ -244,6 +243,11 @@ def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "gr
     grouped = weights.view(-1, size)
     grouped = torch.where(grouped.sum(1, keepdim=True) > 0, grouped, torch.ones_like(grouped))
     return grouped / grouped.sum(1, keepdim=True)
+
+
+def _all_heads(modules: Mapping[str, HeadModule]) -> dict[str, KeptHeads]:
+    """Return all heads of each module."""
+    return {path: module.kept(range(module.num_heads)) for path, module in modules.items()}
 
 
 def _average_all(
