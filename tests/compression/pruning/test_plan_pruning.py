@@ -98,7 +98,7 @@ def test_plans_are_saved(tmp_path):
     assert "only headwise.load loads the pruned model" in str(mixed)
     for text in ("", "{}", '{"format": 2}', '{"format": 1, "modules": [{}]}'):
         (tmp_path / "plan.json").write_text(text)
-        with pytest.raises(hw.InputError, match="^plan: expected JSON of a PruningPlan, got "):
+        with pytest.raises(hw.InputError, match="^plan: expected JSON of a plan, got "):
             PruningPlan.load(tmp_path / "plan.json")
     with pytest.raises(hw.InputError, match="^plan: expected a file with a plan, got "):
         PruningPlan.load(tmp_path)

@@ -389,9 +389,9 @@ def test_rows_of_a_causal_model(report):
 def test_a_report_is_saved_and_loaded(report, tmp_path):
     report.save(tmp_path / "report.json")
     assert CompressionReport.load(tmp_path / "report.json") == report
-    with pytest.raises(hw.InputError, match=r"report: expected JSON of a CompressionReport, got '\{\}'"):
+    with pytest.raises(hw.InputError, match=r"report: expected JSON of a report of hw.compression_report, got '\{\}'"):
         CompressionReport.from_json("{}")
-    with pytest.raises(hw.InputError, match="report: expected a file with a report"):
+    with pytest.raises(hw.InputError, match="report: expected a file with a report of hw.compression_report"):
         CompressionReport.load(tmp_path)
     assert report.metadata["dense"]["weights"] != report.metadata["compressed"]["weights"]
     assert (report.metadata["examples"], report.metadata["documents"]) == (12, 5)

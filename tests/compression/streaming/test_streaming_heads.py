@@ -93,9 +93,9 @@ def test_the_result_is_saved_printed_and_listed(llama, tmp_path):
     assert repr(streaming) == f"StreamingHeads({streaming.streaming_kv_heads} of 6 key/value heads, window 4, first 2)"
     others = [('"format": 1', '"format": 2'), ('"float64"', '"float65"'), ('"float64"', '"nn"')]
     for text in ("[]", "{}", *(streaming.to_json().replace(*other) for other in others)):
-        with pytest.raises(hw.InputError, match="streaming: expected JSON of StreamingHeads"):
+        with pytest.raises(hw.InputError, match="streaming: expected JSON of streaming heads"):
             StreamingHeads.from_json(text)
-    with pytest.raises(hw.InputError, match="path: expected a file with streaming heads"):
+    with pytest.raises(hw.InputError, match="streaming: expected a file with streaming heads"):
         StreamingHeads.load(tmp_path / "none.json")
 
 

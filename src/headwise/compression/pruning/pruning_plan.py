@@ -1,18 +1,13 @@
 """Plans of pruning: which heads of each attention module remain, in a form that can be read, saved and applied."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity
-from headwise.runs.files import write_atomically
+from headwise.runs.json_result import JsonResult
 from headwise.wording import counted
-
-FORMAT = 1
-"""Version of the JSON format."""
 
 CONSTRAINTS = ("uniform", "groups", "free")
 """Constraints on the numbers of heads that remain."""
@@ -65,7 +60,7 @@ class PlannedModule:
 
 
 @dataclass(frozen=True)
-class PruningPlan:
+class PruningPlan(JsonResult):
     """Heads of a model that remain after pruning.
 
     Attributes:
@@ -78,6 +73,8 @@ class PruningPlan:
             model that is not of `transformers`; None if the model was not known.
         identity: identity of the model; None if it is unknown.
     """
+
+    ARGUMENT, NOUN = "plan", "a plan"
 
     modules: tuple[PlannedModule, ...]
     constraint: str
@@ -136,31 +133,16 @@ class PruningPlan:
         rows = [{**asdict(each), "kept_kv_heads": each.kept_kv_heads} for each in self.modules]
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows)
 
-    def to_json(self) -> str:
-        """Return the plan as JSON."""
-        content = asdict(self) | {"identity": None if self.identity is None else self.identity.as_json()}
-        return json.dumps({"format": FORMAT, **content}, indent=1)
+    def content(self) -> dict[str, Any]:
+        """Return the content as values that JSON can express."""
+        return asdict(self) | {"identity": None if self.identity is None else self.identity.as_json()}
 
-    @staticmethod
-    def from_json(text: str) -> "PruningPlan":
-        """Return the plan that `to_json` wrote.
-
-        Raises:
-            InputError: the text is no such plan.
-        """
-        try:
-            content = json.loads(text)
-            if content.pop("format") != FORMAT:
-                raise ValueError("another format")
-            modules = tuple(
-                PlannedModule(**{**module, "kept": tuple(module["kept"])}) for module in content.pop("modules")
-            )
-            identity = content.pop("identity")
-            plan = PruningPlan(modules, **content, identity=None if identity is None else ModelIdentity(*identity))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError("plan", expected="JSON of a PruningPlan", got=repr(text[:60])) from error
-        plan.require_consistent()
-        return plan
+    @classmethod
+    def of_content(cls, content: dict[str, Any]) -> "PruningPlan":
+        """Return the plan that has this content."""
+        modules = tuple(PlannedModule(**{**module, "kept": tuple(module["kept"])}) for module in content.pop("modules"))
+        identity = content.pop("identity")
+        return cls(modules, **content, identity=None if identity is None else ModelIdentity(*identity))
 
     def require_consistent(self) -> None:
         """Raise `InputError` unless values have their types, modules are distinct, and heads are of their module."""
@@ -181,22 +163,6 @@ class PruningPlan:
             if each.module in paths:
                 raise InputError("plan", expected="each module once", got=f"{each.module} twice")
             paths.add(each.module)
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON file."""
-        write_atomically(Path(path), self.to_json().encode())
-
-    @staticmethod
-    def load(path: str | Path) -> "PruningPlan":
-        """Return the plan in a JSON file.
-
-        Raises:
-            InputError: the file cannot be read, or contains no plan.
-        """
-        try:
-            return PruningPlan.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError("plan", expected="a file with a plan", got=repr(str(path))) from error
 
 
 def planned_modules(rows: Sequence[Any], removed: Mapping[Head, Any] | frozenset[Head]) -> tuple[PlannedModule, ...]:

@@ -1,22 +1,17 @@
 """Report of a compression: size and held-out loss of the model after each step."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from headwise.compression.parameter_counts import count_parameters
 from headwise.compression.recipe.held_out import HeldOutText
-from headwise.errors import InputError
 from headwise.removal.remove_heads import RECORD
+from headwise.runs.json_result import JsonResult
 from headwise.runs.rows import MeanEstimate
-
-FORMAT = 1
-"""Version of the JSON format."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ def stage_of(
 
 
 @dataclass(frozen=True)
-class RecipeResult:
+class RecipeResult(JsonResult):
     """Result of `hw.compress`.
 
     Attributes:
@@ -63,6 +58,8 @@ class RecipeResult:
         documents: number of held-out documents.
         stages: the dense model, and the model after each step.
     """
+
+    ARGUMENT, NOUN = "report", "a report of hw.compress"
 
     model: str
     loader: str
@@ -99,32 +96,22 @@ class RecipeResult:
             for each in self.stages
         ]
 
-    def to_json(self) -> str:
-        """Return the report as JSON; NaN becomes null."""
-        content: dict[str, Any] = {"format": FORMAT, **asdict(self)}
+    def content(self) -> dict[str, Any]:
+        """Return the content as values that JSON can express; NaN becomes null."""
+        content = asdict(self)
         for stage in content["stages"]:
             for name in ("loss", "difference"):
                 stage[name] = [None if math.isnan(value) else value for value in stage[name]]
-        return json.dumps(content, indent=1)
+        return content
 
-    @staticmethod
-    def load(path: str | Path) -> "RecipeResult":
-        """Return the report in a JSON file.
-
-        Raises:
-            InputError: the file cannot be read, or contains no report.
-        """
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if content.pop("format") != FORMAT:
-                raise ValueError("another format")
-            stages = tuple(
-                Stage(each["name"], each["parameters"], _estimate(each["loss"]), _estimate(each["difference"]))
-                for each in content.pop("stages")
-            )
-            return RecipeResult(**content, stages=stages)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError("report", expected="a file with a report of hw.compress", got=repr(str(path))) from error
+    @classmethod
+    def of_content(cls, content: dict[str, Any]) -> "RecipeResult":
+        """Return the report that has this content."""
+        stages = tuple(
+            Stage(each["name"], each["parameters"], _estimate(each["loss"]), _estimate(each["difference"]))
+            for each in content.pop("stages")
+        )
+        return cls(**content, stages=stages)
 
 
 def _estimate(values: Sequence[Any]) -> MeanEstimate:

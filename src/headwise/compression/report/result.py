@@ -1,26 +1,21 @@
 """Result of `compression_report`: quantities of a dense and of a compressed model, as a table and a picture."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwise.compression.report.report_row import LOSS, TIME, ReportRow
 from headwise.errors import InputError, require
 from headwise.plots.before_after import PlottedChange, draw_before_after
-from headwise.runs.files import write_atomically
+from headwise.runs.json_result import JsonResult
 from headwise.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = 1
-"""Version of the JSON format."""
-
 
 @dataclass(frozen=True)
-class CompressionReport:
+class CompressionReport(JsonResult):
     """Quantities of a dense model and of a compressed one, measured together.
 
     `print(report)` prints them as a table, with what was not measured and which times did not become shorter.
@@ -30,6 +25,8 @@ class CompressionReport:
         notes: statements about what was not measured, by name, and how numbers are to be read.
         metadata: models, data, versions and settings, as JSON-compatible values.
     """
+
+    ARGUMENT, NOUN = "report", "a report of hw.compression_report"
 
     rows: tuple[ReportRow, ...]
     notes: tuple[str, ...]
@@ -118,40 +115,12 @@ class CompressionReport:
             title=self._title,
         )
 
-    def to_json(self) -> str:
-        """Return the report as JSON."""
-        rows = [asdict(row) for row in self.rows]
-        content = {"format": FORMAT, "rows": rows, "notes": self.notes, "metadata": self.metadata}
-        return json.dumps(content, indent=1, allow_nan=False)
+    def content(self) -> dict[str, Any]:
+        """Return the content as values that JSON can express."""
+        return {"rows": [asdict(row) for row in self.rows], "notes": self.notes, "metadata": self.metadata}
 
-    @staticmethod
-    def from_json(text: str) -> "CompressionReport":
-        """Return the report that `to_json` wrote.
-
-        Raises:
-            InputError: the text is no such report.
-        """
-        try:
-            content = json.loads(text)
-            if content["format"] != FORMAT:
-                raise ValueError("another format")
-            rows = tuple(ReportRow(**row) for row in content["rows"])
-            return CompressionReport(rows, tuple(content["notes"]), content["metadata"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError("report", expected="JSON of a CompressionReport", got=repr(text[:60])) from error
-
-    def save(self, path: str | Path) -> None:
-        """Write the report to a JSON file."""
-        write_atomically(Path(path), self.to_json().encode())
-
-    @staticmethod
-    def load(path: str | Path) -> "CompressionReport":
-        """Return the report in a JSON file.
-
-        Raises:
-            InputError: the file cannot be read, or contains no report.
-        """
-        try:
-            return CompressionReport.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError("report", expected="a file with a report", got=repr(str(path))) from error
+    @classmethod
+    def of_content(cls, content: dict[str, Any]) -> "CompressionReport":
+        """Return the report that has this content."""
+        rows = tuple(ReportRow(**row) for row in content["rows"])
+        return cls(rows, tuple(content["notes"]), content["metadata"])

@@ -18,10 +18,8 @@ from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity
 from headwise.runs.files import write_atomically
 from headwise.runs.fingerprint import identity_of
+from headwise.runs.json_result import JsonResult
 from headwise.wording import counted
-
-FORMAT = 1
-"""Version of the JSON format."""
 
 
 class CacheBytes(NamedTuple):
@@ -44,7 +42,7 @@ class CacheBytes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StreamingHeads:
+class StreamingHeads(JsonResult):
     """Streaming heads of a model, as `hw.localize` finds them.
 
     Attributes:
@@ -60,6 +58,8 @@ class StreamingHeads:
         identity: identity of the model; None if it is unknown.
         weights: samples of the model's weights, which identify it in another dtype; empty if they are unknown.
     """
+
+    ARGUMENT, NOUN = "streaming", "streaming heads"
 
     modules: tuple[LocalizedModule, ...]
     window: int
@@ -237,49 +237,22 @@ class StreamingHeads:
         ]
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows)
 
-    def to_json(self) -> str:
-        """Return the result as JSON."""
-        content = asdict(self) | {"identity": None if self.identity is None else self.identity.as_json()}
-        return json.dumps({"format": FORMAT, **content}, indent=1)
+    def content(self) -> dict[str, Any]:
+        """Return the content as values that JSON can express."""
+        return asdict(self) | {"identity": None if self.identity is None else self.identity.as_json()}
 
-    @staticmethod
-    def from_json(text: str) -> "StreamingHeads":
-        """Return the result that `to_json` wrote.
-
-        Raises:
-            InputError: the text is no such result.
-        """
-        try:
-            content = json.loads(text)
-            if content.pop("format") != FORMAT:
-                raise ValueError("another format")
-            lists = ("streaming", "outside", "scores")
-            modules = tuple(
-                LocalizedModule(**{**module, **{name: tuple(module[name]) for name in lists}})
-                for module in content.pop("modules")
-            )
-            losses: dict[str, Any] = {name: tuple(content.pop(name)) for name in ("selection_losses", "losses")}
-            identity = content.pop("identity")
-            identity = None if identity is None else ModelIdentity(*identity)
-            weights = tuple(map(float, content.pop("weights")))
-            if not all(isinstance(module.torch_dtype, torch.dtype) for module in modules):
-                raise ValueError("an unknown dtype")
-            return StreamingHeads(modules, **losses, **content, identity=identity, weights=weights)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError("streaming", expected="JSON of StreamingHeads", got=repr(text[:60])) from error
-
-    def save(self, path: str | Path) -> None:
-        """Write the result to a JSON file."""
-        write_atomically(Path(path), self.to_json().encode())
-
-    @staticmethod
-    def load(path: str | Path) -> "StreamingHeads":
-        """Return the result in a JSON file.
-
-        Raises:
-            InputError: the file cannot be read, or contains no such result.
-        """
-        try:
-            return StreamingHeads.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError("path", expected="a file with streaming heads", got=repr(str(path))) from error
+    @classmethod
+    def of_content(cls, content: dict[str, Any]) -> "StreamingHeads":
+        """Return the streaming heads that have this content."""
+        lists = ("streaming", "outside", "scores")
+        modules = tuple(
+            LocalizedModule(**{**module, **{name: tuple(module[name]) for name in lists}})
+            for module in content.pop("modules")
+        )
+        losses: dict[str, Any] = {name: tuple(content.pop(name)) for name in ("selection_losses", "losses")}
+        identity = content.pop("identity")
+        identity = None if identity is None else ModelIdentity(*identity)
+        weights = tuple(map(float, content.pop("weights")))
+        if not all(isinstance(module.torch_dtype, torch.dtype) for module in modules):
+            raise ValueError("an unknown dtype")
+        return cls(modules, **losses, **content, identity=identity, weights=weights)
