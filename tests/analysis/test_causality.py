@@ -86,3 +86,44 @@ def test_rounding_is_accepted():
     for units in (1000, torch.nan):
         with pytest.raises(hw.InputError, match="got Rounding, whose logits depend on later tokens; a remedy$"):
             require_causal(hw.next_token_loss, Rounding(units), [{"input_ids": tokens(1, 6)}], remedy="a remedy")
+
+
+class Attending(nn.Module):
+    """Model whose logits depend on all tokens that a mask makes visible."""
+
+    def __init__(self, is_visible):
+        super().__init__()
+        self.is_visible, self.embedding, self.start = is_visible, nn.Embedding(97, 32), 0.0
+
+    def forward(self, input_ids, logits_to_keep=0):
+        x = self.embedding(input_ids)
+        visible = self.is_visible(*torch.meshgrid(*[torch.arange(x.shape[1])] * 2, indexing="ij"))
+        scores = (x @ x.mT / x.shape[-1]).masked_fill(~visible, -torch.inf)
+        logits = (scores.softmax(-1) @ x) @ self.embedding.weight.T
+        logits[:, 0] += self.start
+        return SimpleNamespace(logits=logits[:, -logits_to_keep:])
+
+
+@pytest.mark.parametrize("length", [16, 17, 32, 64])
+@pytest.mark.parametrize(
+    "is_visible",
+    [
+        lambda query, key: query // 8 == key // 8,
+        lambda query, key: query // 2 == key // 2,
+        lambda query, key: (key <= query) | (key < 2),
+        lambda query, key: (key <= query) | (query >= 12),
+    ],
+    ids=["chunks of 8", "chunks of 2", "a prefix of 2", "the end"],
+)
+def test_later_tokens_that_are_visible_in_a_part_of_the_text_are_found(is_visible, length):
+    torch.manual_seed(0)
+    with pytest.raises(hw.InputError, match="whose logits depend on later tokens"):
+        require_causal(hw.next_token_loss, Attending(is_visible), [{"input_ids": tokens(2, length)}])
+
+
+def test_logits_of_some_tokens_alone_are_not_compared():
+    model = Attending(lambda query, key: key <= query)
+    require_causal(hw.next_token_loss, model, [{"input_ids": tokens(2, 9)}])
+    require_causal(hw.next_token_loss, model, [{"input_ids": tokens(2, 9), "logits_to_keep": 1}])
+    model.start = torch.nan
+    require_causal(hw.next_token_loss, model, [{"input_ids": tokens(2, 9)}])

@@ -1,5 +1,7 @@
 """Every change of a weight changes the identity of a model."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -68,3 +70,52 @@ def test_a_changed_head_makes_another_model():
 def test_weights_that_are_not_in_memory_are_refused():
     with pytest.raises(hw.InputError, match=r"expected weights in memory, got weight on the device meta"):
         digest_of(hashed_state(nn.Linear(2, 2, device="meta")))
+
+
+def hash_of(module):
+    return digest_of(hashed_state(module))
+
+
+def quantized(sign=1.0):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+    with torch.no_grad():
+        model[2].weight *= sign
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+def test_packed_weights_of_quantized_layers_count():
+    assert hash_of(quantized()) == hash_of(quantized())
+    assert hash_of(quantized()) != hash_of(quantized(-1.0))
+
+
+class WithState(nn.Module):
+    """Module with values of its own in its state."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+
+def test_values_that_are_not_tensors_count():
+    ones, zeros = torch.ones(3), torch.zeros(3)
+    states = [{"s": zeros}, {"s": ones}, {"t": zeros}, [zeros], 1, 1.0, "x", {"s": 2}]
+    assert len({hash_of(WithState(state)) for state in states}) == len(states)
+    assert hash_of(WithState({"s": torch.ones(3)})) == hash_of(WithState({"s": torch.ones(3)}))
+    with pytest.raises(hw.InputError, match=r"expected values in state_dict\(\) that can be pickled, got function in "):
+        hash_of(WithState(lambda: None))
+
+
+def test_special_tensors_count_by_their_numbers():
+    value = torch.tensor([[0.0, 1.5], [2.0, 0.0]])
+    scale = [torch.quantize_per_tensor(value, size, 0, torch.qint8) for size in (0.5, 0.25)]
+    assert digest(scale[0]) != digest(torch.quantize_per_tensor(-value, 0.5, 0, torch.qint8))
+    assert digest(value.to_sparse()) == digest(value.to_sparse_csr()) == digest(value)
+    assert digest((value + 1j).conj()) == digest(value - 1j)
+    with pytest.raises(hw.InputError, match="expected weights of one shape, got the nested tensor value_0"):
+        digest(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))

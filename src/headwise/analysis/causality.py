@@ -14,6 +14,9 @@ from headwise.data.batches import POSITIONAL, call_model, copied, evaluation_mod
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
 
+PLACES = 8
+"""Number of parts into which the places divide the longest sequence."""
+
 ROUNDING = 64.0
 """Difference of logits that counts as rounding, in units of the dtype's epsilon times the largest logit. BERT with its
 default initialization, in float32, differs by more than 50,000 such units."""
@@ -26,9 +29,9 @@ def require_causal(
     later tokens. Other losses are not checked, and neither are models that return no logits or read no token ids, which
     the loss itself refuses.
 
-    The check changes the second half of the longest sequence to other tokens, and compares the logits of the first
-    half. Where these differ by no more than the rounding of a dtype below float32, a copy of the model in float32
-    decides.
+    The check changes all tokens of the longest sequence after a place to others, and compares the logits of the tokens
+    before, for a few places from its second to its last token. Where these differ by no more than the rounding of a
+    dtype below float32, a copy of the model in float32 decides.
 
     Args:
         loss: the loss function.
@@ -48,21 +51,30 @@ def require_causal(
 
 
 def _depends_on_later_tokens(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> bool:
-    """Return True if logits in the first half of the longest sequence depend on tokens in its second half."""
+    """Return True if logits of the longest sequence depend on later tokens."""
     pairs = [(batch, is_real) for batch in batches if (is_real := _real_tokens(batch)) is not None]
     if not pairs:
         return False
     batch, is_real = max(pairs, key=lambda pair: int(pair[1].sum(1).max()))
     row = int(is_real.sum(1).argmax())
     positions = is_real[row].nonzero().flatten()
-    first, second = positions[: len(positions) // 2], positions[len(positions) // 2 :]
-    if not len(first):
-        return False
-    changed = copied(dict(batch))
-    name = _name_of_ids(batch)
-    changed[name][row, second] = _other_tokens(batch[name], row, positions)[len(first) :]
+    last = len(positions) - 1
+    places = sorted({max(1, round(last * part / PLACES)) for part in range(PLACES + 1)}) if last > 0 else []
+    return any(_depends_across(model, batch, row, positions[:place], positions[place:]) for place in places)
+
+
+def _depends_across(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    row: int,
+    first: Int[Tensor, " before"],
+    second: Int[Tensor, " after"],
+) -> bool:
+    """Return True if logits of a row at the positions `first` depend on its tokens at the later positions `second`."""
+    changed, name = copied(dict(batch)), _name_of_ids(batch)
+    changed[name][row, second] = _other_tokens(batch[name], row, torch.cat([first, second]))[len(first) :]
     logits = [_logits(model, each) for each in (batch, changed)]
-    if any(each is None for each in logits):
+    if any(each is None or each.shape[:2] != batch[name].shape for each in logits):
         return False
     before, after = (each[row, first] for each in logits if each is not None)
     if torch.equal(before, after):
@@ -109,6 +121,8 @@ def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, "batch 
 
 
 def _is_close(before: Tensor, after: Tensor) -> bool:
-    """Return True if two tensors differ by no more than rounding; False if one contains NaN."""
-    tolerance = ROUNDING * torch.finfo(before.dtype).eps * float(before.abs().max())
-    return bool((before - after).abs().max() <= tolerance)
+    """Return True if two tensors differ by no more than rounding, where the first is finite: the loss refuses NaN."""
+    is_finite = before.isfinite()
+    before, after = before[is_finite], after[is_finite]
+    tolerance = ROUNDING * torch.finfo(before.dtype).eps * before.abs()
+    return not before.numel() or bool((before - after).abs().max() <= tolerance.max())

@@ -52,7 +52,7 @@ class JsonResult:
             if content.pop("format") != FORMAT:
                 raise ValueError("another format")
             result = cls.of_content(content)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(cls.ARGUMENT, expected=f"JSON of {cls.NOUN}", got=repr(text[:60])) from error
         result.require_consistent()
         return result

@@ -1,10 +1,12 @@
 """Hashes of weights, computed where the weights are: no weight is copied from an accelerator."""
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from headwise.errors import InputError
 from headwise.shapes import Int
@@ -17,25 +19,48 @@ INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
 def hashed_state(module: nn.Module) -> Iterator[Any]:
-    """Yield each entry of a module's `state_dict`: its name, and its dtype, its shape and the hashes of its values, or
-    None for an entry that is not a tensor.
+    """Yield each entry of a module's `state_dict`: its name, and for each tensor in it the dtype, the shape and the
+    hashes of its values, such as for the tensors in the packed weights of a quantised layer. Other values are pickled.
 
     Raises:
-        InputError: the values of an entry are not in memory.
+        InputError: the values of an entry are not in memory, or cannot be read.
     """
     factors: dict[torch.device, Tensor] = {}
-    for name, value in module.state_dict().items():
+    for name, entry in module.state_dict().items():
         yield name
-        if not isinstance(value, Tensor):
-            yield None
-            continue
-        if value.is_meta:
-            got, remedy = f"{name} on the device meta", "load the model without offloading"
-            raise InputError("model", expected="weights in memory", got=got, remedy=remedy)
-        if value.device not in factors:
-            factors[value.device] = _odd_numbers().to(value.device)
-        yield value.dtype, tuple(value.shape)
-        yield block_hashes(value, factors[value.device])
+        leaves, structure = pytree.tree_flatten(entry)
+        yield str(structure)
+        for value in leaves:
+            if not isinstance(value, Tensor):
+                yield _pickled(name, value)
+                continue
+            values = _plain(name, value)
+            if values.device not in factors:
+                factors[values.device] = _odd_numbers().to(values.device)
+            yield value.dtype, tuple(value.shape)
+            yield block_hashes(values, factors[values.device])
+
+
+def _plain(name: str, value: Tensor) -> Tensor:
+    """Return the numbers of an entry as a tensor that is dense, not quantised, and without a lazy conjugation."""
+    if value.is_meta:
+        got, remedy = f"{name} on the device meta", "load the model without offloading"
+        raise InputError("model", expected="weights in memory", got=got, remedy=remedy)
+    if value.is_nested:
+        raise InputError("model", expected="weights of one shape", got=f"the nested tensor {name}")
+    value = value.detach()
+    value = value.dequantize() if value.is_quantized else value
+    value = value if value.layout == torch.strided else value.to_dense()
+    return value.resolve_conj().resolve_neg()
+
+
+def _pickled(name: str, value: Any) -> bytes:
+    """Return a value that is not a tensor as bytes."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        expected = "values in state_dict() that can be pickled"
+        raise InputError("model", expected=expected, got=f"{type(value).__name__} in {name}") from error
 
 
 def block_hashes(value: Tensor, factors: Int[Tensor, "block"]) -> Int[Tensor, "blocks"]:
@@ -46,7 +71,7 @@ def block_hashes(value: Tensor, factors: Int[Tensor, "block"]) -> Int[Tensor, "b
     """
     if value.is_complex():
         value = torch.view_as_real(value)
-    bits = value.detach().contiguous().flatten()
+    bits = value.contiguous().flatten()
     bits = bits.view(INTEGERS.get(bits.element_size(), torch.int32))
     sums = [(block.long() * factors[: len(block)]).sum() for block in torch.split(bits, BLOCK)]
     return torch.stack(sums)

@@ -7,6 +7,7 @@ import torch
 import transformers
 
 import headwise as hw
+from headwise.compression.calibration.layer_runs import LayerRuns
 from headwise.compression.merging.merge_kv import merge_kv
 from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.prune import prune
@@ -173,3 +174,68 @@ def test_padding_alone_is_refused():
     batch = {"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}
     with pytest.raises(hw.InputError, match="^calibration: .* finite numbers, got padding alone"):
         hw.LeastSquaresScores(families.model("llama"), [batch])
+
+
+class Masked(torch.nn.Module):
+    """Torch's layer with tokens first or sequences first, in a model that takes an attention mask."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.batch_first = torch.nn.MultiheadAttention(24, 4, batch_first=batch_first).double(), batch_first
+
+    def forward(self, x, attention_mask):
+        x = x if self.batch_first else x.transpose(0, 1)
+        y = self.layer(x, x, x, key_padding_mask=attention_mask == 0, need_weights=False)[0]
+        return y if self.batch_first else y.transpose(0, 1)
+
+
+@pytest.mark.parametrize("tokens", [2, 5])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_padding_is_refused_where_tokens_come_first(batch_first, tokens):
+    x, model = torch.randn(2, tokens, 24, generator=GENERATOR, dtype=torch.float64), Masked(batch_first)
+    mask = (torch.arange(tokens) < torch.tensor([[tokens], [tokens - 1]])).long()
+    whole, padded = ([{"x": x, "attention_mask": each}] * 2 for each in (torch.ones_like(mask), mask))
+    plan = plan_pruning(hw.LeastSquaresScores(model, whole), keep=0.5)
+    for act in (lambda: hw.LeastSquaresScores(model, padded), lambda: prune(model, plan, calibration=padded)):
+        if batch_first:
+            act()
+        else:
+            with pytest.raises(hw.InputError, match="^calibration: expected batches without padding, or "):
+                act()
+
+
+class Repeated(torch.nn.Module):
+    """Attention layers of which the first runs twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(hw.MultiHeadAttention(24, 4).double() for _ in range(2))
+
+    def forward(self, x):
+        for index in (0, 0, 1):
+            x = x + self.layers[index](x)
+        return x
+
+
+def test_all_calls_of_a_layer_count():
+    model = Repeated().eval()
+    batches = [{"x": torch.randn(3, 9, 24, generator=GENERATOR, dtype=torch.float64)} for _ in range(2)]
+    plan = plan_pruning(hw.MagnitudeScores(model, batches[0]), keep=0.5)
+    pruned = prune(model, plan, calibration=batches)
+    runs = LayerRuns(model, batches, ["layers.0", "layers.1"])
+    assert not runs._reuses
+    inputs = []
+    hook = model.layers[0].out_proj.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0]))
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    hook.remove()
+    scores = hw.LeastSquaresScores(model, batches)
+    assert tokens_of(scores)["layers.0"] == sum(each.shape[:2].numel() for each in inputs) == 4 * 27
+    prune_without_first = pruned.layers[0].out_proj.weight
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerRuns, "_is_chain", lambda self: True)
+        alone = prune(model, plan, calibration=batches).layers[0].out_proj.weight
+    assert not torch.allclose(prune_without_first, alone, atol=1e-6)

@@ -91,6 +91,15 @@ def test_heads_that_cannot_be_removed_are_found_by_measurement(name):
         prune(model, plan, calibration=[BATCH])
 
 
+@pytest.mark.parametrize("shape", [(4, 16), (128, 16), (256, 16), (512, 7), (64, 2)])
+def test_the_compared_tokens_are_not_all_first_ones(shape):
+    """The first token of a text attends to itself alone, whatever its head's number is."""
+    model = changed("by_head_number")
+    batch = {"input_ids": torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(2))}
+    with pytest.raises(hw.InputError, match=REFUSED.format("layers.0.self_attn")):
+        plan_pruning(hw.MagnitudeScores(model, batch), keep=0.5, constraint="groups", model=model)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5", "bert"])
 def test_models_in_low_precision_and_training_mode_are_accepted(name, dtype):

@@ -95,14 +95,38 @@ def test_the_cost_of_a_block_is_the_error_that_its_removal_adds_on_other_folds(r
         for index, block in enumerate(blocks):
             left = [column for column in rest if column not in block]
             after, error_after = fits_without_folds(x, y, dense, left, has_bias, damping)
-            added[damping, index] = (error_after - error) / total, after, before
-    best = min(DAMPINGS, key=lambda damping: sum(added[damping, index][0] for index in range(len(blocks))))
+            added[damping, index] = (error_after - error) / total, after, before, error_after
+    best = min(DAMPINGS, key=lambda damping: sum(added[damping, index][-1] for index in range(len(blocks))))
     for index, removal in enumerate(removals):
-        error, after, before = added[best, index]
+        error, after, before, _ = added[best, index]
         assert removal.error == pytest.approx(error, rel=1e-8)
         for fold, change in removal.changes.items():
             torch.testing.assert_close(-change.left @ change.right, after[fold][0] - before[fold][0])
             torch.testing.assert_close(change.left @ change.right @ change.centre, after[fold][1] - before[fold][1])
+
+
+def test_the_damping_is_that_of_the_least_error_not_of_the_least_rise(monkeypatch):
+    """A damping that overfits has a large error already before the removal, so that little is added."""
+    monkeypatch.setattr(cross_validation, "DAMPINGS", (1e-6, 1.0))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 12, generator=generator, dtype=torch.float64)
+    dense = torch.randn(5, 12, generator=generator)
+    y = x @ dense.double().mT
+    moments = FoldedMoments("o_proj")
+    for fold in range(3):
+        moments.add(fold, OutputMoments.of(x[8 * fold : 8 * fold + 8], y[8 * fold : 8 * fold + 8]))
+    blocks, removed = [torch.tensor([0, 1])], torch.arange(6, 12)
+    (removal,) = fitted_removals(moments, dense, blocks, removed, False)
+    kept = torch.arange(6)
+    before, after, added = {}, {}, {}
+    for damping in (1e-6, 1.0):
+        for errors, columns in ((before, kept), (after, kept[2:])):
+            fits = {fold: moments.without(fold).fit(dense, columns, False, damping) for fold in range(3)}
+            errors[damping] = sum(moments.folds[fold].error(*fits[fold], columns) for fold in range(3))
+        added[damping] = (after[damping] - before[damping]) / float(y.square().sum())
+    assert added[1e-6] < added[1.0]
+    assert after[1e-6] > after[1.0]
+    assert removal.error == pytest.approx(added[1.0])
 
 
 @pytest.mark.parametrize("removed", [[], [6, 7, 8]])
@@ -152,20 +176,40 @@ def test_what_is_peculiar_to_each_text_is_not_learned(monkeypatch):
 def test_sequences_of_a_document_are_in_one_fold():
     texts = hw.Texts(tiny.texts(30, 20, 9, 25), tiny.tokenizer("decoder"), documents="cut", context=8, batch=3)
     folds = folds_of(list(texts), documents_of(texts))
-    assert [fold for of_batch in folds for fold in of_batch] == texts.document_numbers()
+    fold_of = dict(zip(texts.document_numbers(), (fold for of_batch in folds for fold in of_batch), strict=True))
+    assert [fold for of_batch in folds for fold in of_batch] == [fold_of[each] for each in texts.document_numbers()]
+    assert sorted(fold_of.values()) == [0, 1, 2, 3]
     scores = LeastSquaresScores(tiny.model("decoder"), texts)
     tokens = {fold: moments.tokens for fold, moments in scores._moments[scores.rows[0].module].folds.items()}
-    assert tokens == {number: len(ids) for number, ids in enumerate(texts.tokenizer(list(texts.source))["input_ids"])}
+    lengths = [len(ids) for ids in texts.tokenizer(list(texts.source))["input_ids"]]
+    assert tokens == {fold_of[number]: length for number, length in enumerate(lengths)}
 
 
 def test_folds_are_consecutive_sequences_or_documents():
     batches = [{"input_ids": torch.zeros(sequences, 3)} for sequences in (4, 1, 5)]
-    assert folds_of(batches) == [[0, 0, 0, 1], [1], [2, 2, 2, 3, 3]]
+    assert folds_of(batches) == [[0, 0, 1, 1], [1], [2, 2, 3, 3, 3]]
     assert folds_of(batches[1:2] * 2) == [[0], [1]]
-    assert folds_of(batches, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]) == [[0, 0, 1, 2], [3], [0, 0, 1, 2, 3]]
+    assert folds_of(batches, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]) == [[0, 1, 2, 3], [0], [0, 1, 2, 3, 0]]
     assert folds_of(batches, [2] * 10) == folds_of(batches)
+    assert folds_of(batches, [2] * 6 + [3] * 4) == folds_of(batches)  # document 2 has more than half of the tokens
     with pytest.raises(InputError, match=r"calibration: expected at least 2 sequences, got 1"):
         folds_of(batches[1:2])
+
+
+def test_folds_have_similar_numbers_of_tokens():
+    lengths = [40, 3, 5, 30, 20, 25, 2, 60]
+    masks = torch.arange(60) < torch.tensor(lengths)[:, None]
+    batches = [{"input_ids": torch.zeros(2, 60), "attention_mask": mask} for mask in masks.split(2)]
+    for documents in (None, list(range(8))):
+        tokens = [0] * 4
+        for length, fold in zip(
+            lengths, [fold for of_batch in folds_of(batches, documents) for fold in of_batch], strict=True
+        ):
+            tokens[fold] += length
+        assert max(tokens) <= 65
+        assert min(tokens) >= 25
+    long_and_short = {"input_ids": torch.zeros(2, 60), "attention_mask": torch.arange(60) < torch.tensor([[60], [1]])}
+    assert folds_of([long_and_short]) == [[0, 1]]
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])

@@ -87,9 +87,9 @@ def fitted_removals(
     has_bias: bool,
 ) -> list[BlockRemoval]:
     """Return for each block of columns what happens if it is removed in addition to the columns `removed`, and the
-    other columns are fitted again to the targets by least squares. Errors are those on folds left out of the fit, with
-    the damping that makes their sum least. With the fitted weight W and the damped `C = E[x x^T]` of the remaining
-    columns, the change of the weight is `-W_h [(C^-1)_hh]^-1 (C^-1)_h`.
+    other columns are fitted again to the targets by least squares. Errors are those on folds left out of the fit. The
+    damping is the one with which their sum over all blocks, after the removal, is least. With the fitted weight W and
+    the damped `C = E[x x^T]` of the remaining columns, the change of the weight is `-W_h [(C^-1)_hh]^-1 (C^-1)_h`.
 
     Source: Hassibi and Stork 1992, equation 5, for blocks of weights.
 
@@ -103,19 +103,21 @@ def fitted_removals(
     is_kept = torch.ones(weight.shape[1], dtype=torch.bool)
     is_kept[removed] = False
     kept = is_kept.nonzero()[:, 0]
-    errors = torch.zeros(len(DAMPINGS), len(blocks), dtype=torch.float64)
+    before = torch.zeros(len(DAMPINGS), dtype=torch.float64)
+    added = torch.zeros(len(DAMPINGS), len(blocks), dtype=torch.float64)
     changes: list[list[dict[int, WeightChange]]] = [[{} for _ in blocks] for _ in DAMPINGS]
     for fold, own in moments.folds.items():
         others = moments.without(fold)
         for tried, damping in enumerate(DAMPINGS):
             fitted, bias = others.fit(weight, kept, has_bias, damping)
+            before[tried] += own.error(fitted, bias, kept)
             residual = own.yx - fitted @ own.xx[kept] - torch.outer(bias, own.x)
             lost = own.y - fitted @ own.x[kept] - own.tokens * bias
             for index, change in enumerate(_changes(others, fitted, blocks, kept, has_bias, damping)):
                 changes[tried][index][fold] = change
-                errors[tried, index] += change.added_error(residual - torch.outer(lost, change.centre), own)
-    best = int(errors.sum(1).argmin())
-    relative = _relative(errors[best].tolist(), moments, has_bias)
+                added[tried, index] += change.added_error(residual - torch.outer(lost, change.centre), own)
+    best = int((before[:, None] + added).sum(1).argmin())
+    relative = _relative(added[best].tolist(), moments, has_bias)
     return [BlockRemoval(*each) for each in zip(relative, changes[best], strict=True)]
 
 

@@ -5,11 +5,14 @@ to each of them, so that its error on these texts is much smaller than that on o
 documents, or of whole sequences if documents are unknown.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from itertools import islice
+from itertools import accumulate, islice
 from operator import add
 from typing import Any
+
+from torch import Tensor
 
 from headwise.compression.calibration.output_moments import OutputMoments
 from headwise.data.batches import count_sequences_and_tokens
@@ -17,7 +20,7 @@ from headwise.data.texts import Texts
 from headwise.errors import InputError
 
 FOLDS = 4
-"""Number of folds; as many as sequences if there are fewer."""
+"""Largest number of folds."""
 
 
 def documents_of(calibration: Any) -> list[int] | None:
@@ -26,8 +29,8 @@ def documents_of(calibration: Any) -> list[int] | None:
 
 
 def folds_of(batches: Sequence[Mapping[str, Any]], documents: Sequence[int] | None = None) -> list[list[int]]:
-    """Return the fold of each sequence of each batch. All sequences of a document are in the same fold if there are
-    several documents.
+    """Return the fold of each sequence of each batch. Folds have similar numbers of tokens. All sequences of a document
+    are in the same fold, unless one document has more than half of the tokens.
 
     Args:
         batches: arguments of the model.
@@ -38,14 +41,46 @@ def folds_of(batches: Sequence[Mapping[str, Any]], documents: Sequence[int] | No
         InputError: there is one sequence alone.
     """
     numbers = [count_sequences_and_tokens(batch)[0] for batch in batches]
-    total = sum(numbers)
-    if total < 2:
+    lengths = [length for batch in batches for length in _lengths(batch)]
+    if len(lengths) < 2:
         remedy = "use several texts, or parts of a text"
-        raise InputError("calibration", expected="at least 2 sequences", got=total, remedy=remedy)
-    units = range(total) if documents is None or len(set(documents)) < 2 else documents
-    index_of = {unit: index for index, unit in enumerate(sorted(set(units)))}
-    folds = (index_of[unit] * min(FOLDS, len(index_of)) // len(index_of) for unit in units)
+        raise InputError("calibration", expected="at least 2 sequences", got=len(lengths), remedy=remedy)
+    tokens_of: Counter[int] = Counter()
+    for document, length in zip(documents or [], lengths, strict=False):
+        tokens_of[document] += length
+    if documents is None or max(tokens_of.values()) > sum(lengths) / 2:
+        folds = iter(_consecutive(lengths))
+    else:
+        fold_of = _balanced(tokens_of)
+        folds = iter([fold_of[document] for document in documents])
     return [list(islice(folds, number)) for number in numbers]
+
+
+def _lengths(batch: Mapping[str, Any]) -> list[int]:
+    """Return the number of tokens of each sequence of a batch, at least 1."""
+    sequences, tokens = count_sequences_and_tokens(batch)
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return [max(1, number) for number in mask.sum(1).tolist()]
+    return [max(1, tokens // max(1, sequences))] * sequences
+
+
+def _consecutive(lengths: Sequence[int]) -> list[int]:
+    """Return the fold of each sequence, so that folds are consecutive sequences; at least two folds."""
+    total, number = sum(lengths), min(FOLDS, len(lengths))
+    middles = [start + length / 2 for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False)]
+    folds = [int(number * middle / total) for middle in middles]
+    return folds if len(set(folds)) > 1 else [0] + [1] * (len(lengths) - 1)
+
+
+def _balanced(tokens_of: Mapping[int, int]) -> dict[int, int]:
+    """Return the fold of each document: from the longest one on, each goes to the fold with the fewest tokens."""
+    sizes = [0] * min(FOLDS, len(tokens_of))
+    fold_of = {}
+    for document in sorted(tokens_of, key=lambda each: (-tokens_of[each], each)):
+        fold_of[document] = sizes.index(min(sizes))
+        sizes[fold_of[document]] += tokens_of[document]
+    return fold_of
 
 
 class FoldedMoments:

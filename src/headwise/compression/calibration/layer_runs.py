@@ -77,21 +77,25 @@ class LayerRuns:
 
     @torch.no_grad()
     def _run(self, layer: str, index: int) -> Any:
-        """Run the model on one batch until a layer ends, and return its output; `_DID_NOT_RUN` if the layer did not."""
+        """Run the model on one batch until a layer ends, and return its output; `_DID_NOT_RUN` if the layer did not.
+        If layers do not form a chain, run all of the model, since it may run the layer again.
+        """
         before = self._layers[: self._layers.index(layer)] if self._reuses else []
         module, outputs = self._modules[layer], []
         forward = module.forward
 
         def last_forward(*args: Any, **kwargs: Any) -> Any:
             outputs.append(forward(*args, **kwargs))
-            raise _EndOfRunError
+            if self._reuses:
+                raise _EndOfRunError
+            return outputs[-1]
 
         try:
             with self._stored_outputs(before, self._outputs[index]), swap_forward(module, last_forward):
                 call_model(self._model, copied(self._batches[index]))
         except _EndOfRunError:
-            return outputs[0]
-        return _DID_NOT_RUN
+            pass
+        return outputs[-1] if outputs else _DID_NOT_RUN
 
     @contextmanager
     def _stored_outputs(self, layers: Sequence[str], outputs: Mapping[str, Any]) -> Iterator[None]:
@@ -104,19 +108,24 @@ class LayerRuns:
 
     @torch.no_grad()
     def _is_chain(self) -> bool:
-        """Return True if runs on the first batch with stored outputs return the same as a complete run."""
-        expected: dict[str, Any] = {}
+        """Return True if each layer runs once on the first batch, and runs with stored outputs return the same as a
+        complete run.
+        """
+        expected: dict[str, list[Any]] = {path: [] for path in self._layers}
+
+        def record(path: str) -> Callable[..., None]:
+            return lambda module, arguments, output: expected[path].append(output)
+
         with ExitStack() as stack:
             for path in self._layers:
-                hook = self._modules[path].register_forward_hook(
-                    lambda module, arguments, output, path=path: expected.setdefault(path, output)
-                )
-                stack.callback(hook.remove)
+                stack.callback(self._modules[path].register_forward_hook(record(path)).remove)
             call_model(self._model, copied(self._batches[0]))
+        if any(len(outputs) != 1 for outputs in expected.values()):
+            return False
         try:
             for path in self._layers:
                 output = self._run(path, 0)
-                if not _are_equal(output, expected[path]):
+                if not _are_equal(output, expected[path][0]):
                     return False
                 self._outputs[0][path.rpartition(".")[0]] = output
         except Exception:  # such as a KeyError, for a value that a skipped layer did not leave

@@ -43,6 +43,8 @@ def projection_inputs(
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             inputs = arguments[0].detach()
             mask = padding_mask(inputs, batch)
+            if mask is not None and not mask.all():
+                require_sequences_first(model, paths[name])
             if inputs.ndim == 3 and len(inputs) == sequences:
                 parts = enumerate(inputs if mask is None else (x[own] for x, own in zip(inputs, mask, strict=True)))
             else:
@@ -59,18 +61,35 @@ def projection_inputs(
             hook.remove()
 
 
+def require_sequences_first(model: nn.Module, projection: str) -> None:
+    """Raise `InputError` if the attention module around an output projection has tokens before sequences, so that a
+    padding mask would hide others.
+    """
+    path = projection.rpartition(".")[0]
+    if not getattr(model.get_submodule(path), "batch_first", True):
+        got = f"{path or type(model).__name__} with tokens first"
+        expected = "batches without padding, or layers with batch_first=True"
+        raise InputError("calibration", expected=expected, got=got)
+
+
 def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
     """Return the padding mask of a batch that fits the tokens of `inputs`, True for tokens that count; None if none
     does.
 
     Raises:
         InputError: several masks fit that differ, so that it is not known which one is that of these tokens; or there
-            is padding by a mask of torch's layers, which may have tokens before sequences.
+            is padding by a mask of torch's layers, which may have tokens before sequences, or the tokens of `inputs`
+            are in another order than those of a mask that hides some.
     """
     for name, value in batch.items():
         if name.endswith("key_padding_mask") and isinstance(value, Tensor) and bool(value.any()):
             raise InputError("calibration", expected="batches without padding", got=f"a {name} that hides tokens")
-    return stated_padding(inputs.shape[:-1], batch)
+    shape, tokens = inputs.shape[:-1], inputs.shape[:-1].numel()
+    for name, mask in _masks(batch).items():
+        if mask.numel() == tokens and mask.shape != shape and not bool(mask.all()):
+            expected = f"batches without padding, or inputs of a projection of shape {(*mask.shape, inputs.shape[-1])}"
+            raise InputError("calibration", expected=expected, got=f"{tuple(inputs.shape)} with padding by {name}")
+    return stated_padding(shape, batch)
 
 
 def stated_padding(shape: Sequence[int], batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
@@ -79,12 +98,7 @@ def stated_padding(shape: Sequence[int], batch: Mapping[str, Any]) -> Bool[Tenso
     Raises:
         InputError: several masks fit that differ.
     """
-    masks = {
-        name: value.bool()
-        for name, value in batch.items()
-        if name.endswith("attention_mask") and name not in OF_OTHER_TOKENS
-        if isinstance(value, Tensor) and value.shape == tuple(shape)
-    }
+    masks = {name: mask for name, mask in _masks(batch).items() if mask.shape == tuple(shape)}
     if not masks:
         return None
     first = next(iter(masks.values()))
@@ -93,6 +107,16 @@ def stated_padding(shape: Sequence[int], batch: Mapping[str, Any]) -> Bool[Tenso
         expected = "one padding mask of each length"
         raise InputError("calibration", expected=expected, got=" and ".join(masks), remedy=remedy)
     return first
+
+
+def _masks(batch: Mapping[str, Any]) -> dict[str, Bool[Tensor, "batch tokens"]]:
+    """Return the padding masks of a batch by name, True for tokens that count."""
+    return {
+        name: value.bool()
+        for name, value in batch.items()
+        if name.endswith("attention_mask") and name not in OF_OTHER_TOKENS
+        if isinstance(value, Tensor) and value.ndim == 2
+    }
 
 
 OF_OTHER_TOKENS = ("encoder_attention_mask", "global_attention_mask")
