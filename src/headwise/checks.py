@@ -100,6 +100,11 @@ def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> flo
     return number
 
 
+def is_whole(value: Any, least: int) -> bool:
+    """Return True for a whole number of at least `least`, and False for a bool."""
+    return type(value) is int and value >= least
+
+
 def probability(argument: str, value: Any) -> float:
     """Return a probability as a float; raise `InputError` unless it is 0 or more and less than 1, and for a tensor that
     requires grad.

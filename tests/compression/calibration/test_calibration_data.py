@@ -2,6 +2,8 @@
 run.
 """
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -11,6 +13,7 @@ from headwise.compression.calibration.layer_runs import LayerRuns
 from headwise.compression.merging.merge_kv import merge_kv
 from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.prune import prune
+from headwise.removal.families import head_module
 from removal import families
 
 GENERATOR = torch.Generator().manual_seed(2)
@@ -239,3 +242,15 @@ def test_all_calls_of_a_layer_count():
         patch.setattr(LayerRuns, "_is_chain", lambda self: True)
         alone = prune(model, plan, calibration=batches).layers[0].out_proj.weight
     assert not torch.allclose(prune_without_first, alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5", "gpt2", "vit"])
+def test_a_plan_of_one_module_is_fitted(name):
+    """The output projection may be outside of the module that computes attention."""
+    model, batch = families.model(name), families.inputs(name, torch.float64)
+    whole = plan_pruning(hw.MagnitudeScores(model, batch), keep=0.5)
+    for planned in (whole.modules[0], whole.modules[-1]):
+        plan = dataclasses.replace(whole, modules=(planned,))
+        fitted = prune(model, plan, calibration=[batch, batch])
+        output = head_module(model, planned.module).output
+        assert not torch.equal(fitted.get_submodule(output).weight, prune(model, plan).get_submodule(output).weight)

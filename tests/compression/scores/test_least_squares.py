@@ -129,17 +129,18 @@ def test_the_damping_is_that_of_the_least_error_not_of_the_least_rise(monkeypatc
     assert removal.error == pytest.approx(added[1.0])
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("removed", [[], [6, 7, 8]])
-def test_the_cost_of_a_block_without_a_fit_is_the_error_that_its_removal_adds(removed):
+def test_the_cost_of_a_block_without_a_fit_is_the_error_that_its_removal_adds(removed, has_bias):
     x, _, weight = data()
     y, gone = x @ weight.double().mT, torch.tensor(removed, dtype=torch.int64)
     blocks = [torch.tensor([0, 1, 2]), torch.tensor([9, 10, 11])]
 
     def error_without(columns):
         kept = weight.double().index_fill(1, columns, 0.0)
-        return float((y - x @ kept.mT).square().sum() / y.square().sum())
+        return float((y - x @ kept.mT).square().sum() / (y - y.mean(0) * has_bias).square().sum())
 
-    for block, removal in zip(blocks, unfitted_removals(folded(x, y), weight, blocks, gone), strict=True):
+    for block, removal in zip(blocks, unfitted_removals(folded(x, y), weight, blocks, gone, has_bias), strict=True):
         expected = error_without(torch.cat([gone, block])) - error_without(gone)
         assert removal.error == pytest.approx(expected, rel=1e-8)
         expected_change = torch.zeros(5, 12, dtype=torch.float64)
@@ -294,7 +295,7 @@ def test_with_a_loss_scores_are_squared_first_order_changes_of_each_text(kind, t
         if fitted:
             (removal,) = fitted_removals(moments, weight, [added], removed, has_bias)
         else:
-            (removal,) = unfitted_removals(moments, weight, [added], removed)
+            (removal,) = unfitted_removals(moments, weight, [added], removed, has_bias)
         changes = []
         for text, (_, _, slopes) in enumerate(measured):
             left, right, centre = removal.changes[text]

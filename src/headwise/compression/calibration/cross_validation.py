@@ -151,6 +151,7 @@ def unfitted_removals(
     weight: Float[Tensor, "out width"],
     blocks: Sequence[Int[Tensor, " block"]],
     removed: Int[Tensor, " removed"],
+    has_bias: bool,
 ) -> list[BlockRemoval]:
     """Return for each block of columns what happens if it is removed in addition to the columns `removed`, and nothing
     is fitted.
@@ -160,6 +161,7 @@ def unfitted_removals(
         weight: weight of the dense projection.
         blocks: columns of each block, none of them removed.
         removed: columns that were removed before.
+        has_bias: True if the projection has a bias; errors are then in units of the targets' variance.
     """
     weight, total = weight.double(), moments.total
     residual = weight[:, removed] @ total.xx[removed]
@@ -168,7 +170,7 @@ def unfitted_removals(
         right = total.xx.new_zeros(len(block), len(total.x))
         right[torch.arange(len(block)), block] = 1.0
         changes.append(WeightChange(weight[:, block], right, torch.zeros_like(total.x)))
-    errors = _relative([change.added_error(residual, total) for change in changes], moments, has_bias=False)
+    errors = _relative([change.added_error(residual, total) for change in changes], moments, has_bias)
     removals = zip(errors, changes, strict=True)
     return [BlockRemoval(error, dict.fromkeys(moments.folds, change)) for error, change in removals]
 

@@ -1,7 +1,7 @@
 """Runs of a model that begin at one of its layers: the layers before return outputs that were stored.
 
 The layers of a transformer form a chain, in which each takes the output of the one before. If that output is known, a
-run up to layer i needs embeddings, masks and layer i alone. `LayerRuns` checks on the first batch that this holds, by a
+run up to layer i needs embeddings, masks and layer i alone. `LayerRuns` checks on two batches that this holds, by a
 comparison with complete runs; in a model for which it does not hold, all layers are computed each time.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from headwise.data.batches import call_model, copied
+from headwise.data.batches import call_model, copied, count_sequences_and_tokens
 from headwise.intercept.layer_index import is_inside
 from headwise.intercept.swap_forward import swap_forward
 
@@ -108,8 +108,17 @@ class LayerRuns:
 
     @torch.no_grad()
     def _is_chain(self) -> bool:
-        """Return True if each layer runs once on the first batch, and runs with stored outputs return the same as a
-        complete run.
+        """Return True if each layer runs once, and runs with stored outputs return the same as a complete run, on the
+        batches with the fewest and the most tokens.
+        """
+        tokens = [count_sequences_and_tokens(batch)[1] for batch in self._batches]
+        chosen = {tokens.index(min(tokens)), tokens.index(max(tokens))}
+        return all(self._is_chain_on(index) for index in sorted(chosen))
+
+    @torch.no_grad()
+    def _is_chain_on(self, index: int) -> bool:
+        """Return True if each layer runs once on a batch, and runs with stored outputs return the same as a complete
+        run.
         """
         expected: dict[str, list[Any]] = {path: [] for path in self._layers}
 
@@ -119,19 +128,19 @@ class LayerRuns:
         with ExitStack() as stack:
             for path in self._layers:
                 stack.callback(self._modules[path].register_forward_hook(record(path)).remove)
-            call_model(self._model, copied(self._batches[0]))
+            call_model(self._model, copied(self._batches[index]))
         if any(len(outputs) != 1 for outputs in expected.values()):
             return False
         try:
             for path in self._layers:
-                output = self._run(path, 0)
+                output = self._run(path, index)
                 if not _are_equal(output, expected[path][0]):
                     return False
-                self._outputs[0][path.rpartition(".")[0]] = output
+                self._outputs[index][path.rpartition(".")[0]] = output
         except Exception:  # such as a KeyError, for a value that a skipped layer did not leave
             return False
         finally:
-            self._outputs[0].clear()
+            self._outputs[index].clear()
         return True
 
 

@@ -43,9 +43,11 @@ def projection_inputs(
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             inputs = arguments[0].detach()
             mask = padding_mask(inputs, batch)
-            if mask is not None and not mask.all():
-                require_sequences_first(model, paths[name])
-            if inputs.ndim == 3 and len(inputs) == sequences:
+            has_sequences_first = _has_sequences_first(model, paths[name])
+            if mask is not None and not mask.all() and not has_sequences_first:
+                expected = "batches without padding, or layers with batch_first=True"
+                raise InputError("calibration", expected=expected, got=f"tokens first in {paths[name]}")
+            if inputs.ndim == 3 and len(inputs) == sequences and has_sequences_first:
                 parts = enumerate(inputs if mask is None else (x[own] for x, own in zip(inputs, mask, strict=True)))
             else:
                 parts = enumerate([inputs.flatten(0, -2) if mask is None else inputs[mask]])
@@ -61,15 +63,9 @@ def projection_inputs(
             hook.remove()
 
 
-def require_sequences_first(model: nn.Module, projection: str) -> None:
-    """Raise `InputError` if the attention module around an output projection has tokens before sequences, so that a
-    padding mask would hide others.
-    """
-    path = projection.rpartition(".")[0]
-    if not getattr(model.get_submodule(path), "batch_first", True):
-        got = f"{path or type(model).__name__} with tokens first"
-        expected = "batches without padding, or layers with batch_first=True"
-        raise InputError("calibration", expected=expected, got=got)
+def _has_sequences_first(model: nn.Module, projection: str) -> bool:
+    """Return False if the attention module around an output projection says that it has tokens before sequences."""
+    return bool(getattr(model.get_submodule(projection.rpartition(".")[0]), "batch_first", True))
 
 
 def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:

@@ -19,6 +19,7 @@ from headwise.compression.calibration.layer_runs import LayerRuns, layer_of_site
 from headwise.compression.calibration.output_moments import OutputMoments
 from headwise.compression.calibration.projection_inputs import SequenceInputs, projection_inputs
 from headwise.errors import InputError
+from headwise.intercept.layer_index import is_inside
 from headwise.removal.families import head_module
 from headwise.removal.head_axes import KeptHeads
 from headwise.removal.head_changes import check_parameters
@@ -52,10 +53,11 @@ def reconstruct(
     check_parameters(changed, [head_module(model, path) for path in kept])
     folds = folds_of(batches, documents)
     paths, sites = dict(model.named_modules()), _in_order_of_runs(model, list(kept), batches)
-    layers = list(dict.fromkeys(layer_of_site(paths, path, sites) for path in sites))
+    layer_of = {path: _layer_with_output(model, path, layer_of_site(paths, path, sites)) for path in sites}
+    layers = list(dict.fromkeys(layer_of.values()))
     dense_runs, changed_runs = (LayerRuns(each, batches, layers) for each in (model, changed))
     for layer in layers:
-        inside = [path for path in sites if layer_of_site(paths, path, sites) == layer]
+        inside = [path for path in sites if layer_of[path] == layer]
         for path in inside:
             module = head_module(model, path)
             targets = _inputs(model, module, dense_runs, layer, batches, store=path == inside[-1])
@@ -96,6 +98,16 @@ def _in_order_of_runs(model: nn.Module, paths: Sequence[str], batches: Sequence[
         if path not in order:
             raise InputError("calibration", expected=f"data on which {path} runs", got="none")
     return order
+
+
+def _layer_with_output(model: nn.Module, path: str, layer: str) -> str:
+    """Return the path of a layer, or of its innermost ancestor that contains the output projection of an attention
+    module as well: in BERT the projection is not inside of the module that computes attention.
+    """
+    output = head_module(model, path).output
+    while layer and not is_inside(output, layer):
+        layer = layer.rpartition(".")[0]
+    return layer
 
 
 def _inputs(

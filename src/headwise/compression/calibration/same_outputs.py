@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from headwise.data.batches import call_model, copied, evaluation_mode
+from headwise.data.batches import call_model, copied, count_sequences_and_tokens, evaluation_mode
 from headwise.errors import InputError
 from headwise.removal.families import head_module
 from headwise.removal.head_axes import KeptHeads
@@ -102,7 +102,8 @@ def outputs_of(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> tuple[Outputs, list[dict[str, Any]]]:
     """Return samples of the outputs of attention modules and of a model, and the batches that were needed for each
-    module to run once. The model is run in evaluation mode, with the same random numbers each time.
+    module to run once, those with the longest sequences first. The model is run in evaluation mode, with the same
+    random numbers each time.
     """
     outputs: Outputs = {}
 
@@ -118,7 +119,7 @@ def outputs_of(
             for each in dict.fromkeys((module.output, path)):
                 if each:  # the outputs of the model itself are read below
                     stack.callback(model.get_submodule(each).register_forward_hook(record(path)).remove)
-        for batch in batches:
+        for batch in sorted(batches, key=_mean_length, reverse=True):
             with torch.random.fork_rng():
                 torch.manual_seed(0)
                 result = call_model(model, copied(batch))
@@ -127,6 +128,12 @@ def outputs_of(
             if all(path in outputs for path in modules):
                 break
     return outputs, used
+
+
+def _mean_length(batch: dict[str, Any]) -> float:
+    """Return the mean number of tokens of the sequences in a batch."""
+    sequences, tokens = count_sequences_and_tokens(batch)
+    return tokens / max(1, sequences)
 
 
 def require_same(model: nn.Module, expected: Outputs, found: Outputs, claim: str) -> None:
@@ -167,7 +174,7 @@ def _samples(output: Any) -> list[Sample]:
         leaves = pytree.tree_leaves(output)[:1]
     samples = []
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+        if isinstance(leaf, Tensor) and not leaf.is_nested and leaf.is_floating_point() and leaf.numel():
             vectors = leaf.detach().reshape(-1, leaf.shape[-1] if leaf.ndim else 1)
             places = torch.randperm(len(vectors), generator=torch.Generator().manual_seed(0))[:VECTORS]
             samples.append(Sample(leaf.shape, vectors[places.to(vectors.device)].double()))

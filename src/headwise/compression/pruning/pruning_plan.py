@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from headwise.checks import is_whole
 from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity
 from headwise.runs.json_result import JsonResult
@@ -50,10 +51,10 @@ class PlannedModule:
         numbers = (self.layer, 0), (self.num_heads, 1), (self.num_kv_heads, 1)
         if not isinstance(self.module, str) or self.kind not in ("self", "cross"):
             raise InputError("plan", expected="a path and a kind of attention", got=f"{self.module!r}, {self.kind!r}")
-        if not all(_is_whole(*each) for each in numbers) or self.num_heads % self.num_kv_heads:
+        if not all(is_whole(*each) for each in numbers) or self.num_heads % self.num_kv_heads:
             got = f"layer {self.layer!r} with {self.num_heads!r} heads and {self.num_kv_heads!r} key/value heads"
             raise InputError("plan", expected=f"whole numbers that fit each other for {self.module}", got=got)
-        are_heads = all(_is_whole(head, 0) and head < self.num_heads for head in self.kept)
+        are_heads = all(is_whole(head, 0) and head < self.num_heads for head in self.kept)
         if not self.kept or not are_heads or list(self.kept) != sorted(set(self.kept)):
             expected = f"distinct, ascending heads from 0 to {self.num_heads - 1}, at least one, for {self.module}"
             raise InputError("plan", expected=expected, got=list(self.kept))
@@ -151,7 +152,7 @@ class PruningPlan(JsonResult):
             (self.constraint, self.constraint in CONSTRAINTS, f"a constraint of {', '.join(CONSTRAINTS)}"),
             (self.keep, type(self.keep) in (int, float) and 0 < self.keep <= 1, "a share keep above 0 and at most 1"),
             (self.scores, isinstance(self.scores, str), "the name of the scores"),
-            (self.rounds, _is_whole(self.rounds, 0), "a whole number of rounds"),
+            (self.rounds, is_whole(self.rounds, 0), "a whole number of rounds"),
             (self.loader, self.loader in (*LOADERS, None), f"a loader of {', '.join(LOADERS)}, or null"),
             (self.identity, self.identity is None or _is_identity(self.identity), "an identity of the model, or null"),
         ):
@@ -186,11 +187,6 @@ def planned_modules(rows: Sequence[Any], removed: Mapping[Head, Any] | frozenset
         )
         for (layer, module, kind), heads in by_module.items()
     )
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    """Return True for a whole number of at least `least` that is no boolean."""
-    return type(value) is int and value >= least
 
 
 def _is_identity(value: Any) -> bool:

@@ -30,8 +30,8 @@ from headwise.shapes import Float, Int
 
 class LeastSquaresScores:
     """Scores of sets of heads: the mean squared error of a module's output y that removal of the heads adds if the
-    output projection is fitted again, by least squares, to y. The unit is the mean of `|y|^2`. The error is that on
-    sequences left out of the fit, by cross-validation.
+    output projection is fitted again, by least squares, to y. The unit is the mean of `|y|^2`, about the
+    mean of y if the projection has a bias. The error is that on sequences left out of the fit, by cross-validation.
 
     State with `fitted` whether the projections will be fitted (`hw.prune` with calibration data) or keep their weights.
 
@@ -114,7 +114,7 @@ class LeastSquaresScores:
         if self._is_fitted:
             removals = fitted_removals(moments, weight, blocks, gone, self._has_bias[path])
         else:
-            removals = unfitted_removals(moments, weight, blocks, gone)
+            removals = unfitted_removals(moments, weight, blocks, gone, self._has_bias[path])
         if not self.is_comparable:
             return [removal.error for removal in removals]
         return [self._squared_effect(path, removal) for removal in removals]

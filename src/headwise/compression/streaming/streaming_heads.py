@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from headwise.checks import float_dtype, require_module, whole_number
+from headwise.checks import float_dtype, is_whole, require_module, whole_number
 from headwise.compression.streaming.localized_module import LocalizedModule
 from headwise.compression.streaming.streaming_attention import restricted
 from headwise.compression.streaming.streaming_cache import streaming_cache
@@ -72,6 +72,25 @@ class StreamingHeads(JsonResult):
     has_held_out: bool
     identity: ModelIdentity | None = None
     weights: tuple[float, ...] = ()
+
+    def require_consistent(self) -> None:
+        """Raise `InputError` unless values have their types, and modules are distinct and consistent."""
+        paths = [module.module for module in self.modules]
+        losses = (*self.selection_losses, *self.losses)
+        for value, is_right, expected in (
+            (paths, len(paths) > 0 and len(set(paths)) == len(paths), "different modules, at least one"),
+            (self.window, is_whole(self.window, 1), "a window of at least 1 token"),
+            (self.first, is_whole(self.first, 0), "a number of first tokens"),
+            (self.budget, type(self.budget) in (int, float) and self.budget >= 0, "a budget of 0 or more"),
+            (losses, len(losses) == 4 and all(type(each) is float for each in losses), "two pairs of losses"),
+            (self.selection_examples, is_whole(self.selection_examples, 1), "a number of texts"),
+            (self.examples, is_whole(self.examples, 1), "a number of texts"),
+            (self.has_held_out, isinstance(self.has_held_out, bool), "true or false in `has_held_out`"),
+        ):
+            if not is_right:
+                raise InputError("streaming", expected=expected, got=repr(value))
+        for module in self.modules:
+            module.require_consistent()
 
     @property
     def kv_heads(self) -> int:
