@@ -81,6 +81,8 @@ class LeastSquaresScores:
             self.rows: Sequence[ScoredHead] = heads_of_batches(model, batches)
             self.identity: ModelIdentity | None = identity
             self._modules = {row.module: head_module(model, row.module) for row in self.rows}
+            if loss is not None:
+                _require_batch_first(model, list(self._modules))
             self._weights = {path: dense_weight(model, module) for path, module in self._modules.items()}
             self._has_bias = {path: _has_bias(model, module) for path, module in self._modules.items()}
             folds = folds_of(batches, documents_of(calibration))
@@ -88,7 +90,6 @@ class LeastSquaresScores:
             self._moments = _dense_moments(model, self._modules, batches, folds)
             self._gradients: dict[str, WeightGradients] = {}
             if loss is not None:
-                _require_batch_first(model, list(self._modules))
                 projections = {path: module.output for path, module in self._modules.items()}
                 self._gradients = weight_gradients(model, projections, batches, loss)
         self._known: dict[tuple[Any, ...], list[float]] = {}
