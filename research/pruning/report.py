@@ -46,14 +46,14 @@ library ({calibration} modules). All numbers below are measured on docstrings of
 first 256 tokens of each. Of the pieces of 64 characters of the test documents, {overlap:.1%} also occur in a
 calibration document. The scores were developed with other text, the topics of Python's language reference.
 
-Three deviations. An earlier version was measured on the test documents too, and its results led to changes. First, its
-fit had a fixed damping: MiniLM without 10 % of its heads by least squares, fitted, had an error of 0.106. The cause was
-found on calibration documents alone: on documents that a fit had not seen, its error was more than 30 times that on those
-it had seen. Since then cross-validation chooses the damping. Second, it scored heads as for a fit where none followed, and
-at 40 to 70 % was no better than magnitude there. Since then scores are those of what is done next. After both changes all
-points were measured again. Third, the points of least squares, iterative and fitted, were measured once more, because
-scores after the first removal had taken another damping than the one with the least error. At 70 % this changed the error
-of MiniLM from 0.152 to 0.145.
+Three deviations. An earlier version was measured on the test documents too, and its results led to changes. First,
+its fit had a fixed damping: MiniLM without 10 % of its heads by least squares, fitted, had an error of 0.106. The
+cause was found on calibration documents alone: on documents that a fit had not seen, its error was more than 30
+times that on those it had seen. Since then cross-validation chooses the damping. Second, it scored heads as for a
+fit where none followed, and at 40 to 70 % was no better than magnitude there. Since then scores are those of what
+is done next. After both changes all points were measured again. Third, the points of least squares, iterative and
+fitted, were measured once more, because scores after the first removal had taken another damping than the one with
+the least error. At 70 % this changed the error of MiniLM from 0.152 to 0.145.
 
 A number is a mean over documents ± its standard error. The comparison of two ways to
 choose heads is paired by document, and tested by Student's t, with Holm's
