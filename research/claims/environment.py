@@ -8,21 +8,14 @@ from typing import Any
 
 from benchmarks.measure import machine
 
-PACKAGES = ("headwise", "torch", "transformers", "optuna")
+PACKAGES = ("headwise", "torch", "transformers")
 
 
-def describe_environment(size: str, processes: int = 1) -> dict[str, Any]:
-    """Return the date, the machine, the number of processes and threads, and the versions of the packages.
-
-    Args:
-        size: name of the `Size` that was measured.
-        processes: number of processes that shared the work.
-    """
+def describe_environment() -> dict[str, Any]:
+    """Return the date, the machine, the number of threads, and the versions of the packages."""
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     return {
-        "size": size,
         "date": date.today().isoformat(),
-        "processes": processes,
         **machine(),
         "versions": versions,
     }

@@ -5,6 +5,7 @@ averaged over rows. It lies between 0 and sqrt(ln 2) = 0.83.
 """
 
 import copy
+import math
 import random
 from collections.abc import Sequence
 from itertools import combinations
@@ -23,8 +24,8 @@ ENERGY = 0.99
 SMALLEST = 1e-9
 """A singular value below this share of the largest one counts as zero."""
 
-SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
-"""Shares of all heads that are removed."""
+MOST_SETS = 70
+"""Largest number of sets of half of the heads that are removed; all sets if there are no more."""
 
 HALVINGS, MAX_POWER = 9, 8.0
 """Steps of the bisection for the scale of the queries, and the largest power of two that it tries."""
@@ -150,40 +151,47 @@ def _number_of_leading(values: Tensor) -> Tensor:
 
 
 def removals(
-    model: nn.Module, training: Sequence[Any], held_out: Sequence[Any], loss: Loss, drawn: int
+    model: nn.Module, validation: Sequence[Any], test: Sequence[Any], loss: Loss, seed: int = 0
 ) -> dict[str, Any]:
-    """Measure the held-out loss without shares of all heads: random sets, and the least important heads first.
+    """Measure the test loss without half of the heads: every half if there are at most `MOST_SETS`, else that many
+    different ones, drawn at random; and the least important half.
 
     Importance is the mean absolute derivative of the loss with respect to a head's gate (Michel et al. 2019), on
-    training data.
+    validation data.
 
     Args:
         model: the trained model.
-        training: batches on which importance is measured.
-        held_out: batches on which the loss is measured.
+        validation: batches on which importance is measured.
+        test: batches on which the loss is measured.
         loss: loss of each sequence.
-        drawn: number of random sets of each size.
+        seed: of the draw.
 
     Returns:
-        `heads`, their number; `whole`, the loss of the whole model; `least` and `random`, losses by number of
-        removed heads.
+        `heads`, their number in all layers; `halves`, the number of sets that exist; the losses `whole`, `all` (without
+        any head), `least` (without the least important half), and `half` (a list, without each of the sets).
     """
-    ranking = hw.importance(model, training, loss).ranking()[::-1]
-    generator, sets = random.Random(0), {}
-    numbers = sorted({round(share * len(ranking)) for share in SHARES if (share * len(ranking)).is_integer()})
-    for number in numbers:
-        sets[f"least {number}"] = ranking[:number]
-        for draw in range(drawn if number < len(ranking) else 0):
-            sets[f"random {number} {draw}"] = generator.sample(ranking, number)
-    ablation = hw.ablate(model, held_out, loss, units=sets)
+    ranking = hw.importance(model, validation, loss).ranking()[::-1]
+    half = len(ranking) // 2
+    sets = {f"half {number}": drawn for number, drawn in enumerate(_halves(sorted(ranking), seed))}
+    ablation = hw.ablate(model, test, loss, units={"all": ranking, "least": ranking[:half], **sets})
     losses = {row.name: row.statistics["loss"].value for row in ablation.rows}
     return {
         "heads": len(ranking),
+        "halves": math.comb(len(ranking), half),
         "whole": ablation.baseline.value,
-        "least": {number: losses[f"least {number}"] for number in numbers},
-        "random": {
-            number: [losses[name] for name in losses if name.startswith(f"random {number} ")]
-            for number in numbers
-            if number < len(ranking)
-        },
+        "all": losses["all"],
+        "least": losses["least"],
+        "half": [losses[name] for name in sets],
     }
+
+
+def _halves(heads: list[Any], seed: int) -> list[list[Any]]:
+    """Return all sets of half of the heads, or `MOST_SETS` different ones if there are more."""
+    half = len(heads) // 2
+    if math.comb(len(heads), half) <= MOST_SETS:
+        return [list(chosen) for chosen in combinations(heads, half)]
+    generator = random.Random(seed)
+    drawn: set[tuple[Any, ...]] = set()
+    while len(drawn) < MOST_SETS:
+        drawn.add(tuple(sorted(generator.sample(heads, half))))
+    return [list(chosen) for chosen in sorted(drawn)]

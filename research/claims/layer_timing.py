@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from research.claims.sizes import Size
+
+WIDTH, HEADS = 512, (1, 2, 4, 8, 16, 32)
+REGIMES = ((8, 128), (1, 1024))
+"""Pairs of batch size and length."""
+
+ROUNDS = 21
+"""Number of samples of each case."""
 
 LEAST = 0.02
 """Shortest sample in seconds. A faster call is repeated within the sample."""
@@ -42,22 +48,22 @@ class ListOfHeads(nn.Module):
         return self.projection(torch.cat(outputs, -1))
 
 
-def time_layers(size: Size) -> list[dict[str, Any]]:
+def time_layers() -> list[dict[str, Any]]:
     """Time the layer and the list of heads for every number of heads, on every device, batch and length.
 
     Returns:
         For each device, batch and length, `seconds` by case: one value for each round.
     """
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    return [_time_regime(size, device, batch, length) for device in devices for batch, length in size.lengths]
+    return [_time_regime(device, batch, length) for device in devices for batch, length in REGIMES]
 
 
-def _time_regime(size: Size, device: str, batch: int, length: int) -> dict[str, Any]:
+def _time_regime(device: str, batch: int, length: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    x = torch.randn(batch, length, size.width, device=device)
+    x = torch.randn(batch, length, WIDTH, device=device)
     calls: dict[str, Callable[[], object]] = {}
-    for heads in size.heads:
-        fused = hw.MultiHeadAttention(size.width, heads, bias=False, mask=hw.causal()).to(device)
+    for heads in HEADS:
+        fused = hw.MultiHeadAttention(WIDTH, heads, bias=False, mask=hw.causal()).to(device)
         separate = ListOfHeads(fused).to(device)
         with torch.no_grad():
             difference = (fused(x) - separate(x)).abs().max().item()
@@ -67,8 +73,8 @@ def _time_regime(size: Size, device: str, batch: int, length: int) -> dict[str, 
             calls[f"forward {name} {heads}"] = partial(_forward, layer, x)
             calls[f"training {name} {heads}"] = partial(_training, layer, x)
     print(f"timing: {device}, batch {batch}, length {length}", flush=True)
-    seconds = interleaved(calls, size.rounds, torch.cuda.synchronize if device == "cuda" else lambda: None)
-    return {"device": device, "batch": batch, "length": length, "width": size.width, "seconds": seconds}
+    seconds = interleaved(calls, ROUNDS, torch.cuda.synchronize if device == "cuda" else lambda: None)
+    return {"device": device, "batch": batch, "length": length, "width": WIDTH, "seconds": seconds}
 
 
 @torch.no_grad()

@@ -14,26 +14,29 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.studies.space import Setting
-from research.claims.corpora import OFFSETS, SYMBOLS, Batches
+from research.claims.corpora import Batches
+from research.claims.generated_tasks import OFFSETS, SYMBOLS, WINDOW
+from research.claims.positions import embedding_of, rotary_of
 
 WIDTH = 64
 KINDS = ("places", "tokens", "mlp")
 
 
 class Relations(nn.Module):
-    """Embedding, one attention layer with rotary positions, and a linear map for each slot.
+    """Embedding, one attention layer, and a linear map for each slot.
 
     Args:
         setting: number and size of the heads.
         kind: one of `KINDS`.
+        scheme: of the positions, see `research.claims.positions`.
     """
 
-    def __init__(self, setting: Setting, kind: str) -> None:
+    def __init__(self, setting: Setting, kind: str, scheme: str) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(SYMBOLS, WIDTH)
+        self.embed_tokens = embedding_of(scheme, SYMBOLS, WIDTH, WINDOW)
         self.place = nn.Parameter(torch.randn(WIDTH)) if kind == "places" else None
         self.self_attn = hw.MultiHeadAttention(
-            WIDTH, setting.num_heads, head_dim=setting.head_dim, bias=False, rotary=hw.Rotary(), mask=hw.causal()
+            WIDTH, setting.num_heads, head_dim=setting.head_dim, bias=False, rotary=rotary_of(scheme), mask=hw.causal()
         )
         self.mlp = None
         if kind == "mlp":

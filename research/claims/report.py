@@ -5,44 +5,52 @@ python -m research.claims.report [--results FOLDER]
 
 import argparse
 import textwrap
-from itertools import chain
+from collections.abc import Callable
 from pathlib import Path
 
 from research.claims import report_pictures
 from research.claims.report_tables import (
+    compared,
+    corpora,
     distances,
-    good,
+    few,
+    grades,
     loss_table,
     machine,
+    objections,
+    penalties,
     ranks,
     relations,
-    small,
+    removed,
+    schemes_of,
     timing,
-    turns,
-    without,
 )
-from research.claims.report_text import BACKGROUND, INTRODUCTION, METHOD, RULES, TITLES
-from research.claims.result_files import FEW_DATA, MAIN, Results
-from research.claims.verdicts import Verdict, capacity, different, eight, parallel, regularises, robust, turning
+from research.claims.report_text import BACKGROUND, INTRODUCTION, METHOD, TITLES
+from research.claims.report_verdicts import figures, five_sentences, sentence
+from research.claims.result_files import Results
 from research.markdown import markdown_table
 
 ROOT = Path(__file__).parent.parent.parent
 PICTURES = ROOT / "docs" / "pictures"
 
-SECTIONS = {
-    "different": (
-        distances,
-        lambda results: different([*results.layers, *chain(*results.layers_by_real_model.values())]),
-    ),
-    "capacity": (
-        lambda results: [*loss_table(results.settings), *relations(results), *ranks(results)],
-        lambda results: capacity(results.settings),
-    ),
-    "parallel": (timing, lambda results: parallel(results.clock)),
-    "regularises": (small, lambda results: regularises(results.studies[FEW_DATA])),
-    "robust": (without, lambda results: robust(results.studies[MAIN])),
-    "more": (turns, lambda results: turning(results.settings)),
-    "eight": (good, lambda results: eight(results.settings)),
+SECTIONS: dict[str, Callable[[Results], list[str]]] = {
+    "different": distances,
+    "capacity": lambda results: [
+        *loss_table(results),
+        *compared(results, "capacity"),
+        *relations(results),
+        *ranks(results),
+    ],
+    "parallel": timing,
+    "regularises": few,
+    "robust": removed,
+    "more": lambda results: [
+        *compared(results, "more"),
+        *penalties(results),
+        "![Test loss against heads](../pictures/claims-losses.png)",
+        "",
+    ],
+    "eight": grades,
 }
 
 
@@ -53,56 +61,50 @@ def wrap(paragraph: str) -> str:
 
 def document(results: Results) -> str:
     """Return the text of the report, with wrapped paragraphs."""
-    verdicts: dict[str, Verdict] = {name: verdict(results) for name, (_, verdict) in SECTIONS.items()}
-    rows = [(TITLES[name], verdict.outcome, verdict.figure) for name, verdict in verdicts.items()]
-    lines = [
-        "# Claims",
-        "",
-        INTRODUCTION,
-        "",
-        *markdown_table(("claim", "verdict", "decisive figure"), rows),
-        *METHOD,
-        "",
+    decisive = figures(results)
+    rows = [
+        (text, results.verdicts[name]["outcome"], "; ".join(schemes_of(results.verdicts[name])), decisive[name])
+        for name, text in TITLES.items()
     ]
-    for name, (section, _) in SECTIONS.items():
-        sentence = verdicts[name].sentence
-        lines += [
-            f"## {TITLES[name]}",
-            "",
-            BACKGROUND[name],
-            "",
-            f'Rule for the claim "{TITLES[name]}": {RULES[name]}',
-            "",
-            *section(results),
-        ]
-        lines += [f"**{sentence[0].upper()}{sentence[1:]}.**", ""]
+    lines = ["# Claims", "", *five_sentences(results), "", INTRODUCTION, ""]
+    lines += markdown_table(("claim", "verdict", "by position scheme", "decisive figure"), rows)
+    lines += [*METHOD, "", "**Texts.**", "", *corpora(results)]
+    lines += ["## What a review objected to", "", *objections()]
+    for name, section in SECTIONS.items():
+        lines += [f"## {TITLES[name]}", "", BACKGROUND[name], "", *section(results), sentence(results, name), ""]
     lines += machine(results)
     wrapped = (line if line.startswith(("|", "#", "!")) else wrap(line) for line in lines)
     return "\n".join(wrapped).rstrip() + "\n"
 
 
-def draw(results: Results) -> None:
+def draw(results: Results, folder: Path) -> None:
     """Draw all pictures of the report."""
-    paths = {name: PICTURES / f"claims-{name}.png" for name in ("losses", "distances", "times", "relations")}
-    report_pictures.losses(results.settings, paths["losses"])
-    report_pictures.heads_apart(results.layers, results.layers_by_real_model, paths["distances"])
-    report_pictures.times(results.clock, paths["times"])
-    of_relations = [study for name, study in results.studies.items() if name.startswith("relations")]
-    report_pictures.slots(of_relations, paths["relations"])
-    report_pictures.gap(results.studies[FEW_DATA], PICTURES / "claims-gap.png")
-    report_pictures.removed(results.studies[MAIN], PICTURES / "claims-removed.png")
+    paths = {
+        name: folder / f"claims-{name}.png" for name in ("losses", "distances", "times", "relations", "gap", "removed")
+    }
+    settings = ("python", "bible", "lookup", "relations", "masked", "bible-large")
+    report_pictures.by_task(results, "test", settings, "test loss, nats", paths["losses"])
+    report_pictures.by_task(results, "gap", ("python-few", "bible-few"), "gap, nats", paths["gap"])
+    report_pictures.heads_apart(results, paths["distances"])
+    report_pictures.slots(results, paths["relations"])
+    if results.verdicts["robust"]["settings"]:
+        report_pictures.shares(results, paths["removed"])
+    if results.timings is not None:
+        report_pictures.times(results.timings["measured"], paths["times"])
 
 
 def main() -> None:
+    """Write the report and draw its pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--results", type=Path, default=ROOT / "research" / "claims" / "results", help="folder of results"
     )
     parser.add_argument("--to", type=Path, default=ROOT / "docs" / "reports" / "claims.md", help="file to write")
+    parser.add_argument("--pictures", type=Path, default=PICTURES, help="folder of the pictures")
     options = parser.parse_args()
     results = Results.load(options.results)
     options.to.write_text(document(results), encoding="utf-8")
-    draw(results)
+    draw(results, options.pictures)
 
 
 if __name__ == "__main__":

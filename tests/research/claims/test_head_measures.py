@@ -11,9 +11,7 @@ from torch import nn
 import headwise as hw
 from headwise.studies.model import Transformer
 from headwise.studies.model_shape import ModelShape
-from research.claims import (
-    head_measures,
-)
+from research.claims import head_measures
 
 
 def random_model(heads, seed):
@@ -54,23 +52,26 @@ def by_importance(model, batches):
     return sorted(ALL_HEADS, key=lambda head: absolute_derivatives[head].item())
 
 
-def test_removals_are_random_sets_and_the_least_important_heads():
-    model, training, held_out = random_model(2, 3), batches_of(1), batches_of(1)
-    found = head_measures.removals(model, training, held_out, hw.next_token_loss, 5)
-    order = by_importance(model, training)
-    losses_without = {
-        some: mean_loss(model, held_out, some) for n in range(5) for some in itertools.combinations(ALL_HEADS, n)
-    }
-    assert len({f"{loss:.3f}" for loss in losses_without.values()}) == 16
-    assert (found["heads"], found["whole"]) == (4, pytest.approx(losses_without[()], rel=1e-5))
-    assert found["least"] == {
-        n: pytest.approx(losses_without[tuple(sorted(order[:n]))], rel=1e-5) for n in (1, 2, 3, 4)
-    }
-    assert {number: len(each) for number, each in found["random"].items()} == {1: 5, 2: 5, 3: 5}
-    for number, losses in found["random"].items():
-        sets = [loss for some, loss in losses_without.items() if len(some) == number]
-        assert all(min(abs(loss - each) for each in sets) < 1e-5 for loss in losses)
-        assert len({f"{loss:.3f}" for loss in losses}) > 1
+def test_removals_are_all_halves_and_the_least_important_one():
+    model, validation, test = random_model(2, 3), batches_of(1), batches_of(1)
+    found = head_measures.removals(model, validation, test, hw.next_token_loss)
+    order = by_importance(model, validation)
+    halves = list(itertools.combinations(ALL_HEADS, 2))
+    assert (found["heads"], found["halves"]) == (4, 6)
+    assert found["half"] == pytest.approx([mean_loss(model, test, each) for each in halves], rel=1e-5)
+    assert found["least"] == pytest.approx(mean_loss(model, test, order[:2]), rel=1e-5)
+    assert found["whole"] == pytest.approx(mean_loss(model, test), rel=1e-5)
+    assert found["all"] == pytest.approx(mean_loss(model, test, ALL_HEADS), rel=1e-5)
+    assert len({f"{loss:.3f}" for loss in found["half"]}) == 6
+
+
+def test_of_many_halves_different_ones_are_drawn(monkeypatch):
+    monkeypatch.setattr(head_measures, "MOST_SETS", 5)
+    model, batch = random_model(2, 3), batches_of(1)
+    found = head_measures.removals(model, batch, batch, hw.next_token_loss)
+    every = [mean_loss(model, batch, each) for each in itertools.combinations(ALL_HEADS, 2)]
+    assert len({f"{loss:.5f}" for loss in found["half"]}) == 5
+    assert all(min(abs(loss - each) for each in every) < 1e-5 for loss in found["half"])
 
 
 def test_removing_heads_with_zero_output_does_not_change_the_loss():
@@ -78,9 +79,9 @@ def test_removing_heads_with_zero_output_does_not_change_the_loss():
     with torch.no_grad():
         model.layers[0].self_attn.out_proj.weight[:, 8:] = 0.0
         model.layers[1].self_attn.out_proj.weight[:, :8] = 0.0
-    found = head_measures.removals(model, batches_of(1), batches_of(1), hw.next_token_loss, 1)
-    assert found["least"][1] == found["least"][2] == pytest.approx(found["whole"], abs=1e-6)
-    assert abs(found["least"][4] - found["whole"]) > 0.01
+    found = head_measures.removals(model, batches_of(1), batches_of(1), hw.next_token_loss)
+    assert found["least"] == pytest.approx(found["whole"], abs=1e-6)
+    assert abs(found["all"] - found["whole"]) > 0.01
 
 
 def test_untrained_model_is_given_the_entropies_of_a_trained_one():

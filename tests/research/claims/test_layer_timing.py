@@ -1,16 +1,12 @@
 """Timing of one fused layer against a list of separate heads, with a simulated clock."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 
 import headwise as hw
-from research.claims import (
-    layer_timing,
-)
-from research.claims.sizes import SIZES
+from research.claims import layer_timing
 
 
 def test_list_of_heads_computes_the_same_as_the_layer():
@@ -49,16 +45,15 @@ def test_samples_are_seconds_of_one_run(monkeypatch):
     assert ran == {"quick": 2 + 3 * (1 + 5), "slow": 2 + 3 * (1 + 1)}
 
 
-SIZE = replace(SIZES["tiny"], heads=(1, 2, 4), rounds=2, width=16, lengths=((2, 5),))
-
-
 def test_all_cases_are_timed_and_a_list_with_wrong_results_is_rejected(monkeypatch):
-    monkeypatch.setattr(layer_timing, "LEAST", 0.0)
+    few = {"LEAST": 0.0, "HEADS": (1, 2, 4), "ROUNDS": 2, "WIDTH": 16, "REGIMES": ((2, 5),)}
+    for name, value in few.items():
+        monkeypatch.setattr(layer_timing, name, value)
     monkeypatch.setattr(layer_timing.torch.cuda, "is_available", lambda: False)
-    (found,) = layer_timing.time_layers(SIZE)
+    (found,) = layer_timing.time_layers()
     names = {f"{a} {b} {n}" for a in ("forward", "training") for b in ("fused", "list") for n in (1, 2, 4)}
     assert set(found["seconds"]) == names
     assert all(len(each) == 2 and min(each) > 0 for each in found["seconds"].values())
     monkeypatch.setattr(layer_timing, "NEAR", -1.0)
     with pytest.raises(ValueError, match="a list of 1 heads differs from the layer by"):
-        layer_timing.time_layers(SIZE)
+        layer_timing.time_layers()

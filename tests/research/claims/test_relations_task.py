@@ -10,12 +10,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from research.claims import (
-    corpora,
-    relations_task,
-    report_tables,
-    training_tasks,
-)
+from research.claims import generated_tasks, relations_task, report_tables
 from research.claims.report_text import EXAMPLE, MIXES
 
 
@@ -31,9 +26,9 @@ class FixedLogits(nn.Module):
 
 
 def test_lookup_loss_is_over_the_values_of_the_second_half():
-    batch = {"input_ids": corpora.lookups(1, 3)[0]["input_ids"][:5]}
+    batch = {"input_ids": generated_tasks.lookups(1, 3)[0]["input_ids"][:5]}
     logits = torch.randn(5, 24, 32, dtype=torch.float64)
-    found = training_tasks.lookup_loss(FixedLogits(logits), batch)
+    found = generated_tasks.lookup_loss(FixedLogits(logits), batch)
     for row, each, ids in zip(logits, found, batch["input_ids"], strict=True):
         expected = [-row[place].log_softmax(-1)[ids[place + 1]] for place in range(12, 24, 2)]
         torch.testing.assert_close(each, torch.stack(expected).mean(), rtol=1e-12, atol=0)
@@ -65,7 +60,7 @@ def test_relations_loss_and_accuracy_equal_the_definition():
 
 
 def test_uniform_logits_have_the_loss_and_accuracy_of_chance():
-    batch = corpora.symbols(1, 3)[0]
+    batch = generated_tasks.symbols(1, 3)[0]
     nothing = FixedLogits(torch.zeros(64, 16, 4, 16))
     found = relations_task.relations_loss(nothing, batch)
     torch.testing.assert_close(found, torch.full((64,), math.log(16)))
@@ -79,7 +74,7 @@ def hand_made_model(kind):
     Symbols are unit vectors in the first 16 axes. Axis 16 is 1 in every token, and in `place` if the model has that
     parameter.
     """
-    model = relations_task.Relations(hw.Setting(4, 16, 4), kind)
+    model = relations_task.Relations(hw.Setting(4, 16, 4), kind, "rotary")
     attention = model.self_attn
     eye = torch.eye(16)
     with torch.no_grad():
@@ -102,7 +97,7 @@ def hand_made_model(kind):
 
 @pytest.mark.parametrize("kind", relations_task.KINDS)
 def test_four_hand_made_heads_serve_four_slots(kind):
-    batches, model = corpora.symbols(2, 3), hand_made_model(kind)
+    batches, model = generated_tasks.symbols(2, 3), hand_made_model(kind)
     assert relations_task.accuracy(model, batches) == [1.0] * 4
     assert relations_task.relations_loss(model, batches[0]).max() < 1e-4
     torch.testing.assert_close(
@@ -111,9 +106,9 @@ def test_four_hand_made_heads_serve_four_slots(kind):
 
 
 def test_weights_of_kind_places_do_not_depend_on_the_symbols():
-    one, other = (batch["input_ids"] for batch in corpora.symbols(2, 3))
+    one, other = (batch["input_ids"] for batch in generated_tasks.symbols(2, 3))
     for kind in ("places", "tokens"):
-        model = relations_task.Relations(hw.Setting(2, 32, 2), kind)
+        model = relations_task.Relations(hw.Setting(2, 32, 2), kind, "rotary")
         same = np.allclose(relations_task.weights(model, one), relations_task.weights(model, other), atol=1e-7)
         assert same == (kind == "places")
 

@@ -1,195 +1,239 @@
-"""The rule of each claim: from results to "held", "did not hold" or "undecided"."""
+"""The verdicts, from invented results whose outcome is known."""
 
-import itertools
-from fractions import Fraction
+import ast
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.stats
-from claims_examples import ALIKE, ASTRIDE, HEADS, HELD, NOT, UNDECIDED, WORSE, lines_of, regime_of, study_of
 
-from research.claims import (
-    study_results,
-)
-from research.claims.estimates import Estimate
-from research.claims.study_results import Layer
-from research.claims.verdicts import by_share, capacity, different, eight, parallel, regularises, robust, turning
+from research.claims import verdicts
+from research.claims.verdicts import Setting
+
+HEADS = (1, 2, 4, 8)
 
 
-def test_shares_from_one_third_to_two_thirds_are_undecided():
-    for number, of in itertools.combinations_with_replacement(range(100), 2):
-        if not of:
-            continue
-        share = Fraction(number, of)
-        expected = HELD if share > Fraction(2, 3) else NOT if share < Fraction(1, 3) else UNDECIDED
-        assert by_share(number, of) == expected, (number, of)
-    assert by_share(0, 0) == UNDECIDED
+def cells_of(means, task="python", scheme="rotary", spread=0.002, documents=12, extra=None):
+    """Return cells whose runs have these mean test losses; document d adds (d - 5.5) / 50."""
+    draw, cells = np.random.default_rng(len(task)), []
+    for heads, mean in means.items():
+        runs = []
+        for seed in range(6):
+            loss = mean + spread * draw.standard_normal()
+            by_document = [loss + (d - (documents - 1) / 2) / 50 for d in range(documents)]
+            run = {"seed": seed, "test": loss, "validation": loss + 0.01, "training": loss - 0.1}
+            runs.append(run | {"documents": by_document, **(extra(heads, seed) if extra else {})})
+        about = {"task": task, "scheme": scheme, "heads": heads, "compared": list(means), "is_setting": True}
+        rows = [3] * documents
+        search = {"0": [1.0], "1": [0.5], "2": [0.9]}
+        cells.append(about | {"rows of documents": rows, "runs": runs, "complete": True, "search": search})
+    return cells
 
 
-SIGNED = {1: [0.2, 0.21, 0.19], 0: [0.2, -0.2, 0.01], -1: [-0.2, -0.21, -0.19]}
+def setting_of(means, **options):
+    return Setting(cells_of(means, **options))
 
 
-def layer_of(untrained, sharp):
-    """Return a layer whose differences from an untrained model, and from one with equal entropies, have these signs: 1,
-    0 or -1.
-    """
-    nothing = Estimate.of([0.0, 0.0])
-    return Layer("m", 8, 0, nothing, nothing, nothing, *(Estimate.of(SIGNED[each]) for each in (untrained, sharp)))
+ALIKE = dict.fromkeys(HEADS, 2.0)
+TURN = {1: 2.3, 2: 2.0, 4: 2.1, 8: 2.4}
 
 
-@pytest.mark.parametrize(
-    ("signs", "outcome"),
-    [
-        ([1, 1, 1], HELD),
-        ([1, 1, 1, 0], HELD),
-        ([1, 1, 0], UNDECIDED),
-        ([1, -1, 0], UNDECIDED),
-        ([1, 0, 0, -1], NOT),
-        ([-1, -1, -1], NOT),
-    ],
-)
-def test_heads_differ_by_the_share_of_layers_above_untrained(signs, outcome):
-    for sharp in SIGNED:
-        found = different([layer_of(sign, sharp) for sign in signs])
-        assert found.outcome == outcome
-        assert found.figure.startswith(f"{signs.count(1)} of {len(signs)} layers above untrained")
-        assert f"; {len(signs) * (sharp < 0)} below" in found.figure
-        assert found.sentence.startswith(f"{outcome}: ")
+def test_the_script_imports_nothing_of_the_library():
+    tree = ast.parse(Path(verdicts.__file__).read_text(encoding="utf-8"))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not [name for name in imported if name.startswith(("headwise", "research", "torch"))]
 
 
-@pytest.mark.parametrize(("worse", "of", "outcome"), [(3, 4, HELD), (2, 3, UNDECIDED), (1, 3, UNDECIDED), (1, 4, NOT)])
-def test_capacity_is_the_share_of_settings_in_which_one_head_is_worse(worse, of, outcome):
-    found = capacity([study_of(WORSE if each < worse else ALIKE, 0.125) for each in range(of)])
-    assert found.outcome == outcome
-    assert f"{worse} of {of} settings" in found.figure
-    assert "by 0.125 to 1.000 nats" in found.sentence
+def test_games_howell_equals_its_formula():
+    draw = np.random.default_rng(0)
+    groups = {heads: draw.normal(heads / 10, heads, 5 + heads) for heads in (1, 2, 4)}
+    found = verdicts.games_howell(groups)
+    for a, b in ((1, 2), (1, 4), (2, 4)):
+        x, y = groups[a], groups[b]
+        vx, vy = x.var(ddof=1) / len(x), y.var(ddof=1) / len(y)
+        freedom = (vx + vy) ** 2 / (vx**2 / (len(x) - 1) + vy**2 / (len(y) - 1))
+        q = abs(x.mean() - y.mean()) / np.sqrt((vx + vy) / 2)
+        assert found[a, b] == found[b, a] == pytest.approx(scipy.stats.studentized_range.sf(q, 3, freedom), rel=1e-6)
 
 
-@pytest.mark.parametrize(("worse", "outcome"), [(0, NOT), (1, UNDECIDED), (2, HELD), (5, HELD)])
-def test_more_heads_are_worse_if_two_settings_show_it(worse, outcome):
-    found = turning([study_of(WORSE if each < worse else ALIKE, 0.125) for each in range(5)])
-    assert found.outcome == outcome
-    assert f"{worse} of 5 settings" in found.figure
-    assert "at 2 to 2 heads, median 2" in found.sentence
+def test_bootstrap_draws_seeds_and_documents():
+    """Documents that add the same to both numbers of heads cancel; a difference in one document alone widens."""
+    setting = setting_of(TURN, spread=0.02)
+    low, high = verdicts.bootstrap(setting, 8, 2, "test")
+    values = setting.values(8), setting.values(2)
+    spread = np.sqrt(sum(each.var() / 6 for each in values))
+    assert high - low == pytest.approx(2 * 1.96 * spread, rel=0.1)
+    for run in setting.cells[8]["runs"]:
+        run["documents"][0] += 12.0
+    wide = verdicts.bootstrap(setting, 8, 2, "test")
+    assert wide[1] - wide[0] > 1.0
+    generated = cells_of(TURN)
+    for cell in generated:
+        cell["rows of documents"] = []
+    assert verdicts.bootstrap(Setting(generated), 8, 2, "test") is None
 
 
-BEST = {4: [1.1, 1.1, 1.2, 1.2], 8: [1.0, 1.0, 1.1, 1.1]}
-
-FAR = {4: [1.0, 1.0, 1.1, 1.1], 8: [2.0, 2.0, 2.1, 2.1]}
-
-SWINGS = {4: [1.0, 1.0, 1.0, 1.2], 8: [1.09] * 4}
-"""Eight heads are good because the last seed causes an error of 0.05. Without that seed, 4 heads have no error and are
-better.
-"""
-
-
-@pytest.mark.parametrize(
-    ("settings", "outcome", "counts"),
-    [
-        ([BEST], HELD, "1 to 1"),
-        ([FAR], NOT, "0 to 0"),
-        ([BEST, BEST, FAR], UNDECIDED, "2 to 2"),
-        ([SWINGS], UNDECIDED, "0 to 1"),
-        ([BEST, BEST, SWINGS], UNDECIDED, "2 to 3"),
-        ([BEST] * 3 + [SWINGS], HELD, "3 to 4"),
-        ([FAR] * 2 + [SWINGS], UNDECIDED, "0 to 1"),
-        ([FAR] * 3 + [SWINGS], NOT, "0 to 1"),
-    ],
-)
-def test_eight_is_undecided_if_one_seed_changes_the_outcome(settings, outcome, counts):
-    found = eight([study_of(losses) for losses in settings])
-    assert found.outcome == outcome
-    assert found.figure.endswith(f"in {len(settings) - settings.count(FAR)} of {len(settings)} settings")
-    assert f"in {counts} if one seed is left out" in found.sentence
+@pytest.mark.parametrize(("means", "worse"), [(TURN, True), (ALIKE, False), ({1: 2.0, 2: 2.1, 4: 2.2, 8: 2.3}, False)])
+def test_capacity_and_more(means, worse):
+    settings = [setting_of(means, task=task) for task in verdicts.SOURCES]
+    found = verdicts.capacity(settings)
+    assert found["outcome"] == ("held" if worse else "did not hold")
+    more = verdicts.more(settings)
+    assert more["outcome"] == ("did not hold" if means is ALIKE else "held")
 
 
-@pytest.mark.parametrize(
-    ("gap", "loss", "outcome"),
-    [
-        ((-0.1, -0.11, -0.09), (0.01, -0.01, 0.0), HELD),
-        ((-0.1, -0.11, -0.09), (-0.1, -0.11, -0.09), HELD),
-        ((0.1, 0.11, 0.09), (0.01, -0.01, 0.0), NOT),
-        ((-0.1, -0.11, -0.09), (0.1, 0.11, 0.09), NOT),
-        ((0.002, -0.001, 0.0), (0.01, -0.01, 0.0), NOT),
-        ((-0.001, -0.0011, -0.0009), (0.01, -0.01, 0.0), NOT),
-        ((-0.3, 0.3, -0.05), (0.01, -0.01, 0.0), UNDECIDED),
-        ((-0.3, 0.3, -0.05), (0.1, 0.11, 0.09), UNDECIDED),
-    ],
-)
-def test_heads_regularise_if_the_gap_falls_and_the_loss_does_not_rise(gap, loss, outcome):
-    held, gaps = lines_of(3.0, loss), lines_of(1.0, gap)
-    train = {heads: [a - b for a, b in zip(held[heads], gaps[heads], strict=True)] for heads in HEADS}
-    study = study_of(held, train_loss=train)
-    of_seeds = {heads: dict(enumerate(values, 1)) for heads, values in gaps.items()}
-    assert study_results.gaps(study) == {heads: pytest.approx(values) for heads, values in of_seeds.items()}
-    found = regularises(study)
-    assert found.outcome == outcome
-    assert f"{np.mean(gap):+.3f} ± {scipy.stats.sem(gap):.3f} nats" in found.figure
+def test_a_difference_below_a_hundredth_of_a_nat_does_not_count():
+    means = {1: 2.0, 2: 2.0, 4: 2.0, 8: 2.008}
+    row = verdicts.more([setting_of(means, spread=1e-5)])["settings"]["python, rotary"]
+    assert row["holm"] < 1e-6
+    assert row["sign"] == 0
 
 
-FALLS, NEITHER, RISES = (-0.1, -0.11, -0.09), (-0.3, 0.3, 0.1), (0.1, 0.11, 0.09)
+def test_the_verdict_names_schemes_and_sources():
+    settings = [setting_of(TURN, task="python"), setting_of(ALIKE, task="bible")]
+    settings += [setting_of(ALIKE, task=task, scheme="spread") for task in ("python", "bible")]
+    settings += [setting_of(TURN, task="masked", scheme="spread")]
+    found = verdicts.more(settings)
+    assert found["outcome"] == "depends"
+    assert found["schemes"]["rotary"] == {"true in": ["python"], "false in": ["bible"], "outcome": "depends"}
+    assert found["schemes"]["spread"]["outcome"] == "did not hold"
+    assert found["further"]["masked, spread"]["sign"] == 1
+    (between,) = [row for row in found["between schemes"] if row["task"] == "python"]
+    assert between["difference"] == pytest.approx(0.4, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("random", "least", "outcome"),
-    [
-        (FALLS, FALLS, HELD),
-        (FALLS, NEITHER, UNDECIDED),
-        (NEITHER, FALLS, UNDECIDED),
-        (RISES, FALLS, NOT),
-    ],
-)
-def test_robust_compares_removing_half_of_the_heads_with_removing_all(random, least, outcome):
-    """Two layers. The random draws are 0.25 around the line. Removing all heads costs 2 with one head, and less with
-    more heads.
-    """
-    at_random, at_least, effect_of_all = lines_of(1.0, random), lines_of(1.0, least), lines_of(2.0, (-0.4, -0.4, -0.4))
-    removed = {
-        heads: [
-            {
-                "heads": 2 * heads,
-                "whole": 3.0,
-                "random": {str(heads): [3.0 + (a - 0.25) * c, 3.0 + (a + 0.25) * c], "other": [9.0, 9.0]},
-                "least": {str(heads): 3.0 + b * c, str(2 * heads): 3.0 + c, "other": 9.0},
-            }
-            for a, b, c in zip(at_random[heads], at_least[heads], effect_of_all[heads], strict=True)
-        ]
-        for heads in HEADS
+def removed(shares):
+    """Return what measures of removed heads a run has, for a share of half of the heads by number of heads."""
+    return lambda heads, seed: {
+        "removed": {
+            "whole": 2.0,
+            "all": 3.0,
+            "least": 2.1 + 0.001 * seed,
+            "half": [2.0 + shares[heads] + 0.003 * seed, 2.0 + shares[heads] - 0.002 * seed],
+        }
     }
-    study = study_of(lines_of(3.0, FALLS), removed=removed)
-    for how, expected in (("random", at_random), ("least", at_least)):
-        of_half, part = study_results.cost_of_half(study, how), study_results.share_of_half(study, how)
-        for heads in HEADS:
-            assert list(part[heads].values()) == pytest.approx(expected[heads])
-            costs = [a * c for a, c in zip(expected[heads], effect_of_all[heads], strict=True)]
-            assert list(of_half[heads].values()) == pytest.approx(costs)
-    assert {n: list(each.values()) for n, each in study_results.cost_of_all(study).items()} == {
-        n: pytest.approx(each) for n, each in effect_of_all.items()
-    }
-    found = robust(study)
-    assert found.outcome == outcome
-    means = [np.mean(at_random[heads]) for heads in (1, 8)]
-    assert found.figure == (
-        f"removing a random half costs {means[0]:.0%} of the effect of removing all with 1 head, {means[1]:.0%} with 8"
-    )
 
 
 @pytest.mark.parametrize(
-    ("times", "outcome", "free", "costly"),
+    ("shares", "outcome", "shape"),
     [
-        ([1.1] * 6, HELD, 6, 0),
-        ([1.0] * 5 + [2.0], HELD, 5, 1),
-        ([1.0] * 4 + [2.0] * 2, UNDECIDED, 4, 2),
-        ([1.0] * 3 + [2.0] * 3, NOT, 3, 3),
-        ([ASTRIDE] * 6, UNDECIDED, 0, 0),
-        ([1.0] * 5 + [ASTRIDE], HELD, 5, 0),
-        ([1.0] * 4 + [ASTRIDE] * 2, UNDECIDED, 4, 0),
-        ([1.11] * 6, NOT, 0, 6),
+        ({1: 0.6, 2: 0.5, 4: 0.4, 8: 0.3}, "held", "falls"),
+        ({1: 0.5, 2: 0.6, 4: 0.7, 8: 0.4}, "did not hold", "rises and falls"),
+        ({1: 0.5, 2: 0.5, 4: 0.5, 8: 0.5}, "did not hold", "flat"),
+        ({1: 0.5, 2: 0.6, 4: 0.7, 8: 0.8}, "did not hold", "rises"),
     ],
 )
-def test_heads_cost_nothing_or_more_by_three_quarters_of_the_rounds(times, outcome, free, costly):
-    found = parallel([regime_of(times)])
-    assert found.outcome == outcome
-    assert f"in {free} of 6 cases" in found.sentence
-    assert f"In {costly} cases it takes more, and {6 - free - costly} cases are open" in found.sentence
-    assert "separate heads takes 3.00 to 3.00" in found.sentence
+def test_robust_fits_no_line(shares, outcome, shape):
+    settings = [setting_of(ALIKE, task=task, extra=removed(shares)) for task in verdicts.ROBUST]
+    found = verdicts.robust(settings)
+    assert found["outcome"] == outcome
+    assert {row["half shape"] for row in found["settings"].values()} == {shape}
+    assert found["settings"]["python, rotary"]["half"][2][0] == pytest.approx(shares[2], abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "losses", "holds"),
+    [
+        ({1: 0.5, 2: 0.4, 4: 0.4, 8: 0.4}, ALIKE, True),
+        ({1: 0.5, 2: 0.4, 4: 0.4, 8: 0.4}, {1: 2.0, 2: 2.2, 4: 2.2, 8: 2.2}, False),
+        ({1: 0.5, 2: 0.6, 4: 0.6, 8: 0.6}, ALIKE, False),
+    ],
+)
+def test_regularises_demands_a_smaller_gap_without_a_larger_loss(gaps, losses, holds):
+    settings = []
+    for task in verdicts.FEW:
+        cells = cells_of(losses, task=task)
+        for cell in cells:
+            for run in cell["runs"]:
+                run["training"] = run["test"] - gaps[cell["heads"]]
+        settings.append(Setting(cells))
+    assert verdicts.regularises(settings)["outcome"] == ("held" if holds else "did not hold")
+
+
+def test_eight_is_good_bad_or_open():
+    means = {1: 2.5, 2: 2.0, 4: 2.05, 8: 2.002}
+    rows = verdicts.eight([setting_of(means)])["settings"]["python, rotary"]
+    assert rows["best"] == 2
+    assert {heads: row["grade"] for heads, row in rows["heads"].items()} == {1: "bad", 2: "good", 4: "bad", 8: "good"}
+    wide = verdicts.eight([setting_of(means, spread=0.3)])["settings"]["python, rotary"]
+    assert "open" in {row["grade"] for row in wide["heads"].values()}
+
+
+def distances(trained, sharp, missed=0.0):
+    return lambda heads, seed: {
+        "distance": {
+            "trained": {"0": trained + 0.001 * seed, "1": trained},
+            "as sharp": {"0": sharp, "1": sharp + 0.002 * seed},
+        },
+        "entropy": {"trained": [1.0, 1.0], "as sharp": [1.0, 1.0 + missed]},
+    }
+
+
+@pytest.mark.parametrize(("trained", "sharp", "outcome"), [(0.6, 0.5, "held"), (0.5, 0.6, "did not hold")])
+def test_different_is_decided_by_the_equally_sharp_control(trained, sharp, outcome):
+    settings = [setting_of(ALIKE, task=task, extra=distances(trained, sharp)) for task in ("python", "bible")]
+    found = verdicts.different(settings, {})
+    assert found["outcome"] == outcome
+    per_model = [trained - sharp + 0.0005 * seed - 0.001 * seed for seed in range(6)]
+    effect = found["effects"]["bible, rotary"]
+    assert effect["mean"] == pytest.approx(np.mean(per_model))
+    assert effect["error"] == pytest.approx(np.std(per_model, ddof=1) / np.sqrt(6))
+    assert found["mixed model"]["mean"] == pytest.approx(np.mean(per_model), rel=1e-3)
+
+
+def test_layers_whose_control_misses_the_entropy_are_left_out():
+    settings = [setting_of(ALIKE, extra=distances(0.6, 0.5, missed=0.2))]
+    found = verdicts.different(settings, {})
+    assert found["layers left out"] == 6
+    assert found["effects"]["python, rotary"]["mean"] == pytest.approx(0.1 + 0.0025)
+
+
+def test_published_models_are_judged_by_document():
+    draw = np.random.default_rng(0)
+    table = 0.4 + 0.05 * draw.standard_normal((9, 3))
+    published = {
+        "m": {
+            "title": "M",
+            "trained": [dict(enumerate(row)) for row in table],
+            "as sharp": [[dict.fromkeys(range(3), 0.5)] * 9] * 2,
+            "entropy": {"trained": [1.0] * 3, "as sharp": [[1.0, 1.01, 2.0]] * 2},
+        }
+    }
+    found = verdicts.different([], published)
+    values = table[:, :2].mean(1) - 0.5
+    assert found["effects"]["M"]["p"] == pytest.approx(scipy.stats.ttest_1samp(values, 0).pvalue)
+    assert found["outcome"] == "did not hold"
+    assert found["layers left out"] == 1
+
+
+def test_times_are_judged_by_device():
+    seconds = {"forward fused 1": [1.0, 1.0, 1.0], "forward fused 2": [1.0, 1.05, 1.02], "forward list 1": [1.0] * 3}
+    seconds |= {"forward fused 4": [1.3, 1.4, 1.2], "forward fused 8": [1.0, 1.09, 1.4]}
+    regime = {"device": "cpu", "batch": 1, "length": 2, "seconds": seconds}
+    found = verdicts.parallel({"about": {"threads": 2}, "measured": [regime]})
+    assert [case["verdict"] for case in found["devices"]["cpu"]["cases"]] == ["free", "not free", "open"]
+    assert found["outcome"] == "depends"
+    assert verdicts.parallel(None)["outcome"] == "not measured"
+
+
+def test_incomplete_settings_and_rates_at_an_edge_are_named(tmp_path):
+    (tmp_path / "cells").mkdir()
+    cells = cells_of(TURN) + cells_of(ALIKE, task="bible")[:-1]
+    cells[0]["search"] = {"0": [1.0], "1": [2.0]}
+    for cell in cells:
+        path = tmp_path / "cells" / f"{cell['task']}-{cell['heads']}.json"
+        path.write_text(json.dumps(cell))
+    settings, missing = verdicts.complete_settings(tmp_path)
+    assert [setting.name for setting in settings] == ["python, rotary"]
+    assert missing == ["bible, rotary"]
+    assert next(verdicts.cell_at_edge(path) for path in sorted((tmp_path / "cells").glob("python*"))) == "python-1"
+
+
+def test_a_diverged_training_takes_its_number_of_heads_out():
+    cells = cells_of(TURN)
+    cells[1]["runs"][2]["test"] = None
+    setting = Setting(cells)
+    assert setting.diverged == [2]
+    assert setting.best == 4
