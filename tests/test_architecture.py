@@ -146,7 +146,7 @@ def test_functions_are_short_and_take_few_arguments(module):
 
 
 OPTIONAL = [
-    *("accelerate", "beartype", "gguf", "huggingface_hub", "jaxtyping", "jinja2", "matplotlib", "optuna"),
+    *("accelerate", "beartype", "conllu", "gguf", "huggingface_hub", "jaxtyping", "jinja2", "matplotlib", "optuna"),
     *("pandas", "pyarrow", "rich", "safetensors", "scipy", "sqlalchemy", "tokenizers", "transformers", "typer"),
 ]
 

@@ -152,7 +152,7 @@ def measure(name: str, constraint: str) -> None:
             **{"series": series.key, "share": share, "reconstructed": is_reconstructed},
             **{"removed": removed, "rounds": plan.rounds, "errors": errors},
         }
-        saved["about"] = describe_environment("full")
+        saved["about"] = describe_environment()
         write_json(file, saved)
         print(name, constraint, key, round(sum(errors) / len(errors), 4), flush=True)
 

@@ -78,7 +78,7 @@ def measure(name: str, saved: dict[str, Any]) -> None:
             merged = hw.merge_kv(measured.model, num_kv_heads=number, calibration=measured.calibration, **way)
             errors = measured.errors_of(merged)
             own["points"][key] = {"num_kv_heads": number, **way, "errors": errors}
-            saved["about"] = describe_environment("full")
+            saved["about"] = describe_environment()
             write_json(RESULTS, saved)
             print(name, key, round(sum(errors) / len(errors), 4), flush=True)
 

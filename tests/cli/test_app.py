@@ -27,7 +27,10 @@ from headwise.cli import app as cli
 from headwise.runs import checkpoint
 
 COMMANDS = ("view", "profile", "compare", "ablate", "importance", "prune", "compress", "study")
-NEW_COMMANDS = ("merge", "localize", "circuits", "curve")
+NEW_COMMANDS = (
+    *("merge", "localize", "circuits", "curve", "patch", "positions", "distances", "in-context"),
+    *("retrieval", "sinks", "name-movers", "dependencies"),
+)
 """Commands whose functions are tested elsewhere."""
 
 RECIPE = """

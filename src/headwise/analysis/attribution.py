@@ -5,7 +5,7 @@ turn its sum into logits. With the scale of the final norm held constant at each
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from headwise.intercept.install import intercepted
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.shapes import Float
 
 
 class Attribution(HeadTable[HeadRow]):
@@ -78,8 +79,39 @@ def logit_attribution(
         InputError: a token does not exist; the model is not supported by `watch`, has no output embedding, or its heads
             do not write directly into the input of the final norm, as in encoders with a norm after each sum.
     """
+    parts = logit_parts(model, batch, AnswerTokens.from_arguments(answer, wrong, at))
+    rows = [
+        HeadRow(**labels, statistics={"logit": MeanEstimate.of(parts.heads[:, index].tolist())})
+        for index, labels in enumerate(parts.labels)
+    ]
+    measured = {
+        "sequences": len(parts.heads),
+        "logit": parts.logit.mean().item(),
+        "heads": parts.heads.sum(1).mean().item(),
+    }
+    return Attribution(tuple(rows), {**run_settings(model, None, None, wrong=wrong is not None), "measured": measured})
+
+
+class LogitParts(NamedTuple):
+    """Parts of the logits of answers that heads add directly.
+
+    Attributes:
+        heads: part of each head, for each prompt.
+        logit: the logit of each prompt's answer, minus that of the wrong answer if there is one.
+        labels: labels of each head: layer, head, kv_head, module, kind.
+    """
+
+    heads: Float[Tensor, "prompts heads"]
+    logit: Float[Tensor, " prompts"]
+    labels: tuple[Mapping[str, Any], ...]
+
+
+def logit_parts(model: nn.Module, batch: Any, tokens: AnswerTokens) -> LogitParts:
+    """Return what each head adds directly to the logit of each prompt's answer, by the definition of `Attribution`. The
+    model, the runs and the errors are those of `logit_attribution`.
+    """
     require_module(model)
-    tokens, inputs = AnswerTokens.from_arguments(answer, wrong, at), one_batch(model, batch)
+    inputs = one_batch(model, batch)
     with evaluation_mode(model), torch.no_grad():
         run, norms, stream = RecordedRun(model), ModuleOutputs(norms_of(model)), ResidualStream(model)
         with intercepted(model, run), norms.recorded(), stream.followed():
@@ -97,10 +129,4 @@ def logit_attribution(
             call_model(model, inputs)
         remaining = stream.final_norm_call().input[torch.arange(len(written)), end.positions]
         require_direct(model, end.before_norm - remaining, written, end.before_norm)
-    logits = torch.cat(parts, 1)
-    rows = [
-        HeadRow(**labels, statistics={"logit": MeanEstimate.of(logits[:, index].tolist())})
-        for index, (_, labels) in enumerate(run.head_labels())
-    ]
-    measured = {"sequences": len(logits), "logit": end.logit.mean().item(), "heads": logits.sum(1).mean().item()}
-    return Attribution(tuple(rows), {**run_settings(model, None, None, wrong=wrong is not None), "measured": measured})
+    return LogitParts(torch.cat(parts, 1), end.logit, tuple(labels for _, labels in run.head_labels()))

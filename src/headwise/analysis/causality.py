@@ -48,13 +48,33 @@ def require_causal(
     """
     if loss is not next_token_loss:
         return
-    got = None
-    if is_encoder_decoder(model):
-        got = f"{type(model).__name__}, an encoder-decoder"
-    elif _depends_on_later_tokens(model, batches):
-        got = f"{type(model).__name__}, whose logits depend on later tokens"
+    got = why_not_causal(model, batches)
     if got is not None:
         raise InputError("loss", expected="hw.next_token_loss for a causal model", got=got, remedy=remedy)
+
+
+def require_causal_decoder(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
+    """Raise `InputError` if a model is an encoder-decoder, or its logits depend on later tokens. The check is that of
+    `require_causal`.
+
+    Args:
+        model: the model.
+        batches: arguments of the model, on its device.
+    """
+    got = why_not_causal(model, batches)
+    if got is not None:
+        raise InputError("model", expected="a causal decoder, whose tokens see no later ones", got=got)
+
+
+def why_not_causal(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return a description of a model that is an encoder-decoder, or whose logits depend on later tokens; None if it is
+    neither. The check is that of `require_causal`.
+    """
+    if is_encoder_decoder(model):
+        return f"{type(model).__name__}, an encoder-decoder"
+    if _depends_on_later_tokens(model, batches):
+        return f"{type(model).__name__}, whose logits depend on later tokens"
+    return None
 
 
 def _depends_on_later_tokens(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> bool:

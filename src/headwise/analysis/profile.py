@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.nonfinite import nonfinite_error
+from headwise.analysis.head_pass import require_finite_heads, require_vocabulary, text_special_ids
 from headwise.analysis.roles import COPYING_ROLES, MIN_ROWS, ROLES, page_roles, role_of
 from headwise.checks import require_module, token_ids
 from headwise.data.batches import POSITIONAL, call_model, device_of, digest_of, evaluation_mode, to_device
 from headwise.data.random_repeats import repeats_for_model
-from headwise.data.special_tokens import SpecialTokens, special_ids
 from headwise.data.texts import Texts
 from headwise.data.tokenization import text_model
 from headwise.errors import InputError
-from headwise.intercept.heads import Heads
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
 from headwise.page.contents import Contents
@@ -146,8 +144,8 @@ def profile(
     if isinstance(dataset, Texts):
         model = text_model(model)
         dataset = texts = prepare_texts(dataset, model, out, shown=progress)
-        _require_vocabulary(model, texts)
-        special = _special_ids(texts.tokenizer) if special is None else special
+        require_vocabulary(model, texts)
+        special = text_special_ids(texts.tokenizer) if special is None else special
     special = token_ids("special", () if special is None else special)
     if repeats is True or (repeats is None and texts is not None):
         repeats = repeats_for_model(model, special, None if texts is None else texts.tokenizer)
@@ -219,21 +217,11 @@ def _measure(
             heads.clusters = clusters
             batch = to_device(batch, device)
             call_model(model, batch)
-            _require_finite(heads, model, batch)
+            require_finite_heads(heads, model, batch)
             progress.records = heads.records
 
         run_pass(dataset, process_batch, run, resumed, progress, shown=shown)
     return progress
-
-
-def _require_finite(heads: Heads, model: nn.Module, batch: dict[str, Any]) -> None:
-    """Raise `InputError` if attention weights or head outputs were NaN or infinite in the last run of the model, on
-    `batch`. The error names the first module in which a number is.
-    """
-    if heads.nonfinite:
-        error = nonfinite_error(model, lambda: call_model(model, batch), batch)
-        modules = ", ".join(heads.nonfinite)
-        raise error or InputError("model", expected="finite attention", got=f"NaN or infinity in {modules}")
 
 
 def _finish(
@@ -254,7 +242,7 @@ def _finish(
         with watch(model, special=special) as heads:
             batch = {POSITIONAL: random_ids.to(device_of(model))}
             call_model(model, batch)
-            _require_finite(heads, model, batch)
+            require_finite_heads(heads, model, batch)
         random_records = heads.records
     rows = tuple(_profiled_heads(registry, random_records))
     weights = attention_digest(model, dict.fromkeys(row.module for row in rows))
@@ -307,19 +295,3 @@ def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:
     columns = {role.statistic: role.statistic + RANDOM_SUFFIX for role in COPYING_ROLES}
     on_random = {name: means[column] for name, column in columns.items() if column in means}
     return role_of(means, rows, on_random).name
-
-
-def _special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of a tokenizer's special tokens, including those that it adds to every text, but without the
-    unknown token, which stands for an ordinary word.
-    """
-    added = SpecialTokens.of(tokenizer)
-    return special_ids(tokenizer) | {*added.before, *added.after}
-
-
-def _require_vocabulary(model: Any, texts: Texts) -> None:
-    """Raise an `InputError` if the texts contain token ids outside the model's vocabulary."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    largest = max(int(sequence.max()) for sequence in texts.sequences)
-    if largest >= vocabulary:
-        raise InputError("tokenizer", expected=f"ids below {vocabulary}, the model's vocabulary", got=largest)

@@ -20,10 +20,13 @@ POSITIONS_PER_TILE, TOKENS_PER_TILE = 1024, 512
 
 
 def token_cross_entropy(
-    model: nn.Module, batch: dict[str, Any], positions: slice, targets: Int[Tensor, "batch length"]
+    model: nn.Module,
+    batch: dict[str, Any],
+    positions: slice | Int[Tensor, " length"],
+    targets: Int[Tensor, "batch length"],
 ) -> Float[Tensor, "batch length"]:
     """Run a model, and return -ln p(target), in nats, for each token id in `targets`. The probabilities come from the
-    logits at the output positions in the slice `positions`, one for each target of a sequence.
+    logits at the output positions `positions`, a slice or indices, one for each target of a sequence.
 
     If the logits are exactly the output of the model's output embedding, they are computed tile by tile from its input,
     and never all in memory.

@@ -99,7 +99,7 @@ class Viewer(SiteRegistry):
             self._calls.append(_ViewedCall(call.site, call.layer, sides, tally, word_weights, token_weights))
 
         context = self._context_of(sides, grid.device)
-        return Observation(observer, context, on_end, partial(_require_agreement, call.site.path))
+        return Observation(observer, context, on_end, partial(require_agreement, call.site.path))
 
     def head_views(self) -> Iterator[HeadView]:
         """Yield the view of each head, by layer and head."""
@@ -210,7 +210,7 @@ def _are_equal(ids: Tensor, others: Tensor | None) -> bool:
     return others is not None and ids.shape == others.shape and bool((ids.cpu() == others.cpu()).all())
 
 
-def _require_agreement(path: str, row_block: RowBlock, out: Float[Tensor, "batch heads rows value_dim"]) -> None:
+def require_agreement(path: str, row_block: RowBlock, out: Float[Tensor, "batch heads rows value_dim"]) -> None:
     """Raise `InputError` if the head outputs of a module differ from the product of the observed attention weights and
     the values by more than rounding.
 

@@ -17,11 +17,19 @@ from headwise.cli import (
     compare,
     compress,
     curve,
+    dependencies,
+    distances,
     importance,
+    in_context,
     localize,
     merge,
+    name_movers,
+    patch,
+    positions,
     profile,
     prune,
+    retrieval,
+    sinks,
     study,
     view,
 )
@@ -132,6 +140,12 @@ def _epilog(module: ModuleType) -> str:
     return f"{keep_lines}\nExamples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES.strip().splitlines())
 
 
-for _module in (view, profile, compare, ablate, importance, curve, circuits, prune, merge, compress, localize, study):
+_MODULES = (
+    *(view, profile, positions, distances, compare, ablate, importance, curve, in_context, circuits, patch),
+    *(retrieval, sinks, name_movers, dependencies),
+    *(prune, merge, compress, localize, study),
+)
+
+for _module in _MODULES:
     _command = getattr(_module, _module.__name__.rpartition(".")[2])
     app.command(cls=SingleUseCommand, epilog=_epilog(_module))(expand_option_groups(_command))

@@ -24,6 +24,9 @@ Out = Annotated[
         help="Folder for the results. An interrupted run resumes when you repeat the command.",
     ),
 ]
+TableFolder = Annotated[
+    Path | None, typer.Option(parser=path, metavar="FOLDER", help="Also save the table in this folder.")
+]
 ModelFolder = Annotated[
     Path, typer.Option(parser=path, metavar="FOLDER", help="Folder for the smaller model. It must not exist yet.")
 ]

@@ -42,6 +42,16 @@ def numbers(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(f"expected numbers such as 1,2,4, got {text!r}") from None
 
 
+def shares(text: str) -> tuple[float, ...]:
+    """Parse numbers separated by commas, such as 0.5,0.9, and return them as a tuple. A text of another form raises
+    `typer.BadParameter`.
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"expected numbers such as 0.5,0.9, got {text!r}") from None
+
+
 def amount(text: str) -> int:
     """Parse a positive amount such as 300k or 1.5M (k = 1e3, M = 1e6, G or B = 1e9), and return it rounded to an
     integer. A text of another form raises `typer.BadParameter`.

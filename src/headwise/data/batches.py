@@ -3,9 +3,10 @@
 import ctypes
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,11 +40,34 @@ def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
             raise InputError("dataset", expected=expected, got=type(batch).__name__, remedy=remedy)
 
 
+@dataclass(frozen=True, eq=False)
+class NumberedBatches:
+    """Batches in memory whose sequences have known documents.
+
+    Attributes:
+        batches: arguments of the model by name.
+        documents: number of the document of each sequence, in the order of the batches.
+    """
+
+    batches: Sequence[dict[str, Tensor]]
+    documents: Sequence[int]
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def document_numbers(self) -> list[int]:
+        """Return the number of the document of each sequence."""
+        return list(self.documents)
+
+
 def documents_of(dataset: Any) -> list[int] | None:
     """Return the number of the document of each sequence of a data set, in the order of its batches; None if it does
     not state documents.
     """
-    return dataset.document_numbers() if isinstance(dataset, Texts) else None
+    return dataset.document_numbers() if isinstance(dataset, Texts | NumberedBatches) else None
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from headwise.intercept.documents import first_tokens_of_documents, ids_by_docum
 from headwise.intercept.hidden_keys import shaped_as_padding, without_unselected
 from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.mask_facts import MaskFacts
+from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.padding import (
     RealTokens,
     argument_of_keys,
@@ -26,6 +26,7 @@ from headwise.intercept.padding import (
 )
 from headwise.intercept.positions import FIRST_UNKNOWN, lacks_first_token, own_key_of_first_query
 from headwise.intercept.received_mask import ReceivedMask
+from headwise.intercept.sequence_positions import positions_in_sequences, separates_documents, stated_positions
 from headwise.intercept.sequences import (
     EMPTY,
     NO_TOKEN,
@@ -59,24 +60,6 @@ UNKNOWN_SEQUENCES = (
     "out; watch one cache at a time (see docs/watch.md)"
 )
 """Reason for modules with calls that neither start sequences nor continue those of the call before."""
-
-
-class ObservedCall(NamedTuple):
-    """Data about one attention call from which statistics are computed, and the sequences that it belongs to.
-
-    Attributes:
-        context: tokens, padding and positions of the call.
-        continues: True if the call adds rows to the sequences of the latest call of the same site.
-        first_token: number of the token of the first key, counted from the start of its sequence.
-        lacks_positions: True if the positions of the queries among the keys could not be established.
-        lacks_rows: True if it is unknown which sequences the call belongs to, or which of its queries are padding.
-    """
-
-    context: CallContext
-    continues: bool = False
-    first_token: int = 0
-    lacks_positions: bool = False
-    lacks_rows: bool = False
 
 
 @dataclass(eq=False)
@@ -161,8 +144,9 @@ class CallContexts(threading.local):
             *("context", facts, history, before.dropped, first, real.queries, grid, call.appended_keys),
         )
         given = first if continuation is None or memory is None else memory.given
-        self._memories[call.site, call.index] = SiteMemory.of(grid, call.keys, history, before.dropped, given)
-        self._add_stream(call, real, history, continuation is not None)
+        remembered = replace(history, has_documents=True) if separates_documents(context, grid) else history
+        self._memories[call.site, call.index] = SiteMemory.of(grid, call.keys, remembered, before.dropped, given)
+        self._add_stream(call, real, history, continuation is not None, context.query_positions)
         lacks_rows = lacks_sequences or not real.is_known
         return ObservedCall(context, continuation is not None, before.dropped, lacks_rows=lacks_rows)
 
@@ -189,10 +173,12 @@ class CallContexts(threading.local):
         context = CallContext(real_queries=real.queries, left_out=left_out)
         return ObservedCall(context, continues, lacks_positions=True, lacks_rows=lacks_sequences or not real.is_known)
 
-    def _add_stream(self, call: Call, real: RealTokens, history: History, continues: bool) -> None:
+    def _add_stream(
+        self, call: Call, real: RealTokens, history: History, continues: bool, positions: Tensor | None = None
+    ) -> None:
         """Store the padding and the tokens of a call of self-attention for cross-attention over the same tokens."""
         sizes = call.grid.batch, call.grid.queries
-        stream = Stream(call.site.path, *sizes, call.sources.of_queries, real, history, continues)
+        stream = Stream(call.site.path, *sizes, call.sources.of_queries, real, history, continues, positions)
         self._model_call.streams.setdefault(call.site, stream)
 
     def _read_with_positions(self, call: Call, memory: SiteMemory | None) -> ObservedCall:
@@ -205,7 +191,9 @@ class CallContexts(threading.local):
             for positions in (grid.query_positions, grid.key_positions)
         )
         stated = self._stated.of_call(call.site.path, grid, 0)
-        context = CallContext(real_queries=both(real_queries, stated), real_keys=real_keys)
+        context = CallContext(
+            real_queries=both(real_queries, stated), real_keys=real_keys, query_positions=stated_positions(grid)
+        )
         continuation = None
         if memory is not None:
             continuation = memory.continuation(grid.batch, min(memory.history.length, grid.keys), call.keys)
@@ -225,12 +213,17 @@ class CallContexts(threading.local):
         if real is None and of_queries is not None:
             real = of_queries.real.queries
         tokens = None if of_keys is None else of_keys.history.token_ids
+        positions = None if of_queries is None else of_queries.positions
         left_out = OF_COMMON_POSITIONS | ({"first"} if lacks_first_token(call, facts) else set())
         if "first" in left_out:
             self._on_left_out(call.site.path, FIRST_UNKNOWN)
         context = self._model_call.results.of(
-            lambda: replace(self._context_of_cross(call, received, facts, real, tokens), left_out=left_out),
-            *("cross", real, facts, tokens, grid, "first" in left_out),
+            lambda: replace(
+                self._context_of_cross(call, received, facts, real, tokens),
+                left_out=left_out,
+                query_positions=positions,
+            ),
+            *("cross", real, facts, tokens, grid, "first" in left_out, positions),
         )
         return ObservedCall(context, of_queries is not None and of_queries.continues, lacks_rows=lacks_rows)
 
@@ -335,6 +328,7 @@ class CallContexts(threading.local):
             positions=positions,
             first_keys=first_keys,
             left_out=frozenset({"duplicate", "induction"}) if is_torn or dropped else frozenset(),
+            query_positions=positions_in_sequences(history, grid, real, first_keys),
         )
 
     def _is_special(self, tokens: Int[Tensor, "batch keys"] | None) -> Bool[Tensor, "batch keys"] | None:

@@ -27,11 +27,13 @@ class History:
         length: number of tokens of each sequence, with padding.
         token_ids: ids of the tokens; None if unknown.
         is_real: True at tokens that are not padding; None if none is padded.
+        has_documents: True if a mask separated documents in some sequence.
     """
 
     length: int
     token_ids: Int[Tensor, "batch length"] | None
     is_real: Bool[Tensor, "batch length"] | None
+    has_documents: bool = False
 
     def cropped(self, length: int, order: Int[Tensor, " batch"] | None) -> "History":
         """Return the history of the first `length` tokens. If `order` is passed, sequence `order[b]` moves to index b
@@ -41,7 +43,7 @@ class History:
             tensor if tensor is None else (tensor if order is None else tensor[order])[:, :length]
             for tensor in (self.token_ids, self.is_real)
         )
-        return History(length, token_ids, is_real)
+        return History(length, token_ids, is_real, self.has_documents)
 
     def extended(
         self, count: int, token_ids: Int[Tensor, "batch count"] | None, is_real: Bool[Tensor, "batch count"] | None
@@ -61,7 +63,7 @@ class History:
                 for part, size in ((self.is_real, self.length), (is_real, count))
             )
             real = torch.cat([before, after], 1)
-        return History(self.length + count, ids, real)
+        return History(self.length + count, ids, real, self.has_documents)
 
 
 EMPTY = History(0, None, None)

@@ -76,7 +76,11 @@ class SiteRecord:
         moments = self.completed
         for latest in self._latest.values():
             moments = merged_moments(moments, latest.moments())
-        return {name: values for name, values in moments.items() if name not in self._discarded}
+        return {name: values for name, values in moments.items() if not self._is_discarded(name)}
+
+    def latest_tallies(self) -> list[Tally]:
+        """Return the sums over the query rows of the latest calls, those that continued each other as one."""
+        return [call.tally for call in self._latest.values()]
 
     def latest_received(self) -> Float[Tensor, "heads keys"] | None:
         """Return the mean attention weight that each key received in the latest calls: the mean over the query rows
@@ -94,6 +98,12 @@ class SiteRecord:
             padding = tally.first_token, stop - tally.first_token - means.shape[-1]
             of_sequences.append(nn.functional.pad(means, padding, value=torch.nan))
         return torch.cat(of_sequences).nanmean(0)
+
+    def _is_discarded(self, name: str) -> bool:
+        """Return True for a statistic that was removed, or that is derived from one: the name of a further statistic is
+        that of its statistic and what it is, with a space between them.
+        """
+        return not self._discarded.isdisjoint((name, name.partition(" ")[0]))
 
     def discard(self, *names: str) -> None:
         """Remove the statistics with these names from the results of this site."""
@@ -124,9 +134,10 @@ class _LatestCall(NamedTuple):
     def moments(self) -> dict[str, RunningMoments]:
         """Return the moments of each statistic over the sequences, each with its mean over the tallied rows."""
         has_value = self.tally.has_value()
+        values = {name: (means, has_value[name]) for name, means in self.tally.means().items()}
         return {
-            name: RunningMoments.from_values(values.double().cpu(), has_value[name].cpu(), self.clusters)
-            for name, values in self.tally.means().items()
+            name: RunningMoments.from_values(numbers.double().cpu(), is_value.cpu(), self.clusters)
+            for name, (numbers, is_value) in (values | self.tally.further_values()).items()
         }
 
 

@@ -12,12 +12,14 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
 from headwise.intercept.layer_index import is_inside
+from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.query_parts import QueryParts
 from headwise.intercept.recurrence import Recurrence
 from headwise.intercept.stated_padding import StatedPadding
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import WholeCall
+from headwise.statistics.further_sums import FurtherStatistics, FurtherSums
 from headwise.statistics.registry import STATISTICS
 from headwise.statistics.tally import Tally
 from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
@@ -76,6 +78,7 @@ class StatisticsObserver(Interceptor):
         special: ids of special tokens.
         capture: weights to keep of each site's last call; None for none.
         padding: padding that the user states, as in `watch`.
+        further: statistics to compute in addition to those of `watch`; None for none.
 
     Raises:
         InputError: `padding` has another form, or names a module that the model has not.
@@ -88,8 +91,9 @@ class StatisticsObserver(Interceptor):
         special: Collection[int],
         capture: WeightCapture | None,
         padding: Any = None,
+        further: FurtherStatistics | None = None,
     ) -> None:
-        self._model, self._heads, self._capture = model, heads, capture
+        self._model, self._heads, self._capture, self._further = model, heads, capture, further
         self._known = set(model.modules())
         self._written_norms = WrittenNorms(model, self._leave_out_written_norm)
         self._stated_padding = StatedPadding(padding, model)
@@ -150,7 +154,7 @@ class StatisticsObserver(Interceptor):
         value_dim = None if call.site.part else call.value_dim
         if call.site.part:
             self._heads.on_left_out(path, NOT_CONFIRMED)
-        tally = Tally(self._written_norms.gram(path, grid.heads, value_dim), observed.first_token)
+        tally = self._tally(call, observed, self._written_norms.gram(path, grid.heads, value_dim))
         index, continues = self._parts.sequences_of(call, observed.continues)
         source = threading.get_ident(), index
         is_compared = tally.gram is not None and self._written_norms.needs_outputs(path)
@@ -178,7 +182,21 @@ class StatisticsObserver(Interceptor):
                     self._heads.set_captured(call.site, captured)
 
         whole_call = WholeCall(tally, None if head_outputs is None else head_outputs.set_whole)
-        return Observation(observer, observed.context, on_end, whole_call=whole_call if captured is None else None)
+        needs_weights = captured is not None or (tally.further is not None and tally.further.needs_weights)
+        return Observation(observer, observed.context, on_end, whole_call=None if needs_weights else whole_call)
+
+    def _tally(self, call: Call, observed: ObservedCall, gram: Tensor | None) -> Tally:
+        """Return an empty tally for a call. If further statistics cannot be computed for it, they are removed from the
+        results of its site, since a mean over the other calls alone would be another statistic.
+        """
+        if self._further is None:
+            return Tally(gram, observed.first_token)
+        sums: FurtherSums | str = self._further.start(call.grid, observed.context)
+        if isinstance(sums, str):
+            self._heads.register(call).discard(*self._further.names)
+            self._heads.on_left_out(call.site.path, sums)
+        further = None if isinstance(sums, str) else sums
+        return Tally(gram, observed.first_token, measured=self._further.measured, further=further)
 
     def finish(self) -> None:
         """End the observation: leave out the statistics that no call of the model has confirmed, and name modules that

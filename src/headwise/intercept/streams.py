@@ -4,11 +4,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from headwise.intercept.interceptor import Call
 from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.padding import RealTokens
 from headwise.intercept.sequences import History
+from headwise.shapes import Int
 
 PADDED_QUERIES_UNKNOWN = (
     "a mask shows padding, but it could not be established which queries of these modules are padding, so all their "
@@ -28,6 +30,7 @@ class Stream(NamedTuple):
         real: its tokens that are not padding.
         history: tokens of the sequences after the call.
         continues: True if the call continues the sequences of an earlier call.
+        positions: number of the token of each query in its sequence; None if unknown.
     """
 
     path: str
@@ -37,6 +40,7 @@ class Stream(NamedTuple):
     real: RealTokens
     history: History
     continues: bool
+    positions: Int[Tensor, "#batch queries"] | None = None
 
 
 def stream_of_queries(call: Call, streams: Iterable[Stream]) -> Stream | None:

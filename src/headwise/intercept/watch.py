@@ -4,12 +4,18 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from headwise.checks import require_module, token_ids
 from headwise.errors import InputError
 from headwise.intercept.heads import Heads
 from headwise.intercept.install import intercepted
 from headwise.intercept.statistics_observer import StatisticsObserver
+from headwise.statistics.further_sums import FurtherStatistics
 from headwise.statistics.weight_capture import WeightCapture
+
+FRAMES = 6
+"""Number of calling frames from a warning to the caller of `watch`: two generators and their context managers."""
 
 
 @contextmanager
@@ -55,13 +61,41 @@ def watch(
     if detail is not None and not isinstance(detail, WeightCapture):
         raise InputError("detail", expected="a headwise.WeightCapture or None", got=type(detail).__name__)
     heads = Heads(model)
-    observer = StatisticsObserver(model, heads, special, detail, padding)
+    with _observed(model, heads, StatisticsObserver(model, heads, special, detail, padding), sites):
+        yield heads
+
+
+@contextmanager
+def watch_further(model: nn.Module, further: FurtherStatistics, special: Collection[int] = ()) -> Iterator[Heads]:
+    """Collect the statistics of `watch` and further ones from all attention calls of `model` within the context, and
+    yield the `Heads` object whose records contain them.
+
+    Args:
+        model: any module that `watch` supports.
+        further: the further statistics, which state which of those of `watch` are computed.
+        special: ids of special tokens.
+
+    Raises:
+        InputError: as for `watch`.
+    """
+    require_module(model)
+    heads = Heads(model)
+    observer = StatisticsObserver(model, heads, token_ids("special", special), None, further=further)
+    with _observed(model, heads, observer):
+        yield heads
+
+
+@contextmanager
+def _observed(
+    model: nn.Module, heads: Heads, observer: StatisticsObserver, sites: Iterable[Any] = ()
+) -> Iterator[None]:
+    """Let an observer add to `heads` while the context is open; at its end, name what was not observed."""
     sites = list(sites)
     with intercepted(model, observer, sites):
-        yield heads
+        yield
     observer.finish()
     if heads.ran:
         heads.require_attention()
         heads.require_stated(site.path for site in sites)
-    heads.warn_of_unread()
-    heads.warn_of_nonfinite()
+    heads.warn_of_unread(FRAMES)
+    heads.warn_of_nonfinite(FRAMES)

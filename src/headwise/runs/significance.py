@@ -56,3 +56,15 @@ def zero_tests(name: str, measured: Sequence[MeanEstimate]) -> dict[str, list[fl
     """
     p = p_values([in_errors(each) for each in measured], [each.n - 1 for each in measured])
     return {f"{name}_p": p, f"{name}_q": false_discovery_rates(p)}
+
+
+def one_sided_p_values(measured: Sequence[MeanEstimate], sign: int = 1, *, above: float = 0.0) -> list[float]:
+    """Return the one-sided p-value of each mean by Student's t-test: small if the mean is larger than `above`, or
+    smaller for a `sign` of -1. The value is NaN where the mean or its standard error is.
+
+    Raises:
+        MissingExtra: scipy is not installed.
+    """
+    ratios = [sign * in_errors(each._replace(value=each.value - above)) for each in measured]
+    two_sided = p_values(ratios, [each.n - 1 for each in measured])
+    return [p / 2 if ratio > 0 else 1 - p / 2 for p, ratio in zip(two_sided, ratios, strict=True)]

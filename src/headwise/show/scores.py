@@ -8,10 +8,13 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from headwise.analysis.ablation_result import Ablation, SetAblation
+from headwise.analysis.in_context.table import InContextScores
+from headwise.analysis.patching.table import Patching
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.significance import in_errors
 from headwise.runs.table import Table
 from headwise.show.titles import run_title
+from headwise.wording import counted
 
 FALSE_DISCOVERY_RATE = 0.05
 """Adjusted p-value up to which an effect counts as different from zero."""
@@ -25,7 +28,7 @@ def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int)
     metadata: Any = ablation.metadata
     console.print(Text(run_title(ablation), style="bold"), soft_wrap=True)
     loss, replacement = metadata["settings"]["loss"], metadata["settings"]["replacement"]
-    unchanged = _with_error(ablation.baseline)
+    unchanged = with_error(ablation.baseline)
     console.print(f"loss: {loss}, {unchanged} for the unchanged model; replacement of head outputs: {replacement}")
     if "note" in metadata["measured"]:
         console.print(metadata["measured"]["note"])
@@ -42,32 +45,53 @@ def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int)
     )
 
 
-def print_scores(table: Table[Any], console: Console, statistic: str, top: int) -> None:
-    """Print the `top` rows of a table that have the largest mean of the statistic `statistic` (NaN last). Each printed
-    row shows the mean and standard error of every statistic, the mean of `statistic` divided by its standard error, and
-    the tests of the table, if it has some.
+def print_scores(
+    table: Table[Any], console: Console, statistic: str, top: int, *, no_effect: float | None = None
+) -> None:
+    """Print the `top` rows of a table that have the largest mean of the statistic `statistic` (NaN last), or with
+    `no_effect` those whose mean is farthest from this number. Each printed row shows the mean and standard error of
+    every statistic, the distance of the mean of `statistic` from zero or from `no_effect` in standard errors, and the
+    tests of the table, if it has some.
 
     Args:
         table: rows with statistics.
         console: where to print.
         statistic: statistic to sort by.
         top: number of rows.
+        no_effect: mean of a row without effect; None if rows are sorted by the mean itself.
     """
     tests, values = table.tests(), [row.statistics[statistic].value for row in table.rows]
+    if no_effect is not None:
+        values = [abs(value - no_effect) for value in values]
     order = sorted(range(len(values)), key=lambda index: _nan_last(values[index]), reverse=True)
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("", *table.statistics, "standard errors", *(name.removeprefix(f"{statistic}_") for name in tests)):
         shown.add_column(column, justify="right", no_wrap=True)
     for index in order[:top]:
         row = table.rows[index]
-        numbers = (_with_error(row.statistics[name]) for name in table.statistics)
-        ratio = in_errors(row.statistics[statistic])
+        numbers = (with_error(row.statistics[name]) for name in table.statistics)
+        measured = row.statistics[statistic]
+        ratio = in_errors(measured._replace(value=measured.value - (no_effect or 0.0)))
         of_tests = (f"{of_rows[index]:.2g}" for of_rows in tests.values())
         shown.add_row(row.name, *numbers, "" if math.isnan(ratio) else f"{ratio:+z.1f}", *of_tests)
     console.print()
     console.print(shown)
     if len(order) > top:
         console.print(Text(f"and {len(order) - top} more", style="dim"))
+
+
+def print_patching(table: Patching, console: Console, top: int, *, title: str) -> None:
+    """Print the `top` heads with the largest effect of patching, below the name of the model and the logit differences
+    of the two runs without patches.
+    """
+    measured: Any = table.metadata["measured"]
+    console.print(Text(f"{title}: {counted(measured['sequences'], 'prompt pair')}", style="bold"), soft_wrap=True)
+    clean, corrupted = (f"{measured[name]:z.4f}" for name in ("clean", "corrupted"))
+    direction = table.metadata["settings"]["direction"]
+    console.print(f"logit of the right answer minus that of the wrong one: {clean} clean, {corrupted} corrupted")
+    effect = "recovered is 0 without effect" if direction == "denoise" else "recovered is 1 without effect"
+    console.print(f"direction: {direction}; {effect}")
+    print_scores(table, console, "recovered", top, no_effect=table.no_effect("recovered"))
 
 
 def print_importance(importance: Table[Any], console: Console, top: int) -> None:
@@ -81,7 +105,21 @@ def print_importance(importance: Table[Any], console: Console, top: int) -> None
     print_scores(importance, console, importance.statistics[0], top)
 
 
-def _with_error(measured: MeanEstimate) -> str:
+def print_in_context(scores: InContextScores, console: Console, top: int) -> None:
+    """Print the in-context learning score of a model, and the `top` heads without which it rises most."""
+    metadata: Any = scores.metadata
+    settings = metadata["settings"]
+    console.print(Text(run_title(scores), style="bold"), soft_wrap=True)
+    window = "" if settings["window"] == 1 else f", means over the {settings['window']} tokens up to each"
+    console.print(
+        f"in-context learning score {with_error(scores.score)}: "
+        f"loss {with_error(scores.late_loss)} at token {settings['late']}, "
+        f"minus {with_error(scores.early_loss)} at token {settings['early']}{window}"
+    )
+    print_scores(scores, console, scores.statistics[0], top)
+
+
+def with_error(measured: MeanEstimate) -> str:
     """Return a mean as text with four decimals, followed by ± and its standard error unless that is NaN."""
     error = "" if math.isnan(measured.sem) else f" ± {measured.sem:.2g}"
     return f"{measured.value:z.4f}{error}"

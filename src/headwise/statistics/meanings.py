@@ -35,6 +35,8 @@ MEANINGS = {
     "ov_largest": "Largest singular value of the head's OV matrix.",
     "qk_norm": "Frobenius norm of the head's QK matrix.",
     "qk_largest": "Largest singular value of the head's QK matrix.",
+    "change_zero": "Change of the in-context learning score if zeros replace the head's output.",
+    "change_mean": "Change of the in-context learning score if its mean replaces the head's output.",
     "gate": "Value of the head's learned gate, without noise.",
 }
 """Meaning of each number in one sentence, by its name."""
@@ -46,4 +48,9 @@ def page_statistic(name: str, source: str) -> PageStatistic:
     meaning = MEANINGS.get(statistic, "")
     if statistic != name:
         meaning = f"{meaning.removesuffix('.')}, measured on random tokens that repeat."
+    if name.endswith("_slope"):
+        meaning = "Mean slope of the statistic on the logarithm of the position of the query."
+    if name.startswith("distance_"):
+        suffix = ", where attention on the first tokens counts at any distance" if name.endswith("_first") else ""
+        meaning = f"Smallest distance within which the head puts this percentage of its attention{suffix}."
     return PageStatistic(name, unit_of(statistic), meaning, source)

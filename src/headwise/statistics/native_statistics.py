@@ -10,6 +10,7 @@ from headwise.attention.backends.native.parts import Options
 from headwise.attention.masks.key_ranges import Matrix, Part, Ranges32, visible_keys
 from headwise.attention.problem import Answer, Problem
 from headwise.shapes import Float, Int
+from headwise.statistics.further_sums import MeasuredRows
 from headwise.statistics.kernel_inputs import KernelInputs, kernel_inputs
 from headwise.statistics.registry import STATISTICS
 from headwise.statistics.tally import Tally
@@ -105,7 +106,9 @@ def _tally(
     inputs: KernelInputs,
     like: Tally,
 ) -> Tally:
-    """Return the sums of every statistic over the query rows of a call, from the numbers of each row and key."""
+    """Return the sums of every statistic over the query rows of a call, from the numbers of each row and key. Further
+    sums of the tally `like` are added to it.
+    """
     visible = values.pop("visible keys")
     values["evenness"] = values["entropy"] / visible.clamp(min=2.0).log()
     counted = visible > 0
@@ -119,8 +122,12 @@ def _tally(
     has_value = {**inputs.has_value, "evenness": visible > 1}
     in_mean = torch.stack([counted & has_value[name] if name in has_value else counted for name in names])
     # In float64, since thousands of rows in float32 would lose the digits in which heads differ.
-    sums = torch.stack([values[name] for name in names]).double().masked_fill_(~in_mean, 0.0).sum(-1)
+    of_rows = torch.stack([values[name] for name in names])
+    sums = of_rows.double().masked_fill(~in_mean, 0.0).sum(-1)
     tally = Tally(like.gram, like.first_token, names, torch.stack([sums, in_mean.sum(-1).double()]))
+    if like.further is not None:
+        batch, heads, queries = of_rows.shape[1:]
+        like.further.add(MeasuredRows(names, of_rows, in_mean, slice(0, batch), slice(0, heads), range(queries)), None)
     if "received" not in missing:
         tally.other_sums["received"] = received.double().mul_(RECEIVED_UNIT), seen_by.double()
     return tally

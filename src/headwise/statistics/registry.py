@@ -19,7 +19,8 @@ def _evenness(row_block: RowBlock) -> RowValues:
     logarithm of the number of keys that are visible to the row. With fewer than 2 visible keys, the divisor is the
     logarithm of 2.
     """
-    return row_block.entropy / row_block.visibility.visible_keys.clamp(min=2).log()
+    visible = row_block.visibility.visible_keys.clamp(min=2).to(row_block.entropy.dtype)
+    return row_block.entropy / visible.log()
 
 
 def _weight_at_lag(name: str, lag: int) -> MeanOfRows:

@@ -10,6 +10,7 @@ from torch import Tensor
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.shapes import Bool, Float, Int
+from headwise.statistics.further_sums import FurtherSums, MeasuredRows, Values
 from headwise.statistics.registry import STATISTICS
 from headwise.statistics.statistic import MeanOfRows, RowValues, Statistic, Sums
 
@@ -26,6 +27,8 @@ class Tally:
         row_sums: for each of these, the sum of its values and the number of rows.
         nonfinite_rows: number of query rows that count and whose attention weights or head output are NaN or infinite.
         other_sums: sums of each other statistic, by name.
+        measured: names of the statistics to compute; None for all.
+        further: sums of further statistics; None if there are none.
     """
 
     gram: Float[Tensor, "heads value_dim value_dim"] | None = None
@@ -34,19 +37,26 @@ class Tally:
     row_sums: Float[Tensor, "sum_and_count means batch heads"] | None = None
     nonfinite_rows: Int[Tensor, ""] | int = 0
     other_sums: dict[str, Sums] = field(default_factory=dict)
+    measured: frozenset[str] | None = None
+    further: FurtherSums | None = None
 
     def add(self, row_block: RowBlock) -> None:
         """Add the sums of every statistic over one row block (some query rows of the call) to this tally, in place."""
         if self.gram is not None:
             row_block = replace(row_block, gram=self.gram)
         grid, (sequences, heads) = row_block.grid, row_block.sequences_and_heads
-        measured = _measured(row_block)
-        names, sums = tuple(measured), _sums_of_means(measured, row_block.visibility)
+        left_out = self._left_out(row_block.call_context.left_out)
+        measured = _measured(row_block, left_out)
+        names, counted = tuple(measured), _counted_rows(row_block.visibility, tuple(measured))
+        values = torch.stack(list(measured.values()))
+        sums = _sums_of_means(values, counted)
         self.nonfinite_rows = self.nonfinite_rows + _nonfinite_rows(measured, row_block.visibility)
+        if self.further is not None:
+            self.further.add(MeasuredRows(names, values, counted, sequences, heads, row_block.rows), row_block)
         if self.row_sums is None:
             self.mean_names, self.row_sums = names, sums.new_zeros(*sums.shape[:2], grid.batch, grid.heads)
         self.row_sums[:, :, sequences, heads] += sums
-        for statistic in _other_statistics(row_block.call_context.left_out):
+        for statistic in _other_statistics(left_out):
             contribution = statistic.contribute(row_block)
             if contribution is None:
                 continue
@@ -63,6 +73,8 @@ class Tally:
         """
         if other.row_sums is None:
             return
+        if self.further is not None and other.further is not None:
+            self.further.merge(other.further)
         self.nonfinite_rows = self.nonfinite_rows + other.nonfinite_rows
         if self.row_sums is None:
             self.first_token, self.mean_names, self.row_sums = other.first_token, other.mean_names, other.row_sums
@@ -106,6 +118,10 @@ class Tally:
         """
         return {} if self.row_sums is None else dict(zip(self.mean_names, self.row_sums[1], strict=True))
 
+    def further_values(self) -> Values:
+        """Return the numbers of each sequence of the further statistics, by name."""
+        return {} if self.further is None else self.further.values()
+
     def has_value(self) -> dict[str, Bool[Tensor, "batch heads"]]:
         """Return, by the name of each statistic, True for the sequences and heads with at least one row to include. The
         values of the others in `means` are NaN because they are undefined.
@@ -115,6 +131,10 @@ class Tally:
             return {}
         has_rows = torch.stack(list(counts.values())).amax(0) > 0
         return {name: counts[name] > 0 if name in counts else has_rows for name in self.means()}
+
+    def _left_out(self, left_out: Collection[str]) -> Collection[str]:
+        """Return the names of the statistics that are not computed: those left out of a call, and unwanted ones."""
+        return left_out if self.measured is None else {*left_out, *(STATISTICS.keys() - self.measured)}
 
 
 def _other_statistics(left_out: Collection[str] = ()) -> Iterator[Statistic]:
@@ -137,27 +157,25 @@ def _of_same_keys(statistic: Statistic, *first_tokens_and_sums: tuple[int, Tenso
     ]
 
 
-def _measured(row_block: RowBlock) -> dict[str, RowValues]:
+def _measured(row_block: RowBlock, left_out: Collection[str]) -> dict[str, RowValues]:
     """Return the values of each query row in a row block, by the name of each statistic that is a mean over query rows
-    and has values there.
+    and has values there, except those in `left_out`.
     """
-    left_out = row_block.call_context.left_out
     means = [each for each in STATISTICS.values() if isinstance(each, MeanOfRows) and each.name not in left_out]
     measured = {each.name: each.measure(row_block) for each in means}
     return {name: values for name, values in measured.items() if values is not None}
 
 
 def _sums_of_means(
-    measured: Mapping[str, RowValues], visibility: TileVisibility
+    values: Float[Tensor, "means batch heads rows"], counted: Bool[Tensor, "means #batch #heads rows"]
 ) -> Float[Tensor, "sum_and_count means batch heads"]:
-    """Return a tensor `(2, means, batch, heads)` with the sum over the counted query rows of each statistic in
-    `measured`, which contains a value for each row, and the number of rows in this sum.
+    """Return a tensor `(2, means, batch, heads)` with the sum of each statistic over the query rows at which
+    `counted` is True, and the number of rows in this sum.
 
     All means are summed at once: a few operations for each would cost as much as the attention products. Sums are in
     float64, since thousands of rows in float32 would lose the digits in which heads differ.
     """
-    counted = _counted_rows(visibility, tuple(measured))
-    sums = torch.stack(list(measured.values())).double().masked_fill_(~counted, 0.0).sum(-1)
+    sums = values.double().masked_fill(~counted, 0.0).sum(-1)
     return torch.stack([sums, counted.sum(-1).double().expand_as(sums)])
 
 

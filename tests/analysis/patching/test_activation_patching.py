@@ -148,7 +148,8 @@ def test_it_is_a_table(tmp_path):
     found = activation_patching(causal(), CLEAN, CORRUPTED, **ASKED)
     found.save(tmp_path)
     assert Patching.load(tmp_path).heads == found.heads
-    assert list(found.table().columns)[-2:] == ["recovered", "difference"]
+    columns = ["recovered", "difference", "recovered_p", "recovered_q"]
+    assert list(found.table().columns)[-4:] == columns
     assert found.plot().images[0].get_array().shape == (2, 6)
 
 

@@ -224,7 +224,7 @@ def embedding_unembedding_product(trace: RunTrace, factors: StreamFactors) -> Fl
         NotLinearError: the model has no token embedding that is added to the stream, or no output embedding whose
             results are the logits.
     """
-    unembedding, product = _unembedding(trace, factors.shape), None
+    unembedding, product = unembedding_matrix(trace, factors.shape), None
     tokens = len(getattr(input_embeddings(trace.model), "weight", ()))
     if tokens != len(unembedding):
         raise NotLinearError(f"embeddings of {tokens} tokens, and logits of {len(unembedding)}")
@@ -250,7 +250,7 @@ def _embedding_rows(trace: RunTrace, factors: StreamFactors) -> Iterator[tuple[T
         yield rows * factors.of_embedding, tokens
 
 
-def _unembedding(trace: RunTrace, shape: torch.Size) -> Float[Tensor, "vocabulary width"]:
+def unembedding_matrix(trace: RunTrace, shape: torch.Size) -> Float[Tensor, "vocabulary width"]:
     """Return the output embedding times the linear part of the final norm, if there is one.
 
     Raises:

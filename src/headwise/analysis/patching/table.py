@@ -3,6 +3,7 @@
 from headwise.errors import InputError
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
+from headwise.runs.significance import zero_tests
 
 DIRECTIONS = ("denoise", "noise")
 
@@ -26,6 +27,18 @@ class Patching(HeadTable[HeadRow]):
         if statistic == "difference":
             return float(self.metadata["measured"]["clean" if is_noise else "corrupted"])
         return float(is_noise)
+
+    def tests(self) -> dict[str, list[float]]:
+        """Return the columns `recovered_p`, the p-value of each effect by Student's t-test over prompt pairs against a
+        head without effect, and `recovered_q`, the p-values adjusted for the number of rows (Benjamini and Hochberg
+        1995). They are NaN for one prompt pair.
+
+        Raises:
+            MissingExtra: scipy is not installed.
+        """
+        none = self.no_effect("recovered")
+        measured = [row.statistics["recovered"] for row in self.rows]
+        return zero_tests("recovered", [each._replace(value=each.value - none) for each in measured])
 
 
 class AttributionPatching(Patching):

@@ -38,6 +38,8 @@ class CallContext:
         first_keys: key of the first token of each sequence, `(batch, 1)`, or of each query row, `(batch, queries)`; -1
             where it is not among the keys. None for the first key that is not padding.
         left_out: names of the statistics that are not defined for this call.
+        query_positions: number of the token of each query in its sequence or document, from 0, without padding; at
+            padding, any number. None if unknown.
     """
 
     token_ids: Int[Tensor, "batch keys"] | None = None
@@ -47,6 +49,7 @@ class CallContext:
     positions: Grid | None = None
     first_keys: Int[Tensor, "batch #queries"] | None = None
     left_out: frozenset[str] = frozenset()
+    query_positions: Int[Tensor, "#batch queries"] | None = None
 
     @cached_property
     def is_repeat(self) -> Bool[Tensor, "batch keys"] | None:

@@ -1,0 +1,1 @@
+"""Statistics of each head against position, and its attention against distance."""

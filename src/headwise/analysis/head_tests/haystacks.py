@@ -1,0 +1,201 @@
+"""Needles in haystacks: sentences that are hidden in a long text, with questions about them."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from headwise.data.documents import read_documents
+from headwise.errors import InputError
+
+THINGS = ("password", "motto", "access code", "callsign", "code name", "secret phrase")
+PLACES = [
+    "Oslo",
+    "Lima",
+    "Cairo",
+    "Dublin",
+    "Prague",
+    "Havana",
+    "Nairobi",
+    "Vienna",
+    "Lisbon",
+    "Seoul",
+    "Denver",
+    "Quito",
+    "Athens",
+    "Manila",
+    "Geneva",
+    "Warsaw",
+    "Tunis",
+    "Bergen",
+    "Kyoto",
+    "Boston",
+]
+ANSWERS = [
+    "amber",
+    "falcon",
+    "river",
+    "candle",
+    "winter",
+    "marble",
+    "orange",
+    "violin",
+    "silver",
+    "copper",
+    "garden",
+    "rocket",
+    "lemon",
+    "castle",
+    "tiger",
+    "pepper",
+    "ocean",
+    "button",
+    "thunder",
+    "velvet",
+    "hammer",
+    "island",
+    "mirror",
+    "pencil",
+    "desert",
+    "kitten",
+    "ladder",
+    "basket",
+    "cotton",
+    "saddle",
+    "turtle",
+    "anchor",
+]
+"""Words of which needles are drawn."""
+
+WORDS = 5
+"""Number of words of an answer."""
+
+
+class Needle(NamedTuple):
+    """Sentence that is hidden in a text.
+
+    Attributes:
+        before: the sentence up to the answer.
+        answer: the answer, which the model must repeat.
+        after: the end of the sentence.
+        question: the question after the text, up to the answer.
+    """
+
+    before: str
+    answer: str
+    after: str
+    question: str
+
+
+class Haystack(NamedTuple):
+    """Text with a needle and a question.
+
+    Attributes:
+        text: the text, up to the answer.
+        answer: start and stop of the needle's answer in it, in characters.
+        needle: number of the needle.
+        length: number of tokens that the text was to have.
+        depth: share of the text that precedes the needle.
+        continuation: the answer after the question, with the blank before it.
+    """
+
+    text: str
+    answer: tuple[int, int]
+    needle: int
+    length: int
+    depth: float
+    continuation: str
+
+
+def draw_needles(count: int, seed: int) -> list[Needle]:
+    """Draw needles with different questions, such as "The motto of Oslo is amber falcon river candle winter"."""
+    draws = Random(seed)
+    subjects = [(thing, place) for thing in THINGS for place in PLACES]
+    if count > len(subjects):
+        raise InputError("needles", expected=f"at most {len(subjects)}", got=count)
+    needles = []
+    for thing, place in draws.sample(subjects, count):
+        start = f"The {thing} of {place} is"
+        question = f"Question: What is the {thing} of {place}?\nAnswer: {start}"
+        needles.append(Needle(f"{start} ", " ".join(draws.sample(ANSWERS, WORDS)), ".", question))
+    return needles
+
+
+def read_haystack(source: str | Path | None, column: str = "text") -> str:
+    """Return the text in which needles are hidden: the documents of a file or folder, or by default the help topics
+    that are part of Python (`pydoc_data.topics`).
+
+    Raises:
+        InputError: the file cannot be read, or has no text.
+    """
+    if source is None:
+        from pydoc_data.topics import topics
+
+        texts = [topics[name] for name in sorted(topics)]
+    else:
+        texts = [document.text for document in read_documents(source, column)]
+    text = "\n\n".join(each.strip() for each in texts if each.strip())
+    if not text:
+        raise InputError("haystack", expected="a text", got=f"none in {source}")
+    return text
+
+
+def haystacks(
+    tokenizer: Any, text: str, needles: Sequence[Needle], lengths: Sequence[int], depths: Sequence[float], seed: int
+) -> Iterator[Haystack]:
+    """Yield a text for each needle, length and depth. Each needle has a part of the long text of its own, which starts
+    at a random paragraph. The needle is put after the last paragraph or sentence that ends before its depth.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        text: a long text.
+        needles: the needles.
+        lengths: numbers of tokens of the texts with needle and question, about.
+        depths: shares of the text before the needle, from 0 to 1.
+        seed: seed of the parts of the text.
+
+    Raises:
+        InputError: the long text has too few tokens.
+    """
+    draws = Random(seed)
+    starts = [0, *(index + 2 for index in range(len(text) - 1) if text.startswith("\n\n", index))]
+    for number, needle in enumerate(needles):
+        hidden = f"{needle.before}{needle.answer}{needle.after}"
+        if needle.answer in text:
+            raise InputError("haystack", expected="a text without the answers of needles", got=repr(needle.answer))
+        overhead = len(tokenizer(f"{hidden}\n\n{needle.question} {needle.answer}", verbose=False)["input_ids"])
+        start = draws.choice(starts)
+        long = f"{text[start:]}\n\n{text[:start]}"
+        for length in lengths:
+            room = length - overhead
+            part = _first_tokens(tokenizer, long, room, length)
+            for depth in depths:
+                cut = _sentence_end(part, depth)
+                before, after = part[:cut].rstrip(), part[cut:].strip()
+                opening = f"{before}\n\n{needle.before}" if before else needle.before
+                whole = f"{opening}{needle.answer}{needle.after}\n\n{after}".rstrip()
+                answer = (len(opening), len(opening) + len(needle.answer))
+                prompt = f"{whole}\n\n{needle.question}"
+                yield Haystack(prompt, answer, number, length, depth, f" {needle.answer}")
+
+
+def _first_tokens(tokenizer: Any, text: str, tokens: int, length: int) -> str:
+    """Return the start of a text, up to a number of tokens."""
+    if tokens < 1:
+        raise InputError("lengths", expected="room for needle and question", got=length)
+    shown = text[: 40 * tokens + 100]
+    offsets = tokenizer(shown, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    if len(offsets) < tokens:
+        raise InputError("haystack", expected=f"a text of at least {tokens} tokens", got=len(offsets))
+    return shown[: offsets[tokens - 1][1]]
+
+
+def _sentence_end(text: str, depth: float) -> int:
+    """Return the place after the last sentence or paragraph of a text that ends at a depth or before; at a depth of 1
+    the end of the text, and the start if there is none.
+    """
+    if depth >= 1.0:
+        return len(text)
+    limit = round(depth * len(text))
+    ends = [text.rfind(mark, 0, limit) + len(mark) for mark in (". ", ".\n", "\n\n") if mark in text[:limit]]
+    return max(ends, default=0)

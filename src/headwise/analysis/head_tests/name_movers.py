@@ -1,0 +1,213 @@
+"""Name-mover test: heads that move a name to the end of a prompt, and heads that do the opposite."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.attribution import logit_parts
+from headwise.analysis.causality import require_causal_decoder
+from headwise.analysis.head_tests.name_copying import NameCopying, name_copying
+from headwise.analysis.head_tests.name_mover_table import NameMovers
+from headwise.analysis.head_tests.name_prompts import NAMES, ROLES, TEMPLATES, NamePrompt, name_prompts
+from headwise.analysis.head_tests.weight_reader import WeightReader
+from headwise.analysis.prompts import AnswerTokens
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.checks import require_module, whole_number
+from headwise.data.batches import call_model, device_of, evaluation_mode, with_cache_disabled
+from headwise.errors import InputError
+from headwise.intercept.install import intercepted
+from headwise.intercept.interceptor import SiteKey
+from headwise.runs.fingerprint import run_settings
+from headwise.runs.progress import progress_bar
+from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate
+from headwise.shapes import Float
+
+PROMPTS, COPIED = 96, 32
+"""Default numbers of prompts, and of those whose names are copied by the matrices of heads."""
+
+AT_ONCE = 32
+"""Largest number of prompts that the model reads at once."""
+
+
+def name_movers(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    prompts: int = PROMPTS,
+    copied: int = COPIED,
+    names: Collection[str] = NAMES,
+    templates: Collection[str] = TEMPLATES,
+    seed: int = 0,
+    progress: bool = False,
+    title: str | None = None,
+) -> NameMovers:
+    """Test for each head whether it moves the name of the indirect object to the end of a prompt (Wang et al. 2022).
+    `NameMovers` defines the columns and the tests.
+
+    The model reads prompts such as "When Mary and John walked home from the bakery, John handed a warm loaf to". A name
+    mover attends from the last token to the name that follows (Mary) more than to the other one, and raises its logit.
+    A negative name mover attends in the same way, and lowers the logit.
+
+        model, tokenizer = hw.load("smollm2", lm_head="causal")
+        movers = hw.name_movers(model, tokenizer)
+        movers.found()                      # the name movers, at a false discovery rate of 5 %
+        movers.table()                      # one row per head: attention, logit, copying, tests
+
+    The model runs in evaluation mode, without gradients: three times on each prompt, and a copy of it in float64 once
+    on each of `copied` prompts.
+
+    Args:
+        model: a causal decoder with a language-model head, of which `watch` sees the attention.
+        tokenizer: its tokenizer, a fast one.
+        prompts: number of prompts.
+        copied: number of these prompts whose names test the OV matrices of heads; 0 leaves out the copying scores.
+        names: first names to draw from; those that are not one token of the tokenizer are left out.
+        templates: beginnings of sentences with {A}, {B} and {C}, where {C} is one of the other two names.
+        seed: seed of the names.
+        progress: show a progress bar on standard error.
+        title: the model's name for display.
+
+    Raises:
+        InputError: the model is an encoder, or its heads do not write directly into the input of the final norm; fewer
+            than 8 names are one token each; or an argument has another form.
+        MissingExtra: rich is not installed and `progress` is set.
+    """
+    require_module(model)
+    drawn = name_prompts(tokenizer, prompts, seed, names, templates)
+    whole_number("copied", copied, least=0)
+    with evaluation_mode(model), torch.no_grad():
+        require_causal_decoder(model, [_batch(model, drawn[:1])])
+    found = _run(model, drawn, shown=progress)
+    found.reader.warn_of_unread(stacklevel=3)
+    copying, reason = name_copying(model, drawn[:copied]) if copied else ({}, "no prompts to copy names from")
+    measured = {
+        "sequences": len(drawn),
+        "templates": len(set(found.templates)),
+        "logit": MeanEstimate.of(found.logits.tolist(), found.templates)._asdict(),
+        "solved": float((found.logits > 0).double().mean()),
+        "no_copying": reason,
+    }
+    settings = run_settings(model, None, title, prompts=prompts, copied=copied, seed=seed)
+    return NameMovers(tuple(_rows(found, copying)), {**settings, "measured": measured})
+
+
+class _Found(NamedTuple):
+    """Measurements on prompts, in the same order.
+
+    Attributes:
+        reader: attention weights for the names.
+        effects: what each head adds to the difference of the logits.
+        logits: these differences.
+        templates: number of the template of each prompt.
+    """
+
+    reader: "_EndAttention"
+    effects: Float[Tensor, "prompts heads"]
+    logits: Float[Tensor, " prompts"]
+    templates: list[int]
+
+
+def _run(model: nn.Module, prompts: Sequence[NamePrompt], *, shown: bool) -> _Found:
+    """Run the model on prompts, and return the attention to names and the direct effects of heads."""
+    reader, effects, logits = _EndAttention(model), [], []
+    templates: list[int] = []
+    with progress_bar("prompts", len(prompts), "prompts", shown=shown) as advance:
+        for group in _groups(prompts):
+            batch = _batch(model, group)
+            reader.begin_prompts(torch.tensor([prompt.places for prompt in group]), batch["input_ids"].shape[1])
+            with evaluation_mode(model), torch.no_grad(), intercepted(model, reader):
+                call_model(model, batch)
+            answers, wrong = [prompt.answer for prompt in group], [prompt.wrong for prompt in group]
+            parts = logit_parts(model, batch, AnswerTokens.from_arguments(answers, wrong, -1))
+            effects.append(parts.heads.double().cpu())
+            logits.append(parts.logit.double().cpu())
+            templates += [prompt.template for prompt in group]
+            advance(len(group), False)
+    reader.require_attention()
+    return _Found(reader, torch.cat(effects), torch.cat(logits), templates)
+
+
+def _rows(found: _Found, copying: Mapping[str, NameCopying]) -> Iterator[HeadRow]:
+    """Yield the row of each head."""
+    columns = _columns(found)
+    for index, (record, labels) in enumerate(found.reader.head_labels()):
+        statistics = {name: values[index] for name, values in columns.items()}
+        statistics |= {"copying": NO_ESTIMATE, "negative_copying": NO_ESTIMATE}
+        module = copying.get(record.site.path)
+        if module is not None:
+            for name, of_heads in (("copying", module.highest), ("negative_copying", module.lowest)):
+                is_copied = of_heads[:, labels["head"]].double().tolist()
+                statistics[name] = MeanEstimate.of(is_copied, module.templates)
+        yield HeadRow(**labels, statistics=statistics)
+
+
+def _groups(prompts: Sequence[NamePrompt]) -> Iterator[list[NamePrompt]]:
+    """Yield prompts of one length, which a model reads together without padding."""
+    by_length: dict[int, list[NamePrompt]] = defaultdict(list)
+    for prompt in prompts:
+        by_length[len(prompt.ids)].append(prompt)
+    for _, group in sorted(by_length.items()):
+        yield from (group[start : start + AT_ONCE] for start in range(0, len(group), AT_ONCE))
+
+
+def _batch(model: nn.Module, prompts: Sequence[NamePrompt]) -> dict[str, Any]:
+    """Return the arguments of a model for prompts of one length."""
+    ids = torch.stack([prompt.ids for prompt in prompts]).to(device_of(model))
+    return with_cache_disabled(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+def _columns(found: _Found) -> dict[str, list[MeanEstimate]]:
+    """Return the columns of the table that are means over prompts, for each head in the order of the labels."""
+    weights = torch.cat([found.reader.weights_of(record.site) for record in found.reader.records], 1)
+    if weights.shape[:2] != found.effects.shape:
+        raise InputError("model", expected="attention in the same modules in each run", got="other modules")
+    if not bool(weights.isfinite().all()):
+        raise InputError("model", expected="finite attention weights", got="NaN or infinity")
+    indirect, subject = weights[..., 0], weights[..., 1:].sum(-1)
+    values = {
+        "attention_indirect": indirect,
+        "attention_subject": subject,
+        "preference": indirect - subject,
+        "logit": found.effects,
+    }
+    return {
+        name: [MeanEstimate.of(of_head, found.templates) for of_head in of_all.T.tolist()]
+        for name, of_all in values.items()
+    }
+
+
+class _EndAttention(WeightReader):
+    """Interceptor that reads the attention weights of the last token of prompts for the names in them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._places = torch.zeros(0, len(ROLES), dtype=torch.int64)
+        self._row = 0
+        self._weights: dict[SiteKey, list[Float[Tensor, "batch heads roles"]]] = defaultdict(list)
+        self._is_new: set[SiteKey] = set()
+
+    def begin_prompts(self, places: Tensor, length: int) -> None:
+        """Expect a run of the model over prompts of `length` tokens, with names at `places`, `(prompts, roles)`."""
+        self.begin(len(places), length)
+        self._places, self._row = places, length - 1
+        self._is_new.clear()
+
+    def read(self, site: SiteKey, block: RowBlock) -> None:
+        """Store the weights of the last row for the tokens of names."""
+        grid = block.grid
+        if site not in self._is_new:
+            self._is_new.add(site)
+            self._weights[site].append(torch.zeros(grid.batch, grid.heads, len(ROLES), dtype=torch.float64))
+        if self._row not in block.rows:
+            return
+        sequences, heads = block.sequences_and_heads
+        weights = block.weights[:, :, self._row - block.rows.start].double().cpu()
+        is_place = block.visibility.key_indices.cpu() == self._places[sequences, :, None]
+        self._weights[site][-1][sequences, heads] += torch.einsum("bhc,brc->bhr", weights, is_place.double())
+
+    def weights_of(self, site: SiteKey) -> Float[Tensor, "prompts heads roles"]:
+        """Return the weights at a site for all prompts, in the order in which they were read."""
+        return torch.cat(self._weights[site])

@@ -1,0 +1,248 @@
+"""Prompts with two names, one of which the model is to repeat (indirect object identification; Wang et al. 2022)."""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.analysis.head_tests.word_alignment import require_fast
+from headwise.checks import collection_of, whole_number
+from headwise.data.special_tokens import SpecialTokens
+from headwise.errors import InputError
+from headwise.shapes import Int
+
+NAMES = [
+    "Alice",
+    "Amy",
+    "Andrew",
+    "Anna",
+    "Anthony",
+    "Ben",
+    "Brian",
+    "Carl",
+    "Charles",
+    "Charlie",
+    "Chris",
+    "Christine",
+    "Claire",
+    "Daniel",
+    "David",
+    "Diana",
+    "Edward",
+    "Ella",
+    "Emily",
+    "Emma",
+    "Eric",
+    "Frank",
+    "George",
+    "Grace",
+    "Hannah",
+    "Harry",
+    "Helen",
+    "Henry",
+    "Jack",
+    "Jacob",
+    "James",
+    "Jane",
+    "Jason",
+    "Jennifer",
+    "Jessica",
+    "John",
+    "Joseph",
+    "Julia",
+    "Karen",
+    "Kate",
+    "Kevin",
+    "Laura",
+    "Lisa",
+    "Lucy",
+    "Maria",
+    "Mark",
+    "Martin",
+    "Mary",
+    "Matthew",
+    "Michael",
+    "Nancy",
+    "Nick",
+    "Oliver",
+    "Paul",
+    "Peter",
+    "Rachel",
+    "Rebecca",
+    "Richard",
+    "Robert",
+    "Rose",
+    "Ryan",
+    "Sam",
+    "Sarah",
+    "Simon",
+    "Sophie",
+    "Stephen",
+    "Steven",
+    "Susan",
+    "Thomas",
+    "Tom",
+    "Victoria",
+    "William",
+]
+"""English first names, of which those are used that are one token each."""
+
+TEMPLATES = (
+    "When {A} and {B} walked home from the bakery, {C} handed a warm loaf to",
+    "After {A} and {B} had dinner at the hotel, {C} gave the room key to",
+    "While {A} and {B} waited for the train, {C} offered a magazine to",
+    "Because {A} and {B} wanted to learn chess, {C} lent an old board to",
+    "Before {A} and {B} left the museum, {C} showed a small painting to",
+    "Last winter {A} and {B} shared a house, and {C} often wrote letters to",
+    "Yesterday {A} and {B} met in the library, where {C} returned a book to",
+    "At the market {A} and {B} bought apples, and then {C} passed the bag to",
+    "On Sunday {A} and {B} repaired the boat, so {C} brought some tools to",
+    "Once {A} and {B} had finished the exam, {C} sent a short message to",
+    "During the concert {A} and {B} sat together, and {C} whispered something to",
+    "The day {A} and {B} opened their shop, {C} sold the first ticket to",
+    "In the garden {A} and {B} planted roses, until {C} threw the shovel to",
+    "Although {A} and {B} disliked the plan, {C} explained every detail to",
+    "As soon as {A} and {B} reached the harbour, {C} pointed the ship out to",
+    "Long after {A} and {B} moved to the city, {C} still mailed postcards to",
+)
+"""Beginnings of sentences. {C} is one of {A} and {B}, and the other one of them follows."""
+
+FEWEST_NAMES = 8
+"""Least number of names."""
+
+ROLES = ("indirect", "subject", "subject_again")
+"""Places of a prompt: the name that follows, and the two occurrences of the other name."""
+
+
+class NamePrompt(NamedTuple):
+    """Tokens of a prompt, which the name of the indirect object continues.
+
+    Attributes:
+        ids: token ids.
+        places: positions of the indirect object's name and of both occurrences of the subject's name.
+        answer: token id of the indirect object's name.
+        wrong: token id of the subject's name.
+        template: number of the template.
+    """
+
+    ids: Int[Tensor, " tokens"]
+    places: tuple[int, int, int]
+    answer: int
+    wrong: int
+    template: int
+
+
+def name_prompts(
+    tokenizer: Any,
+    count: int,
+    seed: int,
+    names: Collection[str] = NAMES,
+    templates: Collection[str] = TEMPLATES,
+) -> list[NamePrompt]:
+    """Draw prompts from templates, each as often as the others. In half of them the indirect object's name comes first
+    (ABBA), in half the subject's (BABA).
+
+    Args:
+        tokenizer: a tokenizer that states the characters of each token.
+        count: number of prompts.
+        seed: seed of the names that are drawn.
+        names: first names; those that are not one token are left out.
+        templates: texts with {A}, {B} and {C} once each, in this order.
+
+    Raises:
+        InputError: the tokenizer does not state characters, fewer than 8 names are one token each, or a template has
+            another form.
+    """
+    whole_number("prompts", count, least=2)
+    whole_number("seed", seed, least=0)
+    require_fast(tokenizer)
+    texts = [_checked_template(text) for text in collection_of("templates", templates, of="texts")]
+    if len(texts) < 2:
+        raise InputError("templates", expected="at least 2 texts", got=len(texts))
+    candidates = list(dict.fromkeys(str(name) for name in collection_of("names", names, of="names")))
+    usable = [name for name in candidates if all(_fits(tokenizer, text, name) for text in texts)]
+    if len(usable) < FEWEST_NAMES:
+        raise InputError(
+            "tokenizer",
+            expected=f"at least {FEWEST_NAMES} names of one token each, the same at each place of a text",
+            got=f"{len(usable)} of {len(candidates)}",
+            remedy="pass other names",
+        )
+    return list(_drawn(tokenizer, count, Random(seed), usable, texts))
+
+
+def _drawn(
+    tokenizer: Any, count: int, draws: Random, names: Sequence[str], texts: Sequence[str]
+) -> Iterator[NamePrompt]:
+    """Yield prompts: template by template, with the indirect object first in every other round."""
+    for number in range(count):
+        template = number % len(texts)
+        indirect, subject = draws.sample(names, 2)
+        pair = (indirect, subject) if number // len(texts) % 2 == 0 else (subject, indirect)
+        ids, places = _tokens(tokenizer, texts[template], pair, subject)
+        found = dict(zip(pair, places, strict=False))
+        indices = found[indirect][0], found[subject][0], places[2][0]
+        yield NamePrompt(torch.tensor(ids), indices, ids[found[indirect][0]], ids[found[subject][0]], template)
+
+
+def _checked_template(text: Any) -> str:
+    """Return a template; raise `InputError` unless it has {A}, {B} and {C} once each, in this order, and no blank at
+    its end.
+    """
+    if not isinstance(text, str) or re.findall("{.*?}", text) != ["{A}", "{B}", "{C}"] or text != text.rstrip():
+        expected = "texts with {A}, {B} and {C} once each, in this order, that do not end with a blank"
+        raise InputError("templates", expected=expected, got=repr(text))
+    return text
+
+
+def _fits(tokenizer: Any, text: str, name: str) -> bool:
+    """Return True if a name is one token, the same one, at each place of a template and after it."""
+    if not name or "{" in name:
+        return False
+    ids, places = _tokens(tokenizer, f"{text} {name}", (name, name), name)
+    alone, _ = _tokens(tokenizer, text, (name, name), name)
+    if any(len(place) != 1 for place in places) or ids[:-1] != alone:
+        return False
+    return len({ids[-1], *(ids[place[0]] for place in places)}) == 1 and ids[-1] != tokenizer.unk_token_id
+
+
+def _tokens(
+    tokenizer: Any, template: str, pair: tuple[str, str], again: str
+) -> tuple[list[int], tuple[list[int], ...]]:
+    """Return the token ids of a prompt, after the tokens that the tokenizer puts before a text, and the positions of
+    the tokens of each of its three names.
+    """
+    text, spans = "", []
+    for part, name in zip(_parts(template), (*pair, again, ""), strict=True):
+        text += part
+        spans.append((len(text), len(text) + len(name)))
+        text += name
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    before = SpecialTokens.of(tokenizer).before
+    places = tuple(
+        [
+            len(before) + index
+            for index, (start, stop) in enumerate(encoded["offset_mapping"])
+            if start < span_stop and stop > span_start
+        ]
+        for span_start, span_stop in spans[:3]
+    )
+    outside = [
+        (len(text[start:stop].strip()) > span_stop - span_start)
+        for (span_start, span_stop), place in zip(spans, places, strict=False)
+        for start, stop in (encoded["offset_mapping"][index - len(before)] for index in place)
+    ]
+    if any(outside):  # a token that also contains other characters is no name
+        places = tuple([] for _ in places)
+    return [*before, *encoded["input_ids"]], places
+
+
+def _parts(template: str) -> list[str]:
+    """Return the texts before, between and after the fields of a template."""
+    first, rest = template.split("{A}")
+    second, rest = rest.split("{B}")
+    third, last = rest.split("{C}")
+    return [first, second, third, last]

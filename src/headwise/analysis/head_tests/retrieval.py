@@ -1,0 +1,313 @@
+"""Retrieval score: how often a head attends most to the token of a needle that the model repeats (Wu et al. 2024)."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.causality import require_causal_decoder
+from headwise.analysis.head_tests.haystacks import Haystack, Needle, draw_needles, haystacks, read_haystack
+from headwise.analysis.head_tests.repeated_answers import Answered, forced_answer, generated_answer
+from headwise.analysis.head_tests.weight_reader import WeightReader
+from headwise.analysis.head_tests.word_alignment import require_fast
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.checks import collection_of, probability, require_module, whole_number
+from headwise.data.batches import call_model, device_of, digest_of, evaluation_mode, with_cache_disabled
+from headwise.data.tokenization import max_input_tokens
+from headwise.errors import InputError
+from headwise.intercept.install import intercepted
+from headwise.intercept.interceptor import SiteKey
+from headwise.runs.fingerprint import run_settings
+from headwise.runs.head_table import HeadTable
+from headwise.runs.progress import progress_bar
+from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.runs.significance import false_discovery_rates, one_sided_p_values
+from headwise.shapes import Float, Int
+
+LENGTHS, DEPTHS, NEEDLES = (256, 512), (0.1, 0.5, 0.9), 12
+"""Defaults: numbers of tokens, shares of the text before the needle, and number of needles."""
+
+THRESHOLD = 0.1
+"""Score from which Wu et al. call a head a retrieval head."""
+
+RECALL = 0.5
+"""Share of the answer that the model must repeat for a text to count, as in Wu et al."""
+
+ROUNDING = 1e-12
+"""Standard error below which scores differ by rounding alone."""
+
+CHECKED = 24
+"""Number of tokens on which it is checked that a model is causal."""
+
+CONTINUATIONS = ("generated", "forced")
+
+
+class Retrieval(HeadTable[HeadRow]):
+    """Table of the retrieval score of each head (Wu et al. 2024, section 2), one row per head.
+
+    A text hides a needle, whose answer consists of the tokens at the places N. The model repeats it after a question.
+    At the step that produces token w, a head copies place j of N if j is the key with the largest attention weight of
+    the last token, and the token at j is w. The score of a head on a text is
+
+        score  number of places of N that the head copies in some step / number of places of N
+
+    and the column is its mean over texts. `score_256` is the mean over texts of 256 tokens, if there are several
+    lengths. Standard errors are clustered by needle; `n` counts needles.
+
+    With the continuation "generated", as in the paper, the model generates its answer, always taking the token with the
+    largest logit, and texts count if it repeats more than half of the answer's tokens. The paper measures this by
+    ROUGE-1 of words. With "forced", the model reads the answer after the question, token by token, and all texts count.
+
+    `tests()` has the p-value of a one-sided t-test over needles that the score is above 0.1, from which the paper calls
+    heads retrieval heads, and `score_q`, adjusted for the number of heads (Benjamini and Hochberg 1995). A score that
+    is the same for all n needles has no variance; above 0.1, its p-value is that of the sign test, 2^-n.
+    """
+
+    NAME = "retrieval"
+    ROW_TYPE = HeadRow
+    SAMPLES = "text"
+
+    def tests(self) -> dict[str, list[float]]:
+        """Return the p-value of each score, and its adjusted value.
+
+        Raises:
+            MissingExtra: scipy is not installed.
+        """
+        scores = [row.statistics["score"] for row in self.rows]
+        p = one_sided_p_values(scores, above=THRESHOLD)
+        p = [
+            0.5**score.n if score.sem < ROUNDING and score.value > THRESHOLD else each
+            for score, each in zip(scores, p, strict=True)
+        ]
+        return {"score_p": p, "score_q": false_discovery_rates(p)}
+
+
+def retrieval_score(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    haystack: str | Path | None = None,
+    lengths: Collection[int] = LENGTHS,
+    depths: Collection[float] = DEPTHS,
+    needles: int | Collection[Needle] = NEEDLES,
+    continuation: str = "generated",
+    recall: float = RECALL,
+    seed: int = 0,
+    progress: bool = False,
+    title: str | None = None,
+) -> Retrieval:
+    """Measure for each head how much of a needle in a haystack it copies (Wu et al. 2024). `Retrieval` defines the
+    score and its test.
+
+        model, tokenizer = hw.load("smollm2", lm_head="causal")
+        retrieval = hw.retrieval_score(model, tokenizer)
+        retrieval.plot(kind="ranking")
+
+    A needle is a sentence such as "The motto of Lima is velvet anchor candle tiger pepper." The question after the text
+    ends with "The motto of Lima is". The model runs in evaluation mode: once to generate an answer, and once over text
+    and answer, where the key with the largest weight is kept for each row that produces a token.
+
+    Args:
+        model: a causal decoder with a language-model head, of which `watch` sees the attention.
+        tokenizer: its tokenizer, a fast one.
+        haystack: file or folder with the text that hides needles; by default the help topics of Python.
+        lengths: numbers of tokens of text, needle, question and answer, about.
+        depths: shares of the text before the needle, from 0 to 1.
+        needles: number of needles, which are drawn, or your own `Needle` objects.
+        continuation: "generated" or "forced".
+        recall: share of the answer's tokens of which a generated answer must repeat more; 0 to count all texts in
+            which it repeats one.
+        seed: seed of needles and of the parts of the haystack.
+        progress: show a progress bar on standard error.
+        title: the model's name for display.
+
+    Raises:
+        InputError: the model is no causal decoder, or repeats no answer; a text is longer than its limit; or an
+            argument has another form.
+        MissingExtra: rich is not installed and `progress` is set.
+    """
+    require_module(model)
+    if continuation not in CONTINUATIONS:
+        raise InputError("continuation", expected=" or ".join(map(repr, CONTINUATIONS)), got=repr(continuation))
+    probability("recall", recall)
+    require_fast(tokenizer)
+    texts = _texts(tokenizer, haystack, lengths, depths, needles, seed)
+    with evaluation_mode(model), torch.no_grad():
+        require_causal_decoder(model, [_batch(model, forced_answer(tokenizer, texts[0]).ids[:CHECKED])])
+        reader = _TopKeys(model)
+        samples, recalls = _samples(model, tokenizer, reader, texts, continuation, recall, shown=progress)
+    reader.warn_of_unread(stacklevel=3)
+    sizes, shares = sorted({text.length for text in texts}), sorted({text.depth for text in texts})
+    options = {"lengths": sizes, "depths": shares, "continuation": continuation, "recall": recall, "seed": seed}
+    settings = run_settings(model, None, title, **options)
+    return Retrieval(tuple(_rows(reader, samples)), {**settings, "measured": _measured(texts, samples, recalls)})
+
+
+def _measured(texts: Sequence[Haystack], samples: Sequence["_Sample"], recalls: Sequence[float]) -> dict[str, Any]:
+    """Return the numbers of texts and needles, and the mean recall, for the metadata of a table."""
+    return {
+        "sequences": len(samples),
+        "texts": len(texts),
+        "needles": len({sample.text.needle for sample in samples}),
+        "recall": sum(recalls) / len(recalls),
+        "digest": digest_of([text.text for text in texts]),
+    }
+
+
+def _samples(
+    model: nn.Module,
+    tokenizer: Any,
+    reader: "_TopKeys",
+    texts: Sequence[Haystack],
+    continuation: str,
+    recall: float,
+    *,
+    shown: bool,
+) -> tuple[list["_Sample"], list[float]]:
+    """Return the scores of heads on the texts that count, and the recall of all texts.
+
+    Raises:
+        InputError: no text counts, or one is too long for the model.
+    """
+    limit = max_input_tokens(model, tokenizer)
+    samples, recalls = [], []
+    with progress_bar("texts", len(texts), "texts", shown=shown) as advance:
+        for text in texts:
+            answered = forced_answer(tokenizer, text)
+            if limit is not None and len(answered.ids) > limit:
+                raise InputError("lengths", expected=f"at most {limit} tokens, the model's limit", got=text.length)
+            if continuation == "generated":
+                answered = generated_answer(model, tokenizer, text, answered)
+            recalls.append(_recall(answered))
+            if continuation == "forced" or recalls[-1] > recall:
+                samples.append(_Sample(text, _score(model, reader, answered)))
+            advance(1, False)
+    if not samples:
+        raise InputError(
+            "model",
+            expected=f"one that repeats more than {recall:.0%} of the answer to some text",
+            got=f"{max(recalls):.0%} at most",
+            remedy='continuation="forced" makes it read the answers',
+        )
+    return samples, recalls
+
+
+class _Sample(NamedTuple):
+    """Scores of all heads on one text."""
+
+    text: Haystack
+    scores: Float[Tensor, " heads"]
+
+
+def _texts(
+    tokenizer: Any,
+    haystack: str | Path | None,
+    lengths: Collection[int],
+    depths: Collection[float],
+    needles: int | Collection[Needle],
+    seed: int,
+) -> Sequence[Haystack]:
+    """Return the texts with needles, after checking the arguments."""
+    sizes = sorted({whole_number("lengths", each, least=1) for each in collection_of("lengths", lengths, of="numbers")})
+    shares = sorted({_share(each) for each in collection_of("depths", depths, of="shares")})
+    if not sizes or not shares:
+        raise InputError("lengths" if not sizes else "depths", expected="at least one number", got="none")
+    whole_number("seed", seed, least=0)
+    if isinstance(needles, Collection):
+        own = list(needles)
+        if not own or not all(isinstance(needle, Needle) and needle.answer.strip() for needle in own):
+            raise InputError("needles", expected="a number, or Needle objects with an answer", got=repr(needles)[:80])
+    else:
+        own = draw_needles(whole_number("needles", needles, least=1), seed)
+    return list(haystacks(tokenizer, read_haystack(haystack), own, sizes, shares, seed))
+
+
+def _share(value: Any) -> float:
+    """Return a depth as a float; raise `InputError` unless it is from 0 to 1."""
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
+    if not 0.0 <= number <= 1.0:
+        raise InputError("depths", expected="numbers from 0 to 1", got=repr(value))
+    return number
+
+
+def _batch(model: nn.Module, ids: Int[Tensor, " tokens"]) -> dict[str, Any]:
+    """Return the arguments of a model for one sequence."""
+    rows = ids[None].to(device_of(model))
+    return with_cache_disabled(model, {"input_ids": rows, "attention_mask": torch.ones_like(rows)})
+
+
+def _recall(answered: Answered) -> float:
+    """Return the share of the needle's answer tokens that the continuation repeats, each as often as it occurs."""
+    expected = Counter(answered.ids[answered.needle].tolist())
+    found = expected & Counter(answered.ids[answered.first :].tolist())
+    return found.total() / expected.total()
+
+
+def _score(model: nn.Module, reader: "_TopKeys", answered: Answered) -> Float[Tensor, " heads"]:
+    """Return the score of each head on one text, in the order of the labels of heads."""
+    ids, rows = answered.ids, range(answered.first - 1, len(answered.ids) - 1)
+    reader.begin_rows(rows, len(ids))
+    with intercepted(model, reader):
+        output = call_model(model, _batch(model, ids))
+    answered.require_same_tokens(output)
+    reader.require_attention()
+    keys = torch.cat([reader.top_keys(record.site) for record in reader.records])
+    is_copied = torch.zeros(len(keys), len(answered.needle), dtype=torch.bool)
+    for index, place in enumerate(answered.needle.tolist()):
+        is_copied[:, index] = ((keys == place) & (ids[rows.start + 1 :] == ids[place])).any(1)
+    return is_copied.double().mean(1)
+
+
+def _rows(reader: "_TopKeys", samples: Sequence[_Sample]) -> list[HeadRow]:
+    """Return the rows of the table."""
+    scores = torch.stack([sample.scores for sample in samples])
+    lengths = sorted({sample.text.length for sample in samples})
+    selections = {"score": list(range(len(samples)))}
+    for length in lengths if len(lengths) > 1 else ():
+        selections[f"score_{length}"] = [i for i, sample in enumerate(samples) if sample.text.length == length]
+    rows = []
+    for index, (_, labels) in enumerate(reader.head_labels()):
+        of_head = scores[:, index].tolist()
+        statistics = {
+            name: MeanEstimate.of([of_head[i] for i in chosen], [samples[i].text.needle for i in chosen])
+            for name, chosen in selections.items()
+        }
+        rows.append(HeadRow(**labels, statistics=statistics))
+    return rows
+
+
+class _TopKeys(WeightReader):
+    """Interceptor that finds the key with the largest attention weight in some query rows of one sequence. Weights of
+    other rows are not computed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._rows, self._keys = range(0), dict[SiteKey, Int[Tensor, "heads rows"]]()
+
+    def begin_rows(self, rows: range, length: int) -> None:
+        """Expect a run of the model over one sequence of `length` tokens, of which `rows` are read."""
+        self.begin(1, length)
+        self._rows, self._keys = rows, {}
+
+    def read(self, site: SiteKey, block: RowBlock) -> None:
+        """Store the key with the largest power of each row: a row's weights are its powers, divided by one number."""
+        if site not in self._keys:
+            self._keys[site] = torch.full((block.grid.heads, len(self._rows)), -1)
+        start, stop = max(block.rows.start, self._rows.start), min(block.rows.stop, self._rows.stop)
+        if start >= stop:
+            return
+        powers = block.tile.by_head(block.powers)[0, :, start - block.rows.start : stop - block.rows.start]
+        if not bool(powers.isfinite().all()):
+            raise InputError("model", expected="finite attention weights", got=f"NaN or infinity in {site.label}")
+        keys = block.visibility.key_indices[powers.argmax(-1)].cpu()
+        self._keys[site][block.tile.heads, start - self._rows.start : stop - self._rows.start] = keys
+
+    def top_keys(self, site: SiteKey) -> Int[Tensor, "heads rows"]:
+        """Return the key with the largest weight of each row that was read."""
+        if site not in self._keys:
+            raise InputError("model", expected="attention in the same modules in each run", got=f"none in {site.label}")
+        return self._keys[site]

@@ -1,0 +1,224 @@
+"""Sink rate: how often a head attends to the first token of a sequence more than a threshold (Gu et al. 2024)."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.head_pass import require_finite_heads
+from headwise.checks import collection_of, finite_number, require_module, whole_number
+from headwise.data.batches import (
+    call_model,
+    count_sequences_and_tokens,
+    device_of,
+    digest_of,
+    documents_of,
+    evaluation_mode,
+    iterate_batches,
+    to_device,
+)
+from headwise.data.texts import Texts
+from headwise.data.tokenization import text_model
+from headwise.errors import InputError
+from headwise.intercept.interceptor import SiteKey
+from headwise.intercept.sites import SiteRecord, SiteRegistry
+from headwise.intercept.watch import watch
+from headwise.runs.data_pass import prepare_texts
+from headwise.runs.fingerprint import run_settings
+from headwise.runs.head_table import HeadTable
+from headwise.runs.progress import progress_bar
+from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.shapes import Float, Int
+from headwise.statistics.tally import Tally
+
+EPSILON = 0.3
+"""Threshold of Gu et al."""
+
+ROUNDING = 1e-4
+"""Largest relative difference between two ways to compute the attention on the first token, in float32."""
+
+
+class SinkRate(HeadTable[HeadRow]):
+    """Table of the sink rate of each head (Gu et al. 2024, equation 7 and the metric `Sink_k`), one row per head.
+
+    The importance of token k of a sequence for a head is the mean weight on it over the queries that may attend to it:
+
+        alpha_k = sum over i >= k of A[i, k] / (T - k)        in a causal model with T tokens, counted from 0
+
+    Each position k has two columns, which are means over sequences:
+
+        sink_k       share of sequences with alpha_k > epsilon
+        attention_k  mean of alpha_k
+
+    Standard errors are clustered by document. In a sequence of more than one token, `attention_0` is the mean of the
+    statistic `first` of `hw.watch`, if all later tokens may attend to the first one. Under a sliding window, `first`
+    also counts the queries that may not, with a weight of 0. In an encoder, alpha_k is a mean over all queries.
+
+    The rate of the whole model, the mean of sink_k over its heads, is `metadata["measured"]["model"]`, with its
+    standard error. Sequences of k tokens or fewer have no value at position k.
+    """
+
+    NAME = "sinks"
+    ROW_TYPE = HeadRow
+
+
+def sink_rate(
+    model: nn.Module,
+    dataset: Texts | Iterable[Any],
+    *,
+    epsilon: float = EPSILON,
+    positions: Collection[int] = (0,),
+    progress: bool = False,
+    title: str | None = None,
+) -> SinkRate:
+    """Measure for each head in which share of sequences its mean attention on the first token exceeds a threshold (Gu
+    et al. 2024). `SinkRate` has the definition.
+
+    Gu et al. use 100 sequences of 64 tokens. The rate depends on the length, so compare rates of the same length:
+
+        texts = hw.Texts("corpus.jsonl", tokenizer, documents="cut", context=64)
+        sinks = hw.sink_rate(model, texts)
+        sinks.table()                               # one row per head: sink_0, attention_0
+        sinks.metadata["measured"]["model"]         # the rate of the model
+
+    Args:
+        model: any module that `watch` can observe. For texts, an encoder-decoder is reduced to its encoder.
+        dataset: `Texts`, or batches of the model's arguments, as for `hw.profile`. Each sequence must be one document:
+            packed documents, which attend separately, are refused.
+        epsilon: threshold of the mean attention.
+        positions: numbers of the tokens, from 0, without padding.
+        progress: show a progress bar on standard error.
+        title: the model's name for display.
+
+    Raises:
+        InputError: the data is unusable, no attention can be observed, or the first token of sequences is not the one
+            that `hw.watch` finds.
+        MissingExtra: a package that `progress` or the data needs is not installed.
+    """
+    require_module(model)
+    places = _places(positions)
+    epsilon = finite_number("epsilon", epsilon)
+    if isinstance(dataset, Texts):
+        model = text_model(model)
+        dataset = prepare_texts(dataset, model, None, shown=progress)
+    registry, digest, sequences = SiteRegistry(model), "", 0
+    values: dict[SiteKey, list[Float[Tensor, "sequences heads positions"]]] = {}
+    device = device_of(model)
+    total = len(dataset.sequences) if isinstance(dataset, Texts) else None
+    with evaluation_mode(model), torch.no_grad(), progress_bar("data", total, "sequences", shown=progress) as advance:
+        for batch in iterate_batches(dataset):
+            with watch(model) as heads:
+                call_model(model, to_device(batch, device))
+            require_finite_heads(heads, model, batch)
+            heads.require_attention()
+            count = count_sequences_and_tokens(batch)[0]
+            for record in heads.records:
+                values.setdefault(record.site, []).append(_importance(record, count, places))
+            registry.merge(heads.records)
+            digest = digest_of([digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
+            sequences += count
+            advance(count, False)
+    if not sequences:
+        raise InputError("dataset", expected="at least one batch", got="none")
+    return _table(model, registry, values, documents_of(dataset), epsilon, places, sequences, digest, title)
+
+
+def _places(positions: Any) -> list[int]:
+    """Return the numbers of tokens; raise `InputError` for other values, none, or the same ones."""
+    places = [whole_number("positions", k, least=0) for k in collection_of("positions", positions, of="numbers")]
+    if not places or len(set(places)) < len(places):
+        raise InputError("positions", expected="at least one number, each once", got=places)
+    return places
+
+
+def _table(
+    model: nn.Module,
+    registry: SiteRegistry,
+    values: dict[SiteKey, list[Float[Tensor, "sequences heads positions"]]],
+    documents: list[int] | None,
+    epsilon: float,
+    places: list[int],
+    sequences: int,
+    digest: str,
+    title: str | None,
+) -> SinkRate:
+    """Return the table from the importance of tokens in each sequence."""
+    importance = {site: torch.cat(parts) for site, parts in values.items()}
+    if missing := [site.label for site, each in importance.items() if len(each) != sequences]:
+        raise InputError("model", expected="the same attention modules in each batch", got=f"some without {missing[0]}")
+    rows = []
+    for record, labels in registry.head_labels():
+        of_head = importance[record.site][:, labels["head"]]
+        is_sink = (of_head > epsilon).double().masked_fill(of_head.isnan(), torch.nan)
+        statistics = {
+            f"{name}_{place}": MeanEstimate.of(each[:, index].tolist(), documents)
+            for index, place in enumerate(places)
+            for name, each in (("sink", is_sink), ("attention", of_head))
+        }
+        rows.append(HeadRow(**labels, statistics=statistics))
+    all_heads = torch.cat([importance[record.site] for record in registry.records], 1)
+    shares = (all_heads > epsilon).double().masked_fill(all_heads.isnan(), torch.nan).mean(1)
+    of_model = {
+        f"sink_{place}": MeanEstimate.of(shares[:, index].tolist(), documents)._asdict()
+        for index, place in enumerate(places)
+    }
+    measured = {"sequences": sequences, "digest": digest, "model": of_model}
+    settings = run_settings(model, None, title, epsilon=epsilon, positions=places)
+    return SinkRate(tuple(rows), {**settings, "measured": measured})
+
+
+def _importance(record: SiteRecord, sequences: int, places: list[int]) -> Float[Tensor, "sequences heads positions"]:
+    """Return the importance of some tokens of each sequence in one run of the model, in float64; NaN where a sequence
+    has no such token.
+
+    Raises:
+        InputError: the module did not attend once over all sequences, or its first token is another one.
+    """
+    path, tallies = record.site.label, record.latest_tallies()
+    if record.site.cross:
+        raise InputError("model", expected="self-attention", got=f"cross-attention in {path}")
+    if len(tallies) != 1 or "received" not in tallies[0].other_sums or "first" not in tallies[0].means():
+        got = f"{path}, which attends several times, or whose positions are unknown"
+        raise InputError("model", expected="modules that attend once to all tokens of a sequence", got=got)
+    received, seen_by = (part.double().cpu() for part in tallies[0].other_sums["received"])
+    if len(received) != sequences:
+        got = f"{len(received)} in {path}"
+        raise InputError("model", expected=f"attention over {sequences} sequences", got=got)
+    keys = _keys_of_tokens(seen_by, max(places) + 1)
+    _require_first(tallies[0], received, keys[:, 0], path)
+    index = keys[:, None, places].clamp(min=0).expand(-1, received.shape[1], -1)
+    importance = received.gather(2, index) / seen_by.gather(2, index)
+    return importance.masked_fill((keys[:, places] < 0)[:, None], torch.nan)
+
+
+def _keys_of_tokens(seen_by: Float[Tensor, "sequences heads keys"], tokens: int) -> Int[Tensor, "sequences tokens"]:
+    """Return the keys of the first tokens of each sequence, those that are not padding: keys to which a query may
+    attend; -1 where a sequence has fewer.
+    """
+    is_token = (seen_by > 0).any(1)
+    number = is_token.cumsum(1) - 1
+    keys = torch.full((len(seen_by), tokens), -1, dtype=torch.int64)
+    for token in range(tokens):
+        is_place = is_token & (number == token)
+        keys[:, token] = torch.where(is_place.any(1), is_place.int().argmax(1), -1)
+    return keys
+
+
+def _require_first(
+    tally: Tally, received: Float[Tensor, "sequences heads keys"], first: Int[Tensor, " sequences"], path: str
+) -> None:
+    """Raise `InputError` unless the first token that `watch` finds in each sequence is the key `first`: the sums of the
+    attention weights on both are the same.
+    """
+    sums = (tally.means()["first"] * tally.counts()["first"]).double().cpu()
+    own = received.gather(2, first.clamp(min=0)[:, None, None].expand(-1, received.shape[1], 1))[..., 0]
+    is_known = (first >= 0)[:, None] & ~sums.isnan()
+    limit = ROUNDING * (1 + tally.counts()["first"].double().cpu())
+    if bool(((sums - own).abs() > limit)[is_known.expand_as(sums)].any()):
+        raise InputError(
+            "dataset",
+            expected="sequences of one document each",
+            got=f"several first tokens in {path}",
+            remedy="pass the documents as sequences of their own",
+        )

@@ -1,0 +1,62 @@
+"""The command `headwise dependencies`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headwise.analysis.head_tests.dependencies import FEWEST, dependency_accuracy
+from headwise.cli.head_tests import model_and_tokenizer, require_new_table
+from headwise.cli.options import Force, ModelFlags, TableFolder, Top
+from headwise.cli.output import OutputFlags
+from headwise.cli.quantities import path
+from headwise.show.head_tests import print_dependencies
+from headwise.show.records import table_records
+
+EXAMPLES = """
+headwise dependencies --treebank en_ewt-ud-test.conllu --out minilm-dependencies
+headwise dependencies --model smollm2 --treebank treebank --limit 300 --start-token 1
+headwise dependencies --treebank en_ewt-ud-test.conllu --subtypes --json > dependencies.json
+"""
+
+
+def dependencies(
+    *,
+    treebank: Annotated[
+        Path, typer.Option(parser=path, metavar="PATH", help="File in CoNLL-U format, or folder with such files.")
+    ],
+    model: ModelFlags,
+    limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="Use only this many sentences.")] = None,
+    fewest: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Leave out relations with fewer pairs in a half.")
+    ] = FEWEST,
+    subtypes: Annotated[bool, typer.Option("--subtypes", help="Keep subtypes of relations.")] = False,
+    start_token: Annotated[
+        int | None, typer.Option(min=0, metavar="ID", help="Token to put before each sentence.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the division into halves.")] = 0,
+    out: TableFolder = None,
+    top: Top = 20,
+    force: Force = False,
+    output: OutputFlags,
+) -> None:
+    """Measure how often the word that a head attends to most is the governor or the dependent of a word. Compares each
+    head with the best fixed offset, and prints the heads with the largest gain.
+    """
+    require_new_table(out, "dependencies", force=force)
+    loaded, tokenizer, title = model_and_tokenizer(model)
+    table = dependency_accuracy(
+        loaded,
+        tokenizer,
+        treebank,
+        limit=limit,
+        fewest=fewest,
+        subtypes=subtypes,
+        start_token=start_token,
+        seed=seed,
+        progress=not output.quiet,
+        title=title,
+    )
+    if out is not None:
+        table.save(out, force=force)
+    output.show(lambda: table_records(table), lambda console: print_dependencies(table, console, top), written=out)

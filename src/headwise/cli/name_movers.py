@@ -1,0 +1,45 @@
+"""The command `headwise name-movers`."""
+
+from typing import Annotated
+
+import typer
+
+from headwise.analysis.head_tests.name_movers import COPIED, PROMPTS
+from headwise.analysis.head_tests.name_movers import name_movers as measure
+from headwise.cli.head_tests import decoder_and_tokenizer, require_new_table
+from headwise.cli.options import Force, ModelFlags, TableFolder, Top
+from headwise.cli.output import OutputFlags
+from headwise.show.head_tests import print_name_movers
+from headwise.show.records import table_records
+
+EXAMPLES = """
+headwise name-movers --model smollm2 --out smollm2-name-movers
+headwise name-movers --model smollm2 --prompts 320 --copied 0
+headwise name-movers --model smollm2 --seed 1 --json > name-movers.json
+"""
+
+
+def name_movers(
+    *,
+    model: ModelFlags,
+    prompts: Annotated[int, typer.Option(min=2, metavar="N", help="Number of prompts.")] = PROMPTS,
+    copied: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Number of prompts whose names test the weights of heads.")
+    ] = COPIED,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the names.")] = 0,
+    out: TableFolder = None,
+    top: Top = 20,
+    force: Force = False,
+    output: OutputFlags,
+) -> None:
+    """Find heads that move a name to the end of a prompt, and heads that do the opposite, on prompts with two names.
+    Prints the heads with the largest effects on the logits, and those that pass the tests.
+    """
+    require_new_table(out, "name_movers", force=force)
+    loaded, tokenizer, title = decoder_and_tokenizer(model)
+    table = measure(
+        loaded, tokenizer, prompts=prompts, copied=copied, seed=seed, progress=not output.quiet, title=title
+    )
+    if out is not None:
+        table.save(out, force=force)
+    output.show(lambda: table_records(table), lambda console: print_name_movers(table, console, top), written=out)

@@ -1,0 +1,63 @@
+"""The command `headwise retrieval`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headwise.analysis.head_tests.retrieval import CONTINUATIONS, DEPTHS, LENGTHS, NEEDLES, retrieval_score
+from headwise.cli.head_tests import decoder_and_tokenizer, require_new_table
+from headwise.cli.options import Force, ModelFlags, TableFolder, Top
+from headwise.cli.output import OutputFlags
+from headwise.cli.quantities import choice, numbers, path
+from headwise.show.head_tests import print_retrieval
+from headwise.show.records import table_records
+
+EXAMPLES = """
+headwise retrieval --model smollm2 --out smollm2-retrieval
+headwise retrieval --model smollm2 --haystack book.txt --lengths 512,1024 --needles 20
+headwise retrieval --model smollm2 --continuation forced --json > retrieval.json
+"""
+
+
+def retrieval(
+    *,
+    model: ModelFlags,
+    haystack: Annotated[
+        Path | None,
+        typer.Option(parser=path, metavar="PATH", help="Text that hides needles. Default: the help topics of Python."),
+    ] = None,
+    lengths: Annotated[str, typer.Option(metavar="N,N", help="Numbers of tokens of the texts, about.")] = ",".join(
+        map(str, LENGTHS)
+    ),
+    needles: Annotated[int, typer.Option(min=1, metavar="N", help="Number of needles.")] = NEEDLES,
+    continuation: Annotated[
+        str,
+        typer.Option(help="Whether the model generates its answers, or reads the right ones.", **choice(CONTINUATIONS)),
+    ] = "generated",
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of needles and texts.")] = 0,
+    out: TableFolder = None,
+    top: Top = 20,
+    force: Force = False,
+    output: OutputFlags,
+) -> None:
+    """Measure how often each head attends most to the token that the model repeats from a sentence in a long text.
+    Prints the heads with the largest retrieval scores, and tests which scores are above 0.1.
+    """
+    require_new_table(out, "retrieval", force=force)
+    loaded, tokenizer, title = decoder_and_tokenizer(model)
+    table = retrieval_score(
+        loaded,
+        tokenizer,
+        haystack=haystack,
+        lengths=numbers(lengths),
+        depths=DEPTHS,
+        needles=needles,
+        continuation=continuation,
+        seed=seed,
+        progress=not output.quiet,
+        title=title,
+    )
+    if out is not None:
+        table.save(out, force=force)
+    output.show(lambda: table_records(table), lambda console: print_retrieval(table, console, top), written=out)

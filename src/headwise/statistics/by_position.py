@@ -1,0 +1,126 @@
+"""Statistics of query rows against the position of the query in its sequence: means in bins, and a slope."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.attention.masks.grid import Grid
+from headwise.shapes import Float, Int
+from headwise.statistics.further_sums import MeasuredRows, Values
+from headwise.statistics.registry import STATISTICS
+from headwise.statistics.statistic import MeanOfRows
+
+BY_POSITION, SLOPE = " by position", " slope"
+"""Suffixes of the names of a statistic's means in bins of positions, and of its slope."""
+
+ROW_STATISTICS = tuple(name for name, statistic in STATISTICS.items() if isinstance(statistic, MeanOfRows))
+"""Names of the statistics that have a value in each query row."""
+
+POSITIONS_UNKNOWN = (
+    "positions of queries in their sequences could not be established, so these modules have no curves "
+    "(see docs/positions.md)"
+)
+"""Reason for modules whose statistics are not known by position."""
+
+SMALLEST_SPREAD = 1e-9
+"""Least variance of the logarithm of the position, relative to its mean square, from which there is a slope."""
+
+
+@dataclass(frozen=True)
+class PositionStatistics:
+    """Means of each statistic in bins of query positions, and its slope on the logarithm of the position.
+
+    Attributes:
+        edges: first position of each bin, in ascending order, and the position after the last bin.
+    """
+
+    edges: tuple[int, ...]
+    measured: frozenset[str] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the means in bins and of the slopes of all statistics."""
+        return tuple(name + suffix for name in ROW_STATISTICS for suffix in (BY_POSITION, SLOPE))
+
+    def start(self, grid: Grid, context: CallContext) -> "PositionSums | str":
+        """Return empty sums for an attention call, or the reason that positions of its queries are unknown."""
+        if context.query_positions is None:
+            return POSITIONS_UNKNOWN
+        return PositionSums(context.query_positions.expand(grid.batch, -1), self.edges, grid.heads)
+
+
+@dataclass
+class PositionSums:
+    """Sums over query rows by the position of the query: in each bin, and of the products that a straight line of the
+    values against the logarithm of the position needs.
+
+    Attributes:
+        positions: position of each query in its sequence, from 0.
+        edges: first position of each bin, and the position after the last bin.
+        heads: number of heads.
+        names: names of the statistics that have values.
+        sums: sums of the values, and numbers of rows. The last axis has the bins, and then the sum over all rows of
+            each number times 1, x and x^2, where x is the logarithm of the position counted from 1.
+    """
+
+    positions: Int[Tensor, "batch queries"]
+    edges: Sequence[int]
+    heads: int
+    names: tuple[str, ...] = ()
+    sums: Float[Tensor, "sum_and_count means batch heads bins"] | None = field(default=None, repr=False)
+    needs_weights = False
+
+    def add(self, measured: MeasuredRows, row_block: RowBlock | None = None) -> None:
+        """Add the values of some query rows to the sums of their bins, in place."""
+        rows = slice(measured.rows.start, measured.rows.stop)
+        features = self._features(self.positions[measured.sequences, rows])
+        values = measured.values.double().masked_fill(~measured.counted, 0.0)
+        sums = torch.einsum("mbhr,brk->mbhk", values, features)
+        counted = measured.counted.double().expand(-1, len(features), -1, -1)
+        counts = torch.einsum("mbhr,brk->mbhk", counted, features).expand_as(sums)
+        if self.sums is None:
+            self.names, shape = measured.names, (2, len(measured.names), len(self.positions), self.heads)
+            self.sums = sums.new_zeros(*shape, sums.shape[-1])
+        self.sums[:, :, measured.sequences, measured.heads] += torch.stack([sums, counts])
+
+    def merge(self, other: "PositionSums") -> None:
+        """Add the sums of other query rows of the same sequences, in place."""
+        if other.sums is None:
+            return
+        if self.sums is None:
+            self.names, self.sums = other.names, other.sums
+            return
+        names = tuple(name for name in self.names if name in other.names)
+        own, further = (
+            sums[:, [of_sums.index(name) for name in names]]
+            for sums, of_sums in ((self.sums, self.names), (other.sums, other.names))
+        )
+        self.names, self.sums = names, own + further
+
+    def values(self) -> Values:
+        """Return, for each sequence, the mean of each statistic in each bin, `heads * bins` numbers with the bins of
+        one head next to each other; and the slope of its values on the logarithm of the position by least squares.
+        """
+        if self.sums is None:
+            return {}
+        found: Values = {}
+        bins = len(self.edges) - 1
+        for name, sums, counts in zip(self.names, *self.sums.unbind(0), strict=True):
+            means = (sums[..., :bins] / counts[..., :bins]).flatten(1)
+            found[name + BY_POSITION] = means, counts[..., :bins].flatten(1) > 0
+            (y, xy, _), (n, x, xx) = (part[..., bins:].unbind(-1) for part in (sums, counts))
+            spread = xx - x * x / n.clamp(min=1.0)
+            found[name + SLOPE] = (xy - x * y / n) / spread, spread > SMALLEST_SPREAD * xx
+        return found
+
+    def _features(self, positions: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch rows bins"]:
+        """Return factors of each row in each sum: 1 in its bin, and 1, x and x^2."""
+        edges = torch.tensor(self.edges, device=positions.device)
+        bins = torch.searchsorted(edges, positions.contiguous(), right=True) - 1
+        in_bin = bins[..., None] == torch.arange(len(self.edges) - 1, device=positions.device)
+        x = positions.clamp(min=0).add(1).double().log()
+        return torch.cat([in_bin.double(), torch.stack([torch.ones_like(x), x, x * x], -1)], -1)

@@ -1,0 +1,192 @@
+"""Attention by distance, compared with whole matrices of each sequence alone."""
+
+import pytest
+import torch
+from eager_rows import attention, mean_and_error, models, padded, sequences
+
+import headwise as hw
+import tiny
+
+pytestmark = pytest.mark.usefixtures("as_user")
+
+LENGTHS = (13, 7, 1, 19, 2)
+QUANTILES = (0.3, 0.5, 0.9)
+
+
+def shares(weights, first):
+    """Return the share of the attention of one head within each distance, where `first` keys count at any distance."""
+    n = len(weights)
+    distance = (torch.arange(n)[:, None] - torch.arange(n)).abs()
+    is_first = torch.arange(n)[None] < first
+    distance = torch.where(is_first, 0, distance).flatten()
+    sums = torch.bincount(distance, weights.flatten(), minlength=n)
+    return (sums.cumsum(0) / weights.sum()).tolist()
+
+
+def expected(model, rows, first, documents=None):
+    """Return, by (layer, head), the estimates of each distance, and of the share within distances."""
+    layers, found = [attention(model, ids) for ids in rows], {}
+    for layer in range(len(layers[0])):
+        for head in range(layers[0][layer][0].shape[0]):
+            for suffix, number in (("", 0), ("_with_first", first)):
+                of_rows = [shares(of[layer][0][head], number) for of in layers]
+                for quantile in QUANTILES:
+                    distances = [next(d for d, share in enumerate(each) if share >= quantile) for each in of_rows]
+                    name = f"distance_{100 * quantile:g}{suffix}"
+                    found[layer, head, name] = mean_and_error([float(d) for d in distances], documents)
+                for distance in (0, 1, 2, 4, 8, 16, 32):
+                    within = [each[min(distance, len(each) - 1)] for each in of_rows]
+                    found[layer, head, f"within{suffix}", distance] = mean_and_error(within, documents)
+    return found
+
+
+def compare(distances, wanted):
+    """Compare tables with the estimates of `expected`: all numbers, and no others."""
+    seen = 0
+    for row in distances.rows:
+        for name, estimate in row.statistics.items():
+            assert estimate == pytest.approx(wanted[row.layer, row.head, name], abs=1e-10, nan_ok=True), name
+            seen += 1
+    for row in distances.curve.rows:
+        for name, estimate in row.statistics.items():
+            key = (row.layer, row.head, name, row.distance)
+            assert estimate == pytest.approx(wanted[key], abs=1e-10, nan_ok=True), name
+            seen += 1
+    assert seen == 2 * 6 * (len(QUANTILES) * 2 + 2 * len({row.distance for row in distances.curve.rows}))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_distances_equal_those_of_whole_matrices(name, side):
+    model, eager = models(name)
+    rows = sequences(*LENGTHS)
+    batches = [padded(rows[:3], side), padded(rows[3:], side)]
+    compare(hw.attention_distances(model, batches, quantiles=QUANTILES, first=2), expected(eager, rows, 2))
+
+
+def test_sequences_of_one_document_are_a_cluster():
+    model, eager = models("llama")
+    texts = hw.Texts(tiny.texts(20, 9, 5), tiny.tokenizer("decoder"), context=8, documents="cut", batch=2)
+    rows = [ids.long() for batch in texts for ids in batch["input_ids"]]
+    wanted = expected(eager, rows, 4, texts.document_numbers())
+    compare(hw.attention_distances(model, texts, quantiles=QUANTILES), wanted)
+
+
+def test_first_tokens_are_those_of_packed_documents():
+    model, eager = models("llama")
+    rows = sequences(6, 9)
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    packed = {"input_ids": torch.cat(rows)[None], "position_ids": positions, "use_cache": False}
+    distances = hw.attention_distances(model, [packed], first=2)
+    layers = [attention(eager, ids) for ids in rows]
+    for row in distances.curve.rows:
+        for name, first in (("within", 0), ("within_with_first", 2)):
+            of_rows = [shares(of[row.layer][0][row.head], first) for of in layers]
+            mass = sum(len(each) * each[min(row.distance, len(each) - 1)] for each in of_rows)
+            assert row.statistics[name].value == pytest.approx(mass / 15, abs=1e-10)
+
+
+def test_cached_keys_are_at_their_distance():
+    model, _ = models("llama")
+    ids = torch.stack(sequences(12, 12))
+    from headwise.intercept.watch import watch_further
+    from headwise.statistics.by_distance import DistanceStatistics
+
+    with watch_further(model, DistanceStatistics(QUANTILES, 2)) as heads, torch.no_grad():
+        cache, start = None, 0
+        for count in (5, 1, 1, 5):
+            output = model(ids[:, start : start + count], past_key_values=cache, use_cache=True)
+            cache, start = output.past_key_values, start + count
+    with watch_further(model, DistanceStatistics(QUANTILES, 2)) as whole, torch.no_grad():
+        model(ids)
+    for cached, at_once in zip(heads.records, whole.records, strict=True):
+        assert cached.statistics.keys() == at_once.statistics.keys()
+        for name, moments in at_once.statistics.items():
+            if "_" in name or "within" in name:
+                torch.testing.assert_close(cached.statistics[name].value, moments.value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mask", [hw.causal(), hw.causal() & hw.window(5), None])
+def test_many_blocks_of_rows_equal_one_matrix(mask):
+    """Tiles of blockwise attention: several blocks of rows, windows with gaps between the spans of keys."""
+    torch.manual_seed(1)
+    layer = hw.MultiHeadAttention(20, num_heads=4, num_kv_heads=2, mask=mask).double()
+    x = torch.randn(2, 611, 20, dtype=torch.float64) * 3
+    distances = hw.attention_distances(layer, [x], quantiles=QUANTILES, first=3)
+    with torch.no_grad():
+        _, weights = layer(x, return_weights=True)
+    for row in distances.rows:
+        for suffix, first in (("", 0), ("_with_first", 3)):
+            of_sequences = [shares(weights[b, row.head], first) for b in range(2)]
+            for quantile in QUANTILES:
+                values = [next(d for d, s in enumerate(each) if s >= quantile) for each in of_sequences]
+                assert row.statistics[f"distance_{100 * quantile:g}{suffix}"].value == sum(values) / 2
+
+
+def test_weights_in_float32_have_the_same_shares():
+    model, _ = models("llama")
+    batches = [padded(sequences(*LENGTHS), "left")]
+    exact = hw.attention_distances(model, batches)
+    rounded = hw.attention_distances(model.float(), batches)
+    for one, other in zip(exact.curve.rows, rounded.curve.rows, strict=True):
+        assert other.statistics["within"].value == pytest.approx(one.statistics["within"].value, abs=1e-5)
+
+
+def test_cross_attention_has_no_distances():
+    class Cross(torch.nn.Module):
+        """Self-attention and cross-attention."""
+
+        def __init__(self):
+            super().__init__()
+            self.own = hw.MultiHeadAttention(12, num_heads=3)
+            self.cross = hw.MultiHeadAttention(12, num_heads=3)
+
+        def forward(self, x, context):
+            return self.cross(self.own(x), context)
+
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(2, 5, 12), "context": torch.randn(2, 7, 12)}
+    with pytest.warns(UserWarning, match="their attention by distance is left out .*: cross"):
+        distances = hw.attention_distances(Cross(), [batch])
+    assert [row.statistics["distance_90"].n for row in distances.rows] == [2] * 3 + [0] * 3
+
+
+def test_tables_are_saved_resumed_and_drawn(tmp_path):
+    model, _ = models("llama")
+    texts = hw.Texts(tiny.texts(20, 9, 30), tiny.tokenizer("decoder"))
+    distances = hw.attention_distances(model, texts, out=tmp_path)
+    again = hw.attention_distances(model, texts, out=tmp_path)
+    loaded = hw.AttentionDistances.load(tmp_path)
+    assert again.rows == distances.rows == loaded.rows
+    assert again.curve.rows == distances.curve.rows == loaded.curve.rows
+    assert list(distances.curve.table())[5:] == ["distance", "within", "within_with_first"]
+    axes = distances.curve.plot("within_with_first", heads=[(0, 1), (1, 5)], errors=0)
+    assert axes.get_legend_handles_labels()[1] == ["0.1", "1.5"]
+    assert list(axes.lines[0].get_xdata())[:4] == [1, 2, 3, 5]
+    assert len(distances.curve.plot().get_legend_handles_labels()[1]) == 6
+    distances.plot("distance_90")
+
+
+@pytest.mark.parametrize("quantiles", [(), (0.0,), (1.0,), (0.5, 2), ("a",), 0.5])
+def test_shares_that_are_refused(quantiles):
+    with pytest.raises(hw.InputError, match="^quantiles: expected "):
+        hw.attention_distances(models("llama")[0], [padded(sequences(5), "right")], quantiles=quantiles)
+
+
+def test_shares_are_those_by_which_localize_ranks_windows():
+    """`localize` averages over the queries that have keys outside of window and first tokens; the others have no such
+    attention.
+    """
+    model, _ = models("llama", "ForCausalLM")
+    batch = {"input_ids": sequences(40)[0][None]}
+    streaming = hw.localize(model, [batch], window=5, first=2)
+    distances = hw.attention_distances(model, [batch], first=2)
+    for module in streaming.modules:
+        for kv_head, outside in enumerate(module.outside):
+            within = [
+                row.statistics["within_with_first"].value
+                for row in distances.curve.rows
+                if (row.layer, row.kv_head, row.distance) == (module.layer, kv_head, 4)
+            ]
+            assert len(within) == 3
+            assert outside * (40 - 7) / 40 == pytest.approx(1 - sum(within) / 3, abs=1e-6)
