@@ -19,13 +19,12 @@ import torch
 
 import headwise as hw
 from headwise.analysis.head_tests.name_prompts import TEMPLATES, name_prompts
+from headwise.runs.significance import FALSE_DISCOVERY_RATE
 from research.markdown import markdown_table
 
 PICTURES = Path(__file__).parent.parent.parent / "docs" / "pictures"
 SHOWN = 12
 """Number of heads of the table, those with the largest effects."""
-
-RATE = 0.05
 
 
 def name_pairs(tokenizer: Any) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 def significant(table: Any) -> list[Any]:
     """Return the rows whose effect differs from 0, largest first."""
-    rows = [row for row, q in zip(table.rows, table.tests()["recovered_q"], strict=True) if q <= RATE]
+    rows = [row for row, q in zip(table.rows, table.tests()["recovered_q"], strict=True) if q <= FALSE_DISCOVERY_RATE]
     return sorted(rows, key=lambda row: -abs(row.statistics["recovered"].value))
 
 
