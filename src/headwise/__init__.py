@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from headwise.analysis.curves.distance_table import AttentionDistances, DistanceCurve
     from headwise.analysis.curves.position_curves import position_curves
     from headwise.analysis.curves.position_table import PositionCurves, PositionSlopes
+    from headwise.analysis.flow.norm_table import NormWeighted
+    from headwise.analysis.flow.norm_weighted import norm_weighted
     from headwise.analysis.focus import Focus
     from headwise.analysis.gate import gate
     from headwise.analysis.head_tests.dependencies import dependency_accuracy
@@ -142,6 +144,7 @@ _LAZY = {
     "MaskedTokenLoss": "headwise.analysis.losses",
     "NameMovers": "headwise.analysis.head_tests.name_mover_table",
     "Needle": "headwise.analysis.head_tests.haystacks",
+    "NormWeighted": "headwise.analysis.flow.norm_table",
     "OptunaOptions": "headwise.studies.optuna_storage",
     "Patching": "headwise.analysis.patching.table",
     "PathPatching": "headwise.analysis.patching.table",
@@ -186,6 +189,7 @@ _LAZY = {
     "merge_kv": "headwise.compression.merging.merge_kv",
     "name_movers": "headwise.analysis.head_tests.name_movers",
     "next_token_loss": "headwise.analysis.losses",
+    "norm_weighted": "headwise.analysis.flow.norm_weighted",
     "patch_together": "headwise.analysis.patching.activation_patching",
     "patching_prompts": "headwise.analysis.patching.prompts",
     "path_patching": "headwise.analysis.patching.path_patching",
@@ -269,6 +273,7 @@ __all__ = [
     "MultiHeadAttention",
     "NameMovers",
     "Needle",
+    "NormWeighted",
     "OptunaOptions",
     "Patching",
     "PathPatching",
@@ -337,6 +342,7 @@ __all__ = [
     "merge_kv",
     "name_movers",
     "next_token_loss",
+    "norm_weighted",
     "padding",
     "patch_together",
     "patching_prompts",

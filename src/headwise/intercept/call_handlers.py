@@ -85,28 +85,32 @@ class CallHandlers(NamedTuple):
         received: ReceivedMask | None,
         out: Float[Tensor, "batch heads queries value_dim"] | None,
         values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
+        *,
+        is_unchecked: bool = False,
     ) -> None:
         """Pass attention `weights` that the model itself has computed to the observers, in row blocks (some query rows
         at a time), then notify the observers that the call has ended. A row block also contains the head outputs of its
-        rows, taken from `out`. But if `values` are passed and an observer has a check, the row block contains weights
-        times values as head outputs, and the check compares these with `out`. Without observers, do nothing.
+        rows, taken from `out`. But if `is_unchecked` is True and an observer has a check, the row block contains
+        weights times values as head outputs, and the check compares these with `out`. Without observers, do nothing.
 
         Args:
             weights: the weights.
             received: the mask of the call; None if it is unknown, so that keys of weight 0 count as hidden.
             out: output that the model computed; None if the weights have several products.
-            values: the values, for observers with a check; None if `out` is known to be the product of both.
+            values: the values; None if unknown.
+            is_unchecked: True if `out` is not known to be the product of the weights and the values.
         """
         if not self.observations:
             return
         weights, out = weights.detach(), None if out is None else out.detach()
+        values = None if values is None else values.detach()
         visible = None if received is None else received.block
         with call_stack.paused(), torch.no_grad(), _outside_torch_modes(weights):
-            if self._has_check and values is not None and out is not None:
-                with_values = row_blocks_of_weights(weights, out, self._call_context, visible, values.detach())
+            if self._has_check and is_unchecked and out is not None:
+                with_values = row_blocks_of_weights(weights, out, self._call_context, visible, values, with_output=True)
                 self._observe_checked(with_values, out)
             else:
-                for row_block in row_blocks_of_weights(weights, out, self._call_context, visible):
+                for row_block in row_blocks_of_weights(weights, out, self._call_context, visible, values):
                     self._observe(row_block)
         self._end()
 

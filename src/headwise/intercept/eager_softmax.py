@@ -255,13 +255,19 @@ class _Product(AttentionSource):
             MaskSource(lambda: self._received(layout)),
             origins=self.origins,
             is_observed=self.is_observed,
-            keys=self._values_of_keys(layout),
+            keys=self._values_of_keys(layout, FINGERPRINT_WIDTH),
             appended_keys=self.appended_keys,
         )
 
-    def _values_of_keys(self, layout: HeadLayout) -> Float[Tensor, "batch heads keys features"] | None:
-        """Return some features of the values, by which cached keys are recognised; None for several axes of keys or
-        queries.
+    def _values_of_keys(
+        self, layout: HeadLayout, width: int | None = None
+    ) -> Float[Tensor, "batch heads keys features"] | None:
+        """Return the values, or some features of them, by which cached keys are recognised; None for several axes of
+        keys or queries.
+
+        Args:
+            layout: roles of the axes.
+            width: largest number of features; None for all.
         """
         if len(self.key_axes) > 1 or len(layout.query_axes) > 1 or layout.query_axes[0] not in self.axes.queries:
             return None
@@ -275,7 +281,8 @@ class _Product(AttentionSource):
         values = self.values.detach().permute(order)[(0,) * len(others)]
         for axis, label in enumerate(labels):
             values = values if label in self.value_labels else values.unsqueeze(axis)
-        values = values.narrow(layout.value_axis, 0, min(values.shape[layout.value_axis], FINGERPRINT_WIDTH))
+        features = values.shape[layout.value_axis]
+        values = values.narrow(layout.value_axis, 0, features if width is None else min(features, width))
         shape = list(self.shape)
         for axis in (layout.value_axis, *layout.query_axes):
             shape[axis] = values.shape[axis]
@@ -311,7 +318,9 @@ class _Product(AttentionSource):
         if self.weights.softmax.products > 1:
             for innermost in innermost_calls(self.module_calls):
                 innermost.interceptor.on_left_out(innermost.path, WEIGHTS_USED_TWICE)
-        handlers.observe_weights(weights, received, None if self.weights.softmax.products > 1 else out)
+        has_one = self.weights.softmax.products <= 1
+        values = self._values_of_keys(layout) if has_one else None
+        handlers.observe_weights(weights, received, out if has_one else None, values)
 
     def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the output of each head under uniform attention to the visible keys."""

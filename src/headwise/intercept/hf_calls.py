@@ -107,7 +107,8 @@ def _intercepted_call(
             if not torch.equal(state, random_state(q.device)):
                 undropped_out, weights = _without_dropout(attention, args, kwargs, q.device)
         if weights is not None:
-            handlers.observe_weights(_zeros_in_hidden_rows(weights, mask), mask_source.read(), undropped_out, v)
+            shown = _zeros_in_hidden_rows(weights, mask)
+            handlers.observe_weights(shown, mask_source.read(), undropped_out, v, is_unchecked=True)
         else:
             handlers.answer(read_problem, lambda: Answer(undropped_out, None, None))
     else:

@@ -15,6 +15,7 @@ from headwise.intercept.layer_index import is_inside
 from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.query_parts import QueryParts
 from headwise.intercept.recurrence import Recurrence
+from headwise.intercept.sites import SiteRecord
 from headwise.intercept.stated_padding import StatedPadding
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
@@ -146,15 +147,15 @@ class StatisticsObserver(Interceptor):
         if observed.lacks_positions and observed.continues:  # the same key may have another index in each call
             record.discard("received")
         if observed.lacks_rows:
-            record.discard(*STATISTICS)
+            record.discard(*self._all_names)
         if self._parts.attends_again(call):
-            record.discard(*STATISTICS)
+            record.discard(*self._all_names)
             self._heads.on_left_out(path, ATTENDS_AGAIN)
         # Further layers that one module computes have projections that it is not known for.
         value_dim = None if call.site.part else call.value_dim
         if call.site.part:
             self._heads.on_left_out(path, NOT_CONFIRMED)
-        tally = self._tally(call, observed, self._written_norms.gram(path, grid.heads, value_dim))
+        tally = self._tally(call, observed, value_dim)
         index, continues = self._parts.sequences_of(call, observed.continues)
         source = threading.get_ident(), index
         is_compared = tally.gram is not None and self._written_norms.needs_outputs(path)
@@ -176,6 +177,7 @@ class StatisticsObserver(Interceptor):
         def on_end() -> None:
             with self._lock:
                 record.add(tally, source, continues, clusters)
+                self._leave_out_refused(path, record, tally)
                 if head_outputs is not None and head_outputs.out is not None:
                     self._written_norms.on_head_outputs(path, head_outputs.out, may_be_gated=may_be_gated)
                 if captured is not None:
@@ -185,18 +187,34 @@ class StatisticsObserver(Interceptor):
         needs_weights = captured is not None or (tally.further is not None and tally.further.needs_weights)
         return Observation(observer, observed.context, on_end, whole_call=None if needs_weights else whole_call)
 
-    def _tally(self, call: Call, observed: ObservedCall, gram: Tensor | None) -> Tally:
+    def _tally(self, call: Call, observed: ObservedCall, value_dim: int | None) -> Tally:
         """Return an empty tally for a call. If further statistics cannot be computed for it, they are removed from the
         results of its site, since a mean over the other calls alone would be another statistic.
         """
+        projected = call.site.path, call.grid.heads, value_dim
+        gram = self._written_norms.gram(*projected)
         if self._further is None:
             return Tally(gram, observed.first_token)
-        sums: FurtherSums | str = self._further.start(call.grid, observed.context)
+        slices = None if self._further.unconfirmed is None else self._written_norms.slices(*projected)
+        sums: FurtherSums | str = self._further.start(call.grid, observed.context, slices)
         if isinstance(sums, str):
             self._heads.register(call).discard(*self._further.names)
             self._heads.on_left_out(call.site.path, sums)
         further = None if isinstance(sums, str) else sums
         return Tally(gram, observed.first_token, measured=self._further.measured, further=further)
+
+    def _leave_out_refused(self, path: str, record: SiteRecord, tally: Tally) -> None:
+        """Remove the further statistics from the results of the module at `path`, and name it, if they could not be
+        computed for the rows of a call.
+        """
+        if self._further is not None and tally.further is not None and tally.further.refused is not None:
+            record.discard(*self._further.names)
+            self._heads.on_left_out(path, tally.further.refused)
+
+    @property
+    def _all_names(self) -> tuple[str, ...]:
+        """Names of all statistics."""
+        return (*STATISTICS, *(() if self._further is None else self._further.names))
 
     def finish(self) -> None:
         """End the observation: leave out the statistics that no call of the model has confirmed, and name modules that
@@ -216,8 +234,12 @@ class StatisticsObserver(Interceptor):
             self._stated_padding.require_used()
 
     def _leave_out_written_norm(self, path: str) -> None:
-        """Remove `written_norm` from the results of the attention module at `path`, and name the module."""
+        """Remove `written_norm`, and further statistics that need the output projection, from the results of the
+        attention module at `path`, and name the module.
+        """
+        unconfirmed = None if self._further is None else self._further.unconfirmed
+        names = () if self._further is None or unconfirmed is None else self._further.names
         for record in self._heads.records:
             if record.site.path == path:
-                record.discard("written_norm")
-        self._heads.on_left_out(path, NOT_CONFIRMED)
+                record.discard("written_norm", *names)
+        self._heads.on_left_out(path, NOT_CONFIRMED if unconfirmed is None else unconfirmed)

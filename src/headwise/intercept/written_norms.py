@@ -17,6 +17,7 @@ from headwise.intercept.linear_map import LinearMap, has_convolution, linear_map
 from headwise.intercept.output_projection import PROJECTION_NAMES, gram_of, output_projection
 from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 from headwise.shapes import Bool, Float
+from headwise.statistics.further_sums import HeadSlices
 
 NOT_CONFIRMED = (
     "the output projection was not seen to map the outputs of the heads of these modules, so written_norm is left out"
@@ -103,6 +104,17 @@ class WrittenNorms:
                 return None
             self._grams[path] = versions, found, gram_of(found.weight, heads, value_dim)
         return self._grams[path][2]
+
+    def slices(self, path: str, heads: int, value_dim: int | None) -> HeadSlices | None:
+        """Return each head's slice of the output projection of the attention module at `path`; None where `gram`
+        returns None.
+        """
+        if value_dim is None or self.gram(path, heads, value_dim) is None:
+            return None
+        weight = self._grams[path][1].weight.detach()
+        by_head = weight.to(torch.promote_types(weight.dtype, torch.float32)).unflatten(1, (heads, value_dim))  # type: ignore[no-untyped-call]
+        slices: Tensor = by_head.permute(1, 2, 0)
+        return slices
 
     def _has_other_projection(self, path: str, width: int) -> bool:
         """Return True if the attention module at `path` contains a module that has the name and the size of an output

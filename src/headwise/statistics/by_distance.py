@@ -13,7 +13,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float, Int
-from headwise.statistics.further_sums import MeasuredRows, Values
+from headwise.statistics.further_sums import HeadSlices, MeasuredRows, Values
 
 NO_DISTANCES = (
     "queries and keys of these modules have no known positions in the same sequence, so their attention by distance is "
@@ -54,13 +54,15 @@ class DistanceStatistics:
     measured: frozenset[str] | None = frozenset({"entropy", "output_norm"})
     """The statistics by which weights and outputs that are not finite are recognised."""
 
+    unconfirmed: str | None = None
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the statistics."""
         suffixes = ("", "_with_first") if self.first else ("",)
         return tuple(name + suffix for suffix in suffixes for name in (*map(quantile_name, self.quantiles), "within"))
 
-    def start(self, grid: Grid, context: CallContext) -> "DistanceSums | str":
+    def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None = None) -> "DistanceSums | str":
         """Return an empty histogram for an attention call, or the reason that distances are unknown."""
         if "distance" in context.left_out:
             return NO_DISTANCES
@@ -85,6 +87,7 @@ class DistanceSums:
     heads: int
     histogram: Float[Tensor, "all_and_first batch heads distances"] | None = field(default=None, repr=False)
     needs_weights = True
+    refused = None
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None) -> None:
         """Add the weights of some query rows to the sums, in place. Rows that are padding or have no visible key do not

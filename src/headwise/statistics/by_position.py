@@ -10,7 +10,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float, Int
-from headwise.statistics.further_sums import MeasuredRows, Values
+from headwise.statistics.further_sums import HeadSlices, MeasuredRows, Values
 from headwise.statistics.registry import STATISTICS
 from headwise.statistics.statistic import MeanOfRows
 
@@ -40,13 +40,14 @@ class PositionStatistics:
 
     edges: tuple[int, ...]
     measured: frozenset[str] | None = None
+    unconfirmed: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the means in bins and of the slopes of all statistics."""
         return tuple(name + suffix for name in ROW_STATISTICS for suffix in (BY_POSITION, SLOPE))
 
-    def start(self, grid: Grid, context: CallContext) -> "PositionSums | str":
+    def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None = None) -> "PositionSums | str":
         """Return empty sums for an attention call, or the reason that positions of its queries are unknown."""
         if context.query_positions is None:
             return POSITIONS_UNKNOWN
@@ -73,6 +74,7 @@ class PositionSums:
     names: tuple[str, ...] = ()
     sums: Float[Tensor, "sum_and_count means batch heads bins"] | None = field(default=None, repr=False)
     needs_weights = False
+    refused = None
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None = None) -> None:
         """Add the values of some query rows to the sums of their bins, in place."""

@@ -9,6 +9,11 @@ from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Bool, Float
 
+HeadSlices = Float[Tensor, "heads value_dim width"]
+"""Slice of the output projection of each query head, in float32 at least: a head's output times its slice is its part
+of the projection's output, without the bias, which belongs to no head.
+"""
+
 Values = dict[str, tuple[Float[Tensor, "batch columns"], Bool[Tensor, "batch columns"]]]
 """Numbers of each sequence by the name of a statistic, and True at those that are defined."""
 
@@ -41,6 +46,12 @@ class FurtherSums(Protocol):
     def needs_weights(self) -> bool:
         """True if the sums need attention weights, and not only the statistics of each row."""
 
+    @property
+    def refused(self) -> str | None:
+        """Reason that the sums of the rows so far cannot be computed, as the result of `FurtherStatistics.start`; None
+        if they can.
+        """
+
     def add(self, measured: MeasuredRows, row_block: RowBlock | None) -> None:
         """Add some query rows, in place; `row_block` has their attention weights, or is None if they are not needed."""
 
@@ -63,7 +74,14 @@ class FurtherStatistics(Protocol):
     def names(self) -> tuple[str, ...]:
         """Names of the further statistics."""
 
-    def start(self, grid: Grid, context: CallContext) -> FurtherSums | str:
+    @property
+    def unconfirmed(self) -> str | None:
+        """Reason for modules whose output projection was not seen to map the outputs of their heads; None if the
+        statistics do not need the projection.
+        """
+
+    def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> FurtherSums | str:
         """Return empty sums for an attention call, or the reason that they cannot be computed for its module: the start
-        of a sentence that ends with module paths.
+        of a sentence that ends with module paths. The `slices` of the output projection are None if it is unknown, or
+        if the statistics do not need them.
         """

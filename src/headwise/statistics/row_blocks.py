@@ -43,7 +43,8 @@ def row_blocks_of_problem(
         block_out = None if out is None else out[:, :, rows.start : rows.stop]
         if with_output:
             block_out = grouped_matmul(weights, problem.v.to(weights.dtype))
-        yield _row_block(weights, scores != -torch.inf, grid, rows, call_context or CallContext(), block_out)
+        context = call_context or CallContext()
+        yield _row_block(weights, scores != -torch.inf, grid, rows, context, block_out, problem.v.detach())
 
 
 def row_blocks_of_weights(
@@ -52,10 +53,11 @@ def row_blocks_of_weights(
     call_context: CallContext,
     visible: Callable[[range], Bool[Tensor, "#batch #heads rows keys"]] | None = None,
     values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
+    with_output: bool = False,
 ) -> Iterator[RowBlock]:
     """Split existing attention weights into row blocks, each with some of the query rows for all heads and all keys,
     and yield these. Each row block also contains the head outputs of its rows: taken from `out`, or computed from
-    `values` if these are passed.
+    `values` if `with_output` is True.
 
     Args:
         weights: the weights.
@@ -63,7 +65,8 @@ def row_blocks_of_weights(
         call_context: tokens and padding of the call.
         visible: function that returns a boolean tensor for a range of rows, True where a row may attend to a key. It
             may leave out hidden keys at the end. By default, keys of weight 0 are hidden.
-        values: the values, with which each row's output is computed instead of taken from `out`.
+        values: the values; None if unknown.
+        with_output: compute each row's output from the values.
     """
     batch, heads, queries, keys = weights.shape
     grid = Grid(batch, heads, queries, keys, weights.device)
@@ -71,13 +74,13 @@ def row_blocks_of_weights(
         selected = slice(rows.start, rows.stop)
         block = weights[:, :, selected].to(torch.promote_types(weights.dtype, torch.float32))
         block_out = None if out is None else out[:, :, selected]
-        if values is not None:
+        if with_output and values is not None:
             block_out = grouped_matmul(block, values.to(block.dtype))
         is_visible = block != 0
         if visible is not None:
             is_visible = visible(rows)
             is_visible = F.pad(is_visible, (0, keys - is_visible.shape[-1]))
-        yield _row_block(block, is_visible, grid, rows, call_context, block_out)
+        yield _row_block(block, is_visible, grid, rows, call_context, block_out, values)
 
 
 def _row_ranges(grid: Grid) -> Iterator[range]:
@@ -97,10 +100,12 @@ def _row_block(
     rows: range,
     call_context: CallContext,
     out: Float[Tensor, "batch heads rows value_dim"] | None,
+    values: Float[Tensor, "batch kv_heads keys value_dim"] | None,
 ) -> RowBlock:
     """Return the `RowBlock` (attention weights with statistics of each row) of the query rows `rows`, from their
     `weights` for all heads and keys. `is_visible` is True at keys that a row may attend to; `grid` and `call_context`
-    contain the sizes, tokens and padding of the whole call; `out` is the head output of these rows, if known.
+    contain the sizes, tokens and padding of the whole call; `out` is the head output of these rows, and `values` are
+    those of all keys, if known.
     """
     powers = weights.flatten(0, 1)
     tile = full_width_tile(grid, rows, is_visible)
@@ -116,4 +121,5 @@ def _row_block(
         normalizer=torch.ones_like(power_score_sum),
         largest_power=powers.amax(-1, keepdim=True),
         out=None if out is None else out.to(weights.dtype).flatten(0, 1),
+        values=values,
     )

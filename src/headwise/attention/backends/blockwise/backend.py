@@ -96,7 +96,7 @@ def run(
         plan = plan_blocks(problem, rows, MOST_ROWS if observer is None else OBSERVED_ROWS)
     emitter = None
     if observer is not None:
-        emitter = RowBlockEmitter(observer, call_context or CallContext(), problem.grid)
+        emitter = RowBlockEmitter(observer, call_context or CallContext(), problem.grid, problem.v.detach())
     options = CallOptions(
         plan=plan,
         bfloat16_scores=bfloat16_scores,

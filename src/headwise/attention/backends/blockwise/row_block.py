@@ -39,6 +39,7 @@ class RowBlock:
         out: output of each row, `(kv, stacked, value_dim)`; None if it was not computed.
         feature_products: sums over keys of the powers times each key feature; None if they were not computed.
         gram: `W_h^T W_h` for each head's slice of the output projection; None if unknown.
+        values: values of all keys of the call; None if unknown.
     """
 
     tile: Tile
@@ -53,6 +54,7 @@ class RowBlock:
     out: Float[Tensor, "kv stacked value_dim"] | None = None
     feature_products: Float[Tensor, "kv stacked features"] | None = None
     gram: Float[Tensor, "heads value_dim value_dim"] | None = None
+    values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None
 
     @property
     def rows(self) -> range:

@@ -20,11 +20,13 @@ class RowBlockEmitter(NamedTuple):
         observer: function that is called with each row block.
         call_context: tokens and padding of the call.
         grid: the score grid of the call.
+        values: the values of the call.
     """
 
     observer: Observer
     call_context: CallContext
     grid: Grid
+    values: Float[Tensor, "batch kv_heads keys value_dim"]
 
     def visibility(self, tile: Tile) -> TileVisibility:
         """Return the `TileVisibility` of a tile (a rectangle of the score matrix), an object with the visible keys,
@@ -71,5 +73,6 @@ class RowBlockEmitter(NamedTuple):
                 largest_power=1.0,
                 out=product[..., :value_dim] / normalizer,
                 feature_products=product[..., value_dim:] if product.shape[-1] > value_dim else None,
+                values=self.values,
             )
         )

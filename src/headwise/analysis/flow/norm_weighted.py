@@ -1,0 +1,82 @@
+"""Norm-weighted attention of every head over a data set (Kobayashi et al. 2020)."""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from headwise.analysis.flow.norm_table import CHANGE_SUFFIX, NORM_PREFIX, NormWeighted
+from headwise.analysis.head_pass import estimates, measure_further, require_some
+from headwise.data.texts import Texts
+from headwise.intercept.sites import SiteRegistry
+from headwise.runs.rows import HeadRow
+from headwise.statistics.by_norm import BY_NORM, CHANGE, NormStatistics
+
+
+def norm_weighted(
+    model: nn.Module,
+    dataset: Texts | Iterable[Any],
+    *,
+    special: Collection[int] | None = None,
+    out: str | Path | None = None,
+    force: bool = False,
+    progress: bool = False,
+    title: str | None = None,
+) -> NormWeighted:
+    """Measure where each head reads from by the norms of the vectors that it adds up, |A_ij f(x_j)|, instead of by the
+    attention weights A_ij alone, and how far the two differ (Kobayashi et al. 2020); see `NormWeighted`.
+
+        norms = hw.norm_weighted(model, texts)
+        norms.table()                   # one row per head: norm_entropy, entropy_change, ..., moved, norm_preference
+        norms.plot("norm_preference")
+
+    The vector f(x_j) is the value of key j, with the bias of the value projection, times the head's slice of the output
+    projection. The bias of the output projection belongs to no head, and is left out. Heads that share values have
+    slices of their own, so each query head has its own norms. The norms are one number for each key and head, so the
+    statistics are computed in blocks, without the matrix. The output projection is found by name, and compared with
+    what the model computes: it must map the outputs of the heads.
+
+    Args:
+        model: any module that `watch` supports. For texts, an encoder-decoder is reduced to its encoder.
+        dataset: `Texts`, or batches in the same order each time: mappings of the model's arguments, or tensors.
+        special: ids of special tokens; by default those of the tokenizer.
+        out: folder for the table; an interrupted run resumes there with the same arguments.
+        force: replace another run in that folder.
+        progress: show a progress bar on standard error.
+        title: name of the model in the results.
+
+    Raises:
+        InputError: an argument cannot be used, or no module of the model has an output projection that maps the outputs
+            of its heads.
+        MissingExtra: a package that `out`, `progress` or the data set needs is not installed.
+
+    Warns:
+        UserWarning: of modules whose output projection or values could not be established; their rows have no numbers.
+    """
+    options: dict[str, Any] = {"special": special, "out": out, "force": force, "progress": progress, "title": title}
+    return measure_further(model, dataset, NormStatistics(), NormWeighted, _table, analysis="norm-weighted", **options)
+
+
+def _table(registry: SiteRegistry, metadata: dict[str, Any]) -> NormWeighted:
+    """Return the table of all heads."""
+    expected = "an output projection that is seen to map the outputs of the heads"
+    require_some(registry, NormStatistics().names, expected)
+    measured = dict.fromkeys(name for record in registry.records for name in record.statistics)
+    names = [name for name in NormStatistics().names if name in measured]
+    found = {record.site: {name: estimates(record, name, 1) for name in names} for record in registry.records}
+    rows = [
+        HeadRow(
+            **labels,
+            statistics={_column(name): of[labels["head"]][0] for name, of in found[record.site].items()},
+        )
+        for record, labels in registry.head_labels()
+    ]
+    return NormWeighted(tuple(rows), metadata)
+
+
+def _column(name: str) -> str:
+    """Return the name of a statistic in tables: `norm_entropy` and `entropy_change`."""
+    if name.endswith(BY_NORM):
+        return NORM_PREFIX + name.removesuffix(BY_NORM)
+    return name.removesuffix(CHANGE) + CHANGE_SUFFIX if name.endswith(CHANGE) else name

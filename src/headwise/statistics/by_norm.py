@@ -1,0 +1,238 @@
+"""Norm-weighted attention (Kobayashi et al. 2020): statistics of the norms of the vectors that a head adds up.
+
+With A_ij the weight of key j for query i, v_j its value vector with its bias, and W the head's slice of the output
+projection, the head adds up the vectors A_ij v_j W, whose norms are A_ij |v_j W|. So one number for each key and head,
+|v_j W|, turns a block of attention weights into a block of norms, and no matrix is needed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.attention.backends.blockwise.tiles import LOG2_E
+from headwise.attention.backends.blockwise.visibility import TileVisibility
+from headwise.attention.masks.grid import Grid
+from headwise.shapes import Bool, Float
+from headwise.statistics.further_sums import HeadSlices, MeasuredRows, Values
+from headwise.statistics.registry import STATISTICS
+from headwise.statistics.statistic import MeanOfRows
+from headwise.statistics.tally import Tally
+
+BY_NORM, CHANGE = " by norm", " change"
+"""Suffixes of the names of a statistic of norms, and of its difference from the same statistic of weights."""
+
+MOVED, PREFERENCE = "moved", "norm_preference"
+"""Names of the share of attention that is on other keys by norm than by weight, and of the preference for long
+vectors.
+"""
+
+NORMED = tuple(
+    name
+    for name, statistic in STATISTICS.items()
+    if isinstance(statistic, MeanOfRows) and name not in ("output_norm", "written_norm")
+)
+"""Names of the statistics of weights that are computed from norms too: those that have a value for each query."""
+
+NO_PROJECTION = (
+    "no output projection of the heads of these modules was found, so norm-weighted attention is left out "
+    "(see docs/norm-weighted.md)"
+)
+"""Reason for modules without a known output projection."""
+
+UNCONFIRMED = (
+    "the output projection was not seen to map the outputs of the heads of these modules, as where a gate changes "
+    "them, so norm-weighted attention is left out (see docs/norm-weighted.md)"
+)
+"""Reason for modules whose projection has another input than the outputs of heads."""
+
+NO_VALUES = (
+    "the vectors that the attention weights of these modules average could not be established, so norm-weighted "
+    "attention is left out (see docs/norm-weighted.md)"
+)
+"""Reason for modules whose values are unknown, or are not what the weights average."""
+
+PART_NUMBERS = 2**22
+"""Largest number of features of projected values that are in memory at once."""
+
+LARGEST_DIFFERENCE = 1e-3
+"""Largest difference, relative to the sum of the norms of what is added up, that counts as rounding in float32."""
+
+
+@dataclass(frozen=True)
+class NormStatistics:
+    """Statistics of norm-weighted attention, and their differences from those of the attention weights."""
+
+    measured: frozenset[str] | None = frozenset({"entropy", "output_norm"})
+    """The statistics by which weights and outputs that are not finite are recognised."""
+
+    unconfirmed: str | None = UNCONFIRMED
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the statistics."""
+        return (*(name + suffix for name in NORMED for suffix in (BY_NORM, CHANGE)), MOVED, PREFERENCE)
+
+    def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> "NormSums | str":
+        """Return empty sums for an attention call, or the reason that its output projection is unknown."""
+        return NO_PROJECTION if slices is None else NormSums(slices)
+
+
+@dataclass
+class NormSums:
+    """Sums over query rows of statistics of norms, and of the same statistics of weights over the same rows.
+
+    Attributes:
+        slices: each head's slice of the output projection.
+        by_norm: sums of the statistics of norms.
+        by_weight: sums of those of weights, over rows in which some norm is not 0.
+        differences: sums over rows of the two statistics that compare norms with weights, and the number of rows.
+        refused: reason that the sums cannot be computed; None if they can.
+    """
+
+    slices: HeadSlices = field(repr=False)
+    by_norm: Tally = field(default_factory=lambda: Tally(measured=frozenset(NORMED)))
+    by_weight: Tally = field(default_factory=lambda: Tally(measured=frozenset(NORMED)))
+    differences: Float[Tensor, "sums batch heads"] | None = field(default=None, repr=False)
+    refused: str | None = None
+    needs_weights = True
+    _norms: Float[Tensor, "batch heads keys"] | None = field(default=None, repr=False)
+
+    def add(self, measured: MeasuredRows, row_block: RowBlock | None) -> None:
+        """Add some query rows to the sums, in place. Rows that are padding, have no visible key, or whose norms are all
+        0 do not count.
+        """
+        assert row_block is not None
+        if self.refused is not None or not self._has_values(row_block):
+            self.refused = NO_VALUES
+            return
+        if self._norms is None:
+            self._norms = key_norms(row_block, self.slices)
+        norms = self._norms[row_block.sequences_and_heads][..., row_block.visibility.key_indices]
+        row_block = replace(row_block, visibility=_visibility_of_norms(row_block, norms))
+        of_norms = _norm_block(row_block, norms)
+        self.by_norm.add(of_norms)
+        self.by_weight.add(replace(row_block, out=None, gram=None))
+        sums = torch.stack(list(_compared(row_block, of_norms, norms)))
+        if self.differences is None:
+            self.differences = sums.new_zeros(len(sums), row_block.grid.batch, row_block.grid.heads)
+        self.differences[:, measured.sequences, measured.heads] += sums
+
+    def merge(self, other: "NormSums") -> None:
+        """Add the sums of other query rows of the same sequences, in place."""
+        self.refused = self.refused or other.refused
+        self.by_norm.merge(other.by_norm)
+        self.by_weight.merge(other.by_weight)
+        if other.differences is not None:
+            self.differences = other.differences if self.differences is None else self.differences + other.differences
+
+    def values(self) -> Values:
+        """Return, for each sequence, each statistic of norms, its difference from that of weights, the mean share of
+        attention that is on other keys, and the mean preference for keys with large vectors.
+        """
+        if self.differences is None or self.refused is not None:
+            return {}
+        found: Values = {}
+        of_weights, has_value = self.by_weight.means(), self.by_norm.has_value()
+        for name, of_norms in self.by_norm.means().items():
+            found[name + BY_NORM] = of_norms, has_value[name]
+            found[name + CHANGE] = of_norms - of_weights[name], has_value[name]
+        *sums, count = self.differences.unbind(0)
+        return found | {name: (each / count, count > 0) for name, each in zip((MOVED, PREFERENCE), sums, strict=True)}
+
+    def _has_values(self, row_block: RowBlock) -> bool:
+        """Return True if the values of the call are known, and the output of the block's last row is their sum times
+        its weights, up to rounding.
+        """
+        values, grid = row_block.values, row_block.grid
+        if values is None or row_block.out is None or values.shape[::2] != (grid.batch, grid.keys):
+            return False
+        if grid.heads % values.shape[1] or values.shape[-1] != self.slices.shape[1]:
+            return False
+        sequences, heads = row_block.sequences_and_heads
+        group = grid.heads // values.shape[1]
+        keys = row_block.visibility.key_indices
+        of_heads = torch.arange(grid.heads, device=keys.device)[heads] // group
+        weights = row_block.tile.by_head(row_block.powers)[:, :, -1:] * row_block.weight_per_power[:, :, -1:, None]
+        known = values[sequences][:, of_heads][:, :, keys].to(weights.dtype)
+        weights = weights.masked_fill(~row_block.visibility.counted_rows[..., -1:, None], 0.0)
+        out = row_block.tile.by_head(row_block.out)[:, :, -1:]
+        out = out.masked_fill(~row_block.visibility.counted_rows[..., -1:, None], 0.0)
+        difference = (weights @ known - out).norm(dim=-1)
+        scale = weights.abs() @ known.norm(dim=-1, keepdim=True)
+        tolerance = max(LARGEST_DIFFERENCE, 4 * torch.finfo(values.dtype).eps)
+        return not bool((difference > tolerance * scale[..., 0]).any())  # NaN is reported elsewhere
+
+
+@torch.no_grad()
+def key_norms(row_block: RowBlock, slices: HeadSlices) -> Float[Tensor, "batch heads keys"]:
+    """Return the norm |v_j W| of the value vector of each key of a call after the slice W of the output projection of
+    each query head, divided by the largest one of the head. Heads that share values have slices of their own.
+    """
+    values = row_block.values
+    assert values is not None
+    heads, group = len(slices), len(slices) // values.shape[1]
+    norms = torch.empty(len(values), heads, values.shape[2], dtype=slices.dtype, device=values.device)
+    step = max(1, PART_NUMBERS // (len(values) * slices.shape[2]))
+    for head in range(heads):
+        for start in range(0, values.shape[2], step):
+            part = slice(start, start + step)
+            norms[:, head, part] = (values[:, head // group, part].to(slices.dtype) @ slices[head]).norm(dim=-1)
+    return norms / norms.amax(-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
+
+
+def _norm_block(row_block: RowBlock, norms: Float[Tensor, "batch heads columns"]) -> RowBlock:
+    """Return a row block in which the norms of the vectors that a row adds up take the place of its attention weights:
+    each weight times the norm of its key, divided by their sum over the keys.
+    """
+    stacked, tile = row_block.powers.shape, row_block.tile
+    powers = (tile.by_head(row_block.powers).abs() * norms[:, :, None]).reshape(stacked)
+    total = powers.sum(-1, keepdim=True)
+    total = total.masked_fill((row_block.power_sum == torch.inf) | (total == 0), torch.inf)
+    return replace(
+        row_block,
+        powers=powers,
+        power_score_sum=torch.special.xlogy(powers, powers).sum(-1, keepdim=True) * LOG2_E,
+        power_sum=total,
+        normalizer=total,
+        largest_power=powers.amax(-1, keepdim=True),
+        out=None,
+        feature_products=None,
+        gram=None,
+    )
+
+
+def _visibility_of_norms(row_block: RowBlock, norms: Float[Tensor, "batch heads columns"]) -> TileVisibility:
+    """Return the visibility of a row block, in which rows whose norms are all 0 do not count."""
+    visibility = row_block.visibility
+    is_zero = (row_block.tile.by_head(row_block.powers) * norms[:, :, None] == 0).all(-1)
+    is_zero &= visibility.counted_rows
+    if not bool(is_zero.any()):
+        return visibility
+    copy = replace(visibility, _cache={})
+    vars(copy)["counted_rows"] = visibility.counted_rows & ~is_zero  # fills the cached property of the copy
+    return copy
+
+
+def _compared(
+    by_weight: RowBlock, by_norm: RowBlock, norms: Float[Tensor, "batch heads columns"]
+) -> Iterator[Float[Tensor, "batch heads"]]:
+    """Yield sums over the rows of a block that see more than one key: of half the sum over keys of the absolute
+    difference between both distributions, of the logarithm of the mean norm of a key by the weights, divided by its
+    mean over the visible keys; and the number of rows.
+    """
+    counted: Bool[Tensor, "batch heads rows"] = by_weight.visibility.counted_rows & (
+        by_weight.visibility.visible_keys > 1
+    )
+    counted = counted.expand(*norms.shape[:2], -1)
+    weights = by_weight.tile.by_head(by_weight.powers / by_weight.power_sum)
+    moved = (weights - by_norm.weights).abs().sum(-1) / 2
+    is_visible = by_weight.tile.is_visible.to(norms.dtype)
+    of_visible = (is_visible @ norms[..., None])[..., 0] / by_weight.visibility.visible_keys
+    of_attended = (weights.abs() @ norms[..., None].to(weights.dtype))[..., 0]
+    for each in (moved, (of_attended / of_visible).log()):
+        yield each.double().masked_fill(~counted, 0.0).sum(-1)
+    yield counted.double().sum(-1)

@@ -1,0 +1,148 @@
+"""Attention, value vectors and rollout of tiny models of transformers, from whole matrices in float64.
+
+Nothing here imports headwise. Each sequence runs alone and without padding. The attention weights and the vectors f(x)
+of Kobayashi et al. (2020) are computed from the inputs of the attention modules and their parameters.
+"""
+
+import math
+
+import torch
+import transformers
+
+import tiny
+
+VOCABULARY, HEADS, LAYERS = 97, 6, 2
+SPECIAL = (5, 11)
+
+
+def model_of(name, implementation="sdpa", **options):
+    """Return a tiny model of a family in float64, in which all parameters are random, also biases and norms."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    rotary = sizes | {"intermediate_size": 37, "max_position_embeddings": 128} | options
+    config = {
+        "llama": lambda: transformers.LlamaConfig(**rotary, num_key_value_heads=2, head_dim=10, attention_bias=True),
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=48, n_layer=LAYERS, n_head=HEADS),
+        "bert": lambda: transformers.BertConfig(**rotary),
+    }[name]()
+    config._attn_implementation = implementation
+    torch.manual_seed(3)
+    model = tiny.with_distinct_heads(transformers.AutoModel.from_config(config))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.4 * torch.randn(parameter.shape)
+    return model.double()
+
+
+def sequences(*lengths):
+    """Return token ids of these lengths, in which tokens repeat."""
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(4, 17, (length,), generator=generator) for length in lengths]
+
+
+def padded(rows, side):
+    """Return the arguments of a model for sequences of token ids: padded on a side, with the positions of tokens."""
+    length = max(map(len, rows))
+    ids, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length, dtype=torch.long)
+    for row, tokens in enumerate(rows):
+        start = length - len(tokens) if side == "left" else 0
+        ids[row, start : start + len(tokens)], mask[row, start : start + len(tokens)] = tokens, 1
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def rotated(x):
+    """Return queries or keys `(heads, n, d)`, rotated by their positions (Su et al. 2021) with base 10,000."""
+    n, d = x.shape[1:]
+    # The models compute angles in float32.
+    angles = torch.arange(n).float()[:, None] * (1.0 / 10000.0 ** (torch.arange(0, d, 2).float() / d))
+    cos, sin = angles.cos().double(), angles.sin().double()
+    first, second = x[..., : d // 2], x[..., d // 2 :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def projections(block, name):
+    """Return queries, keys and values as functions of the input, and the output projection `(heads * d, width)`."""
+    if name == "gpt2":
+        parts = block.c_attn.weight.split(48, 1), block.c_attn.bias.split(48)
+        maps = [lambda x, w=w, b=b: x @ w + b for w, b in zip(*parts, strict=True)]
+        return *maps, block.c_proj.weight
+    if name == "llama":
+        layers, output = (block.q_proj, block.k_proj, block.v_proj), block.o_proj
+    else:
+        layers, output = (block.self.query, block.self.key, block.self.value), block.output.dense
+    return *(lambda x, layer=layer: x @ layer.weight.T + layer.bias for layer in layers), output.weight.T
+
+
+@torch.no_grad()
+def layers_of(model, name, ids):
+    """Return for each layer the weights `(heads, n, n)` and the vectors f(x) `(heads, n, width)` of one sequence."""
+    ends = {"llama": ".self_attn", "gpt2": ".attn", "bert": ".attention"}[name]
+    blocks = [module for path, module in model.named_modules() if path.endswith(ends)]
+    inputs = {}
+
+    def keep(block, args, kwargs):
+        inputs[block] = (args[0] if args else kwargs["hidden_states"])[0]
+
+    hooks = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in blocks]
+    model(input_ids=ids[None])
+    for hook in hooks:
+        hook.remove()
+    found = []
+    for block in blocks:
+        x = inputs[block]
+        to_q, to_k, to_v, output = projections(block, name)
+        d = len(output) // HEADS
+        q, k, v = (to(x).unflatten(-1, (-1, d)).transpose(0, 1) for to in (to_q, to_k, to_v))
+        if name == "llama":
+            q, k = rotated(q), rotated(k)
+        k, v = (each.repeat_interleave(HEADS // len(each), 0) for each in (k, v))
+        scores = q @ k.mT / math.sqrt(d)
+        if name != "bert":
+            scores = scores.masked_fill(torch.ones(len(x), len(x)).tril().bool().logical_not(), -math.inf)
+        found.append((scores.softmax(-1), v @ output.unflatten(0, (HEADS, d))))
+    return found
+
+
+def row_statistics(weights, ids, *, causal):
+    """Return the value of each statistic in each row of a matrix of weights `(n, n)`, NaN where it has none."""
+    n, nan, tokens = len(ids), math.nan, ids.tolist()
+    names = ("entropy", "evenness", "confidence", "distance", "self", "previous", "next", "first", "special")
+    rows = {name: [] for name in (*names, "duplicate", "induction")}
+    for i in range(n):
+        row = weights[i].tolist()
+        entropy = -sum(w * math.log(w) for w in row if w > 0)
+        visible = i + 1 if causal else n
+        copies = [j for j in range(i) if tokens[j] == tokens[i]]
+        rows["entropy"].append(entropy)
+        rows["evenness"].append(entropy / math.log(visible) if visible > 1 else nan)
+        rows["confidence"].append(max(row))
+        rows["distance"].append(sum(w * abs(i - j) for j, w in enumerate(row)))
+        rows["self"].append(row[i])
+        rows["previous"].append(row[i - 1] if i else nan)
+        rows["next"].append(row[i + 1] if i + 1 < n else nan)
+        rows["first"].append(row[0])
+        rows["special"].append(sum(w for j, w in enumerate(row) if tokens[j] in SPECIAL))
+        rows["duplicate"].append(sum(row[j] for j in copies) if copies else nan)
+        rows["induction"].append(sum(row[j + 1] for j in copies) if copies else nan)
+    return rows
+
+
+def mean_of(values):
+    """Return the mean of the values that are not NaN; NaN if there are none."""
+    valid = [value for value in values if not math.isnan(value)]
+    return sum(valid) / len(valid) if valid else math.nan
+
+
+def estimate(values, documents=None):
+    """Return mean, standard error clustered by document, and number of documents of the values that are not NaN."""
+    documents = list(range(len(values))) if documents is None else documents
+    valid = [(value, document) for value, document in zip(values, documents, strict=True) if not math.isnan(value)]
+    if not valid:
+        return math.nan, math.nan, 0
+    mean = sum(value for value, _ in valid) / len(valid)
+    residuals = {}
+    for value, document in valid:
+        residuals[document] = residuals.get(document, 0.0) + value - mean
+    count = len(residuals)
+    if count < 2:
+        return mean, math.nan, count
+    return mean, math.sqrt(count / (count - 1) * sum(r * r for r in residuals.values())) / len(valid), count
