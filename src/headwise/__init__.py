@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from headwise.analysis.curves.position_table import PositionCurves, PositionSlopes
     from headwise.analysis.flow.norm_table import NormWeighted
     from headwise.analysis.flow.norm_weighted import norm_weighted
+    from headwise.analysis.flow.rollout import rollout
+    from headwise.analysis.flow.rollout_table import Rollout, RolloutLayers
+    from headwise.analysis.flow.token_rollout import TokenRollout, token_rollout
     from headwise.analysis.focus import Focus
     from headwise.analysis.gate import gate
     from headwise.analysis.head_tests.dependencies import dependency_accuracy
@@ -157,6 +160,8 @@ _LAZY = {
     "RecipeResult": "headwise.compression.recipe.recipe_result",
     "Redundancy": "headwise.analysis.redundancy.result",
     "Retrieval": "headwise.analysis.head_tests.retrieval",
+    "Rollout": "headwise.analysis.flow.rollout_table",
+    "RolloutLayers": "headwise.analysis.flow.rollout_table",
     "SetAblation": "headwise.analysis.ablation_result",
     "Setting": "headwise.studies.space",
     "SinkRate": "headwise.analysis.head_tests.sinks",
@@ -166,6 +171,7 @@ _LAZY = {
     "StudyBudget": "headwise.studies.budget",
     "TextOptions": "headwise.studies.corpus",
     "Texts": "headwise.data.texts",
+    "TokenRollout": "headwise.analysis.flow.token_rollout",
     "View": "headwise.analysis.view_result",
     "ViewSet": "headwise.analysis.view_set",
     "ablate": "headwise.analysis.ablate",
@@ -203,10 +209,12 @@ _LAZY = {
     "redundancy": "headwise.analysis.redundancy.redundancy",
     "replacements": "headwise.analysis",
     "retrieval_score": "headwise.analysis.head_tests.retrieval",
+    "rollout": "headwise.analysis.flow.rollout",
     "save_model": "headwise.compression.saving",
     "sink_rate": "headwise.analysis.head_tests.sinks",
     "study": "headwise.studies.study",
     "study_texts": "headwise.studies.text_study",
+    "token_rollout": "headwise.analysis.flow.token_rollout",
     "view": "headwise.analysis.view",
     "view_examples": "headwise.analysis.view_examples",
     "view_image": "headwise.analysis.view_image",
@@ -290,6 +298,8 @@ __all__ = [
     "Redundancy",
     "RelativeBias",
     "Retrieval",
+    "Rollout",
+    "RolloutLayers",
     "Rotary",
     "Scores",
     "SetAblation",
@@ -304,6 +314,7 @@ __all__ = [
     "StudyBudget",
     "TextOptions",
     "Texts",
+    "TokenRollout",
     "View",
     "ViewSet",
     "WeightCapture",
@@ -359,6 +370,7 @@ __all__ = [
     "redundancy",
     "replacements",
     "retrieval_score",
+    "rollout",
     "save_model",
     "segments",
     "separate_projections",
@@ -369,6 +381,7 @@ __all__ = [
     "to_projections",
     "to_torch",
     "to_transformers",
+    "token_rollout",
     "view",
     "view_examples",
     "view_image",
