@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from eager_flow import SPECIAL, estimate, layers_of, mean_of, model_of, padded, row_statistics, sequences
 
 import headwise as hw
@@ -76,3 +77,142 @@ def test_sequences_of_one_document_are_a_cluster():
     documents = texts.document_numbers()
     assert len(set(documents)) < len(rows)
     compare(hw.norm_weighted(model, texts, special=SPECIAL), expected(model, "llama", rows, documents))
+
+
+@pytest.mark.parametrize("name", ["mistral, window 4", "gemma2, softcap", "gpt-oss, sinks"])
+def test_windows_softcaps_and_sinks(name):
+    model = tiny.family(name, "eager")
+    ids = sequences(17)[0][None]
+    values = {}
+    layers = [module for path, module in model.named_modules() if path.endswith("self_attn")]
+    hooks = [
+        layer.v_proj.register_forward_hook(lambda _, __, out, layer=layer: values.update({layer: out[0]}))
+        for layer in layers
+    ]
+    with torch.no_grad():
+        weights = model(input_ids=ids, output_attentions=True).attentions
+    for hook in hooks:
+        hook.remove()
+    table = hw.norm_weighted(model, [{"input_ids": ids}])
+    for row in table.rows:
+        layer, d = layers[row.layer], layers[row.layer].head_dim
+        value = values[layer].unflatten(-1, (-1, d))[:, row.kv_head]
+        vectors = (value @ layer.o_proj.weight[:, row.head * d : (row.head + 1) * d].T).detach().double()
+        of_head = weights[row.layer][0, row.head].double()
+        visible = (of_head > 0).sum(-1).tolist()
+        normed = of_head * vectors.norm(dim=-1)
+        normed = normed / normed.sum(-1, keepdim=True)
+        rows = row_statistics(normed, ids[0], causal=True)
+        for column in ("entropy", "confidence", "distance", "self", "previous", "first"):
+            measured = row.statistics[f"norm_{column}"].value
+            assert measured == pytest.approx(mean_of(rows[column]), rel=1e-4, abs=1e-4), column
+        share = of_head / of_head.sum(-1, keepdim=True)
+        moved = [float((share[i] - normed[i]).abs().sum()) / 2 for i in range(17) if visible[i] > 1]
+        assert row.statistics["moved"].value == pytest.approx(mean_of(moved), abs=1e-4)
+
+
+def test_cached_keys_keep_their_norms():
+    from headwise.intercept.watch import watch_further
+    from headwise.statistics.by_norm import NormStatistics
+
+    model = model_of("llama")
+    rows = sequences(12, 12)
+    with watch_further(model, NormStatistics(), SPECIAL) as heads, torch.no_grad():
+        cache, start = None, 0
+        for count in (5, 1, 1, 5):
+            part = torch.stack(rows)[:, start : start + count]
+            cache, start = model(part, past_key_values=cache, use_cache=True).past_key_values, start + count
+    wanted = expected(model, "llama", rows)
+    for layer, record in enumerate(heads.records):
+        for name in ("entropy", "first", "previous"):
+            of_norms, change = (record.statistics[f"{name} {kind}"].value.tolist() for kind in ("by norm", "change"))
+            for head in range(6):
+                assert of_norms[head] == pytest.approx(wanted[layer, head, f"norm_{name}"][0], abs=1e-10)
+                assert change[head] == pytest.approx(wanted[layer, head, f"{name}_change"][0], abs=1e-10)
+        for head, value in enumerate(record.statistics["moved"].value.tolist()):
+            assert value == pytest.approx(wanted[layer, head, "moved"][0], abs=1e-10)
+
+
+class Block(torch.nn.Module):
+    """Attention written by hand: by SDPA or by a softmax, with a gate before the projection or without projection."""
+
+    def __init__(self, kind="sdpa"):
+        super().__init__()
+        self.kind = kind
+        self.q, self.k, self.v, self.gate, self.out_proj = (torch.nn.Linear(21, 21) for _ in range(5))
+
+    def forward(self, x):
+        q, k, v = (each(x).unflatten(-1, (3, 7)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        if self.kind == "softmax":
+            out = (q @ k.mT / 7**0.5).softmax(-1) @ v
+        else:
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        out = out.transpose(1, 2).flatten(2)
+        if self.kind == "gated":
+            out = out * self.gate(x).sigmoid()
+        return x + out if self.kind == "no projection" else x + self.out_proj(out)
+
+
+def blocks(*kinds):
+    """Return a model of blocks of these kinds with the same weights for each place."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(Block(kind) for kind in kinds)).double()
+
+
+def test_a_softmax_written_by_hand_gives_the_same():
+    batch = [torch.randn(2, 11, 21, dtype=torch.float64, generator=torch.Generator().manual_seed(2))]
+    one, other = (hw.norm_weighted(blocks(kind, kind), batch) for kind in ("sdpa", "softmax"))
+    assert len(one.rows) == 6
+    for a, b in zip(one.rows, other.rows, strict=True):
+        for name in a.statistics:
+            assert a.statistics[name] == pytest.approx(b.statistics[name], abs=1e-10, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (
+            "gated",
+            "the output projection was not seen to map the outputs of the heads of these modules, as where a gate",
+        ),
+        ("no projection", "the output projection was not seen to map the outputs"),
+    ],
+)
+def test_modules_without_a_confirmed_projection_are_refused_by_name(kind, reason):
+    batch = [torch.randn(2, 11, 21, dtype=torch.float64)]
+    with pytest.warns(UserWarning, match=f"^{reason}.*: 1$"):
+        table = hw.norm_weighted(blocks("sdpa", kind), batch)
+    for row in table.rows:
+        assert all(math.isnan(each.value) == (row.layer == 1) for each in row.statistics.values())
+    with (
+        pytest.warns(UserWarning, match=reason),
+        pytest.raises(hw.InputError, match="^model: expected an output projection that is seen to map the outputs of"),
+    ):
+        hw.norm_weighted(blocks(kind), batch)
+
+
+def test_a_head_that_writes_nothing_has_no_norms():
+    model = blocks("sdpa")
+    model[0].out_proj.weight.data[:, 7:14] = 0.0
+    table = hw.norm_weighted(model, [torch.randn(3, 11, 21, dtype=torch.float64)])
+    silent = table.head(0, 1)
+    assert {each.n for each in silent.statistics.values()} == {0}
+    assert all(each.n == 3 for row in table.rows if row.head != 1 for each in row.statistics.values() if each.n)
+    assert table.head(0, 0).statistics["norm_entropy"].n == 3
+
+
+def test_tables_are_saved_resumed_and_drawn(tmp_path):
+    model = model_of("llama")
+    texts = hw.Texts(tiny.texts(20, 9, 30), tiny.tokenizer("decoder"))
+    table = hw.norm_weighted(model, texts, out=tmp_path)
+    assert hw.norm_weighted(model, texts, out=tmp_path).rows == table.rows
+    loaded = hw.NormWeighted.load(tmp_path)
+    assert loaded.metadata["settings"]["analysis"] == "norm-weighted"
+    columns = set(table.table())
+    assert {"norm_entropy", "entropy_change", "entropy_change_q", "moved", "norm_preference_p"} <= columns
+    assert not {"norm_entropy_p", "moved_p"} & columns
+    joined = hw.profile(model, texts, repeats=False).table().merge(table.table(), on=["layer", "head"])
+    difference = joined["norm_entropy"] - joined["entropy"] - joined["entropy_change"]
+    assert float(difference.abs().max()) < 1e-10
+    table.plot()
+    table.plot("moved", kind="scatter", against="norm_first")

@@ -167,7 +167,8 @@ class _Layer:
         for keys, span in tile.spans(weights):
             below = before[sequences, keys.start : keys.stop]
             self._product[sequences, rows] += span.sum(1) @ below / grid.heads
-            rolled += span @ below[:, None, :, -3:]
+            if not columns.tokens.start:
+                rolled += span @ below[:, None, :, -3:]
             if own:
                 of_own = span[:, :, own.start - row_block.rows.start : own.stop - row_block.rows.start]
                 for which, first in enumerate((0, len(columns.tokens))):
