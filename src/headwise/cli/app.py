@@ -24,11 +24,13 @@ from headwise.cli import (
     localize,
     merge,
     name_movers,
+    norm_weighted,
     patch,
     positions,
     profile,
     prune,
     retrieval,
+    rollout,
     sinks,
     study,
     view,
@@ -141,7 +143,21 @@ def _epilog(module: ModuleType) -> str:
 
 
 _MODULES = (
-    *(view, profile, positions, distances, compare, ablate, importance, curve, in_context, circuits, patch),
+    *(
+        view,
+        profile,
+        positions,
+        distances,
+        norm_weighted,
+        rollout,
+        compare,
+        ablate,
+        importance,
+        curve,
+        in_context,
+        circuits,
+        patch,
+    ),
     *(retrieval, sinks, name_movers, dependencies),
     *(prune, merge, compress, localize, study),
 )

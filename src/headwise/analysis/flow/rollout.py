@@ -75,30 +75,30 @@ def rollout(
         MissingExtra: a package that `progress` or the data needs is not installed.
     """
     require_module(model)
-    residual = residual_share(residual)
+    residual, texts = residual_share(residual), None
     if isinstance(dataset, Texts):
         model = text_model(model)
-        dataset = prepare_texts(dataset, model, None, shown=progress)
-        require_vocabulary(model, dataset)
-        special = text_special_ids(dataset.tokenizer) if special is None else special
+        dataset = texts = prepare_texts(dataset, model, None, shown=progress)
+        require_vocabulary(model, texts)
+        special = text_special_ids(texts.tokenizer) if special is None else special
     ids = token_ids("special", () if special is None else special)
-    registry, digest, sequences = SiteRegistry(model), "", 0
+    registry, digest, sequences, tokens = SiteRegistry(model), "", 0, 0
     means: Means = {}
-    total = len(dataset.sequences) if isinstance(dataset, Texts) else None
+    total = None if texts is None else len(texts.sequences)
     with evaluation_mode(model), torch.no_grad(), progress_bar("data", total, "sequences", shown=progress) as advance:
         for batch in iterate_batches(dataset):
             reader, sums = rolled_out(model, to_device(batch, device_of(model)), ids, residual)
-            count = count_sequences_and_tokens(batch)[0]
+            count, of_batch = count_sequences_and_tokens(batch)
             for site, of_site in sums.items():
                 means.setdefault(site, []).append(_means(of_site, site, count))
             registry.merge(reader.records)
             digest = digest_of([digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
-            sequences += count
+            sequences, tokens = sequences + count, tokens + of_batch
             advance(count, False)
     if not sequences:
         raise InputError("dataset", expected="at least one batch", got="none")
-    settings = run_settings(model, None, title, residual=residual, special=ids)
-    metadata = {**settings, "measured": {"sequences": sequences, "digest": digest}}
+    settings = run_settings(model, texts, title, residual=residual, special=ids)
+    metadata = {**settings, "measured": {"sequences": sequences, "tokens": tokens, "digest": digest}}
     return _tables(registry, means, documents_of(dataset), sequences, metadata)
 
 
