@@ -26,6 +26,7 @@ import argparse
 import resource
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -102,9 +103,7 @@ def findings(name: str, folder: Path) -> None:
     ]
     print("\n".join(markdown_table(("layer", *names), lines)))
     entropies = [row.statistics["entropy"] for row in rollout.layers.rows]
-    rises = [
-        b.value - a.value > 2 * (a.sem**2 + b.sem**2) ** 0.5 for a, b in zip(entropies[:-1], entropies[1:], strict=True)
-    ]
+    rises = [b.value - a.value > 2 * (a.sem**2 + b.sem**2) ** 0.5 for a, b in pairwise(entropies)]
     print(f"the entropy rises in {sum(rises)} of {len(rises)} steps", flush=True)
 
 

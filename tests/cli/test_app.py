@@ -29,7 +29,7 @@ from headwise.runs import checkpoint
 COMMANDS = ("view", "profile", "compare", "ablate", "importance", "prune", "compress", "study")
 NEW_COMMANDS = (
     *("merge", "localize", "circuits", "curve", "patch", "positions", "distances", "in-context"),
-    *("retrieval", "sinks", "name-movers", "dependencies"),
+    *("retrieval", "sinks", "name-movers", "dependencies", "norm-weighted", "rollout"),
 )
 """Commands whose functions are tested elsewhere."""
 

@@ -38,6 +38,8 @@ MEANINGS = {
     "change_zero": "Change of the in-context learning score if zeros replace the head's output.",
     "change_mean": "Change of the in-context learning score if its mean replaces the head's output.",
     "gate": "Value of the head's learned gate, without noise.",
+    "moved": "Mean share of attention that is on other keys by norm than by weight.",
+    "norm_preference": "Mean logarithm of the norm of attended vectors, relative to that of all visible keys.",
 }
 """Meaning of each number in one sentence, by its name."""
 
@@ -53,4 +55,19 @@ def page_statistic(name: str, source: str) -> PageStatistic:
     if name.startswith("distance_"):
         suffix = ", where attention on the first tokens counts at any distance" if name.endswith("_first") else ""
         meaning = f"Smallest distance within which the head puts this percentage of its attention{suffix}."
+    of_weights, kind = _derived(statistic)
+    if kind and of_weights in MEANINGS and statistic not in MEANINGS:
+        statistic, meaning = of_weights, f"{MEANINGS[of_weights].removesuffix('.')}, {kind}."
     return PageStatistic(name, unit_of(statistic), meaning, source)
+
+
+def _derived(name: str) -> tuple[str, str]:
+    """Return the statistic of weights from which a number called `name` is derived, and how; the same name and an empty
+    text for other numbers.
+    """
+    for prefix, kind in (("norm_", "by norm"), ("rolled_", "rolled out over the layers below")):
+        if name.startswith(prefix):
+            return name.removeprefix(prefix), kind
+    if name.endswith("_change"):
+        return name.removesuffix("_change"), "minus that of the attention weights"
+    return name, ""
