@@ -69,5 +69,5 @@ def _derived(name: str) -> tuple[str, str]:
         if name.startswith(prefix):
             return name.removeprefix(prefix), kind
     if name.endswith("_change"):
-        return name.removesuffix("_change"), "minus that of the attention weights"
+        return name.removesuffix("_change"), "as a change from the attention weights"
     return name, ""

@@ -9,7 +9,7 @@ from eager_flow import SPECIAL, estimate, layers_of, model_of, padded, sequences
 
 import headwise as hw
 import tiny
-from headwise.analysis.flow import rollout_reader
+from headwise.analysis.flow import rollout_reader, token_rollout
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -98,8 +98,9 @@ def test_sequences_of_one_document_are_a_cluster():
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-@pytest.mark.parametrize("layer", [None, 0])
-def test_rollout_of_tokens_is_a_row_of_the_product(name, layer):
+@pytest.mark.parametrize(("layer", "kept"), [(None, 2**26), (None, 0), (0, 2**26)])
+def test_rollout_of_tokens_is_a_row_of_the_product(name, layer, kept, monkeypatch):
+    monkeypatch.setattr(token_rollout, "KEPT_BYTES", kept)
     model = model_of(name)
     text, tokenizer = tiny.texts(17)[0], tiny.tokenizer("encoder" if name == "bert" else "decoder")
     ids = tokenizer(text, return_tensors="pt")["input_ids"][0]

@@ -24,6 +24,9 @@ from headwise.shapes import Float
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+KEPT_BYTES = 2**26
+"""Largest size of the mean weights of layers that one run keeps."""
+
 
 @dataclass(frozen=True)
 class TokenRollout:
@@ -92,8 +95,10 @@ def token_rollout(
         hw.token_rollout(model, "The keys to the cabinet are", tokenizer).table()
 
     The rollout of a query is a row of a product of matrices over the layers. It is computed as a row vector that passes
-    from the top layer down, so that no matrix of tokens and tokens is kept. The layers run in the other direction, so
-    the model runs once for each layer, and once before.
+    from the top layer down, so the product of matrices is never computed. The layers run in the other direction. So the
+    model runs several times, and each run passes the vector through some layers, whose mean weights it keeps in up to
+    64 MiB. For long texts (more than 4,096 tokens in float32) each run passes it through one layer, block by block, and
+    keeps no matrix.
 
     Args:
         model: any model that `watch` can observe and that reads token ids. Of an encoder-decoder, the encoder is read.
@@ -122,15 +127,17 @@ def token_rollout(
         top = layers - 1 if layer is None else whole_number("layer", layer, least=0)
         if top >= layers:
             raise InputError("layer", expected=f"a number below {layers}", got=top)
-        shares: Float[Tensor, "queries tokens"] | None = None
-        by_layer = []
-        for number in range(top, -1, -1):
-            reader = _RowPass(model, number, chosen, shares, residual)
+        shares: Tensor = nn.functional.one_hot(torch.tensor(chosen), len(tokens)).to(device_of(model), _dtype(model))
+        by_layer: list[Tensor] = []
+        together = max(1, KEPT_BYTES // (shares.element_size() * len(tokens) ** 2))
+        for last in range(top, -1, -together):
+            numbers = range(max(last - together + 1, 0), last + 1)
+            reader = _RowPass(model, numbers, shares, residual)
             with intercepted(model, reader):
                 call_model(model, batch)
             reader.require_layers()
-            shares = reader.after
-            by_layer.append(shares)
+            by_layer += reader.passed()
+            shares = by_layer[-1]
     return TokenRollout(tokens, chosen, by_layer[-1], torch.stack(by_layer[::-1]), residual)
 
 
@@ -157,50 +164,65 @@ def _count_layers(model: nn.Module, batch: dict[str, Any], tokens: int) -> int:
 
 
 class _RowPass(LayerReader):
-    """Interceptor that passes rows of the rollout through one layer, from its output to its input.
+    """Interceptor that passes rows of the rollout through some layers, from the output of the last one to the input of
+    the first one. Through one layer they pass block by block; the mean weights of several layers are kept.
 
     Args:
         model: the intercepted model.
-        number: number of the layer.
-        queries: indices of the query tokens.
-        shares: shares of the positions of the layer's output; None in the top layer.
+        numbers: numbers of the layers.
+        shares: shares of the positions of the output of the last of them.
         residual: share of the residual connection.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        number: int,
-        queries: tuple[int, ...],
-        shares: Float[Tensor, "queries tokens"] | None,
-        residual: float,
+        self, model: nn.Module, numbers: range, shares: Float[Tensor, "queries tokens"], residual: float
     ) -> None:
         super().__init__(model)
-        self._number, self._queries, self._shares, self._residual = number, queries, shares, residual
-        self.after = torch.empty(0)
+        self._numbers, self._shares, self._residual = numbers, shares, residual
+        self._read: dict[int, Tensor] = {}
+        self._paths: dict[int, str] = {}
+        self._eps = 0.0
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation | None:
-        """Return an observation of the layer that is read; None for all others."""
-        if number != self._number:
+        """Return an observation of a layer; None if the rows do not pass through it."""
+        if number not in self._numbers:
             return None
-        grid, eps = call.grid, [0.0]
-        read: list[Tensor] = []
+        # The product of these rows with the mean weights: of all rows, these are the weights themselves.
+        rows = self._shares if len(self._numbers) == 1 else None
+        self._paths[number] = call.site.label
+        tokens = call.grid.queries
+        read = self._read[number] = self._shares.new_zeros(tokens if rows is None else len(rows), tokens)
 
         def observer(row_block: RowBlock) -> None:
-            dtype = row_block.powers.dtype
-            if self._shares is None:
-                places = torch.tensor(self._queries, device=grid.device)
-                self._shares = torch.nn.functional.one_hot(places, grid.queries).to(dtype)
-            if not read:
-                read.append(torch.zeros_like(self._shares))
-                eps[0] = eps_of(row_block)
-            of_rows = self._shares[:, row_block.rows.start : row_block.rows.stop]
-            for keys, span in row_block.tile.spans(row_block.weights[0].sum(0)):
-                read[0][:, keys.start : keys.stop] += of_rows @ span.to(self._shares.dtype) / grid.heads
+            self._eps = max(self._eps, eps_of(row_block))
+            part = slice(row_block.rows.start, row_block.rows.stop)
+            mean = row_block.weights[0].sum(0).to(read.dtype) / call.grid.heads
+            for keys, span in row_block.tile.spans(mean):
+                columns = slice(keys.start, keys.stop)
+                if rows is None:
+                    read[part, columns] += span
+                else:
+                    read[:, columns] += rows[:, part] @ span
 
-        def on_end() -> None:
-            assert self._shares is not None
-            self.after = self._residual * self._shares + (1 - self._residual) * read[0]
-            require_whole(self.after.sum(-1), call.site.label, eps[0])
+        return Observation(observer, CallContext(), lambda: None)
 
-        return Observation(observer, CallContext(), on_end)
+    def passed(self) -> list[Float[Tensor, "queries tokens"]]:
+        """Return the shares of the positions of the input of each layer after the run, those of the last layer first.
+
+        Raises:
+            InputError: attention was lost in a layer.
+        """
+        shares, found = self._shares, []
+        for number in reversed(self._numbers):
+            read = self._read[number]
+            product = read if len(self._numbers) == 1 else shares @ read
+            shares = self._residual * shares + (1 - self._residual) * product
+            require_whole(shares.sum(-1), self._paths[number], self._eps)
+            found.append(shares)
+        return found
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the shares: that of the model, but float32 at least."""
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    return torch.promote_types(dtypes[0] if dtypes else torch.float32, torch.float32)
