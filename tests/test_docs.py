@@ -76,6 +76,16 @@ def test_the_code_of_the_page_about_analyses_joins_tables(minilm, tmp_path, monk
     assert len(names["joined"]) == 72
 
 
+def test_the_code_of_the_pages_about_norms_and_rollout_runs(minilm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.jsonl").write_text('{"text": "A cup of tea."}\n{"text": "And one of coffee."}\n')
+    names: dict = {}
+    run(code_blocks("docs/norm-weighted.md") + code_blocks("docs/rollout.md"), names)
+    assert len(names["norms"].table()) == len(names["rollout"].table()) == 72
+    assert len(names["rollout"].layers.table()) == 6
+    assert names["rolled"].weights.sum(-1).tolist() == pytest.approx([1.0, 1.0])
+
+
 def test_the_recipe_of_the_page_about_pruning_runs(tmp_path):
     (recipe,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/prune.md").read_text(encoding="utf-8"), re.DOTALL)
     tiny.model("decoder", top="ForCausalLM").save_pretrained(tmp_path / "tiny")

@@ -112,8 +112,9 @@ class NormSums:
         if self._norms is None:
             self._norms = key_norms(row_block, self.slices)
         norms = self._norms[row_block.sequences_and_heads][..., row_block.visibility.key_indices]
-        row_block = replace(row_block, visibility=_visibility_of_norms(row_block, norms))
         of_norms = _norm_block(row_block, norms)
+        visibility = _visibility_of_norms(of_norms)
+        row_block, of_norms = (replace(each, visibility=visibility) for each in (row_block, of_norms))
         self.by_norm.add(of_norms)
         self.by_weight.add(replace(row_block, out=None, gram=None))
         sums = torch.stack(list(_compared(row_block, of_norms, norms)))
@@ -189,7 +190,7 @@ def _norm_block(row_block: RowBlock, norms: Float[Tensor, "batch heads columns"]
     each weight times the norm of its key, divided by their sum over the keys.
     """
     stacked, tile = row_block.powers.shape, row_block.tile
-    powers = (tile.by_head(row_block.powers).abs() * norms[:, :, None]).reshape(stacked)
+    powers = tile.by_head(row_block.powers).abs().mul_(norms[:, :, None]).reshape(stacked)
     total = powers.sum(-1, keepdim=True)
     total = total.masked_fill((row_block.power_sum == torch.inf) | (total == 0), torch.inf)
     return replace(
@@ -205,15 +206,14 @@ def _norm_block(row_block: RowBlock, norms: Float[Tensor, "batch heads columns"]
     )
 
 
-def _visibility_of_norms(row_block: RowBlock, norms: Float[Tensor, "batch heads columns"]) -> TileVisibility:
-    """Return the visibility of a row block, in which rows whose norms are all 0 do not count."""
-    visibility = row_block.visibility
-    is_zero = (row_block.tile.by_head(row_block.powers) * norms[:, :, None] == 0).all(-1)
-    is_zero &= visibility.counted_rows
-    if not bool(is_zero.any()):
+def _visibility_of_norms(of_norms: RowBlock) -> TileVisibility:
+    """Return the visibility of a row block of norms, in which rows whose norms are all 0 do not count."""
+    visibility = of_norms.visibility
+    counted = visibility.counted_rows & (of_norms.weight_per_power != 0)
+    if bool((counted == visibility.counted_rows).all()):
         return visibility
     copy = replace(visibility, _cache={})
-    vars(copy)["counted_rows"] = visibility.counted_rows & ~is_zero  # fills the cached property of the copy
+    vars(copy)["counted_rows"] = counted  # fills the cached property of the copy
     return copy
 
 
@@ -229,10 +229,11 @@ def _compared(
     )
     counted = counted.expand(*norms.shape[:2], -1)
     weights = by_weight.tile.by_head(by_weight.powers / by_weight.power_sum)
-    moved = (weights - by_norm.weights).abs().sum(-1) / 2
+    of_attended = (weights.abs() @ norms[..., None].to(weights.dtype))[..., 0]
+    difference = by_norm.tile.by_head(by_norm.powers / by_norm.normalizer).sub_(weights)
+    moved = difference.abs_().sum(-1) / 2
     is_visible = by_weight.tile.is_visible.to(norms.dtype)
     of_visible = (is_visible @ norms[..., None])[..., 0] / by_weight.visibility.visible_keys
-    of_attended = (weights.abs() @ norms[..., None].to(weights.dtype))[..., 0]
     for each in (moved, (of_attended / of_visible).log()):
         yield each.double().masked_fill(~counted, 0.0).sum(-1)
     yield counted.double().sum(-1)

@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 
-TOKENS = 8192
-MATRIX = TOKENS**2 * 4 / 2**20
-"""Size in MiB of one matrix of the tokens in float32."""
-
 SCRIPT = """
 import resource
 
@@ -20,7 +16,7 @@ import headwise as hw
 import tiny
 
 torch.set_num_threads(1)
-model = tiny.model("decoder", max_position_embeddings={tokens})
+model = tiny.model("decoder", max_position_embeddings=8192)
 
 
 def run(length):
@@ -29,18 +25,17 @@ def run(length):
 
 
 before = run(256)
-print(run({tokens}) - before)
+print(run(4096) - before, run(8192) - before)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "limit"), [("norm_weighted", 0.5), ("rollout", 0.75)])
-def test_no_matrix_is_kept_of_8192_tokens(name, limit):
-    """The peak memory rises by less than a part of one matrix. Rollout keeps columns of 64 MiB, and makes copies."""
+@pytest.mark.parametrize("name", ["norm_weighted", "rollout"])
+def test_memory_grows_with_the_length_and_not_with_its_square(name):
     root = Path(__file__).parents[3]
     paths = os.pathsep.join(str(root / part) for part in ("src", ".", "tests"))
-    script = SCRIPT.format(tokens=TOKENS, name=name)
-    command = [sys.executable, "-c", script]
+    command = [sys.executable, "-c", SCRIPT.format(name=name)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": paths})
-    print(f"{name}: peak memory rises by {float(done.stdout):.0f} MiB; one matrix has {MATRIX:.0f} MiB")
-    assert float(done.stdout) < limit * MATRIX
+    shorter, longer = map(float, done.stdout.split())
+    print(f"{name}: peak memory rises by {shorter:.0f} MiB at 4,096 tokens, and by {longer:.0f} MiB at 8,192")
+    assert longer < 3 * shorter  # a matrix takes four times as much
