@@ -85,13 +85,11 @@ class CallHandlers(NamedTuple):
         received: ReceivedMask | None,
         out: Float[Tensor, "batch heads queries value_dim"] | None,
         values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
-        *,
         is_unchecked: bool = False,
     ) -> None:
         """Pass attention `weights` that the model itself has computed to the observers, in row blocks (some query rows
         at a time), then notify the observers that the call has ended. A row block also contains the head outputs of its
-        rows, taken from `out`. But if `is_unchecked` is True and an observer has a check, the row block contains
-        weights times values as head outputs, and the check compares these with `out`. Without observers, do nothing.
+        rows: `out`, or, if `is_unchecked` and an observer has a check, weights times values, to compare with `out`.
 
         Args:
             weights: the weights.
@@ -103,7 +101,6 @@ class CallHandlers(NamedTuple):
         if not self.observations:
             return
         weights, out = weights.detach(), None if out is None else out.detach()
-        values = None if values is None else values.detach()
         visible = None if received is None else received.block
         with call_stack.paused(), torch.no_grad(), _outside_torch_modes(weights):
             if self._has_check and is_unchecked and out is not None:

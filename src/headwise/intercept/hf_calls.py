@@ -107,8 +107,7 @@ def _intercepted_call(
             if not torch.equal(state, random_state(q.device)):
                 undropped_out, weights = _without_dropout(attention, args, kwargs, q.device)
         if weights is not None:
-            shown = _zeros_in_hidden_rows(weights, mask)
-            handlers.observe_weights(shown, mask_source.read(), undropped_out, v, is_unchecked=True)
+            handlers.observe_weights(_zeros_in_hidden_rows(weights, mask), mask_source.read(), undropped_out, v, True)
         else:
             handlers.answer(read_problem, lambda: Answer(undropped_out, None, None))
     else:
