@@ -193,6 +193,16 @@ REFUSED = {
         {"wrong": None},
         "wrong: expected the ids that the answers are compared",
     ),
+    "the same answers": (
+        (CLEAN, CORRUPTED),
+        {"answer": [7, 11, 19], "wrong": [5, 11, 6]},
+        "wrong: expected other tokens than the right answers, got [5, 11, 6]",
+    ),
+    "the same answer": (
+        (CLEAN, CORRUPTED),
+        {"answer": 7, "wrong": 7},
+        "wrong: expected other tokens than the right answers, got 7",
+    ),
     "no such word": ((CLEAN, CORRUPTED), {"wrong": 97}, "wrong: expected ids from 0 to 96, got 97"),
     "no such token": (
         (CLEAN, CORRUPTED),

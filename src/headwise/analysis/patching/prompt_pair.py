@@ -18,7 +18,7 @@ from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import SiteKey
 from headwise.runs.rows import MeanEstimate
-from headwise.shapes import Float
+from headwise.shapes import Float, Int
 
 LayerHead = tuple[int | str, int]
 """A head: its layer's number, or the path of its attention module, and its index in the layer."""
@@ -145,10 +145,19 @@ def prompt_pairs(model: Any, clean: Any, corrupted: Any, tokens: AnswerTokens, d
     require_direction(direction)
     if tokens.wrong is None:
         raise InputError("wrong", expected="the ids that the answers are compared with", got=None)
+    _require_different_answers(tokens.answer, tokens.wrong)
     clean, corrupted = one_batch(model, clean), one_batch(model, corrupted)
     _require_same_layout(clean, corrupted)
     with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
         yield PromptPairs(model, clean, corrupted, tokens, direction)
+
+
+def _require_different_answers(answer: Int[Tensor, "*prompts"], wrong: Int[Tensor, "*prompts"]) -> None:
+    """Raise `InputError` if a right answer is the wrong one, too: the difference of their logits is 0 in every run."""
+    if answer.ndim and wrong.ndim and answer.shape != wrong.shape:
+        return  # refused with the number of prompts
+    if bool((answer == wrong).any()):
+        raise InputError("wrong", expected="other tokens than the right answers", got=wrong.tolist())
 
 
 def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
