@@ -230,6 +230,19 @@ def test_what_is_refused(why):
     assert str(refused.value).startswith(sentence)
 
 
+@pytest.mark.parametrize("function", [hw.activation_patching, hw.attribution_patching, hw.path_patching])
+@pytest.mark.parametrize("prompts", ["clean", "corrupted"])
+def test_a_pair_whose_logits_are_not_finite_is_refused(function, prompts):
+    model = causal()
+    model.get_input_embeddings().weight.data[90] = torch.nan
+    batches = {"clean": CLEAN, "corrupted": CORRUPTED}
+    batches[prompts] = batches[prompts].clone()
+    batches[prompts][1, 2] = 90
+    assert not bool((CLEAN == 90).any() | (CORRUPTED == 90).any())
+    with pytest.raises(hw.InputError, match="^model: expected finite weights and activations, got NaN or infinity"):
+        function(model, **batches, **ASKED)
+
+
 def test_a_model_without_logits_is_refused():
     with pytest.raises(
         hw.InputError, match="^model: expected one that returns logits .batch, length, vocabulary.*, got Ll"
