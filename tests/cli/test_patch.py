@@ -8,6 +8,7 @@ import pytest
 
 import headwise as hw
 import tiny
+from headwise.cli.patch import PairFlags
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -85,6 +86,8 @@ def test_a_pair_on_the_command_line_is_printed_and_saved(folder, headwise, tmp_p
             ("--pairs", "bad.jsonl"),
             "pairs: expected a JSON object with the texts clean, corrupted, answer, wrong in line 1",
         ),
+        (("--pairs", "latin.jsonl"), "data: expected UTF-8 in latin.jsonl, got another byte at offset "),
+        (("--pairs", "half.jsonl"), "data: expected JSON in line 1 of half.jsonl, got "),
         (("--pairs", "empty.jsonl"), "pairs: expected at least one pair, got none in "),
         (("--pairs", "pairs.jsonl", "--steps", "2"), "steps: expected --method attribution, got --method activation"),
         (("--pairs", "pairs.jsonl", "--receiver", "1.2"), "receiver: expected --method path, got --method activation"),
@@ -99,8 +102,17 @@ def test_mistakes_are_one_sentence(folder, headwise, monkeypatch, flags, message
     monkeypatch.chdir(folder)
     (folder / "bad.jsonl").write_text('{"clean": "w1"}\n')
     (folder / "empty.jsonl").write_text("\n")
+    (folder / "latin.jsonl").write_bytes('{"clean": "é"}'.encode("latin-1"))
+    (folder / "half.jsonl").write_text('{"clean": ')
     model = () if "--model" in flags else ("--model", "decoder")
     status, out, err = headwise("patch", *model, *flags)
     assert (status, out) == (2, "")
     assert err.startswith(f"headwise: {message}")
     assert err.count("\n") == 1
+
+
+def test_lines_of_pairs_end_at_line_feeds_alone(tmp_path):
+    pair = {"clean": "a\u2028b", "corrupted": "c\u0085b", "answer": " d", "wrong": " e"}
+    text = json.dumps(pair, ensure_ascii=False)
+    (tmp_path / "pairs.jsonl").write_text(f"\ufeff{text}\r\n\n{text}\n", encoding="utf-8", newline="")
+    assert PairFlags(pairs=tmp_path / "pairs.jsonl").texts() == {part: [value] * 2 for part, value in pair.items()}

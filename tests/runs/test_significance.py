@@ -10,7 +10,7 @@ from scipy import stats
 import headwise as hw
 import tiny
 from headwise.runs.rows import MeanEstimate
-from headwise.runs.significance import false_discovery_rates, zero_tests
+from headwise.runs.significance import false_discovery_rates, one_sided_p_values, zero_tests
 
 
 def adjusted(p):
@@ -40,8 +40,27 @@ def test_missing_p_values_do_not_count():
 
 
 def test_a_mean_of_one_sample_has_no_test():
-    tests = zero_tests("cost", [MeanEstimate(1.0, math.nan, 1), MeanEstimate(1.0, 0.0, 5), MeanEstimate(0.0, 0.0, 5)])
-    assert tests["cost_p"] == pytest.approx([math.nan, 0.0, 1.0], nan_ok=True)
+    tests = zero_tests("cost", [MeanEstimate(1.0, math.nan, 1), MeanEstimate(0.0, 0.0, 5)])
+    assert tests["cost_p"] == pytest.approx([math.nan, 1.0], nan_ok=True)
+
+
+def test_samples_without_variance_have_the_p_value_of_the_sign_test():
+    values = [[1.0] * 5, [-0.1] * 3, [0.5] * 2, [0.1 + 0.2, 0.3, 0.3]]
+    measured = [MeanEstimate.of(each) for each in values]
+    two_sided = [stats.binomtest(len(each), len(each)).pvalue for each in values]
+    assert zero_tests("cost", measured)["cost_p"] == pytest.approx(two_sided, rel=1e-12)
+    assert one_sided_p_values(measured) == pytest.approx([1 / 32, 1.0, 1 / 4, 1 / 8], rel=1e-12)
+    assert one_sided_p_values(measured, -1) == pytest.approx([1.0, 1 / 8, 1.0, 1.0], rel=1e-12)
+    assert one_sided_p_values(measured, above=0.4) == pytest.approx([1 / 32, 1.0, 1 / 4, 1.0], rel=1e-12)
+
+
+def test_discrete_values_from_few_documents_are_seldom_significant():
+    generator = numpy.random.default_rng(0)
+    documents = numpy.repeat(numpy.arange(2), 10)
+    gains = [(generator.random(20) < 0.2) * 1.0 - (generator.random(20) < 0.2) for _ in range(500)]
+    tests = zero_tests("gain", [MeanEstimate.of(each.tolist(), documents.tolist()) for each in gains])
+    assert sum(p <= 0.05 for p in tests["gain_p"]) <= 0.08 * len(gains)
+    assert not any(q <= 0.05 for q in tests["gain_q"])
 
 
 def test_effects_are_tested_over_documents():

@@ -1,6 +1,5 @@
 """The command `headwise patch`."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from headwise.cli.loading import quiet_libraries
 from headwise.cli.options import Force, ModelFlags, TableFolder, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice, path
+from headwise.data.documents import read_json_lines
 from headwise.errors import InputError
 from headwise.runs.distributed import LocalProcess
 from headwise.show.records import table_records
@@ -169,20 +169,14 @@ def _read_pairs(file: Path) -> dict[str, list[str]]:
     """Return the texts of all pairs of a file of JSON lines, by part.
 
     Raises:
-        InputError: a line is no JSON object with the texts of all parts, or there is none.
+        InputError: the file is not UTF-8, a line is no JSON object with the texts of all parts, or there is none.
     """
     texts: dict[str, list[str]] = {part: [] for part in PARTS}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            pair = json.loads(line)
-        except json.JSONDecodeError:
-            pair = None
+    for pair, location in read_json_lines(file):
         for part in PARTS:
             text = pair.get(part) if isinstance(pair, dict) else None
             if not isinstance(text, str):
-                expected = f"a JSON object with the texts {', '.join(PARTS)} in line {number}"
+                expected = f"a JSON object with the texts {', '.join(PARTS)} in {location}"
                 raise InputError("pairs", expected=expected, got=f"no text {part}")
             texts[part].append(text)
     if not texts["clean"]:

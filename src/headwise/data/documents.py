@@ -126,12 +126,23 @@ def _read_json_lines(file: Path, column: str, types: ColumnTypes) -> Iterator[Do
     """Yield one document for each line of a JSON lines file; blank lines are skipped. Each line is a JSON object. The
     text is the value under the key `column`, of one of the Python types `types`, converted to a string.
     """
+    for row, location in read_json_lines(file):
+        yield _document_of_row(row, column, location, types)
+
+
+def read_json_lines(file: Path) -> Iterator[tuple[Any, str]]:
+    """Yield the value of each line of a JSON lines file with its location, such as "line 3 of notes.jsonl"; blank lines
+    are skipped.
+
+    Raises:
+        InputError: the file is not UTF-8, or a line is not JSON.
+    """
     with file.open("rb") as lines:
         offset = 0
         for number, line in enumerate(lines, 1):
             if not line.isspace():
                 location = f"line {number} of {file}"
-                yield _document_of_row(_parse_json(_decode(line, file, offset), location), column, location, types)
+                yield _parse_json(_decode(line, file, offset), location), location
             offset += len(line)
 
 

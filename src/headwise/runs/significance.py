@@ -11,6 +11,9 @@ PURPOSE = "tests of significance"
 FALSE_DISCOVERY_RATE = 0.05
 """Largest adjusted p-value of a head that is reported as found."""
 
+ROUNDING = 1e-12
+"""Standard error, relative to the mean, below which the samples differ by rounding alone."""
+
 
 def p_values(ratios: Sequence[float], degrees: Sequence[float | int]) -> list[float]:
     """Return the two-sided p-value of each mean by Student's t-test of the mean against zero; NaN where a ratio is NaN.
@@ -54,20 +57,35 @@ def zero_tests(name: str, measured: Sequence[MeanEstimate]) -> dict[str, list[fl
     """Return two columns for a statistic called `name`: the p-value of each mean, with the suffix `_p`, and the
     p-values adjusted for the number of rows, with the suffix `_q`.
 
+    The test is Student's t-test. If all n samples have the same mean, which is not 0, their variance is unknown rather
+    than 0, and the p-value is that of the sign test, 2 / 2^n.
+
     Raises:
         MissingExtra: scipy is not installed.
     """
     p = p_values([in_errors(each) for each in measured], [each.n - 1 for each in measured])
+    p = [2 * 0.5**each.n if _is_constant(each) else own for each, own in zip(measured, p, strict=True)]
     return {f"{name}_p": p, f"{name}_q": false_discovery_rates(p)}
 
 
 def one_sided_p_values(measured: Sequence[MeanEstimate], sign: int = 1, *, above: float = 0.0) -> list[float]:
     """Return the one-sided p-value of each mean by Student's t-test: small if the mean is larger than `above`, or
-    smaller for a `sign` of -1. The value is NaN where the mean or its standard error is.
+    smaller for a `sign` of -1. The value is NaN where the mean or its standard error is. If all n samples have the same
+    mean on that side, the p-value is that of the sign test, 1 / 2^n.
 
     Raises:
         MissingExtra: scipy is not installed.
     """
-    ratios = [sign * in_errors(each._replace(value=each.value - above)) for each in measured]
+    centred = [each._replace(value=each.value - above) for each in measured]
+    ratios = [sign * in_errors(each) for each in centred]
     two_sided = p_values(ratios, [each.n - 1 for each in measured])
-    return [p / 2 if ratio > 0 else 1 - p / 2 for p, ratio in zip(two_sided, ratios, strict=True)]
+    p = [p / 2 if ratio > 0 else 1 - p / 2 for p, ratio in zip(two_sided, ratios, strict=True)]
+    return [
+        0.5**each.n if ratio > 0 and _is_constant(each) else own
+        for each, ratio, own in zip(centred, ratios, p, strict=True)
+    ]
+
+
+def _is_constant(measured: MeanEstimate) -> bool:
+    """Return True if samples have a mean other than 0, and differ from it by rounding alone."""
+    return measured.value != 0.0 and measured.sem <= ROUNDING * abs(measured.value)

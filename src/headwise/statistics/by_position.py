@@ -29,6 +29,9 @@ POSITIONS_UNKNOWN = (
 SMALLEST_SPREAD = 1e-9
 """Least variance of the logarithm of the position, relative to its mean square, from which there is a slope."""
 
+ROUNDING = 16.0
+"""Rounding of the sum of products that a slope is computed from, in units of the values' epsilon times its terms."""
+
 
 @dataclass(frozen=True)
 class PositionStatistics:
@@ -66,6 +69,7 @@ class PositionSums:
         names: names of the statistics that have values.
         sums: sums of the values, and numbers of rows. The last axis has the bins, and then the sum over all rows of
             each number times 1, x and x^2, where x is the logarithm of the position counted from 1.
+        rounding: relative error of the values, of their least precise dtype.
     """
 
     positions: Int[Tensor, "batch queries"]
@@ -73,12 +77,14 @@ class PositionSums:
     heads: int
     names: tuple[str, ...] = ()
     sums: Float[Tensor, "sum_and_count means batch heads bins"] | None = field(default=None, repr=False)
+    rounding: float = 0.0
     needs_weights = False
     refused = None
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None = None) -> None:
         """Add the values of some query rows to the sums of their bins, in place."""
         rows = slice(measured.rows.start, measured.rows.stop)
+        self.rounding = max(self.rounding, ROUNDING * torch.finfo(measured.values.dtype).eps)
         features = self._features(self.positions[measured.sequences, rows])
         values = measured.values.double().masked_fill(~measured.counted, 0.0)
         sums = torch.einsum("mbhr,brk->mbhk", values, features)
@@ -93,6 +99,7 @@ class PositionSums:
         """Add the sums of other query rows of the same sequences, in place."""
         if other.sums is None:
             return
+        self.rounding = max(self.rounding, other.rounding)
         if self.sums is None:
             self.names, self.sums = other.names, other.sums
             return
@@ -105,7 +112,8 @@ class PositionSums:
 
     def values(self) -> Values:
         """Return, for each sequence, the mean of each statistic in each bin, `heads * bins` numbers with the bins of
-        one head next to each other; and the slope of its values on the logarithm of the position by least squares.
+        one head next to each other; and the slope of its values on the logarithm of the position by least squares. A
+        slope that rounding of the values can explain is 0: it would have the same sign in many sequences.
         """
         if self.sums is None:
             return {}
@@ -116,7 +124,9 @@ class PositionSums:
             found[name + BY_POSITION] = means, counts[..., :bins].flatten(1) > 0
             (y, xy, _), (n, x, xx) = (part[..., bins:].unbind(-1) for part in (sums, counts))
             spread = xx - x * x / n.clamp(min=1.0)
-            found[name + SLOPE] = (xy - x * y / n) / spread, spread > SMALLEST_SPREAD * xx
+            product = xy - x * y / n
+            product = product.masked_fill(product.abs() <= self.rounding * xy.abs(), 0.0)
+            found[name + SLOPE] = product / spread, spread > SMALLEST_SPREAD * xx
         return found
 
     def _features(self, positions: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch rows bins"]:

@@ -99,6 +99,19 @@ def test_sequences_of_one_document_are_a_cluster():
     compare(curves, expected(eager, rows, edges, causal=True, documents=documents), edges)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_is_no_slope(dtype):
+    model = tiny.model("decoder").to(dtype)
+    torch.nn.init.zeros_(model.layers[0].self_attn.q_proj.weight)
+    rows = [{"input_ids": torch.randint(5, 97, (1, length))} for length in range(20, 40)]
+    table = hw.position_curves(model, rows).slopes.table().set_index(["layer", "head"])
+    uniform = table.loc[0]
+    assert (uniform["evenness_slope"] == 0.0).all()
+    assert (uniform["evenness_slope_p"] == 1.0).all()
+    assert (uniform["entropy_slope"] > 0.9).all()
+    assert (table.loc[1, "evenness_slope"] != 0.0).all()
+
+
 def test_positions_go_on_through_calls_with_cached_keys():
     model, eager = models("llama")
     rows = sequences(12, 12)

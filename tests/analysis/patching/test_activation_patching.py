@@ -193,6 +193,16 @@ REFUSED = {
         {"wrong": None},
         "wrong: expected the ids that the answers are compared",
     ),
+    "the same answers": (
+        (CLEAN, CORRUPTED),
+        {"answer": [7, 11, 19], "wrong": [5, 11, 6]},
+        "wrong: expected other tokens than the right answers, got [5, 11, 6]",
+    ),
+    "the same answer": (
+        (CLEAN, CORRUPTED),
+        {"answer": 7, "wrong": 7},
+        "wrong: expected other tokens than the right answers, got 7",
+    ),
     "no such word": ((CLEAN, CORRUPTED), {"wrong": 97}, "wrong: expected ids from 0 to 96, got 97"),
     "no such token": (
         (CLEAN, CORRUPTED),
@@ -218,6 +228,19 @@ def test_what_is_refused(why):
     with pytest.raises(hw.InputError) as refused:
         activation_patching(*arguments, **ASKED | options)
     assert str(refused.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("function", [hw.activation_patching, hw.attribution_patching, hw.path_patching])
+@pytest.mark.parametrize("prompts", ["clean", "corrupted"])
+def test_a_pair_whose_logits_are_not_finite_is_refused(function, prompts):
+    model = causal()
+    model.get_input_embeddings().weight.data[90] = torch.nan
+    batches = {"clean": CLEAN, "corrupted": CORRUPTED}
+    batches[prompts] = batches[prompts].clone()
+    batches[prompts][1, 2] = 90
+    assert not bool((CLEAN == 90).any() | (CORRUPTED == 90).any())
+    with pytest.raises(hw.InputError, match="^model: expected finite weights and activations, got NaN or infinity"):
+        function(model, **batches, **ASKED)
 
 
 def test_a_model_without_logits_is_refused():

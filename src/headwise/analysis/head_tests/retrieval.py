@@ -36,9 +36,6 @@ THRESHOLD = 0.1
 RECALL = 0.5
 """Share of the answer that the model must repeat for a text to count, as in Wu et al."""
 
-ROUNDING = 1e-12
-"""Standard error below which scores differ by rounding alone."""
-
 CHECKED = 24
 """Number of tokens on which it is checked that a model is causal."""
 
@@ -78,10 +75,6 @@ class Retrieval(HeadTable[HeadRow]):
         """
         scores = [row.statistics["score"] for row in self.rows]
         p = one_sided_p_values(scores, above=THRESHOLD)
-        p = [
-            0.5**score.n if score.sem < ROUNDING and score.value > THRESHOLD else each
-            for score, each in zip(scores, p, strict=True)
-        ]
         return {"score_p": p, "score_q": false_discovery_rates(p)}
 
 

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.analysis.nonfinite import nonfinite_error
 from headwise.analysis.patching.table import require_direction
 from headwise.analysis.prompts import AnswerTokens, one_batch
 from headwise.analysis.recording import RecordedRun
 from headwise.analysis.repeated_runs import restored_state
 from headwise.checks import collection_of, pair_of, require_module
-from headwise.data.batches import copied, evaluation_mode
+from headwise.data.batches import call_model, copied, evaluation_mode
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import SiteKey
 from headwise.runs.rows import MeanEstimate
-from headwise.shapes import Float
+from headwise.shapes import Float, Int
 
 LayerHead = tuple[int | str, int]
 """A head: its layer's number, or the path of its attention module, and its index in the layer."""
@@ -53,6 +54,7 @@ class PromptPairs:
         with restored_state(model), intercepted(model, self.source_run):
             self._source_difference = tokens.logit_difference(model, copied(self._source))
         self.source_run.require_attention()
+        self._require_finite(self._source_difference, self._source)
         self._destination_difference = torch.full_like(self._source_difference, math.nan)
 
     def difference(self) -> Float[Tensor, " pairs"]:
@@ -80,7 +82,12 @@ class PromptPairs:
         return self._tokens.logit_difference(self.model, copied(batch))
 
     def set_unpatched(self, difference: Float[Tensor, " pairs"]) -> None:
-        """Store the differences of logits in the unpatched run on the destination batch."""
+        """Store the differences of logits in the unpatched run on the destination batch.
+
+        Raises:
+            InputError: one of them is NaN or infinite.
+        """
+        self._require_finite(difference.detach(), self._destination)
         self._destination_difference = difference.detach()
 
     @property
@@ -97,7 +104,12 @@ class PromptPairs:
     def estimates(self, difference: Float[Tensor, " pairs"]) -> dict[str, MeanEstimate]:
         """Return two means over prompt pairs: `difference`, the argument, and `recovered`, its place on a scale from 0
         (corrupted run) to 1 (clean run). Pairs whose two runs have the same difference have no `recovered`.
+
+        Raises:
+            InputError: a difference is NaN or infinite, which a mean would leave out.
         """
+        if not bool(difference.isfinite().all()):
+            raise InputError("model", expected="finite logits in each patched run", got="NaN or infinity")
         clean, corrupted = self._clean_and_corrupted
         gap = (clean - corrupted).double()
         recovered = ((difference - corrupted) / gap).masked_fill(gap == 0, math.nan)
@@ -124,6 +136,15 @@ class PromptPairs:
         pairs = zip(all_heads, names, strict=True)
         return [head for head, names_of_head in pairs if not names_of_head.isdisjoint(wanted)]
 
+    def _require_finite(self, difference: Float[Tensor, " pairs"], batch: dict[str, Any]) -> None:
+        """Raise `InputError` if a difference of logits in a run on a batch is NaN or infinite. The error names the
+        first module in which a number is.
+        """
+        is_finite = difference.isfinite()
+        if not bool(is_finite.all()):
+            error = nonfinite_error(self.model, lambda: call_model(self.model, copied(batch)), batch, ~is_finite)
+            raise error or InputError("model", expected="finite logits", got="NaN or infinity")
+
     @property
     def measured(self) -> dict[str, Any]:
         """Summary of the two runs without patches: the number of prompt pairs, and the mean over pairs of the logit
@@ -145,10 +166,19 @@ def prompt_pairs(model: Any, clean: Any, corrupted: Any, tokens: AnswerTokens, d
     require_direction(direction)
     if tokens.wrong is None:
         raise InputError("wrong", expected="the ids that the answers are compared with", got=None)
+    _require_different_answers(tokens.answer, tokens.wrong)
     clean, corrupted = one_batch(model, clean), one_batch(model, corrupted)
     _require_same_layout(clean, corrupted)
     with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
         yield PromptPairs(model, clean, corrupted, tokens, direction)
+
+
+def _require_different_answers(answer: Int[Tensor, "*prompts"], wrong: Int[Tensor, "*prompts"]) -> None:
+    """Raise `InputError` if a right answer is the wrong one, too: the difference of their logits is 0 in every run."""
+    if answer.ndim and wrong.ndim and answer.shape != wrong.shape:
+        return  # refused with the number of prompts
+    if bool((answer == wrong).any()):
+        raise InputError("wrong", expected="other tokens than the right answers", got=wrong.tolist())
 
 
 def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
