@@ -55,7 +55,7 @@ def ablate(
     The effect is the column `cost` of `Ablation` (Michel, Levy and Neubig 2019, section 3.2).
 
         effects = hw.ablate(model, texts, hw.next_token_loss)
-        effects.table()                                 # one row per head: layer, head, ..., cost, loss, cost_median, ...
+        effects.table()                                 # one row per head: layer, head, ..., cost, loss, ...
         effects.outliers()                              # documents whose effect is far from the median
         effects.head(3, 5).statistics["cost"]           # value, sem, n
 

@@ -164,9 +164,9 @@ class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
 
     each with its standard error over examples and their number (leave-one-out: Michel, Levy and Neubig 2019, section
     3.2). `summaries` has medians and trimmed means over documents, `tests` has p-values, `effects` the effect on each
-    document, and `outliers` the documents with outlying effects. Both are in units of the loss; nats for `next_token_loss`. A positive cost means that
-    the model is worse without the head. Effects do not add up: the cost of a set of heads can differ much from the sum
-    of their costs.
+    document, and `outliers` the documents with outlying effects. Both columns are in units of the loss; nats for
+    `next_token_loss`. A positive cost means that the model is worse without the head. Effects do not add up: the cost
+    of a set of heads can differ much from the sum of their costs.
     """
 
     ROW_TYPE = HeadRow
