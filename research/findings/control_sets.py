@@ -13,8 +13,8 @@ Heads = list[tuple[int, int]]
 
 
 def with_controls(heads: Heads, all_heads: Heads, number: int = SETS) -> dict[str, Heads]:
-    """Return the given heads as "induction", and `number` random sets of as many other heads of each kind: "anywhere N",
-    from all layers, and "same layers N", with as many heads in each layer. No two sets of a kind are equal. With a
+    """Return the given heads as "induction", and `number` random sets of as many other heads of each kind: "anywhere
+    N", from all layers, and "same layers N", with as many heads in each layer. No two sets of a kind are equal. With a
     smaller number, the sets are the first ones.
     """
     others = [head for head in all_heads if head not in heads]

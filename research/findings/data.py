@@ -1,7 +1,7 @@
 """Text data of the findings: the topics of Python's language reference, which come with Python itself.
 
-A topic is a document. Its paragraphs of prose serve as sentences. Documents and sentences are drawn with a seed, without
-duplicates, as `rules.md` states.
+A topic is a document. Its paragraphs of prose serve as sentences. Documents and sentences are drawn with a seed,
+without duplicates, as `rules.md` states.
 """
 
 import random

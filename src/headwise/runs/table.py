@@ -91,7 +91,7 @@ class Table(Generic[RowT]):
         return self._data_frame(lambda estimate: estimate.value).assign(**self.summaries(), **self.tests())
 
     def summaries(self) -> dict[str, list[Any]]:
-        """Return columns of other summaries of the statistics than the mean, with one number per row; by default none."""
+        """Return columns of further summaries, each with one number per row; by default none."""
         return {}
 
     def tests(self) -> dict[str, list[float]]:
