@@ -39,9 +39,9 @@ def smollm2() -> None:
     common: dict[str, Any] = {"progress": True, "title": loaded.title}
     repeats = hw.random_repeats(len(loaded.tokenizer), avoid=loaded.tokenizer.all_special_ids)
     profile = measure_profile(loaded, chunks(loaded), folder, repeats)
-    hw.ablate(model, texts, hw.next_token_loss, out=folder, **common)
+    hw.ablate(model, texts, hw.next_token_loss, out=folder / "heads", **common)
     few = hw.Texts(texts.source, loaded.tokenizer, LENGTH, "truncate", batch=4)
-    hw.importance(model, few, hw.next_token_loss, out=folder, **common)
+    hw.importance(model, few, hw.next_token_loss, out=folder / "gradients", **common)
     heads = [(head.layer, head.head) for head in profile.heads]
     for name, replacement, number in (
         ("repeated-zero", hw.replacements.zero(), SETS),
@@ -87,7 +87,7 @@ def minilm() -> None:
     texts = numbered(drawn, loaded)
     common: dict[str, Any] = {"progress": True, "title": loaded.title}
     measure_profile(loaded, texts, folder, True)
-    hw.ablate(model, texts, hw.EmbeddingDistance(), out=folder, **common)
+    hw.ablate(model, texts, hw.EmbeddingDistance(), out=folder / "heads", **common)
     special = set(loaded.tokenizer.all_special_ids)
     pairs = [{**batch, "shuffled": shuffled(batch["input_ids"], special)} for batch in texts]
     hw.ablate(model, NumberedBatches(pairs, texts.documents), order_distance, out=folder / "order", **common)
@@ -124,10 +124,10 @@ def order_distance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def measure_profile(loaded: LoadedModel, data: NumberedBatches, folder: Path, repeats: Tensor | bool) -> hw.Profile:
     """Profile the heads of a model on batches, save the table, and the entropy of every head on every sequence."""
-    special = loaded.tokenizer.all_special_ids
+    special = sorted(loaded.tokenizer.all_special_ids)
     options: dict[str, Any] = {"special": special, "repeats": repeats, "progress": True, "title": loaded.title}
-    profile = hw.profile(loaded.model, data, out=folder, **options)
-    save_once(folder / "entropies.json", lambda: statistics_of_sequences(loaded.model, data, special, "entropy"))
+    profile = hw.profile(loaded.model, data, out=folder / "profile", **options)
+    save_once(folder / "profile" / "entropies.json", lambda: statistics_of_sequences(loaded.model, data, special, "entropy"))
     return profile
 
 
