@@ -127,7 +127,9 @@ def measure_profile(loaded: LoadedModel, data: NumberedBatches, folder: Path, re
     special = sorted(loaded.tokenizer.all_special_ids)
     options: dict[str, Any] = {"special": special, "repeats": repeats, "progress": True, "title": loaded.title}
     profile = hw.profile(loaded.model, data, out=folder / "profile", **options)
-    save_once(folder / "profile" / "entropies.json", lambda: statistics_of_sequences(loaded.model, data, special, "entropy"))
+    save_once(
+        folder / "profile" / "entropies.json", lambda: statistics_of_sequences(loaded.model, data, special, "entropy")
+    )
     return profile
 
 

@@ -206,7 +206,7 @@ def test_statistics_use_the_positions_of_queries_and_keys(way):
 
 
 def test_without_token_ids_the_token_statistics_are_left_out():
-    missing = {"special", "duplicate", "induction", "written_norm"}
+    missing = {"special", "confidence_content", "duplicate", "induction", "written_norm"}
     assert STATISTICS.keys() - during_attention(problem()).means().keys() == missing
 
 
