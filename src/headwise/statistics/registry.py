@@ -114,7 +114,7 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
         MeanOfRows("evenness", "share", _evenness, lambda tile: tile.visible_keys > 1),
         # max_j A_ij
         MeanOfRows("confidence", "share", lambda row_block: row_block.largest_weight),
-        # max of A_ij over keys j that are not special tokens, 0 without any (Voita et al. 2019, section 4, leave out the
+        # max of A_ij over keys j that are not special tokens, 0 without any (Voita et al. 2019, section 4, without the
         # end of the sentence)
         MeanOfRows("confidence_content", "share", _confidence_content),
         # sum_j A_ij |p_i - p_j|
