@@ -21,6 +21,7 @@ from headwise.data.models import LoadedModel, load
 from headwise.data.random_repeats import TOKENS
 from research.findings.control_sets import FEWER, SETS, with_controls
 from research.findings.data import CHUNKS, LENGTH, Sentence, documents, sentences, shuffled
+from research.findings.noise import noise_similarities
 from research.findings.raw_results import save_once, similarities, statistics_of_sequences
 
 RESULTS = Path(__file__).parent / "results"
@@ -133,7 +134,12 @@ def measure_profile(loaded: LoadedModel, data: NumberedBatches, folder: Path, re
     return profile
 
 
-MODELS = {"minilm": minilm, "smollm2": smollm2}
+def noise() -> None:
+    """Measure the similarity of heads whose outputs are independent noise."""
+    save_once(RESULTS / "noise" / "similarities.json", noise_similarities)
+
+
+MODELS = {"minilm": minilm, "smollm2": smollm2, "noise": noise}
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ def statistics_of_sequences(
                     model(**{name: tensor[index : index + 1] for name, tensor in batch.items()})
                 for row in heads.rows():
                     of_head = values.setdefault(f"{row['layer']}.{row['head']}", [])
-                    of_head.append(_rounded(row[statistic]))
+                    of_head.append(rounded(row[statistic]))
     return {"statistic": statistic, "documents": list(data.documents), "values": values}
 
 
@@ -49,18 +49,18 @@ def similarities(model: nn.Module, data: Iterable[Mapping[str, Tensor]]) -> dict
     batches = list(data)
     found = {
         "tokens": sum(int(batch["attention_mask"].sum()) for batch in batches),
-        "debiased": _pairs_of_layers(hw.redundancy(model, batches)),
+        "debiased": pairs_of_layers(hw.redundancy(model, batches)),
     }
     if hasattr(model, "encoder"):
         found["plain"] = plain_similarities(model, batches)
     return found
 
 
-def _pairs_of_layers(redundancy: hw.Redundancy) -> list[float]:
+def pairs_of_layers(redundancy: hw.Redundancy) -> list[float]:
     """Return the CKA of every two heads of a layer."""
     table = redundancy.table()
     values = [value for a, b, value in zip(table["a"], table["b"], table["cka"], strict=True) if _layer(a) == _layer(b)]
-    return [_rounded(value) for value in values]
+    return [rounded(value) for value in values]
 
 
 def _layer(name: Any) -> str:
@@ -90,7 +90,7 @@ def plain_similarities(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> l
         of_heads = torch.cat(outputs[number]).double().unflatten(1, (heads, -1))
         of_heads = of_heads - of_heads.mean(0)
         for first in range(heads):
-            found += [_rounded(plain_cka(of_heads[:, first], of_heads[:, each])) for each in range(first + 1, heads)]
+            found += [rounded(plain_cka(of_heads[:, first], of_heads[:, each])) for each in range(first + 1, heads)]
     return found
 
 
@@ -99,6 +99,6 @@ def plain_cka(x: Tensor, y: Tensor) -> float:
     return float((x.mT @ y).norm() ** 2 / ((x.mT @ x).norm() * (y.mT @ y).norm()))
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Return a number with `DIGITS` significant digits."""
     return float(f"{value:.{DIGITS}g}")

@@ -46,8 +46,9 @@ def section_of_errors(found: dict[str, Any]) -> list[str]:
         ERRORS,
         "",
         *markdown_table(("results", "statistic", "documents", "median ratio", "range of the ratios"), rows),
-        f"The entropies of SmolLM2 are those of {sequences} sequences of {documents} documents. Over its heads, their "
-        f"clustered standard errors are {ratio:.2f} times those that treat all sequences as independent (median).",
+        f"The entropies of SmolLM2 are those of {sequences} sequences of {documents} documents. Over its heads, "
+        f"their clustered standard errors are {ratio:.2f} times those that treat all sequences as independent "
+        "(median).",
         "",
     ]
 
@@ -62,7 +63,7 @@ def document(results: Path) -> str:
     errors = json.loads((results / "errors.json").read_text())
     lines = ["# Findings", "", INTRODUCTION, "", *report_before.section(results, errors)]
     lines += [*report_smollm2.section(results / "smollm2"), *report_minilm.section(results / "minilm")]
-    lines += [*report_minilm.similarity(results / "minilm", results / "smollm2"), *section_of_errors(errors)]
+    lines += [*report_minilm.similarity(results), *section_of_errors(errors)]
     wrapped = (line if line.startswith(("|", "#", "!")) else wrap(line) for line in lines)
     return "\n".join(wrapped).rstrip() + "\n"
 

@@ -34,9 +34,9 @@ def section(results: Path, errors: Errors) -> list[str]:
     return [
         "## What a review objected to",
         "",
-        "A review of an earlier version of this report repeated its measurements, and rejected conclusions. The table "
-        "shows each matter before and now. The documents are others now, and shorter, so numbers also differ for that "
-        "reason.",
+        "A review of an earlier version of this report repeated its measurements, and rejected conclusions. The "
+        "table shows each matter before and now. The documents are others now, and shorter, so numbers also differ "
+        "for that reason.",
         "",
         *markdown_table(("matter", "before", "now"), [(name, before, now[name]) for name, before in BEFORE.items()]),
     ]
@@ -77,7 +77,7 @@ def of_minilm(folder: Path) -> dict[str, str]:
         statistics.median(row.statistics[name].value for row in profile.rows)
         for name in ("confidence", "confidence_content")
     )
-    cka = [similarities(folder)[f"random weights, {name}"] for name in ("few", "all")]
+    cka = list(similarities(folder.parent / "noise").values())
     debiased, plain = (
         " and ".join(f"{statistics.median(each[kind]):.2f}" for each in cka) for kind in ("debiased", "plain")
     )

@@ -42,12 +42,10 @@ def section(folder: Path) -> list[str]:
         f"## {model}, {len(ablation.rows)} heads",
         "",
         f"For {model}, the effect of a head is a distance: 1 - cosine between the embeddings of a sentence that the "
-        "model "
-        f"computes with and without that head ({data_of(ablation)}). A distance cannot be negative. So its standard "
-        "error can show that two heads differ, but not that a head has an effect. In the model with all heads the "
-        "distance has its minimum, 0, so gradients predict nothing about it. The table shows the heads with the "
-        "largest "
-        "mean distances. Median, trimmed mean and outliers are those over documents.",
+        f"model computes with and without that head ({data_of(ablation)}). A distance cannot be negative. So its "
+        "standard error can show that two heads differ, but not that a head has an effect. In the model with all "
+        "heads the distance has its minimum, 0, so gradients predict nothing about it. The table shows the heads "
+        "with the largest mean distances. Median, trimmed mean and outliers are those over documents.",
         "",
         *markdown_table(("head", "role", "mean", "median", "trimmed mean", "outliers", "rank by median"), rows),
         f"For {small_effects(ablation)} of {len(ablation.rows)} heads, the distance plus {SURE:g} standard errors is "
@@ -85,11 +83,10 @@ def previous_token_head(ablation: hw.Ablation, order: hw.Ablation, profile: hw.P
         "",
         f"Head {name} puts {with_error(share, 4)} of its attention on the previous token{more}. Removing it moves "
         f"sentence embeddings by a distance of {with_error(ablation.head(layer, head).statistics['cost'], 4)}, the "
-        f"{th(rank)} largest "
-        f"of {len(ablation.rows)} heads.",
+        f"{th(rank)} largest of {len(ablation.rows)} heads.",
         "",
-        "A head that attends to the previous token could encode word order. In the model with all heads, the distance "
-        "between the embeddings of a sentence and of the same sentence with shuffled tokens is "
+        "A head that attends to the previous token could encode word order. In the model with all heads, the "
+        "distance between the embeddings of a sentence and of the same sentence with shuffled tokens is "
         f"{with_error(order.baseline, 4)}. Removing head {name} changes this distance by "
         f"{with_error(values[name], 4)}: the {place_of}. The table shows the lowest changes, and tests of the "
         "difference of each from the lowest one: paired, clustered by document, with q-values over all other heads.",
@@ -118,22 +115,21 @@ def confidence(profile: hw.Profile) -> list[str]:
     return [
         "### Confidence with and without special tokens",
         "",
-        "Voita et al. (2019) leave out the end of the sentence when they take the largest attention weight of a query. "
-        "Over the heads of this model, the median of `confidence`, which counts all keys, is "
+        "Voita et al. (2019) leave out the end of the sentence when they take the largest attention weight of a "
+        "query. Over the heads of this model, the median of `confidence`, which counts all keys, is "
         f"{medians['confidence']:.3f}. That of `confidence_content`, without special tokens, is "
         f"{medians['confidence_content']:.3f}; the median of the attention on special tokens is "
-        f"{medians['special']:.3f}. "
-        f"Of the {MOST} heads with the largest value of each, {common} are the same.",
+        f"{medians['special']:.3f}. Of the {MOST} heads with the largest value of each, {common} are the same.",
         "",
     ]
 
 
-def similarity(folder: Path, other: Path) -> list[str]:
-    """Write the similarity of heads: debiased and plain CKA, of trained and random weights."""
+def similarity(results: Path) -> list[str]:
+    """Write the similarity of heads: debiased and plain CKA, of trained weights, random weights and noise."""
     rows = []
-    for model, found in (("MiniLM", similarities(folder)), ("SmolLM2", similarities(other))):
+    for model, found in ((name, similarities(results / name.lower())) for name in ("MiniLM", "SmolLM2", "noise")):
         for name, values in found.items():
-            label = model if name == "model" else f"{model}'s size, random weights"
+            label = "MiniLM with random weights" if name.startswith("random") else model
             plain = f"{statistics.median(values['plain']):.3f}" if "plain" in values else ""
             shares = values["debiased"]
             median = f"{statistics.median(shares):.3f}"
@@ -143,11 +139,9 @@ def similarity(folder: Path, other: Path) -> list[str]:
         "## Similarity of heads",
         "",
         "The table shows the centred kernel alignment (CKA) between the outputs of every two heads of a layer. The "
-        "plain "
-        "estimate is too large where tokens are few. `hw.redundancy` uses the debiased one (Murphy et al. 2024), which "
-        "does not depend on the number of tokens. Heads with random weights read the same tokens, so that their "
-        "outputs "
-        "are not independent.",
+        "plain estimate is too large where tokens are few. `hw.redundancy` uses the debiased one (Murphy et al. "
+        "2024), which is near 0 for heads whose outputs are independent noise. Heads with random weights read the same tokens, so "
+        "that their outputs are not independent.",
         "",
         *markdown_table(headers, rows),
     ]

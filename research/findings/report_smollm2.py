@@ -37,9 +37,9 @@ def section(folder: Path) -> list[str]:
         f"## {model['name']}, {len(ablation.rows)} heads",
         "",
         f"The weights of {model['name']} are {model['quantisation']}: its package has them in the format Q4_1. All "
-        "numbers of this section are those of the dequantised model, in float32. The next-token loss of the model with "
-        f"all its heads is {with_error(ablation.baseline)} nats a token ({data_of(ablation)}). The effect of a head is "
-        "the increase of this loss, in nats a token, when that head alone is removed.",
+        "numbers of this section are those of the dequantised model, in float32. The next-token loss of the model "
+        f"with all its heads is {with_error(ablation.baseline)} nats a token ({data_of(ablation)}). The effect of a "
+        "head is the increase of this loss, in nats a token, when that head alone is removed.",
         "",
         *which_heads(ablation, hw.Importance.load(folder / "gradients")),
         *gradients(ablation, folder),
@@ -68,17 +68,15 @@ def which_heads(ablation: hw.Ablation, importance: hw.Importance) -> list[str]:
         "",
         f"The table shows the {MOST} heads with the largest mean effect, in nats a token. Median, trimmed mean and "
         "outliers are those of the effects on documents. The q-values are corrected over all heads: of Student's "
-        "t-test "
-        "of the mean, and of Wilcoxon's signed-rank test. The last column is the first-order prediction: minus the "
-        "derivative of the loss with respect to the head's gate (the factor of its output).",
+        "t-test of the mean, and of Wilcoxon's signed-rank test. The last column is the first-order prediction: "
+        "minus the derivative of the loss with respect to the head's gate (the factor of its output).",
         "",
         *markdown_table((*headers, "first-order prediction"), rows),
         *outlying_documents(ablation),
         f"Of {len(effects)} heads, {rises} raise the loss at a false discovery rate of 5 %, and {falls} lower it. By "
         f"Wilcoxon's test, {by_rank} heads have an effect. For {small_effects(ablation)} heads the effect plus "
         f"{SURE:g} standard errors is below {SMALL:g} nats. The mean effect over all heads is {rise:.4f} nats. "
-        "Removing "
-        "many heads together can cost more than the sum of their single effects.",
+        "Removing many heads together can cost more than the sum of their single effects.",
         "",
         *picture("findings-cost", "Ablation effect of each head"),
         *picture("findings-robust", "Mean against median of the effects of each head on documents"),
@@ -100,9 +98,9 @@ def outlying_documents(ablation: hw.Ablation) -> list[str]:
             rows.append((name, document, f"{found['effect']:.3f}", f"{found['median']:.3f}", f"{found['score']:.1f}"))
     plural = "Heads" if len(moved) > 1 else "Head"
     lines = [
-        f"{plural} {', '.join(moved)} would not be in this table by the median. Their outlying documents are topics of "
-        "the language reference. The score is the distance of an effect from the median in scaled median absolute "
-        "deviations.",
+        f"{plural} {', '.join(moved)} would not be in this table by the median. Their outlying documents are topics "
+        "of the language reference. The score is the distance of an effect from the median in scaled median "
+        "absolute deviations.",
         "",
     ]
     return lines + markdown_table(("head", "document", "effect", "median", "score"), rows)
@@ -118,15 +116,15 @@ def gradients(ablation: hw.Ablation, folder: Path) -> list[str]:
         "### What the gradient of the gate predicts",
         "",
         "To first order, removing a head changes the loss by minus the derivative of the loss with respect to the "
-        "head's "
-        "gate. One backward pass predicts the effects of all heads. Over the heads, the correlation between predicted "
-        f"and measured effects is {signed.spearman:.2f} by Spearman (95 % interval, bootstrap over heads: "
+        "head's gate. One backward pass predicts the effects of all heads. Over the heads, the correlation between "
+        f"predicted and measured effects is {signed.spearman:.2f} by Spearman (95 % interval, bootstrap over heads: "
         f"{span(tuple(signed.interval('spearman')), 2)}) and {signed.pearson:.2f} by Pearson "
-        f"({span(tuple(signed.interval('pearson')), 2)}). The mean over heads is {sum(predicted) / len(predicted):.4f} "
-        f"nats predicted and {sum(measured) / len(measured):.4f} nats measured: terms of higher order are left out.",
+        f"({span(tuple(signed.interval('pearson')), 2)}). The mean over heads is "
+        f"{sum(predicted) / len(predicted):.4f} nats predicted and {sum(measured) / len(measured):.4f} nats "
+        "measured: terms of higher order are left out.",
         "",
-        "The mean absolute derivative (Michel, Levy and Neubig 2019) cannot show that removing a head lowers the loss. "
-        f"Its correlation with the measured effects is {size.spearman:.2f} by Spearman "
+        "The mean absolute derivative (Michel, Levy and Neubig 2019) cannot show that removing a head lowers the "
+        f"loss. Its correlation with the measured effects is {size.spearman:.2f} by Spearman "
         f"({span(tuple(size.interval('spearman')), 2)}). Of the {MOST} heads for which it is largest, "
         f"{round(MOST * size.overlap(MOST))} are among the {MOST} with the largest measured effect.",
         "",
@@ -146,10 +144,9 @@ def induction(folder: Path) -> list[str]:
         "### The induction heads",
         "",
         "An induction head attends to the token that followed an earlier copy of the current token. Such heads are "
-        "found "
-        "on repeated random tokens: 25 random tokens, 4 times in a row, in 10 samples (Olsson et al. 2022). The losses "
-        f"below are measured on the same tokens. {len(heads)} heads put at least half of their attention on the token "
-        f"after an earlier copy: {', '.join(found)}.",
+        "found on repeated random tokens: 25 random tokens, 4 times in a row, in 10 samples (Olsson et al. 2022). "
+        f"The losses below are measured on the same tokens. {len(heads)} heads put at least half of their attention "
+        f"on the token after an earlier copy: {', '.join(found)}.",
         "",
         *control_table(folder),
         *picture("findings-controls", "Effects of random sets of heads and of the induction heads"),
@@ -176,11 +173,9 @@ def control_table(folder: Path) -> list[str]:
     low, high = spread_of_means(tables["repeated-zero"], "anywhere", 20)
     return [
         "The table shows the rise of the loss, in nats a token, when all induction heads are removed together; and "
-        "when "
-        "random sets of as many other heads are removed, drawn from all layers (anywhere) or with as many heads in "
-        "each "
-        "layer (same layers). No two sets are equal. q tests whether a random set has at least the effect of the "
-        "induction heads; with N sets it cannot be below 1 / (N + 1).",
+        "when random sets of as many other heads are removed, drawn from all layers (anywhere) or with as many "
+        "heads in each layer (same layers). No two sets are equal. q tests whether a random set has at least the "
+        "effect of the induction heads; with N sets it cannot be below 1 / (N + 1).",
         "",
         *markdown_table(headers, rows),
         "The mean of a few random sets is unstable, since some sets contain a head on which everything depends. The "

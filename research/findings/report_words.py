@@ -79,8 +79,7 @@ def gap_of(folder: Path) -> str:
     return (
         f"On {found['sequences']} sequences and with up to {found['steps']} steps, the scores add up to "
         f"{found['scores']:.3f}, and removing all heads changes the loss by {found['effect']:.3f}: a completeness "
-        "gap of "
-        f"{percent(found['gap'])}. {verdict}."
+        f"gap of {percent(found['gap'])}. {verdict}."
     )
 
 
