@@ -140,8 +140,8 @@ def similarity(results: Path) -> list[str]:
         "",
         "The table shows the centred kernel alignment (CKA) between the outputs of every two heads of a layer. The "
         "plain estimate is too large where tokens are few. `hw.redundancy` uses the debiased one (Murphy et al. "
-        "2024), which is near 0 for heads whose outputs are independent noise. Heads with random weights read the same tokens, so "
-        "that their outputs are not independent.",
+        "2024), which is near 0 for heads whose outputs are independent noise. Heads with random weights read the "
+        "same tokens, so that their outputs are not independent.",
         "",
         *markdown_table(headers, rows),
     ]
