@@ -25,8 +25,11 @@ from research.findings.noise import noise_similarities
 from research.findings.raw_results import save_once, similarities, statistics_of_sequences
 
 RESULTS = Path(__file__).parent / "results"
-STEPS_ON = {"smollm2": 4, "minilm": 32}
+STEPS_ON = {"smollm2": 2, "minilm": 32}
 """Number of sequences on which integrated gradients are measured."""
+
+SETS_ON = 12
+"""Number of documents on which random sets are measured."""
 
 
 # -- SmolLM2 ----------------------------------------------------------------------------------------------------------
@@ -52,9 +55,10 @@ def smollm2() -> None:
         of_sets: dict[str, Any] = {"units": sets, "replacement": replacement, **common}
         hw.ablate(model, [{"input_ids": repeats}], repeated_loss, out=folder / name, **of_sets)
     sets = with_controls(profile.roles()["induction"], heads, FEWER)
-    hw.ablate(model, texts, hw.next_token_loss, out=folder / "text-zero", units=sets, **common)
+    half = hw.Texts(texts.source, loaded.tokenizer, LENGTH, "truncate", batch=12, limit=SETS_ON)
+    hw.ablate(model, half, hw.next_token_loss, out=folder / "text-zero", units=sets, **common)
     save_once(folder / "similarities.json", lambda: {"model": similarities(model, texts)})
-    first = hw.Texts(texts.source, loaded.tokenizer, LENGTH, "truncate", batch=4, limit=STEPS_ON["smollm2"])
+    first = hw.Texts(texts.source, loaded.tokenizer, LENGTH, "truncate", batch=2, limit=STEPS_ON["smollm2"])
     hw.importance(model, first, hw.next_token_loss, "integrated", out=folder / "integrated", **common)
 
 

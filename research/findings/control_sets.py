@@ -1,5 +1,6 @@
 """Random sets of heads, with which the induction heads are compared."""
 
+import math
 import random
 from collections import Counter
 
@@ -16,9 +17,15 @@ def with_controls(heads: Heads, all_heads: Heads, number: int = SETS) -> dict[st
     """Return the given heads as "induction", and `number` random sets of as many other heads of each kind: "anywhere
     N", from all layers, and "same layers N", with as many heads in each layer. No two sets of a kind are equal. With a
     smaller number, the sets are the first ones.
+
+    Raises:
+        ValueError: there are fewer different sets.
     """
     others = [head for head in all_heads if head not in heads]
-    of_layers = Counter(layer for layer, _ in heads)
+    of_layers, others_of = Counter(layer for layer, _ in heads), Counter(layer for layer, _ in others)
+    different = math.prod(math.comb(others_of[layer], count) for layer, count in of_layers.items())
+    if different < number:
+        raise ValueError(f"expected at least {number} different sets of heads in the same layers, got {different}")
     sets = {"induction": heads}
     for kind in KINDS:
         generator = random.Random(f"{SEED} {kind}")

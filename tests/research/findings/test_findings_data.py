@@ -3,6 +3,7 @@
 from collections import Counter
 from pydoc_data.topics import topics
 
+import pytest
 import torch
 
 from research.findings import data
@@ -47,7 +48,7 @@ def test_shuffled_tokens_are_the_same_tokens():
 
 
 def test_random_sets_are_different_and_have_no_induction_head():
-    every = [(layer, head) for layer in range(6) for head in range(5)]
+    every = [(layer, head) for layer in range(6) for head in range(9)]
     heads = [(2, 1), (2, 3), (4, 0)]
     sets = with_controls(heads, every, 30)
     assert sets.pop("induction") == heads
@@ -58,5 +59,7 @@ def test_random_sets_are_different_and_have_no_induction_head():
         assert all(len(set(chosen)) == 3 and not set(chosen) & set(heads) for chosen in drawn)
         layers = {tuple(sorted(layer for layer, _ in chosen)) for chosen in drawn}
         assert (layers == {(2, 2, 4)}) == (kind == "same layers")
+    with pytest.raises(ValueError, match="expected at least 169 different sets .* got 168"):
+        with_controls(heads, every, 169)
     few = with_controls(heads, every, 10)
     assert all(sets[name] == chosen for name, chosen in few.items() if name != "induction")

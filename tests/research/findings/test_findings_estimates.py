@@ -50,7 +50,8 @@ def test_random_sets_have_an_interval_and_a_p_value():
 def test_heads_that_cannot_be_distinguished_from_the_lowest():
     generator = np.random.default_rng(0)
     common = generator.normal(size=20)
-    effects = [common + shift + 0.1 * generator.normal(size=20) for shift in (0.0, -1.0, -0.99, 2.0)]
+    effects = [common + shift + 0.1 * generator.normal(size=20) for shift in (0.0, -1.0, -0.9, 2.0)]
+    effects[2] += np.where(np.arange(20) < 10, 1.0, -1.0)
     lowest, found = against_lowest(heads_of(effects, [1] * 20))
     assert lowest == "0.1"
     assert [each.name for each in found] == ["0.2", "0.0", "0.3"]
