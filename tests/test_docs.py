@@ -67,6 +67,15 @@ def test_the_code_of_the_page_about_pages_runs(minilm, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "page.html", "compared.html"}
 
 
+def test_the_code_of_the_page_about_analyses_joins_tables(minilm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.jsonl").write_text('{"text": "A cup of tea."}\n{"text": "And one of coffee."}\n')
+    names: dict = {}
+    blocks = code_blocks("docs/analyses.md")
+    assert run(blocks, names) == "".join(output for _, output in blocks) == "(2, 2)\n"
+    assert len(names["joined"]) == 72
+
+
 def test_the_recipe_of_the_page_about_pruning_runs(tmp_path):
     (recipe,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/prune.md").read_text(encoding="utf-8"), re.DOTALL)
     tiny.model("decoder", top="ForCausalLM").save_pretrained(tmp_path / "tiny")

@@ -1,7 +1,7 @@
 """Passes of a model over data that measure statistics of its heads: what all of them need."""
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,7 +92,8 @@ def measure_further(
         finished = broadcast_from_rank0(run.finished_table)
         if finished is not None:
             return require_same_data(finished, dataset, run)
-        own_progress = _measure(model, dataset, special_tokens, further, run, shown=progress)
+        watched = watch_further(model, further, special_tokens)
+        own_progress = measure_heads(model, dataset, watched, run, shown=progress)
         registry = SiteRegistry(model)
         for records in gather_from_ranks(own_progress.records):
             registry.merge(records)
@@ -105,20 +106,26 @@ def measure_further(
         return broadcast_from_rank0(finish)
 
 
-def _measure(
+def measure_heads(
     model: nn.Module,
     dataset: Texts | Iterable[Any],
-    special: Collection[int],
-    further: FurtherStatistics,
-    run: CheckpointedRun[SiteProgress, TableT],
+    watched: AbstractContextManager[Heads],
+    run: CheckpointedRun[SiteProgress, Any],
     *,
     shown: bool,
 ) -> SiteProgress:
-    """Run the model on this process's share of the batches, except those in the process's checkpoint, and return the
-    statistics of heads over the whole share.
+    """Run a model on this process's share of the batches, except those that the process's checkpoint already includes,
+    and return the statistics of heads over the whole share.
+
+    Args:
+        model: the model.
+        dataset: texts, or batches of the model's arguments.
+        watched: `watch` of the model, which collects the statistics; it is entered here.
+        run: the run, which has the checkpoint.
+        shown: whether a progress bar is shown.
     """
     resumed, progress, device = run.load_progress(), SiteProgress(), device_of(model)
-    with watch_further(model, further, special) as heads:
+    with watched as heads:
         heads.merge(resumed.records)
         progress.records = heads.records
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.head_pass import require_finite_heads, require_vocabulary, text_special_ids
+from headwise.analysis.head_pass import measure_heads, require_finite_heads, require_vocabulary, text_special_ids
 from headwise.analysis.roles import COPYING_ROLES, MIN_ROWS, ROLES, page_roles, role_of
 from headwise.checks import require_module, token_ids
-from headwise.data.batches import POSITIONAL, call_model, device_of, digest_of, evaluation_mode, to_device
+from headwise.data.batches import POSITIONAL, call_model, device_of, digest_of, evaluation_mode
 from headwise.data.random_repeats import repeats_for_model
 from headwise.data.texts import Texts
 from headwise.data.tokenization import text_model
@@ -23,14 +23,13 @@ from headwise.intercept.watch import watch
 from headwise.page.contents import Contents
 from headwise.plots.head_numbers import HeadNumbers
 from headwise.runs.checkpoint import CheckpointedRun
-from headwise.runs.data_pass import SiteProgress, prepare_texts, require_same_data, run_pass
+from headwise.runs.data_pass import SiteProgress, prepare_texts, require_same_data
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.fingerprint import attention_digest, run_settings
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, head_estimates
 from headwise.shapes import Int
 from headwise.statistics.meanings import RANDOM_SUFFIX
-from headwise.statistics.moments import Clusters
 from headwise.statistics.registry import unit_of
 
 ATTENTION_DIGEST = "attention_weights"
@@ -156,7 +155,7 @@ def profile(
         finished = broadcast_from_rank0(run.finished_table)
         if finished is not None:
             return require_same_data(finished, dataset, run)
-        own_progress = _measure(model, dataset, special, run, shown=progress)
+        own_progress = measure_heads(model, dataset, watch(model, special=special), run, shown=progress)
         registry = SiteRegistry(model)
         for records in gather_from_ranks(own_progress.records):
             registry.merge(records)
@@ -195,33 +194,6 @@ def _checkpointed_run(
     repeats = None if random_ids is None else {"shape": list(random_ids.shape), "digest": digest_of([random_ids])}
     settings = run_settings(model, texts, title, special=special, repeats=repeats, processes=world_size)
     return CheckpointedRun(SiteProgress, Profile, out, settings, rank)
-
-
-def _measure(
-    model: nn.Module,
-    dataset: Texts | Iterable[Any],
-    special: Collection[int],
-    run: CheckpointedRun[SiteProgress, Profile],
-    *,
-    shown: bool,
-) -> SiteProgress:
-    """Run the model on this process's share of the batches, except those that the process's checkpoint already
-    includes. Return the head statistics of the whole share, including those from the checkpoint.
-    """
-    resumed, progress, device = run.load_progress(), SiteProgress(), device_of(model)
-    with watch(model, special=special) as heads:
-        heads.merge(resumed.records)
-        progress.records = heads.records
-
-        def process_batch(batch: dict[str, Any], clusters: Clusters | None) -> None:
-            heads.clusters = clusters
-            batch = to_device(batch, device)
-            call_model(model, batch)
-            require_finite_heads(heads, model, batch)
-            progress.records = heads.records
-
-        run_pass(dataset, process_batch, run, resumed, progress, shown=shown)
-    return progress
 
 
 def _finish(

@@ -1,7 +1,6 @@
 """The command `headwise circuits`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,13 +10,10 @@ from headwise.analysis.circuits.circuits import circuits as read_circuits
 from headwise.analysis.circuits.composition import KINDS
 from headwise.analysis.circuits.scores import SCORES
 from headwise.cli.loading import quiet_libraries
-from headwise.cli.options import Force, ModelFlags, Top
-from headwise.cli.output import OutputFlags
-from headwise.cli.quantities import choice, path
-from headwise.errors import InputError
+from headwise.cli.options import Force, ModelFlags, TableFolder, Top
+from headwise.cli.output import OutputFlags, require_new_tables
+from headwise.cli.quantities import choice
 from headwise.runs.distributed import LocalProcess
-from headwise.runs.files import require_writable
-from headwise.runs.table import table_path
 from headwise.show.circuits import print_circuits
 from headwise.show.records import table_records
 
@@ -37,9 +33,7 @@ def circuits(
     distance: Annotated[
         int, typer.Option(min=0, metavar="N", help="Tokens from the key to the query, for rotary positions.")
     ] = 0,
-    out: Annotated[
-        Path | None, typer.Option(parser=path, metavar="FOLDER", help="Also save both tables in this folder.")
-    ] = None,
+    out: TableFolder = None,
     top: Top = 20,
     force: Force = False,
     output: OutputFlags,
@@ -48,12 +42,7 @@ def circuits(
     attends to, whether it attends to equal tokens, and how much it reads from heads of earlier layers. Prints the heads
     with the largest copying scores, and the pairs with the largest composition scores.
     """
-    if out is not None:
-        require_writable(out)
-        existing = [name for name in ("circuits", "composition") if table_path(out, name).exists()]
-        if existing and not force:
-            expected = f"a folder without {existing[0]}.parquet"
-            raise InputError("out", expected=expected, got=repr(str(out)), remedy="--force (force=True) replaces it")
+    require_new_tables(out, "circuits", "composition", force=force)
     quiet_libraries()
     source = model.find()
     loaded = source.model(source.lm_head(), model.torch_dtype).to(LocalProcess(True, 0).device(model.device))

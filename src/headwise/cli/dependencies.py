@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from headwise.analysis.head_tests.dependencies import FEWEST, dependency_accuracy
-from headwise.cli.head_tests import model_and_tokenizer, require_new_table
+from headwise.cli.head_tests import model_and_tokenizer
 from headwise.cli.options import Force, ModelFlags, TableFolder, Top
-from headwise.cli.output import OutputFlags
+from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import path
 from headwise.show.head_tests import print_dependencies
 from headwise.show.records import table_records
@@ -43,7 +43,7 @@ def dependencies(
     """Measure how often the word that a head attends to most is the governor or the dependent of a word. Compares each
     head with the best fixed offset, and prints the heads with the largest gain.
     """
-    require_new_table(out, "dependencies", force=force)
+    require_new_tables(out, "dependencies", force=force)
     loaded, tokenizer, title = model_and_tokenizer(model)
     table = dependency_accuracy(
         loaded,

@@ -8,11 +8,9 @@ from headwise.analysis.in_context.in_context_score import REPLACEMENTS, in_conte
 from headwise.analysis.in_context.table import InContextScores
 from headwise.cli.loading import find_inputs, resumable
 from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags, Top
-from headwise.cli.output import OutputFlags
+from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice
-from headwise.errors import InputError
 from headwise.runs.distributed import LocalProcess
-from headwise.runs.table import table_path
 from headwise.show.records import table_records
 from headwise.show.scores import print_in_context
 
@@ -48,9 +46,7 @@ def in_context(
     it, and how the score changes without each head. Prints the heads without which the score rises most, and saves the
     changes in --out. Processor time grows with --sequences: on 2 cores, 4 sequences of smollm2 take 7 to 9 minutes.
     """
-    if table_path(out, InContextScores.NAME).exists() and not force:
-        expected = f"a folder without {InContextScores.NAME}.parquet"
-        raise InputError("out", expected=expected, got=repr(str(out)), remedy="--force replaces it")
+    require_new_tables(out, InContextScores.NAME, force=force)
     with resumable(out):
         source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
         loaded = source.model("causal", model.torch_dtype).to(LocalProcess(True, 0).device(model.device))

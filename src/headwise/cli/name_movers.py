@@ -6,9 +6,9 @@ import typer
 
 from headwise.analysis.head_tests.name_movers import COPIED, PROMPTS
 from headwise.analysis.head_tests.name_movers import name_movers as measure
-from headwise.cli.head_tests import decoder_and_tokenizer, require_new_table
+from headwise.cli.head_tests import decoder_and_tokenizer
 from headwise.cli.options import Force, ModelFlags, TableFolder, Top
-from headwise.cli.output import OutputFlags
+from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.show.head_tests import print_name_movers
 from headwise.show.records import table_records
 
@@ -35,7 +35,7 @@ def name_movers(
     """Find heads that move a name to the end of a prompt, and heads that do the opposite, on prompts with two names.
     Prints the heads with the largest effects on the logits, and those that pass the tests.
     """
-    require_new_table(out, "name_movers", force=force)
+    require_new_tables(out, "name_movers", force=force)
     loaded, tokenizer, title = decoder_and_tokenizer(model)
     table = measure(
         loaded, tokenizer, prompts=prompts, copied=copied, seed=seed, progress=not output.quiet, title=title

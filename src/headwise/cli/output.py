@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 
 from headwise.errors import InputError
+from headwise.runs.files import require_writable
+from headwise.runs.table import table_path
 from headwise.show.records import Records, write_csv, write_json
 from headwise.show.terminal import make_console
 
@@ -56,3 +58,16 @@ class OutputFlags:
             is_text = not (self.json or self.csv)
             note = f"wrote {' and '.join(paths)}"
             typer.echo(f"\n{note}" if is_text else note, err=not is_text)
+
+
+def require_new_tables(out: Path | None, *names: str, force: bool) -> None:
+    """Raise `InputError` if the folder `out` cannot be written, or if it has a table of one of `names` and `force` is
+    off. Without a folder, nothing is checked.
+    """
+    if out is None:
+        return
+    require_writable(out)
+    existing = [name for name in names if table_path(out, name).exists()]
+    if existing and not force:
+        expected, remedy = f"a folder without {existing[0]}.parquet", "--force (force=True) replaces it"
+        raise InputError("out", expected=expected, got=repr(str(out)), remedy=remedy)

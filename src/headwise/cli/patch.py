@@ -14,13 +14,11 @@ from headwise.analysis.patching.path_patching import MLP_MODES, path_patching
 from headwise.analysis.patching.prompts import patching_prompts
 from headwise.analysis.patching.table import DIRECTIONS, AttributionPatching, Patching, PathPatching
 from headwise.cli.loading import quiet_libraries
-from headwise.cli.options import Force, ModelFlags, Top
-from headwise.cli.output import OutputFlags
+from headwise.cli.options import Force, ModelFlags, TableFolder, Top
+from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice, path
 from headwise.errors import InputError
 from headwise.runs.distributed import LocalProcess
-from headwise.runs.files import require_writable
-from headwise.runs.table import table_path
 from headwise.show.records import table_records
 from headwise.show.scores import print_patching
 
@@ -138,9 +136,7 @@ def patch(
         typer.Option(help="Patch into the run on the corrupted prompts, or into the clean one.", **choice(DIRECTIONS)),
     ] = DIRECTIONS[0],
     method_options: MethodFlags,
-    out: Annotated[
-        Path | None, typer.Option(parser=path, metavar="FOLDER", help="Also save the table in this folder.")
-    ] = None,
+    out: TableFolder = None,
     top: Top = 20,
     force: Force = False,
     output: OutputFlags,
@@ -151,12 +147,7 @@ def patch(
     """
     texts, options = prompts.texts(), method_options.options(method)
     table, function = METHODS[method]
-    if out is not None:
-        require_writable(out)
-        name = table.NAME
-        if table_path(out, name).exists() and not force:
-            expected = f"a folder without {name}.parquet"
-            raise InputError("out", expected=expected, got=repr(str(out)), remedy="--force (force=True) replaces it")
+    require_new_tables(out, table.NAME, force=force)
     quiet_libraries()
     source = model.find()
     if source.lm_head() != "causal":

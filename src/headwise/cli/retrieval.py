@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from headwise.analysis.head_tests.retrieval import CONTINUATIONS, DEPTHS, LENGTHS, NEEDLES, retrieval_score
-from headwise.cli.head_tests import decoder_and_tokenizer, require_new_table
+from headwise.cli.head_tests import decoder_and_tokenizer
 from headwise.cli.options import Force, ModelFlags, TableFolder, Top
-from headwise.cli.output import OutputFlags
+from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice, numbers, path
 from headwise.show.head_tests import print_retrieval
 from headwise.show.records import table_records
@@ -44,7 +44,7 @@ def retrieval(
     """Measure how often each head attends most to the token that the model repeats from a sentence in a long text.
     Prints the heads with the largest retrieval scores, and tests which scores are above 0.1.
     """
-    require_new_table(out, "retrieval", force=force)
+    require_new_tables(out, "retrieval", force=force)
     loaded, tokenizer, title = decoder_and_tokenizer(model)
     table = retrieval_score(
         loaded,

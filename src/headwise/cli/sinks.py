@@ -5,10 +5,9 @@ from typing import Annotated
 import typer
 
 from headwise.analysis.head_tests.sinks import EPSILON, sink_rate
-from headwise.cli.head_tests import require_new_table
 from headwise.cli.loading import find_inputs
 from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags, Top
-from headwise.cli.output import OutputFlags
+from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import numbers
 from headwise.runs.distributed import LocalProcess
 from headwise.show.head_tests import print_sinks
@@ -36,7 +35,7 @@ def sinks(
     """Measure in which share of sequences the mean attention of each head on the first token exceeds a threshold.
     Prints the heads with the largest rates, and the rate of the model.
     """
-    require_new_table(out, "sinks", force=force)
+    require_new_tables(out, "sinks", force=force)
     places = numbers(positions)
     source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
     loaded = source.model(dtype=model.torch_dtype).to(LocalProcess(True, 0).device(model.device))

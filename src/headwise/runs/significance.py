@@ -8,6 +8,9 @@ from headwise.runs.rows import MeanEstimate
 
 PURPOSE = "tests of significance"
 
+FALSE_DISCOVERY_RATE = 0.05
+"""Largest adjusted p-value of a head that is reported as found."""
+
 
 def p_values(ratios: Sequence[float], degrees: Sequence[float | int]) -> list[float]:
     """Return the two-sided p-value of each mean by Student's t-test of the mean against zero; NaN where a ratio is NaN.

@@ -7,9 +7,10 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from headwise.analysis.head_tests.dependency_table import DependencyAccuracy
-from headwise.analysis.head_tests.name_mover_table import FALSE_DISCOVERY_RATE, NameMovers
+from headwise.analysis.head_tests.name_mover_table import NameMovers
 from headwise.analysis.head_tests.retrieval import THRESHOLD, Retrieval
 from headwise.analysis.head_tests.sinks import SinkRate
+from headwise.runs.significance import FALSE_DISCOVERY_RATE
 from headwise.runs.table import Table
 from headwise.show.scores import print_scores, with_error
 from headwise.wording import counted

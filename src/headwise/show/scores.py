@@ -11,13 +11,10 @@ from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.in_context.table import InContextScores
 from headwise.analysis.patching.table import Patching
 from headwise.runs.rows import MeanEstimate
-from headwise.runs.significance import in_errors
+from headwise.runs.significance import FALSE_DISCOVERY_RATE, in_errors
 from headwise.runs.table import Table
 from headwise.show.titles import run_title
 from headwise.wording import counted
-
-FALSE_DISCOVERY_RATE = 0.05
-"""Adjusted p-value up to which an effect counts as different from zero."""
 
 
 def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int) -> None:

@@ -34,17 +34,11 @@ class DependencyRow(HeadRow):
         return [self.name, self.relation, self.direction]
 
 
-class DependencyHeads(HeadTable[DependencyRow]):
-    """Table with one row per head: the relation and the direction with the largest gain in the selection half. The
-    columns are those of `DependencyAccuracy`. As the test half does not choose, `gain` has no bias from the choice.
-    `gain_q` is adjusted for the number of heads.
-    """
+class _GainTable(Table[DependencyRow]):
+    """Table whose gains are tested against zero."""
 
-    NAME = "dependency_heads"
     ROW_TYPE = DependencyRow
-    SIGNED = ("gain", "selection_gain")
     SAMPLES = "document"
-    PLOTTED = "gain"
 
     def tests(self) -> dict[str, list[float]]:
         """Return the p-value of each gain and its adjusted value.
@@ -55,7 +49,18 @@ class DependencyHeads(HeadTable[DependencyRow]):
         return zero_tests("gain", [row.statistics["gain"] for row in self.rows])
 
 
-class DependencyAccuracy(Table[DependencyRow]):
+class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
+    """Table with one row per head: the relation and the direction with the largest gain in the selection half. The
+    columns are those of `DependencyAccuracy`. As the test half does not choose, `gain` has no bias from the choice.
+    `gain_q` is adjusted for the number of heads.
+    """
+
+    NAME = "dependency_heads"
+    SIGNED = ("gain", "selection_gain")
+    PLOTTED = "gain"
+
+
+class DependencyAccuracy(_GainTable):
     """Table of dependency accuracy (Clark et al. 2019, section 4.2), one row per head, relation and direction.
 
         accuracy         share of pairs in which the head's most attended word is the other word of the pair
@@ -73,17 +78,7 @@ class DependencyAccuracy(Table[DependencyRow]):
     """
 
     NAME = "dependencies"
-    ROW_TYPE = DependencyRow
     UNIT = "head, relation and direction"
-    SAMPLES = "document"
-
-    def tests(self) -> dict[str, list[float]]:
-        """Return the p-value of each gain and its adjusted value.
-
-        Raises:
-            MissingExtra: scipy is not installed.
-        """
-        return zero_tests("gain", [row.statistics["gain"] for row in self.rows])
 
     def best(self) -> DependencyHeads:
         """Return a table with one row per head: the relation and direction with the largest `selection_gain`."""

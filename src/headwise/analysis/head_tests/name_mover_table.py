@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from headwise.plots.kinds import require_name
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
-from headwise.runs.significance import false_discovery_rates, one_sided_p_values, zero_tests
-
-FALSE_DISCOVERY_RATE = 0.05
-"""Default rate up to which a head is found."""
+from headwise.runs.significance import (
+    FALSE_DISCOVERY_RATE,
+    false_discovery_rates,
+    one_sided_p_values,
+    zero_tests,
+)
 
 
 class NameMovers(HeadTable[HeadRow]):

@@ -1,6 +1,6 @@
 """Measure the results of the pages about positions, distances and in-context learning, and draw their pictures.
 
-    python -m research.tables.head_curves PART FOLDER
+    python -m research.analyses.head_curves PART FOLDER
 
 PART is "positions", "distances", "in-context" or "draw"; results are saved in FOLDER, from which a stopped run resumes.
 The data are the topics of the language reference that comes with Python, one document each.

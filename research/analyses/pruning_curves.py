@@ -1,6 +1,6 @@
 """Pruning curves of two published models: the loss without heads in three orders, and without random ones.
 
-    python -m research.analyses.curves FOLDER [--only minilm]
+    python -m research.analyses.pruning_curves FOLDER [--only minilm]
 
 Importance and ablation effects, which order the heads, are measured on other documents than the curves. The order of a
 score is better than random at a share if the loss lies below the prediction interval of the random orders there
