@@ -37,7 +37,7 @@ def controls_of(table: hw.SetAblation, kind: str) -> Controls:
     effects = {row.name: row.statistics["cost"].value for row in table.rows}
     values = np.array([value for name, value in effects.items() if name.startswith(kind)])
     drawn = np.random.default_rng(SEED).choice(values, (DRAWS, len(values))).mean(1)
-    interval, middle = (tuple(map(float, np.quantile(each, (0.025, 0.975)))) for each in (drawn, values))
+    interval, middle = middle_of(drawn), middle_of(values)
     p = (1 + int((values >= effects["induction"]).sum())) / (1 + len(values))
     return Controls(len(values), float(values.mean()), interval, middle, p)
 
@@ -46,7 +46,12 @@ def spread_of_means(table: hw.SetAblation, kind: str, sets: int) -> tuple[float,
     """Return the interval in which 95 % of the means of `sets` random sets of one kind lie."""
     values = [row.statistics["cost"].value for row in table.rows if row.name.startswith(kind)]
     drawn = np.random.default_rng(SEED).choice(values, (DRAWS, sets)).mean(1)
-    low, high = map(float, np.quantile(drawn, (0.025, 0.975)))
+    return middle_of(drawn)
+
+
+def middle_of(values: np.ndarray) -> tuple[float, float]:
+    """Return both ends of the middle 95 % of values."""
+    low, high = map(float, np.quantile(values, (0.025, 0.975)))
     return low, high
 
 

@@ -3,6 +3,8 @@
 import statistics
 from pathlib import Path
 
+import numpy as np
+
 import headwise as hw
 from research.findings.estimates import LEVEL, against_lowest
 from research.findings.report_words import (
@@ -107,11 +109,8 @@ def confidence(profile: hw.Profile) -> list[str]:
         for name in ("confidence", "confidence_content", "special")
     }
     medians = {name: statistics.median(values) for name, values in columns.items()}
-    by_place = [
-        sorted(profile.heads, key=lambda head, name=name: -head.statistics[name].value)[:MOST]
-        for name in ("confidence", "confidence_content")
-    ]
-    common = len({head.name for head in by_place[0]} & {head.name for head in by_place[1]})
+    first, other = (set(np.argsort(columns[name])[-MOST:].tolist()) for name in ("confidence", "confidence_content"))
+    common = len(first & other)
     return [
         "### Confidence with and without special tokens",
         "",

@@ -118,14 +118,14 @@ def gradients(ablation: hw.Ablation, folder: Path) -> list[str]:
         "To first order, removing a head changes the loss by minus the derivative of the loss with respect to the "
         "head's gate. One backward pass predicts the effects of all heads. Over the heads, the correlation between "
         f"predicted and measured effects is {signed.spearman:.2f} by Spearman (95 % interval, bootstrap over heads: "
-        f"{span(tuple(signed.interval('spearman')), 2)}) and {signed.pearson:.2f} by Pearson "
-        f"({span(tuple(signed.interval('pearson')), 2)}). The mean over heads is "
+        f"{span(signed.interval('spearman'), 2)}) and {signed.pearson:.2f} by Pearson "
+        f"({span(signed.interval('pearson'), 2)}). The mean over heads is "
         f"{sum(predicted) / len(predicted):.4f} nats predicted and {sum(measured) / len(measured):.4f} nats "
         "measured: terms of higher order are left out.",
         "",
         "The mean absolute derivative (Michel, Levy and Neubig 2019) cannot show that removing a head lowers the "
         f"loss. Its correlation with the measured effects is {size.spearman:.2f} by Spearman "
-        f"({span(tuple(size.interval('spearman')), 2)}). Of the {MOST} heads for which it is largest, "
+        f"({span(size.interval('spearman'), 2)}). Of the {MOST} heads for which it is largest, "
         f"{round(MOST * size.overlap(MOST))} are among the {MOST} with the largest measured effect.",
         "",
         "Integrated gradients should add up to the effect of removing all heads. " + gap_of(folder / "integrated"),

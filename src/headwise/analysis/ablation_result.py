@@ -1,5 +1,6 @@
 """Result of an ablation: the loss without each head, or without each set of heads, and the ablation effect."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,8 @@ class _AblationTable(Table[RowT]):
         """
         pandas = require("pandas", purpose="a table", extra="tables")
         found = self._effects_by_document()
-        columns = {row.name: effects for row, effects in zip(self.rows, found.effects, strict=True)}
+        rows: Sequence[Any] = self.rows  # of heads or sets, all with names
+        columns = {row.name: effects for row, effects in zip(rows, found.effects, strict=True)}
         return pandas.DataFrame(columns, index=pandas.Index(found.documents, name="document"))
 
     def outliers(self) -> Any:

@@ -80,8 +80,8 @@ class DocumentEffects:
     def from_json(shared: str | bytes, effects: Sequence[Sequence[float]]) -> "DocumentEffects":
         """Return the effects from the text of `to_json` and the effects of each row."""
         parts: Mapping[str, Any] = json.loads(shared)
-        lists = (tuple(parts[name]) for name in ("documents", "sequences", "losses"))
-        return DocumentEffects(*lists, tuple(tuple(row) for row in effects))
+        documents, sequences, losses = (tuple(parts[name]) for name in ("documents", "sequences", "losses"))
+        return DocumentEffects(documents, sequences, losses, tuple(tuple(row) for row in effects))
 
 
 def modified_z(effects: Sequence[float]) -> list[float]:
