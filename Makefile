@@ -13,7 +13,7 @@ SANITIZED := $(VENV)/_sanitized.so
 RESEARCH_TESTS := tests/research tests/benchmarks
 KERNEL_TESTS := tests/attention tests/nn tests/statistics tests/intercept/test_watch.py
 
-.PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint pictures tables census findings pruning claims bench bench-quick clean
+.PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint pictures tables census findings check-errors pruning claims bench bench-quick clean
 
 demo: $(NATIVE)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -74,7 +74,11 @@ plain-models: $(INSTALLED)  ## watch plain PyTorch models of many libraries and 
 
 findings: $(INSTALLED)  ## measure the importance of heads of two real models and write docs/reports/findings.md (an hour)
 	$(BIN)/python -m research.findings
+	$(BIN)/python research/findings/check_errors.py
 	$(BIN)/python -m research.findings.report
+
+check-errors: $(INSTALLED)  ## check the standard errors of the findings by a bootstrap over documents
+	$(BIN)/python research/findings/check_errors.py
 
 pruning: $(INSTALLED)  ## measure models without 10 to 70 % of their heads, or with merged ones, and write docs/pruning.md (five hours)
 	$(BIN)/python -m research.pruning

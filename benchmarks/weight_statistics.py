@@ -83,6 +83,7 @@ def statistics(
     }
     if text.special is not None:
         by_row["special"] = weights[:, :, text.special].sum(-1)
+        by_row["confidence_content"] = weights.masked_fill(text.special, 0.0).amax(-1)
     if written is not None:
         by_row["written_norm"] = (out @ written).norm(dim=-1)
     means = {name: rows.mean(-1) for name, rows in by_row.items()}

@@ -420,6 +420,7 @@ def statistics_of(
                 record(name, row[j])
         record("first", row[first])
         if special is not None:
+            record("confidence_content", max((a for j, a in enumerate(row) if not special[j]), default=0.0))
             record("special", sum(a for j, a in enumerate(row) if special[j]))
         if tokens is not None and position >= 0:
             is_token = [True] * keys if real is None else real

@@ -62,6 +62,7 @@ def statistics(sequence: Sequence, special: set[int], projections: list[Tensor] 
     if sequence.tokens is not None:
         is_special = torch.tensor([int(token) in special for token in sequence.tokens])
         result["special"] = _mean(weights[..., is_special].sum(-1), counted)
+        result["confidence_content"] = _mean(torch.where(is_special, 0.0, weights).amax(-1), counted)
         if sequence.offset == 0:
             result |= _of_copies(weights, counted, sequence.tokens, sequence.keys, first)
     if sequence.outputs is not None:

@@ -2,11 +2,10 @@
 
     python -m research.findings [--only smollm2] [--only minilm]
 
-You can stop a run and start it again: it resumes. On 2 cores SmolLM2 takes about an hour.
+`rules.md` states what is measured and how it is judged. You can stop a run and start it again: it resumes.
 """
 
 import argparse
-import random
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,15 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.data.models import load
+from headwise.data.batches import NumberedBatches
+from headwise.data.models import LoadedModel, load
 from headwise.data.random_repeats import TOKENS
-from research.findings.data import LENGTH, documents, sentences, shuffled
+from research.findings.control_sets import FEWER, SETS, with_controls
+from research.findings.data import CHUNKS, LENGTH, Sentence, documents, sentences, shuffled
+from research.findings.noise import noise_similarities
+from research.findings.raw_results import save_once, similarities, statistics_of_sequences
 
 RESULTS = Path(__file__).parent / "results"
-CONTROLS = 20
-"""Number of random control sets of each kind."""
+STEPS_ON = {"smollm2": 2, "minilm": 32}
+"""Number of sequences on which integrated gradients are measured."""
 
-Heads = list[tuple[int, int]]
+SETS_ON = 12
+"""Number of documents on which random sets are measured."""
 
 
 # -- SmolLM2 ----------------------------------------------------------------------------------------------------------
@@ -35,18 +39,38 @@ def smollm2() -> None:
     """Measure SmolLM2: the effect of each head, its first-order prediction, and the effect of the induction heads."""
     loaded = load("smollm2", "causal")
     model, folder = loaded.model, RESULTS / "smollm2"
-    texts = hw.Texts(documents(), loaded.tokenizer, LENGTH, "truncate", batch=16)
+    texts = hw.Texts(list(documents().values()), loaded.tokenizer, LENGTH, "truncate", batch=8)
     common: dict[str, Any] = {"progress": True, "title": loaded.title}
-    hw.ablate(model, texts, hw.next_token_loss, out=folder, **common)
-    few = hw.Texts(documents(), loaded.tokenizer, LENGTH, "truncate", batch=4)  # the graph of a batch of 16 takes 10 GB
-    hw.importance(model, few, hw.next_token_loss, out=folder, force=True, **common)
-    profile = hw.profile(model, texts, out=folder, **common)
-    sets = with_controls(profile.roles()["induction"], profile)
     repeats = hw.random_repeats(len(loaded.tokenizer), avoid=loaded.tokenizer.all_special_ids)
-    for name, replacement in (("zero", hw.replacements.zero()), ("mean", hw.replacements.mean(texts))):
+    profile = measure_profile(loaded, chunks(loaded), folder, repeats)
+    hw.ablate(model, texts, hw.next_token_loss, out=folder / "heads", **common)
+    few = hw.Texts(texts.source, loaded.tokenizer, LENGTH, "truncate", batch=4)
+    hw.importance(model, few, hw.next_token_loss, out=folder / "gradients", **common)
+    heads = [(head.layer, head.head) for head in profile.heads]
+    for name, replacement, number in (
+        ("repeated-zero", hw.replacements.zero(), SETS),
+        ("repeated-mean", hw.replacements.mean(texts), FEWER),
+    ):
+        sets = with_controls(profile.roles()["induction"], heads, number)
         of_sets: dict[str, Any] = {"units": sets, "replacement": replacement, **common}
-        hw.ablate(model, [{"input_ids": repeats}], repeated_loss, out=folder / f"repeated-{name}", **of_sets)
-    hw.ablate(model, texts, hw.next_token_loss, out=folder / "text-zero", units=sets, **common)
+        hw.ablate(model, [{"input_ids": repeats}], repeated_loss, out=folder / name, **of_sets)
+    sets = with_controls(profile.roles()["induction"], heads, FEWER)
+    half = hw.Texts(texts.source, loaded.tokenizer, LENGTH, "truncate", batch=12, limit=SETS_ON)
+    hw.ablate(model, half, hw.next_token_loss, out=folder / "text-zero", units=sets, **common)
+    save_once(folder / "similarities.json", lambda: {"model": similarities(model, texts)})
+    first = hw.Texts(texts.source, loaded.tokenizer, LENGTH, "truncate", batch=2, limit=STEPS_ON["smollm2"])
+    hw.importance(model, first, hw.next_token_loss, "integrated", out=folder / "integrated", **common)
+
+
+def chunks(loaded: LoadedModel) -> NumberedBatches:
+    """Return the first tokens of each document in `CHUNKS` sequences of `LENGTH` tokens, with the document of each."""
+    batches, numbers = [], []
+    for number, text in enumerate(documents().values()):
+        ids = torch.tensor(loaded.tokenizer(text, add_special_tokens=False)["input_ids"][: CHUNKS * LENGTH])
+        rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+        batches.append({"input_ids": rows, "attention_mask": torch.ones_like(rows)})
+        numbers += [number] * len(rows)
+    return NumberedBatches(batches, numbers)
 
 
 def repeated_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -57,23 +81,6 @@ def repeated_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return losses.view(len(ids), -1)[:, TOKENS:].mean(1)
 
 
-def with_controls(heads: Heads, profile: hw.Profile) -> dict[str, Heads]:
-    """Return the given heads as "induction", and random control sets of as many other heads: `CONTROLS` sets from all
-    layers, and `CONTROLS` sets with as many heads in each layer.
-    """
-    others = [(head.layer, head.head) for head in profile.heads if (head.layer, head.head) not in heads]
-    generator = random.Random(0)
-    sets = {"induction": heads}
-    for number in range(CONTROLS):
-        sets[f"anywhere {number}"] = sorted(generator.sample(others, len(heads)))
-        same_layers = []
-        for layer in sorted({layer for layer, _ in heads}):
-            in_layer = [head for head in others if head[0] == layer]
-            same_layers += generator.sample(in_layer, min(len(in_layer), sum(other == layer for other, _ in heads)))
-        sets[f"same layers {number}"] = same_layers
-    return sets
-
-
 # -- MiniLM -----------------------------------------------------------------------------------------------------------
 
 
@@ -81,13 +88,34 @@ def minilm() -> None:
     """Measure MiniLM: the effect of each head on sentence embeddings, and on their sensitivity to word order."""
     loaded = load("minilm")
     model, folder = loaded.model, RESULTS / "minilm"
-    texts = hw.Texts(sentences(), loaded.tokenizer, batch=16)
+    drawn = sentences()
+    texts = numbered(drawn, loaded)
     common: dict[str, Any] = {"progress": True, "title": loaded.title}
-    hw.ablate(model, texts, hw.EmbeddingDistance(), out=folder, **common)
-    hw.profile(model, texts, out=folder, **common)
+    measure_profile(loaded, texts, folder, True)
+    hw.ablate(model, texts, hw.EmbeddingDistance(), out=folder / "heads", **common)
     special = set(loaded.tokenizer.all_special_ids)
     pairs = [{**batch, "shuffled": shuffled(batch["input_ids"], special)} for batch in texts]
-    hw.ablate(model, pairs, order_distance, out=folder / "order", **common)
+    hw.ablate(model, NumberedBatches(pairs, texts.documents), order_distance, out=folder / "order", **common)
+    few = numbered(drawn[: STEPS_ON["minilm"]], loaded)
+    hw.importance(model, few, hw.EmbeddingDistance(), "integrated", out=folder / "integrated", **common)
+    torch.manual_seed(0)
+    untrained = type(model)(model.config).eval()
+    sizes = {"few": numbered(drawn[:4], loaded), "all": texts}
+    save_once(
+        folder / "similarities.json",
+        lambda: {
+            "model": similarities(model, texts),
+            **{f"random weights, {name}": similarities(untrained, data) for name, data in sizes.items()},
+        },
+    )
+
+
+def numbered(drawn: list[Sentence], loaded: LoadedModel) -> NumberedBatches:
+    """Return batches of sentences, with the topic of each as its document."""
+    texts = hw.Texts([sentence.text for sentence in drawn], loaded.tokenizer, batch=16)
+    topics = list(dict.fromkeys(sentence.topic for sentence in drawn))
+    documents_of_sentences = [topics.index(sentence.topic) for sentence in drawn]
+    return NumberedBatches(list(texts), [documents_of_sentences[index] for index in texts.document_numbers()])
 
 
 def order_distance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -96,7 +124,26 @@ def order_distance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return 1.0 - F.cosine_similarity(original, permuted, dim=-1)
 
 
-MODELS = {"minilm": minilm, "smollm2": smollm2}
+# -- both -------------------------------------------------------------------------------------------------------------
+
+
+def measure_profile(loaded: LoadedModel, data: NumberedBatches, folder: Path, repeats: Tensor | bool) -> hw.Profile:
+    """Profile the heads of a model on batches, save the table, and the entropy of every head on every sequence."""
+    special = sorted(loaded.tokenizer.all_special_ids)
+    options: dict[str, Any] = {"special": special, "repeats": repeats, "progress": True, "title": loaded.title}
+    profile = hw.profile(loaded.model, data, out=folder / "profile", **options)
+    save_once(
+        folder / "profile" / "entropies.json", lambda: statistics_of_sequences(loaded.model, data, special, "entropy")
+    )
+    return profile
+
+
+def noise() -> None:
+    """Measure the similarity of heads whose outputs are independent noise."""
+    save_once(RESULTS / "noise" / "similarities.json", noise_similarities)
+
+
+MODELS = {"minilm": minilm, "smollm2": smollm2, "noise": noise}
 
 
 def main() -> None:

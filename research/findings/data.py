@@ -1,31 +1,66 @@
 """Text data of the findings: the topics of Python's language reference, which come with Python itself.
 
-A topic is a document. Its paragraphs of prose serve as sentences.
+A topic is a document. Its paragraphs of prose serve as sentences. Documents and sentences are drawn with a seed,
+without duplicates, as `rules.md` states.
 """
 
 import random
 from collections.abc import Iterator
 from pydoc_data.topics import topics
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-SEQUENCES, LENGTH = 16, 256
-SENTENCES = 128
-LONG = 2500
-"""Minimum number of characters of a topic. It ensures that the topic has at least `LENGTH` tokens."""
+SEED = 0
+DOCUMENTS, LENGTH, CHUNKS = 24, 64, 4
+"""Number of documents, tokens of a sequence, and most sequences of a document."""
+
+CHARACTERS, RUN = 1200, 12
+"""Characters of a document that no other document may share, as runs of this number of words."""
+
+SENTENCES, MOST_OF_TOPIC = 128, 4
 
 
-def documents() -> list[str]:
-    """Return `SEQUENCES` long topics of Python's language reference, at equal distances in the alphabet."""
-    long = [topics[name] for name in sorted(topics) if len(topics[name]) >= LONG]
-    return long[:: len(long) // SEQUENCES][:SEQUENCES]
+class Sentence(NamedTuple):
+    """A paragraph of prose, and the topic that it is from."""
+
+    text: str
+    topic: str
 
 
-def sentences() -> list[str]:
-    """Return `SENTENCES` paragraphs of prose with one or a few sentences each, at equal distances over all topics."""
-    paragraphs = [paragraph for name in sorted(topics) for paragraph in _paragraphs(topics[name])]
-    return paragraphs[:: len(paragraphs) // SENTENCES][:SENTENCES]
+def documents() -> dict[str, str]:
+    """Return `DOCUMENTS` topics of Python's language reference by name, in the order in which they were drawn. No two
+    share `RUN` words in a row of their first `CHARACTERS` characters.
+    """
+    names = sorted(name for name in topics if len(topics[name]) >= CHARACTERS)
+    drawn: dict[str, str] = {}
+    seen: set[tuple[str, ...]] = set()
+    for name in random.Random(SEED).sample(names, len(names)):
+        runs = _runs(topics[name][:CHARACTERS])
+        if len(drawn) < DOCUMENTS and not runs & seen:
+            drawn[name] = topics[name]
+            seen |= runs
+    return drawn
+
+
+def sentences() -> list[Sentence]:
+    """Return `SENTENCES` different paragraphs of prose with one or a few sentences each, at most `MOST_OF_TOPIC` of one
+    topic.
+    """
+    order, drawn, seen = random.Random(SEED), [], set()
+    for name in order.sample(sorted(topics), len(topics)):
+        new = [paragraph for paragraph in dict.fromkeys(_paragraphs(topics[name])) if paragraph not in seen]
+        chosen = order.sample(new, min(MOST_OF_TOPIC, len(new)))
+        seen.update(chosen)
+        drawn += [Sentence(paragraph, name) for paragraph in chosen]
+    return drawn[:SENTENCES]
+
+
+def _runs(text: str) -> set[tuple[str, ...]]:
+    """Return all runs of `RUN` words of a text."""
+    words = text.lower().split()
+    return {tuple(words[start : start + RUN]) for start in range(len(words) - RUN + 1)}
 
 
 def _paragraphs(text: str) -> Iterator[str]:
@@ -37,7 +72,7 @@ def _paragraphs(text: str) -> Iterator[str]:
             yield " ".join(words)
 
 
-def shuffled(ids: Tensor, keep: set[int], seed: int = 0) -> Tensor:
+def shuffled(ids: Tensor, keep: set[int], seed: int = SEED) -> Tensor:
     """Shuffle the tokens of each sequence, `(batch, length)`, with a fixed seed. The token ids in `keep` stay in their
     positions.
     """

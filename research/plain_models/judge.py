@@ -20,6 +20,7 @@ from research.plain_models.truth import attention_of
 SHARES = {
     "evenness",
     "confidence",
+    "confidence_content",
     "self",
     "previous",
     "next",

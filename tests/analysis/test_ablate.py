@@ -59,7 +59,8 @@ def test_costs_of_single_heads_are_those_of_gates():
         without = by_hand(model, hw.next_token_loss, {(row.layer, row.head): 0.0})
         same(row.statistics["loss"], without)
         same(row.statistics["cost"], [a - b for a, b in zip(without, whole, strict=True)])
-    assert list(found.table()) == ["layer", "head", "kv_head", "module", "kind", "cost", "loss", "cost_p", "cost_q"]
+    summaries, tests = ["cost_median", "cost_trimmed", "cost_outliers"], ["cost_p", "cost_q"]
+    assert list(found.table()) == ["layer", "head", "kv_head", "module", "kind", "cost", "loss", *summaries, *tests]
 
 
 REPLACEMENTS = {

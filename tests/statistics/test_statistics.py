@@ -138,6 +138,19 @@ def test_every_statistic_equals_its_definition(mask, queries, kv_heads, way):
     require_equal(tally, attention_problem, context)
 
 
+@WAYS
+def test_confidence_without_special_tokens(way):
+    """The weights of the last row are 0.5, 0.3 and 0.2; the key with 0.5 is special. The first row sees it alone."""
+    weights = torch.tensor([[1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.5, 0.3, 0.2]])
+    zeros = torch.zeros(1, 1, 3, 4)
+    attention_problem = Problem.checked(zeros, zeros, zeros, mask=hw.causal(), bias=weights.log().clamp(min=-50.0))
+    means = way(attention_problem, CallContext(None, torch.tensor([[True, False, False]]))).means()
+    assert means["confidence"].item() == pytest.approx((1.0 + 0.9 + 0.5) / 3, rel=1e-5)
+    assert means["confidence_content"].item() == pytest.approx((0.0 + 0.1 + 0.3) / 3, rel=1e-5)
+    means = way(attention_problem, CallContext(None, torch.zeros(1, 3, dtype=torch.bool))).means()
+    assert means["confidence_content"].item() == means["confidence"].item()
+
+
 OPTIONS = {
     "a bias": {"bias": torch.randn(1, HEADS, QUERIES, KEYS)},
     "a bias with holes": {"bias": torch.randn(1, HEADS, QUERIES, KEYS).index_fill(-1, torch.arange(4, 9), -torch.inf)},
@@ -206,7 +219,7 @@ def test_statistics_use_the_positions_of_queries_and_keys(way):
 
 
 def test_without_token_ids_the_token_statistics_are_left_out():
-    missing = {"special", "duplicate", "induction", "written_norm"}
+    missing = {"special", "confidence_content", "duplicate", "induction", "written_norm"}
     assert STATISTICS.keys() - during_attention(problem()).means().keys() == missing
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.ablation_units import UNIT_KINDS, AblationUnit, HeadSets, UnitGates, ablation_units
+from headwise.analysis.document_effects import DocumentEffects
 from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_loss, require_some_loss
 from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
 from headwise.analysis.replacements import Replacement, zero
@@ -54,7 +55,8 @@ def ablate(
     The effect is the column `cost` of `Ablation` (Michel, Levy and Neubig 2019, section 3.2).
 
         effects = hw.ablate(model, texts, hw.next_token_loss)
-        effects.table()                                 # one row per head: layer, head, ..., cost, loss
+        effects.table()                                 # one row per head: layer, head, ..., cost, loss, ...
+        effects.outliers()                              # documents whose effect is far from the median
         effects.head(3, 5).statistics["cost"]           # value, sem, n
 
     The model runs in evaluation mode without gradients, each time with the same random numbers, and is unchanged
@@ -93,7 +95,9 @@ def ablate(
         if (finished := run.finished_table()) is not None:
             return require_same_data(finished, dataset, run)
         ablated, losses = _measure_losses(model, dataset, loss, replacement, units, run, show_progress=progress)
-        result = table(tuple(_rows(ablated, losses, dataset)), {**settings, **_measured(losses, dataset)})
+        metadata = {**settings, **_measured(losses, dataset)}
+        by_document = DocumentEffects.of(losses.baseline_losses, losses.ablated_losses, documents_of(dataset))
+        result = table(tuple(_rows(ablated, losses, dataset)), metadata, by_document)
         run.finish(result)
         return result
 

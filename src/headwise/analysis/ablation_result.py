@@ -1,10 +1,12 @@
 """Result of an ablation: the loss without each head, or without each set of heads, and the ablation effect."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headwise.analysis.document_effects import OUTLIER_SCORE, DocumentEffects, modified_z
 from headwise.checks import whole_number
-from headwise.errors import InputError
+from headwise.errors import InputError, require
 from headwise.plots.head_numbers import standard_errors
 from headwise.plots.kinds import Kind, plot_kind, require_name
 from headwise.plots.ranking import draw_ranking
@@ -19,10 +21,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+@dataclass(frozen=True, repr=False)
 class _AblationTable(Table[RowT]):
     """Table with the loss of the model without each ablated head or set of heads, and the difference of that loss to
     the loss of the unchanged model.
+
+    Attributes:
+        by_document: the effect on each document; None in tables of older versions of headwise.
     """
+
+    by_document: DocumentEffects | None = None
 
     NAME = "ablation"
     SAMPLES = "example"
@@ -51,6 +59,101 @@ class _AblationTable(Table[RowT]):
         """
         return {} if self.is_distance else zero_tests("cost", [row.statistics["cost"] for row in self.rows])
 
+    def summaries(self) -> dict[str, list[Any]]:
+        """Return three columns that describe the effects on single documents. A mean can come from one document alone;
+        these columns show it.
+
+            cost_median     median of the effects on documents
+            cost_trimmed    their mean without the 20 % lowest and the 20 % highest (scipy.stats.trim_mean)
+            cost_outliers   number of documents farther from the median than 3.5 times the median absolute deviation
+                            divided by 0.6745 (Iglewicz and Hoaglin 1993)
+
+        The effect on a document is the mean over its sequences. There are no such columns in a table of an older
+        version of headwise.
+
+        Raises:
+            MissingExtra: scipy is not installed.
+        """
+        return {} if self.by_document is None else self.by_document.summaries("cost")
+
+    def robust(self) -> Any:
+        """Return the mean effect of each row with its standard error, next to the columns of `summaries`, as a pandas
+        DataFrame in the order of the median, the largest first.
+
+        Raises:
+            InputError: the table has no effects of single documents.
+            MissingExtra: pandas or scipy is not installed.
+
+        Example:
+            >>> hw.ablate(model, texts, hw.next_token_loss).robust().head(10)  # doctest: +SKIP
+        """
+        summaries = self._effects_by_document().summaries("cost")
+        means = self._data_frame(lambda estimate: estimate.value).drop(columns="loss")
+        errors = [row.statistics["cost"].sem for row in self.rows]
+        found = means.assign(cost_sem=errors, **summaries)
+        return found.sort_values("cost_median", ascending=False, kind="stable", ignore_index=True)
+
+    def effects(self) -> Any:
+        """Return the effect of each ablation on each document as a pandas DataFrame: one row per document, by the
+        number of the document in the data, and one column per head ("3.5" for head 5 of layer 3) or set of heads. The
+        effect on a document is the mean over its sequences. `by_document` has their number and the unchanged losses.
+
+        Raises:
+            InputError: the table has no effects of single documents.
+            MissingExtra: pandas is not installed.
+
+        Example:
+            >>> hw.ablate(model, texts, hw.next_token_loss).effects()["0.7"].nlargest(3)  # doctest: +SKIP
+        """
+        pandas = require("pandas", purpose="a table", extra="tables")
+        found = self._effects_by_document()
+        rows: Sequence[Any] = self.rows  # of heads or sets, all with names
+        columns = {row.name: effects for row, effects in zip(rows, found.effects, strict=True)}
+        return pandas.DataFrame(columns, index=pandas.Index(found.documents, name="document"))
+
+    def outliers(self) -> Any:
+        """Return the documents on which the effect of an ablation is an outlier, as a pandas DataFrame with one row for
+        each: the columns that identify the head or set, the number of the `document` in the data, the `effect` on it,
+        the `median` of the effects on all documents, and `score`, the distance of the effect from this median in units
+        of the median absolute deviation divided by 0.6745. Scores above 3.5 are outliers (Iglewicz and Hoaglin 1993,
+        section 3.3). The largest distances come first.
+
+        Raises:
+            InputError: the table has no effects of single documents.
+            MissingExtra: pandas or scipy is not installed.
+
+        Example:
+            >>> hw.ablate(model, texts, hw.next_token_loss).outliers()  # doctest: +SKIP
+        """
+        pandas = require("pandas", purpose="a table", extra="tables")
+        by_document = self._effects_by_document()
+        medians = by_document.summaries("cost")["cost_median"]
+        found = [
+            {**row.identifiers, "document": document, "effect": effect, "median": median, "score": score}
+            for row, effects, median in zip(self.rows, by_document.effects, medians, strict=True)
+            for document, effect, score in zip(by_document.documents, effects, modified_z(effects), strict=True)
+            if abs(score) > OUTLIER_SCORE
+        ]
+        found.sort(key=lambda outlier: -abs(outlier["effect"] - outlier["median"]))
+        columns = [*self.ROW_TYPE.identifier_columns(), "document", "effect", "median", "score"]
+        return pandas.DataFrame(found, columns=columns)
+
+    def _effects_by_document(self) -> DocumentEffects:
+        """Return the effects on each document; raise `InputError` if the table has none."""
+        if self.by_document is None:
+            got = "a table without them, as older versions of headwise wrote it"
+            remedy = "measure again, with --force (force=True) in the same folder"
+            raise InputError(self.NAME, expected="effects of single documents", got=got, remedy=remedy)
+        return self.by_document
+
+    def _samples(self) -> tuple[list[Any], str] | None:
+        found = self.by_document
+        return None if found is None else ([list(effects) for effects in found.effects], found.to_json())
+
+    @classmethod
+    def _from_samples(cls, lists: list[Any], shared: str) -> dict[str, Any]:
+        return {"by_document": DocumentEffects.from_json(shared, lists)}
+
 
 class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
     """Table of the ablation effect of each head, one row per head: `loss`, the mean loss of the model without the head,
@@ -62,9 +165,10 @@ class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
         cost   mean of L(g_h = 0) - L(g_h = 1) over examples, paired by example
 
     each with its standard error over examples and their number (leave-one-out: Michel, Levy and Neubig 2019, section
-    3.2); `tests` has p-values. Both are in units of the loss; nats for `next_token_loss`. A positive cost means that
-    the model is worse without the head. Effects do not add up: the cost of a set of heads can differ much from the sum
-    of their costs.
+    3.2). `summaries` has medians and trimmed means over documents, `tests` has p-values, `effects` the effect on each
+    document, and `outliers` the documents with outlying effects. Both columns are in units of the loss; nats for
+    `next_token_loss`. A positive cost means that the model is worse without the head. Effects do not add up: the cost
+    of a set of heads can differ much from the sum of their costs.
     """
 
     ROW_TYPE = HeadRow

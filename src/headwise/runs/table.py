@@ -26,6 +26,11 @@ METADATA_KEY = b"headwise"
 FORMAT = 2
 """Version of the file format; version 1 had the settings in a separate JSON file."""
 
+SAMPLES_COLUMN, SAMPLES_KEY = "samples", b"headwise_samples"
+"""Name of the column with the numbers of single samples, a list for each row, and key of what all rows share, in the
+metadata of a Parquet file.
+"""
+
 SEM_SUFFIX, COUNT_SUFFIX = "_sem", "_n"
 """Suffixes of the columns with a statistic's standard error and number of samples."""
 
@@ -77,13 +82,17 @@ class Table(Generic[RowT]):
 
     def table(self) -> Any:
         """Return the means of all statistics as a pandas DataFrame, with one row per row of this table: first the
-        columns that identify the row (such as layer and head), then one column per statistic, and last the tests of
-        `tests`, if the table has some.
+        columns that identify the row (such as layer and head), then one column per statistic, and last the columns of
+        `summaries` and of `tests`, if the table has some.
 
         Raises:
             MissingExtra: pandas or scipy is not installed.
         """
-        return self._data_frame(lambda estimate: estimate.value).assign(**self.tests())
+        return self._data_frame(lambda estimate: estimate.value).assign(**self.summaries(), **self.tests())
+
+    def summaries(self) -> dict[str, list[Any]]:
+        """Return columns of further summaries, each with one number per row; by default none."""
+        return {}
 
     def tests(self) -> dict[str, list[float]]:
         """Return columns of tests of the statistics, each with one number per row; by default none."""
@@ -113,12 +122,13 @@ class Table(Generic[RowT]):
 
     def records(self) -> list[dict[str, Any]]:
         """Return the rows of this table as dictionaries: first the columns that identify the row, then for each
-        statistic its mean, its standard error (`_sem`) and its sample size (`_n`), and last the tests of `tests`.
+        statistic its mean, its standard error (`_sem`) and its sample size (`_n`), and last the columns of `summaries`
+        and of `tests`.
 
         Raises:
-            MissingExtra: the table has tests, and scipy is not installed.
+            MissingExtra: the table has summaries or tests, and scipy is not installed.
         """
-        suffixes, tests = ("", SEM_SUFFIX, COUNT_SUFFIX), self.tests()
+        suffixes, further = ("", SEM_SUFFIX, COUNT_SUFFIX), {**self.summaries(), **self.tests()}
         return [
             row.identifiers
             | {
@@ -126,7 +136,7 @@ class Table(Generic[RowT]):
                 for name, estimate in row.statistics.items()
                 for suffix, number in zip(suffixes, estimate, strict=True)
             }
-            | {name: values[index] for name, values in tests.items()}
+            | {name: values[index] for name, values in further.items()}
             for index, row in enumerate(self.rows)
         ]
 
@@ -156,9 +166,12 @@ class Table(Generic[RowT]):
         records = self.records()
         names = records[0] if records else self.ROW_TYPE.identifier_columns()
         columns = {name: [record[name] for record in records] for name in names}
-        metadata = json.dumps({"format": FORMAT, **self.metadata})
+        metadata = {METADATA_KEY: json.dumps({"format": FORMAT, **self.metadata})}
+        samples = self._samples()
+        if samples is not None:
+            columns[SAMPLES_COLUMN], metadata[SAMPLES_KEY] = samples
         buffer = pyarrow.BufferOutputStream()
-        parquet.write_table(pyarrow.table(columns, metadata={METADATA_KEY: metadata.encode()}), buffer)
+        parquet.write_table(pyarrow.table(columns, metadata=metadata), buffer)
         write_atomically(path, buffer.getvalue().to_pybytes())
 
     @classmethod
@@ -177,7 +190,8 @@ class Table(Generic[RowT]):
         metadata = cls.load_metadata(folder)
         try:
             with path.open("rb") as file:  # pyarrow would expand a path, and cannot open some names
-                columns = parquet.read_table(file).to_pydict()
+                stored = parquet.read_table(file)
+            columns = stored.to_pydict()
             names = [name.removesuffix(SEM_SUFFIX) for name in columns if name.endswith(SEM_SUFFIX)]
             rows = [
                 cls.ROW_TYPE(
@@ -189,9 +203,22 @@ class Table(Generic[RowT]):
                 )
                 for row in range(len(next(iter(columns.values()))))
             ]
-        except (OSError, ValueError, KeyError, StopIteration, pyarrow.ArrowException) as error:
+            shared = (stored.schema.metadata or {}).get(SAMPLES_KEY)
+            samples = {} if shared is None else cls._from_samples(columns[SAMPLES_COLUMN], shared.decode())
+        except (OSError, ValueError, KeyError, TypeError, StopIteration, pyarrow.ArrowException) as error:
             raise _unreadable(cls.NAME, path) from error
-        return cls(tuple(rows), metadata)
+        return cls(tuple(rows), metadata, **samples)
+
+    def _samples(self) -> tuple[list[Any], str] | None:
+        """Return what `save` writes of single samples: a list of numbers for each row, and a text with what all rows
+        share; by default None.
+        """
+        return None
+
+    @classmethod
+    def _from_samples(cls, lists: list[Any], shared: str) -> dict[str, Any]:
+        """Return arguments of the class, by name, from what `_samples` returned; by default none."""
+        return {}
 
     @classmethod
     def load_metadata(cls, folder: str | Path) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def print_scores(
     """Print the `top` rows of a table that have the largest mean of the statistic `statistic` (NaN last), or with
     `no_effect` those whose mean is farthest from this number. Each printed row shows the mean and standard error of
     every statistic, the distance of the mean of `statistic` from zero or from `no_effect` in standard errors, and the
-    tests of the table, if it has some.
+    further summaries and tests of the table, if it has some.
 
     Args:
         table: rows with statistics.
@@ -57,20 +57,23 @@ def print_scores(
         top: number of rows.
         no_effect: mean of a row without effect; None if rows are sorted by the mean itself.
     """
-    tests, values = table.tests(), [row.statistics[statistic].value for row in table.rows]
+    summaries, tests, values = table.summaries(), table.tests(), [row.statistics[statistic].value for row in table.rows]
     if no_effect is not None:
         values = [abs(value - no_effect) for value in values]
     order = sorted(range(len(values)), key=lambda index: _nan_last(values[index]), reverse=True)
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    for column in ("", *table.statistics, "standard errors", *(name.removeprefix(f"{statistic}_") for name in tests)):
+    further = (name.removeprefix(f"{statistic}_") for name in (*summaries, *tests))
+    for column in ("", *table.statistics, "standard errors", *further):
         shown.add_column(column, justify="right", no_wrap=True)
     for index in order[:top]:
         row = table.rows[index]
         numbers = (with_error(row.statistics[name]) for name in table.statistics)
         measured = row.statistics[statistic]
         ratio = in_errors(measured._replace(value=measured.value - (no_effect or 0.0)))
+        of_summaries = (_summary(of_rows[index]) for of_rows in summaries.values())
         of_tests = (f"{of_rows[index]:.2g}" for of_rows in tests.values())
-        shown.add_row(row.name, *numbers, "" if math.isnan(ratio) else f"{ratio:+z.1f}", *of_tests)
+        in_units_of_sem = "" if math.isnan(ratio) else f"{ratio:+z.1f}"
+        shown.add_row(row.name, *numbers, in_units_of_sem, *of_summaries, *of_tests)
     console.print()
     console.print(shown)
     if len(order) > top:
@@ -120,6 +123,11 @@ def with_error(measured: MeanEstimate) -> str:
     """Return a mean as text with four decimals, followed by ± and its standard error unless that is NaN."""
     error = "" if math.isnan(measured.sem) else f" ± {measured.sem:.2g}"
     return f"{measured.value:z.4f}{error}"
+
+
+def _summary(value: float | int) -> str:
+    """Return a count as text, or another number with four decimals."""
+    return str(value) if isinstance(value, int) else f"{value:z.4f}"
 
 
 def _nan_last(value: float) -> float:

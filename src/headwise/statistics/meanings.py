@@ -10,6 +10,7 @@ MEANINGS = {
     "entropy": "Mean entropy of the attention weights of a query.",
     "evenness": "Mean entropy of the weights of a query, divided by the logarithm of its number of visible keys.",
     "confidence": "Mean of the largest attention weight of each query.",
+    "confidence_content": "Mean of the largest attention weight of each query on a token that is not special.",
     "distance": "Mean distance between a query and the keys that it attends to.",
     "self": "Mean attention on the query's own token.",
     "previous": "Mean attention on the token before.",

@@ -17,7 +17,7 @@ from headwise.statistics.tally import Tally
 
 ROWS = (
     *("entropy", "confidence", "distance", "self", "previous", "next", "first"),
-    *("special", "duplicate", "induction", "output_norm", "written_norm", "visible keys"),
+    *("special", "duplicate", "induction", "confidence_content", "output_norm", "written_norm", "visible keys"),
 )
 """Names of the numbers that the kernels compute for each query row, in their order."""
 
@@ -115,7 +115,7 @@ def _tally(
     if context.real_queries is not None:
         counted &= context.real_queries[:, None]
     missing = set(context.left_out)
-    missing |= set() if context.is_special is not None else {"special"}
+    missing |= set() if context.is_special is not None else {"special", "confidence_content"}
     missing |= set() if inputs.key_tokens is not None else {"duplicate", "induction"}
     missing |= set() if like.gram is not None else {"written_norm"}
     names = tuple(name for name in STATISTICS if name in values and name not in missing)

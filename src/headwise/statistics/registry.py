@@ -32,6 +32,13 @@ def _weight_at_lag(name: str, lag: int) -> MeanOfRows:
     )
 
 
+def _confidence_content(row_block: RowBlock) -> RowValues | None:
+    """Return each query row's largest weight on a key that is not a special token; None if it is unknown which tokens
+    are special.
+    """
+    return None if row_block.visibility.is_special is None else row_block.largest_content_weight
+
+
 def _special(row_block: RowBlock) -> RowValues | None:
     """Return each query row's total weight on special tokens, such as [CLS] and [SEP]; None if it is unknown which
     tokens are special.
@@ -105,8 +112,11 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
         MeanOfRows("entropy", "nats", lambda row_block: row_block.entropy),
         # entropy / ln(number of visible keys), in rows with 2 or more
         MeanOfRows("evenness", "share", _evenness, lambda tile: tile.visible_keys > 1),
-        # max_j A_ij (Voita et al. 2019)
+        # max_j A_ij
         MeanOfRows("confidence", "share", lambda row_block: row_block.largest_weight),
+        # max of A_ij over keys j that are not special tokens, 0 without any (Voita et al. 2019, section 4, without the
+        # end of the sentence)
+        MeanOfRows("confidence_content", "share", _confidence_content),
         # sum_j A_ij |p_i - p_j|
         MeanOfRows("distance", "tokens", lambda row_block: row_block.distance),
         # A[i, p_i], A[i, p_i - 1], A[i, p_i + 1]

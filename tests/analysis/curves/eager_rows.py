@@ -96,7 +96,8 @@ def row_statistics(weights, outputs, projection, ids, *, causal):
     """
     n, nan, tokens = len(ids), math.nan, ids.tolist()
     rows = {name: [] for name in ("entropy", "evenness", "confidence", "distance", "self", "previous", "next")}
-    rows |= {name: [] for name in ("first", "special", "duplicate", "induction", "output_norm", "written_norm")}
+    rows |= {name: [] for name in ("first", "special", "confidence_content", "duplicate", "induction")}
+    rows |= {name: [] for name in ("output_norm", "written_norm")}
     for i in range(n):
         row = weights[i].tolist()
         entropy = -sum(w * math.log(w) for w in row if w > 0)
@@ -110,6 +111,8 @@ def row_statistics(weights, outputs, projection, ids, *, causal):
         rows["previous"].append(row[i - 1] if i else nan)
         rows["next"].append(row[i + 1] if i + 1 < n else nan)
         rows["first"].append(row[0])
+        content = [w for j, w in enumerate(row) if tokens[j] not in SPECIAL]
+        rows["confidence_content"].append(max(content, default=0.0))
         rows["special"].append(sum(w for j, w in enumerate(row) if tokens[j] in SPECIAL))
         rows["duplicate"].append(sum(row[j] for j in copies) if copies else nan)
         rows["induction"].append(sum(row[j + 1] for j in copies) if copies else nan)

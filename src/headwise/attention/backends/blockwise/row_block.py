@@ -104,6 +104,19 @@ class RowBlock:
         return self._by_head(self.largest_power / self.normalizer)
 
     @cached_property
+    def largest_content_weight(self) -> Float[Tensor, "batch heads rows"]:
+        """Largest attention weight of each row over the keys that are not special tokens; 0 in a row that may attend to
+        none of them. Requires that special tokens are known.
+        """
+        is_special = self.visibility.is_special
+        assert is_special is not None
+        columns = is_special[:, self.visibility.key_indices]
+        if not bool(columns.any()):
+            return self.largest_weight
+        powers = self.tile.by_head(self.powers).masked_fill(columns[:, None, None], 0.0)
+        return powers.amax(-1) * self.weight_per_power
+
+    @cached_property
     def entropy(self) -> Float[Tensor, "batch heads rows"]:
         """Entropy of each row's attention weights A, which is -sum A ln A over the keys, in nats; 0 in a row without a
         visible key.

@@ -46,6 +46,7 @@ enum RowStatistic {
   kSpecial,
   kDuplicate,
   kInduction,
+  kLargestContent,  // largest weight on a key that is not special
   kOutputNorm,
   kWrittenNorm,
   kVisibleKeys,

@@ -12,7 +12,8 @@ namespace headwise::HEADWISE_ISA {
 constexpr float kSlack = 8.0f;
 constexpr int kSummedPowers = 16;  // summed up before they are added to other sums, since long sums lose digits
 
-// Sums over the keys of powers times a number, for the statistics; all are rescaled with the shift.
+// Sums over the keys of powers times a number, for the statistics, and the largest power of the keys that are not
+// special tokens; all are rescaled with the shift.
 enum PowerSum {
   kPowers,
   kPowerScores,
@@ -24,6 +25,7 @@ enum PowerSum {
   kPowerSpecial,
   kPowerDuplicate,
   kPowerInduction,
+  kLargestContentPower,
   kPowerSums
 };
 

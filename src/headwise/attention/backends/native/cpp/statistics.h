@@ -65,6 +65,7 @@ class StatisticsOfBlock {
     for (int64_t key = keys.begin; s_->special && key < keys.end; ++key)
       if (s_->special[block_.batch * p_.keys + key])
         add_row(state.sums[kPowerSpecial], powers + (key - keys.begin) * kRows);
+    if (s_->special) raise_content(state, keys, powers);
     if (s_->key_tokens) add_copies(state, keys, powers);
     if (dense) count_dense(keys, dense);
     KeptTile& tile = tiles_[tile_count_++];
@@ -116,6 +117,22 @@ class StatisticsOfBlock {
 
   void add_row(float* sums, const float* row) const {
     for (int r = 0; r < block_.width; r += kLanes) store(sums + r, load(sums + r) + load(row + r));
+  }
+
+  // Raise the largest power of each row on keys that are not special tokens.
+  void raise_content(SoftmaxState& state, KeyRange keys, const float* powers) const {
+    const uint8_t* special = s_->special + block_.batch * p_.keys;
+    float* top = state.sums[kLargestContentPower];
+    for (int64_t begin = keys.begin, end; begin < keys.end; begin = end) {
+      while (begin < keys.end && special[begin]) ++begin;
+      for (end = begin; end < keys.end && !special[end];) ++end;
+      for (int r = 0; r < block_.width; r += kLanes) {
+        Floats largest = load(top + r);
+        for (int64_t key = begin; key < end; ++key)
+          largest = larger(load(powers + (key - keys.begin) * kRows + r), largest);
+        store(top + r, largest);
+      }
+    }
   }
 
   // Add the powers of earlier copies of each row's token, and of the keys after them. Only keys whose token is that of

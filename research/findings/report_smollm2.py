@@ -1,0 +1,185 @@
+"""The section of the report on SmolLM2."""
+
+from pathlib import Path
+
+import headwise as hw
+from headwise.runs.significance import false_discovery_rates
+from research.findings.control_sets import KINDS
+from research.findings.data import documents
+from research.findings.estimates import LEVEL, controls_of, spread_of_means, wilcoxon_q
+from research.findings.report_words import (
+    MOST,
+    SMALL,
+    SURE,
+    by_effect,
+    data_of,
+    gap_of,
+    probability,
+    ranks_of_medians,
+    small_effects,
+    span,
+    with_error,
+)
+from research.markdown import markdown_table, picture
+
+WORDS = {
+    "repeated-zero": ("repeated random tokens", "0"),
+    "repeated-mean": ("repeated random tokens", "their mean on the text"),
+    "text-zero": ("the text", "0"),
+}
+
+
+def section(folder: Path) -> list[str]:
+    """Write the section on SmolLM2: ablation effects, first-order predictions, and the induction heads."""
+    ablation = hw.Ablation.load(folder / "heads")
+    model = ablation.metadata["model"]
+    return [
+        f"## {model['name']}, {len(ablation.rows)} heads",
+        "",
+        f"The weights of {model['name']} are {model['quantisation']}: its package has them in the format Q4_1. All "
+        "numbers of this section are those of the dequantised model, in float32. The next-token loss of the model "
+        f"with all its heads is {with_error(ablation.baseline)} nats a token ({data_of(ablation)}). The effect of a "
+        "head is the increase of this loss, in nats a token, when that head alone is removed.",
+        "",
+        *which_heads(ablation, hw.Importance.load(folder / "gradients")),
+        *gradients(ablation, folder),
+        *induction(folder),
+    ]
+
+
+def which_heads(ablation: hw.Ablation, importance: hw.Importance) -> list[str]:
+    """Write which heads matter, by the mean and by the median over documents."""
+    q = dict(zip([row.name for row in ablation.rows], ablation.tests()["cost_q"], strict=True))
+    ranks_q = dict(zip(q, wilcoxon_q(ablation), strict=True))
+    records = {(row["layer"], row["head"]): row for row in ablation.records()}
+    ranks, rows = ranks_of_medians(ablation), []
+    for row in by_effect(ablation)[:MOST]:
+        record, predicted = records[row.layer, row.head], importance.head(row.layer, row.head)
+        numbers = (with_error(row.statistics["cost"]), f"{record['cost_median']:.3f}", f"{record['cost_trimmed']:.3f}")
+        tests = (record["cost_outliers"], ranks[row.name], probability(q[row.name]), probability(ranks_q[row.name]))
+        rows.append((row.name, *numbers, *tests, with_error(predicted.statistics["first_order"])))
+    effects = {row.name: row.statistics["cost"].value for row in ablation.rows}
+    rises, falls = (sum(sign * effects[name] > 0 and q[name] <= LEVEL for name in q) for sign in (1, -1))
+    by_rank = sum(value <= LEVEL for value in ranks_q.values())
+    rise = sum(effects.values()) / len(effects)
+    headers = ("head", "mean", "median", "trimmed mean", "outliers", "rank by median", "q", "q, Wilcoxon")
+    return [
+        "### Which heads matter",
+        "",
+        f"The table shows the {MOST} heads with the largest mean effect, in nats a token. Median, trimmed mean and "
+        "outliers are those of the effects on documents. The q-values are corrected over all heads: of Student's "
+        "t-test of the mean, and of Wilcoxon's signed-rank test. The last column is the first-order prediction: "
+        "minus the derivative of the loss with respect to the head's gate (the factor of its output).",
+        "",
+        *markdown_table((*headers, "first-order prediction"), rows),
+        *outlying_documents(ablation),
+        f"Of {len(effects)} heads, {rises} raise the loss at a false discovery rate of 5 %, and {falls} lower it. By "
+        f"Wilcoxon's test, {by_rank} heads have an effect. For {small_effects(ablation)} heads the effect plus "
+        f"{SURE:g} standard errors is below {SMALL:g} nats. The mean effect over all heads is {rise:.4f} nats. "
+        "Removing many heads together can cost more than the sum of their single effects.",
+        "",
+        *picture("findings-cost", "Ablation effect of each head"),
+        *picture("findings-robust", "Mean against median of the effects of each head on documents"),
+    ]
+
+
+def outlying_documents(ablation: hw.Ablation) -> list[str]:
+    """Write the outlying documents of heads that are among the first by their mean, but not by their median."""
+    ranks, names = ranks_of_medians(ablation), list(documents())
+    moved = [row.name for row in by_effect(ablation)[:MOST] if ranks[row.name] > MOST]
+    if not moved:
+        return [f"All {MOST} heads are also among the first {MOST} by the median of their effects on documents.", ""]
+    outliers = ablation.outliers()
+    rows = []
+    for name in moved:
+        layer, head = map(int, name.split("."))
+        for _, found in outliers[(outliers["layer"] == layer) & (outliers["head"] == head)].iterrows():
+            document = f"{names[found['document']]} ({found['document']})"
+            rows.append((name, document, f"{found['effect']:.3f}", f"{found['median']:.3f}", f"{found['score']:.1f}"))
+    plural = "Heads" if len(moved) > 1 else "Head"
+    lines = [
+        f"{plural} {', '.join(moved)} would not be in this table by the median. Their outlying documents are topics "
+        "of the language reference. The score is the distance of an effect from the median in scaled median "
+        "absolute deviations.",
+        "",
+    ]
+    return lines + markdown_table(("head", "document", "effect", "median", "score"), rows)
+
+
+def gradients(ablation: hw.Ablation, folder: Path) -> list[str]:
+    """Write what gradients of gates predict, and how complete integrated gradients are."""
+    importance = hw.Importance.load(folder / "gradients")
+    signed, size = (hw.agreement(importance, ablation, (name, "cost")) for name in ("first_order", "gradient"))
+    predicted = [row.statistics["first_order"].value for row in importance.rows]
+    measured = [row.statistics["cost"].value for row in ablation.rows]
+    return [
+        "### What the gradient of the gate predicts",
+        "",
+        "To first order, removing a head changes the loss by minus the derivative of the loss with respect to the "
+        "head's gate. One backward pass predicts the effects of all heads. Over the heads, the correlation between "
+        f"predicted and measured effects is {signed.spearman:.2f} by Spearman (95 % interval, bootstrap over heads: "
+        f"{span(signed.interval('spearman'), 2)}) and {signed.pearson:.2f} by Pearson "
+        f"({span(signed.interval('pearson'), 2)}). The mean over heads is "
+        f"{sum(predicted) / len(predicted):.4f} nats predicted and {sum(measured) / len(measured):.4f} nats "
+        "measured: terms of higher order are left out.",
+        "",
+        "The mean absolute derivative (Michel, Levy and Neubig 2019) cannot show that removing a head lowers the "
+        f"loss. Its correlation with the measured effects is {size.spearman:.2f} by Spearman "
+        f"({span(size.interval('spearman'), 2)}). Of the {MOST} heads for which it is largest, "
+        f"{round(MOST * size.overlap(MOST))} are among the {MOST} with the largest measured effect.",
+        "",
+        "Integrated gradients should add up to the effect of removing all heads. " + gap_of(folder / "integrated"),
+        "",
+        *picture("findings-first-order", "First-order prediction against measured ablation effect"),
+    ]
+
+
+def induction(folder: Path) -> list[str]:
+    """Write the effect of the induction heads together, and of random sets of other heads."""
+    profile = hw.load_profile(folder / "profile")
+    heads = profile.roles()["induction"]
+    shares = [f"{head.name} ({with_error(head.statistics['induction_random'], 2)})" for head in profile.heads]
+    found = [share for head, share in zip(profile.heads, shares, strict=True) if (head.layer, head.head) in heads]
+    return [
+        "### The induction heads",
+        "",
+        "An induction head attends to the token that followed an earlier copy of the current token. Such heads are "
+        "found on repeated random tokens: 25 random tokens, 4 times in a row, in 10 samples (Olsson et al. 2022). "
+        f"The losses below are measured on the same tokens. {len(heads)} heads put at least half of their attention "
+        f"on the token after an earlier copy: {', '.join(found)}.",
+        "",
+        *control_table(folder),
+        *picture("findings-controls", "Effects of random sets of heads and of the induction heads"),
+    ]
+
+
+def control_table(folder: Path) -> list[str]:
+    """Write the table of the induction heads and the random sets, with the tests."""
+    tables = {name: hw.SetAblation.load(folder / name) for name in WORDS}
+    found = {(name, kind): controls_of(table, kind) for name, table in tables.items() for kind in KINDS}
+    q = dict(zip(found, false_discovery_rates([controls.p for controls in found.values()]), strict=True))
+    rows = []
+    for (name, kind), controls in found.items():
+        effect = next(row.statistics["cost"] for row in tables[name].rows if row.name == "induction")
+        baseline = tables[name].baseline
+        means = (f"{controls.mean:.3f} ({span(controls.interval)})", span(controls.middle))
+        measured = (with_error(baseline), with_error(effect), controls.number)
+        rows.append((*WORDS[name], kind, *measured, *means, probability(q[name, kind])))
+    headers = (
+        *("loss on", "outputs are replaced by", "random sets from", "loss of the whole model"),
+        *("effect of the induction heads", "sets", "mean of the random sets (95 % interval)"),
+        *("middle 95 % of the sets", "q"),
+    )
+    low, high = spread_of_means(tables["repeated-zero"], "anywhere", 20)
+    return [
+        "The table shows the rise of the loss, in nats a token, when all induction heads are removed together; and "
+        "when random sets of as many other heads are removed, drawn from all layers (anywhere) or with as many "
+        "heads in each layer (same layers). No two sets are equal. q tests whether a random set has at least the "
+        "effect of the induction heads; with N sets it cannot be below 1 / (N + 1).",
+        "",
+        *markdown_table(headers, rows),
+        "The mean of a few random sets is unstable, since some sets contain a head on which everything depends. The "
+        f"means of 20 sets from anywhere, drawn from the {found['repeated-zero', 'anywhere'].number} measured ones, "
+        f"range from {low:.3f} to {high:.3f} nats (95 % of the draws) on repeated random tokens.",
+        "",
+    ]
