@@ -11,6 +11,7 @@ special token. A test whose table is in the folder is not run again. `--draw` dr
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -59,10 +60,9 @@ def tests(treebank: Path | None) -> dict[str, tuple[Any, Callable[[], Any], str]
         "name-movers": (hw.NameMovers, name_movers, "name_mover"),
     }
     for name in ("minilm", "smollm2"):
-        found[f"sinks-{name}"] = (hw.SinkRate, lambda name=name: sinks(name), "")
+        found[f"sinks-{name}"] = (hw.SinkRate, partial(sinks, name), "")
         if treebank is not None:
-            of_name = lambda name=name: dependencies(name, treebank)  # noqa: E731
-            found[f"dependencies-{name}"] = (hw.DependencyAccuracy, of_name, "gain")
+            found[f"dependencies-{name}"] = (hw.DependencyAccuracy, partial(dependencies, name, treebank), "gain")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a review objected to in an earlier version of the report, and what is true now."""
+"""Objections of a review to an earlier version of the report, and what is true now."""
 
 import statistics
 from collections.abc import Mapping
