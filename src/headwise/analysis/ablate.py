@@ -85,8 +85,7 @@ def ablate(
     """
     require_module(model)
     require_loss(loss)
-    dataset = prepare_texts(dataset, model, out, shown=progress)
-    replacement = _checked_replacement(replacement)
+    dataset, replacement = prepare_texts(dataset, model, out, shown=progress), _checked_replacement(replacement)
     settings = _settings(model, dataset, loss, replacement, units, title)
     table: type[Ablation | SetAblation] = Ablation if units == "heads" else SetAblation
     run: _Run = CheckpointedRun(AblationProgress, table, out, settings)
@@ -95,10 +94,9 @@ def ablate(
         if (finished := run.finished_table()) is not None:
             return require_same_data(finished, dataset, run)
         ablated, losses = _measure_losses(model, dataset, loss, replacement, units, run, show_progress=progress)
-        metadata = {**settings, **_measured(losses, dataset)}
         by_document = DocumentEffects.of(losses.baseline_losses, losses.ablated_losses, documents_of(dataset))
-        result = table(tuple(_rows(ablated, losses, dataset)), metadata, by_document)
-        run.finish(result)
+        rows = tuple(_rows(ablated, losses, dataset))
+        run.finish(result := table(rows, {**settings, **_measured(losses, dataset)}, by_document))
         return result
 
 
