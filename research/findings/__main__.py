@@ -20,13 +20,16 @@ from headwise.data.batches import NumberedBatches
 from headwise.data.models import LoadedModel, load
 from headwise.data.random_repeats import TOKENS
 from research.findings.control_sets import FEWER, SETS, with_controls
-from research.findings.data import CHUNKS, LENGTH, Sentence, documents, sentences, shuffled
+from research.findings.data import CHUNKS, LENGTH, Sentence, documents, earlier_documents, sentences, shuffled
 from research.findings.noise import noise_similarities
 from research.findings.raw_results import save_once, similarities, statistics_of_sequences
 
 RESULTS = Path(__file__).parent / "results"
 STEPS_ON = {"smollm2": 2, "minilm": 32}
 """Number of sequences on which integrated gradients are measured."""
+
+EARLIER_LENGTH = 256
+"""Number of tokens of each document in the earlier version of the report."""
 
 SETS_ON = 12
 """Number of documents on which random sets are measured."""
@@ -58,6 +61,8 @@ def smollm2() -> None:
     half = hw.Texts(texts.source, loaded.tokenizer, LENGTH, "truncate", batch=12, limit=SETS_ON)
     hw.ablate(model, half, hw.next_token_loss, out=folder / "text-zero", units=sets, **common)
     save_once(folder / "similarities.json", lambda: {"model": similarities(model, texts)})
+    earlier = hw.Texts(list(earlier_documents().values()), loaded.tokenizer, EARLIER_LENGTH, "truncate", batch=4)
+    hw.ablate(model, earlier, hw.next_token_loss, out=folder / "earlier", units={"0.7": [(0, 7)]}, **common)
     first = hw.Texts(texts.source, loaded.tokenizer, LENGTH, "truncate", batch=2, limit=STEPS_ON["smollm2"])
     hw.importance(model, first, hw.next_token_loss, "integrated", out=folder / "integrated", **common)
 

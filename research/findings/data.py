@@ -44,6 +44,12 @@ def documents() -> dict[str, str]:
     return drawn
 
 
+def earlier_documents() -> dict[str, str]:
+    """Return the topics that an earlier version of the report read, 256 tokens of each: the first 16 long ones."""
+    names = sorted(name for name in topics if len(topics[name]) >= 2500)
+    return {name: topics[name] for name in names[:16]}
+
+
 def sentences() -> list[Sentence]:
     """Return `SENTENCES` different paragraphs of prose with one or a few sentences each, at most `MOST_OF_TOPIC` of one
     topic.

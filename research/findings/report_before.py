@@ -56,8 +56,8 @@ def of_smollm2(folder: Path) -> dict[str, str]:
         "weights of SmolLM2": f"{ablation.metadata['model']['quantisation']}; said here and in the metadata of tables",
         "documents of SmolLM2": f"{effect.n} topics, drawn with a seed, without common passages",
         "head 0.7": (
-            f"rank {rank}: {with_error(effect)}, median {medians['0.7']:.3f}; head {first} leads, median "
-            f"{medians[first]:.3f}; outlying documents are named"
+            f"on new documents rank {rank}: {with_error(effect)}, median {medians['0.7']:.3f}; head {first} leads, "
+            f"median {medians[first]:.3f}; outlying documents are named"
         ),
         "random sets on repeated tokens": (
             f"{anywhere.number} sets: mean {anywhere.mean:.3f} ({span(anywhere.interval)}); scores and losses on the "

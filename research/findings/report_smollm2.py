@@ -5,7 +5,7 @@ from pathlib import Path
 import headwise as hw
 from headwise.runs.significance import false_discovery_rates
 from research.findings.control_sets import KINDS
-from research.findings.data import documents
+from research.findings.data import documents, earlier_documents
 from research.findings.estimates import LEVEL, controls_of, spread_of_means, wilcoxon_q
 from research.findings.report_words import (
     MOST,
@@ -41,14 +41,15 @@ def section(folder: Path) -> list[str]:
         f"with all its heads is {with_error(ablation.baseline)} nats a token ({data_of(ablation)}). The effect of a "
         "head is the increase of this loss, in nats a token, when that head alone is removed.",
         "",
-        *which_heads(ablation, hw.Importance.load(folder / "gradients")),
+        *which_heads(ablation, folder),
         *gradients(ablation, folder),
         *induction(folder),
     ]
 
 
-def which_heads(ablation: hw.Ablation, importance: hw.Importance) -> list[str]:
+def which_heads(ablation: hw.Ablation, folder: Path) -> list[str]:
     """Write which heads matter, by the mean and by the median over documents."""
+    importance = hw.Importance.load(folder / "gradients")
     q = dict(zip([row.name for row in ablation.rows], ablation.tests()["cost_q"], strict=True))
     ranks_q = dict(zip(q, wilcoxon_q(ablation), strict=True))
     records = {(row["layer"], row["head"]): row for row in ablation.records()}
@@ -73,6 +74,7 @@ def which_heads(ablation: hw.Ablation, importance: hw.Importance) -> list[str]:
         "",
         *markdown_table((*headers, "first-order prediction"), rows),
         *outlying_documents(ablation),
+        *earlier_leader(folder),
         f"Of {len(effects)} heads, {rises} raise the loss at a false discovery rate of 5 %, and {falls} lower it. By "
         f"Wilcoxon's test, {by_rank} heads have an effect. For {small_effects(ablation)} heads the effect plus "
         f"{SURE:g} standard errors is below {SMALL:g} nats. The mean effect over all heads is {rise:.4f} nats. "
@@ -96,14 +98,29 @@ def outlying_documents(ablation: hw.Ablation) -> list[str]:
         for _, found in outliers[(outliers["layer"] == layer) & (outliers["head"] == head)].iterrows():
             document = f"{names[found['document']]} ({found['document']})"
             rows.append((name, document, f"{found['effect']:.3f}", f"{found['median']:.3f}", f"{found['score']:.1f}"))
-    plural = "Heads" if len(moved) > 1 else "Head"
+    verb = "Heads {} are" if len(moved) > 1 else "Head {} is"
     lines = [
-        f"{plural} {', '.join(moved)} would not be in this table by the median. Their outlying documents are topics "
-        "of the language reference. The score is the distance of an effect from the median in scaled median "
-        "absolute deviations.",
+        f"{verb.format(', '.join(moved))} not among the first {MOST} by the median. The table shows the outlying "
+        "documents of such heads, which are topics of the language reference. The score is the distance of an effect "
+        "from the median in scaled median absolute deviations.",
         "",
     ]
     return lines + markdown_table(("head", "document", "effect", "median", "score"), rows)
+
+
+def earlier_leader(folder: Path) -> list[str]:
+    """Write the outlying document of head 0.7 on the data of the earlier version of the report."""
+    table, names = hw.SetAblation.load(folder / "earlier"), list(earlier_documents())
+    record, (_, worst) = table.records()[0], next(table.outliers().iterrows())
+    effect = with_error(table.rows[0].statistics["cost"])
+    return [
+        f"In an earlier version of this report, head 0.7 had the largest effect: {effect} on "
+        f"{record['cost_n']} other documents of 256 tokens. On these its median is {record['cost_median']:.3f} and its "
+        f"trimmed mean {record['cost_trimmed']:.3f}. The mean comes from one document, "
+        f"{names[worst['document']]}, with an effect of {worst['effect']:.2f} nats. It is {worst['score']:.0f} scaled "
+        "median absolute deviations from the median.",
+        "",
+    ]
 
 
 def gradients(ablation: hw.Ablation, folder: Path) -> list[str]:
@@ -119,9 +136,8 @@ def gradients(ablation: hw.Ablation, folder: Path) -> list[str]:
         "head's gate. One backward pass predicts the effects of all heads. Over the heads, the correlation between "
         f"predicted and measured effects is {signed.spearman:.2f} by Spearman (95 % interval, bootstrap over heads: "
         f"{span(signed.interval('spearman'), 2)}) and {signed.pearson:.2f} by Pearson "
-        f"({span(signed.interval('pearson'), 2)}). The mean over heads is "
-        f"{sum(predicted) / len(predicted):.4f} nats predicted and {sum(measured) / len(measured):.4f} nats "
-        "measured: terms of higher order are left out.",
+        f"({span(signed.interval('pearson'), 2)}). The mean over heads is {sum(predicted) / len(predicted):.4f} nats "
+        f"predicted and {sum(measured) / len(measured):.4f} nats measured: terms of higher order are left out.",
         "",
         "The mean absolute derivative (Michel, Levy and Neubig 2019) cannot show that removing a head lowers the "
         f"loss. Its correlation with the measured effects is {size.spearman:.2f} by Spearman "
