@@ -162,7 +162,7 @@ def test_the_code_of_the_page_about_pruning_runs(tmp_path, monkeypatch):
 def test_the_code_and_the_examples_of_the_page_about_plots_run(minilm, coffee, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
-    names: dict = {"seen": coffee, "effects": headwise.Ablation.load(ROOT / "research/findings/results/minilm")}
+    names: dict = {"seen": coffee, "effects": headwise.Ablation.load(ROOT / "research/findings/results/minilm/heads")}
     run(code_blocks("docs/plots.md"), names)
     assert Path("entropy.svg").stat().st_size > 1000
     names["pyplot"].close(names["figure"])
@@ -223,18 +223,10 @@ def test_examples_in_docstrings_print_the_shown_output():
     assert doctest.testmod(factories) == (0, 1)
 
 
-def test_the_findings_page_matches_the_saved_tables(monkeypatch):
+def test_the_findings_page_matches_the_saved_tables():
     from research.findings import report as make_findings
 
     assert (ROOT / "docs" / "reports" / "findings.md").read_text(encoding="utf-8") == make_findings.document()
-
-
-def test_the_number_expected_by_chance_follows_students_t(monkeypatch):
-    from research.findings import report as make_findings
-
-    # Tables of the distribution: P(t > 2) with 1, 10 and very many degrees of freedom.
-    for degrees, above in ((1, 0.14758), (10, 0.03669), (10**6, 0.02275)):
-        assert abs(make_findings.expected_by_chance(1, degrees) - above) < 1e-5
 
 
 def test_links_between_documents_have_targets():

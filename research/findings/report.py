@@ -13,6 +13,7 @@ from research.findings import report_before, report_minilm, report_pictures, rep
 from research.markdown import markdown_table
 
 ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "research" / "findings" / "results"
 
 INTRODUCTION = """\
 This report measures how important each attention head of two real models is: SmolLM2-135M-Instruct and
@@ -58,7 +59,7 @@ def wrap(paragraph: str) -> str:
     return textwrap.fill(paragraph, 120, break_on_hyphens=False)
 
 
-def document(results: Path) -> str:
+def document(results: Path = RESULTS) -> str:
     """Return the text of the report, with wrapped paragraphs."""
     errors = json.loads((results / "errors.json").read_text())
     lines = ["# Findings", "", INTRODUCTION, "", *report_before.section(results, errors)]
@@ -71,8 +72,7 @@ def document(results: Path) -> str:
 def main() -> None:
     """Write the report and its pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    folder = ROOT / "research" / "findings" / "results"
-    parser.add_argument("--results", type=Path, default=folder, help="folder of results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results")
     parser.add_argument("--to", type=Path, default=ROOT / "docs" / "reports" / "findings.md", help="file to write")
     parser.add_argument("--pictures", type=Path, default=ROOT / "docs" / "pictures", help="folder of the pictures")
     options = parser.parse_args()
