@@ -51,7 +51,6 @@ def ablate(
 ) -> Ablation | SetAblation:
     """Measure the ablation effect of each head, layer, key/value group or named set of heads: the mean loss over
     examples with the outputs of these heads replaced (by zeros by default), minus the mean loss of the unchanged model.
-
     The effect is the column `cost` of `Ablation` (Michel, Levy and Neubig 2019, section 3.2).
 
         effects = hw.ablate(model, texts, hw.next_token_loss)
