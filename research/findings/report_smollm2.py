@@ -108,6 +108,17 @@ def outlying_documents(ablation: hw.Ablation) -> list[str]:
     return lines + markdown_table(("head", "document", "effect", "median", "score"), rows)
 
 
+def reading(name: str, q: list[float]) -> str:
+    """Return what the tests of one row of the table say, in a sentence. `q` has the q-value of each kind of sets."""
+    data, replacement = WORDS[name]
+    where = f"On {data}, with outputs replaced by {replacement},"
+    if max(q) <= LEVEL:
+        return f"{where} the induction heads have a larger effect than random sets of both kinds."
+    if min(q) > LEVEL:
+        return f"{where} their effect cannot be distinguished from that of random sets."
+    return f"{where} their effect is larger than that of one kind of random sets only."
+
+
 def earlier_leader(folder: Path) -> list[str]:
     """Write the outlying document of head 0.7 on the data of the earlier version of the report."""
     table, names = hw.SetAblation.load(folder / "earlier"), list(earlier_documents())
@@ -194,6 +205,8 @@ def control_table(folder: Path) -> list[str]:
         "effect of the induction heads; with N sets it cannot be below 1 / (N + 1).",
         "",
         *markdown_table(headers, rows),
+        " ".join(reading(name, [q[name, kind] for kind in KINDS]) for name in WORDS),
+        "",
         "The mean of a few random sets is unstable, since some sets contain a head on which everything depends. The "
         f"means of 20 sets from anywhere, drawn from the {found['repeated-zero', 'anywhere'].number} measured ones, "
         f"range from {low:.3f} to {high:.3f} nats (95 % of the draws) on repeated random tokens.",
