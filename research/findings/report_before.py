@@ -79,7 +79,7 @@ def of_minilm(folder: Path) -> dict[str, str]:
     )
     cka = list(similarities(folder.parent / "noise").values())
     debiased, plain = (
-        " and ".join(f"{statistics.median(each[kind]):.2f}" for each in cka) for kind in ("debiased", "plain")
+        " and ".join(f"{statistics.median(each[kind]):z.2f}" for each in cka) for kind in ("debiased", "plain")
     )
     tokens = " and ".join(f"{each['tokens']:,}" for each in cka)
     documents = order.rows[0].statistics["cost"].n

@@ -131,7 +131,7 @@ def similarity(results: Path) -> list[str]:
             label = "MiniLM with random weights" if name.startswith("random") else model
             plain = f"{statistics.median(values['plain']):.3f}" if "plain" in values else ""
             shares = values["debiased"]
-            median = f"{statistics.median(shares):.3f}"
+            median = f"{statistics.median(shares):z.3f}"
             rows.append((label, f"{values['tokens']:,}", plain, median, f"{max(shares):.3f}"))
     headers = ("heads of", "tokens", "plain CKA, median", "debiased CKA, median", "debiased CKA, largest")
     return [

@@ -41,6 +41,7 @@ def robust(ablation: hw.Ablation) -> Figure:
     for index in largest:
         place = (medians[index], means[index])
         axes.annotate(ablation.rows[index].name, place, xytext=(4, 2), textcoords="offset points", fontsize=8)
+    axes.margins(x=0.12)
     axes.set(xlabel="median over documents, nats", ylabel="mean over documents, nats", title="effect of each head")
     return figure
 

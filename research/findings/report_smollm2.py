@@ -202,7 +202,8 @@ def control_table(folder: Path) -> list[str]:
         "The table shows the rise of the loss, in nats a token, when all induction heads are removed together; and "
         "when random sets of as many other heads are removed, drawn from all layers (anywhere) or with as many "
         "heads in each layer (same layers). No two sets are equal. q tests whether a random set has at least the "
-        "effect of the induction heads; with N sets it cannot be below 1 / (N + 1).",
+        "effect of the induction heads; with N sets its p-value cannot be below 1 / (N + 1). On the text, the sets are "
+        f"compared on {tables['text-zero'].rows[0].statistics['cost'].n} of the documents.",
         "",
         *markdown_table(headers, rows),
         " ".join(reading(name, [q[name, kind] for kind in KINDS]) for name in WORDS),
