@@ -89,7 +89,7 @@ def test_padding_is_put_where_the_name_says(bart):
 def test_padded_batch_has_the_truth_of_the_sequences_alone(llama, side):
     run = runs._batched(llama, llama.model, batch_named(llama, f"input {side}"))
     assert (run.outcome, run.problems, run.confirmed) == ("right", [], True)
-    assert run.checked == 2 * 6 * 14
+    assert run.checked == 2 * 6 * 15
 
 
 def test_padding_of_sounds_is_read_from_the_truth(monkeypatch):
@@ -104,7 +104,7 @@ def test_padding_of_sounds_is_read_from_the_truth(monkeypatch):
 def test_layers_of_one_module_are_divided():
     subject = subject_of("lilt")
     run = runs._batched(subject, subject.model, subject.batch)
-    assert (run.problems, run.unverified, run.checked) == ([], [], 2 * 2 * 6 * 13)
+    assert (run.problems, run.unverified, run.checked) == ([], [], 2 * 2 * 6 * 14)
     assert runs._gates(subject).outcome == "right"
 
 

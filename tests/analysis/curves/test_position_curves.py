@@ -65,7 +65,7 @@ def compare(curves, wanted, edges):
             assert estimate == pytest.approx(wanted[key], abs=1e-10, nan_ok=True), name
             seen += 1
     reached = {first for (_, _, _, first), estimate in wanted.items() if first != "slope" and estimate[2]}
-    assert seen == 2 * 6 * 13 * (len(reached) + 1)
+    assert seen == 2 * 6 * 14 * (len(reached) + 1)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
