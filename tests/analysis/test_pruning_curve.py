@@ -102,6 +102,7 @@ def test_a_table_of_another_model_is_refused(model):
         ),
         ("^orders: expected other names than 'random', which the random orders have, got random", {"random": HEADS}),
         ("^orders: expected a table of heads, or orders of heads by name, got list", HEADS),
+        ("^orders: expected at least one order, got none", {}),
     ],
 )
 def test_orders_that_are_refused(model, message, arguments):

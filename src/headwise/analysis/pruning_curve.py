@@ -128,6 +128,8 @@ def _items(orders: Any) -> Iterable[tuple[str, Any]]:
     if not isinstance(orders, Mapping):
         expected = "a table of heads, or orders of heads by name"
         raise InputError("orders", expected=expected, got=type(orders).__name__)
+    if not orders:
+        raise InputError("orders", expected="at least one order", got="none")
     if RANDOM in orders:
         raise InputError("orders", expected=f"other names than {RANDOM!r}, which the random orders have", got=RANDOM)
     return orders.items()

@@ -167,7 +167,7 @@ def test_tables_are_saved_resumed_and_drawn(tmp_path):
     distances.plot("distance_90")
 
 
-@pytest.mark.parametrize("quantiles", [(), (0.0,), (1.0,), (0.5, 2), ("a",), 0.5])
+@pytest.mark.parametrize("quantiles", [(), (0.0,), (1.0,), (0.5, 2), ("a",), 0.5, (1 / 3, 0.333333333)])
 def test_shares_that_are_refused(quantiles):
     with pytest.raises(hw.InputError, match="^quantiles: expected "):
         hw.attention_distances(models("llama")[0], [padded(sequences(5), "right")], quantiles=quantiles)

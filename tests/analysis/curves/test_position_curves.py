@@ -219,3 +219,10 @@ def test_tables_are_saved_resumed_and_drawn(tmp_path):
 def test_edges_that_are_refused(edges):
     with pytest.raises(hw.InputError, match="^edges: expected "):
         hw.position_curves(models("llama")[0], [padded(sequences(5), "right")], edges=edges)
+
+
+def test_bins_that_no_sequence_reaches_are_named():
+    with pytest.warns(UserWarning, match="^no sequence reaches position 50, where the bins start: curves are empty$"):
+        curves = hw.position_curves(models("llama")[0], [padded(sequences(5), "right")], edges=(50, 60))
+    assert not curves.rows
+    assert len(curves.slopes.rows) == 12

@@ -168,6 +168,7 @@ def test_models_that_see_later_tokens_are_refused():
         ("^heads: expected each head .* once at most, got \\(2, 0\\)", {"heads": [(2, 0)]}),
         ("^heads: expected each head .* once at most, got \\(1, 0\\)", {"heads": [(1, 0), (1, 0)]}),
         ("^sequences: expected ", {"sequences": 0}),
+        ("^repeats: expected True or False, got 'x'", {"repeats": "x"}),
     ],
 )
 def test_arguments_that_are_refused(message, options):

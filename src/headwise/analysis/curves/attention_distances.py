@@ -14,7 +14,7 @@ from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.rows import HeadRow
-from headwise.statistics.by_distance import WITHIN_DISTANCES, DistanceStatistics
+from headwise.statistics.by_distance import WITHIN_DISTANCES, DistanceStatistics, quantile_name
 
 ALL_WITHIN = 1.0 - 1e-9
 """Share from which all attention is within a distance; longer distances are left out of the curve."""
@@ -82,6 +82,8 @@ def _quantiles(quantiles: Any) -> tuple[float, ...]:
     checked = {finite_number("quantiles", share) for share in collection_of("quantiles", quantiles, of=of)}
     if not checked or any(not 0.0 < share < 1.0 for share in checked):
         raise InputError("quantiles", expected=of, got=sorted(checked) or "none")
+    if len({quantile_name(share) for share in checked}) < len(checked):
+        raise InputError("quantiles", expected=f"{of} that differ in six digits", got=sorted(checked))
     return tuple(sorted(checked))
 
 

@@ -1,5 +1,6 @@
 """Statistics of every head against the position of the query."""
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -64,7 +65,8 @@ def position_curves(
         MissingExtra: a package that `out`, `progress` or the data set needs is not installed.
 
     Warns:
-        UserWarning: of modules without curves, because the positions of their queries are unknown.
+        UserWarning: of modules without curves, because the positions of their queries are unknown; if no sequence
+            reaches a bin.
     """
     checked = _edges(edges)
     options: dict[str, Any] = {"special": special, "out": out, "force": force, "progress": progress, "title": title}
@@ -92,6 +94,8 @@ def _tables(registry: SiteRegistry, metadata: dict[str, Any], edges: tuple[int, 
     require_some(registry, [name + BY_POSITION for name in names], "positions of queries that can be established")
     rows = list(_rows(registry, names, edges))
     reached = {row.position_from for row in rows if any(estimate.n for estimate in row.statistics.values())}
+    if not reached:
+        warnings.warn(f"no sequence reaches position {edges[0]}, where the bins start: curves are empty", stacklevel=3)
     slopes = {record.site: {name: estimates(record, name + SLOPE, 1) for name in names} for record in registry.records}
     slope_rows = tuple(
         HeadRow(

@@ -14,7 +14,7 @@ from headwise.analysis.in_context.sequences import ON_GPU, ChosenSequences, choo
 from headwise.analysis.in_context.table import CHANGE, InContextScores
 from headwise.analysis.profile import profile
 from headwise.analysis.replacements import Replacement, mean, zero
-from headwise.checks import collection_of, pair_of, require_module, whole_number
+from headwise.checks import collection_of, flag, pair_of, require_module, whole_number
 from headwise.data.batches import NumberedBatches, call_model, device_of, evaluation_mode, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -84,7 +84,7 @@ def in_context_score(
         MissingExtra: a package that `out`, `progress` or the data set needs is not installed.
     """
     require_module(model)
-    loss = InContextLoss(early, late, window)
+    loss, has_repeats = InContextLoss(early, late, window), flag("repeats", repeats)
     number, seed = whole_number("sequences", sequences, least=1), whole_number("seed", seed, least=0)
     names, texts = _names(replacements), prepare_texts(dataset, model, out, shown=progress)
     chosen = _chosen(model, texts, loss, number, seed)
@@ -92,7 +92,7 @@ def in_context_score(
     options: dict[str, Any] = {"force": force, "progress": progress, "title": title}
     changes = [_changes(model, chosen.data, loss, name, labels, heads, out, options) for name in names if labels]
     effects = dict(zip((CHANGE + name for name in names), changes, strict=False))
-    if repeats and labels:
+    if has_repeats and labels:
         effects[INDUCTION] = _induction(model, texts, chosen.data, labels)
     stated = {"early": loss.early, "late": loss.late, "window": loss.window, "sequences": number, "seed": seed}
     settings = run_settings(model, _texts(texts), title, **stated, replacements=names)
