@@ -188,6 +188,7 @@ def test_compress_prints_the_losses_of_all_steps(headwise, folder, tmp_path):
         assert row["loss_n"] == 2
 
 
+@pytest.mark.filterwarnings("ignore:no speed-up is shown")  # depends on the machine
 def test_compress_prints_the_report_of_the_recipe(headwise, folder, tmp_path):
     recipe, out = folder / "report.toml", tmp_path / "out"
     recipe.write_text(f"{RECIPE}[report]\nprompt = 5\nnew_tokens = 2\nbatches = [1]\nrounds = 6\n")

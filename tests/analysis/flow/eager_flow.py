@@ -105,7 +105,18 @@ def layers_of(model, name, ids):
 def row_statistics(weights, ids, *, causal):
     """Return the value of each statistic in each row of a matrix of weights `(n, n)`, NaN where it has none."""
     n, nan, tokens = len(ids), math.nan, ids.tolist()
-    names = ("entropy", "evenness", "confidence", "distance", "self", "previous", "next", "first", "special")
+    names = (
+        "entropy",
+        "evenness",
+        "confidence",
+        "confidence_content",
+        "distance",
+        "self",
+        "previous",
+        "next",
+        "first",
+        "special",
+    )
     rows = {name: [] for name in (*names, "duplicate", "induction")}
     for i in range(n):
         row = weights[i].tolist()
@@ -115,6 +126,7 @@ def row_statistics(weights, ids, *, causal):
         rows["entropy"].append(entropy)
         rows["evenness"].append(entropy / math.log(visible) if visible > 1 else nan)
         rows["confidence"].append(max(row))
+        rows["confidence_content"].append(max((w for j, w in enumerate(row) if tokens[j] not in SPECIAL), default=0.0))
         rows["distance"].append(sum(w * abs(i - j) for j, w in enumerate(row)))
         rows["self"].append(row[i])
         rows["previous"].append(row[i - 1] if i else nan)
