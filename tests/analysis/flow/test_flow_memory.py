@@ -33,7 +33,7 @@ print(run({length}) - before, run(2 * {length}) - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 @pytest.mark.parametrize(("name", "length"), [("norm_weighted", 8192), ("rollout", 2048)])
-def test_memory_grows_by_less_than_a_matrix_does(name, length):
+def test_memory_grows_with_the_length_and_not_with_its_square(name, length):
     root = Path(__file__).parents[3]
     paths = os.pathsep.join(str(root / part) for part in ("src", ".", "tests"))
     command = [sys.executable, "-c", SCRIPT.format(name=name, length=length)]
@@ -42,5 +42,5 @@ def test_memory_grows_by_less_than_a_matrix_does(name, length):
     print(
         f"{name}: peak memory rises by {shorter:.0f} MiB at {length} tokens, and by {longer:.0f} MiB at twice as many"
     )
-    matrix = 4 * length**2 / 2**20  # MiB of one float32 matrix at the shorter length, a quarter of that at the longer
-    assert longer - shorter < 3 * matrix
+    of_matrix = 3 * 4 * length**2 / 2**20  # MiB by which one float32 matrix grows
+    assert longer - shorter < max(of_matrix, 2 * shorter)  # a square adds three times as much, a line as much again
