@@ -44,6 +44,11 @@ def bootstrap_errors(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.asarray((weights @ values / weights.sum(1, keepdims=True)).std(0, ddof=1))
 
 
+def degrees_of_freedom(sizes: np.ndarray) -> float:
+    """Return one less than the effective number of documents (Kish 1992), from their numbers of sequences."""
+    return float(sizes.sum() ** 2 / np.square(sizes).sum()) - 1
+
+
 def adjusted(p: Sequence[float]) -> np.ndarray:
     """Return the p-values, adjusted by Benjamini and Hochberg (1995): for the rank i of m ascending values, the least
     of p_j m / j over all j from i on.
@@ -84,13 +89,14 @@ def check_ablation(path: Path) -> dict[str, Any]:
     expected = {
         "cost": sizes @ values / sizes.sum(),
         "cost_n": [len(sizes)] * len(values.T),
+        "cost_df": [degrees_of_freedom(sizes)] * len(values.T),
         "cost_median": [np.median(row) for row in values.T],
         "cost_trimmed": [trimmed(row) for row in values.T],
         "cost_outliers": [outliers(row) for row in values.T],
     }
     if "cost_p" in columns:
         statistic = np.abs(expected["cost"]) / np.array(columns["cost_sem"])
-        expected["cost_p"] = 2 * scipy.stats.t.sf(statistic, len(sizes) - 1)
+        expected["cost_p"] = 2 * scipy.stats.t.sf(statistic, degrees_of_freedom(sizes))
         expected["cost_q"] = adjusted(expected["cost_p"])
     return summary(ratios, len(sizes), differing(columns, expected, SAME))
 
@@ -108,7 +114,11 @@ def check_profile(folder: Path) -> dict[str, Any]:
     values = np.array([sequences[of_documents == document].mean(0) for document in documents])
     errors = np.array(columns["entropy_sem"])
     naive = sequences.std(0, ddof=1) / math.sqrt(len(sequences))
-    expected = {"entropy": sequences.mean(0), "entropy_n": [len(documents)] * len(names)}
+    expected = {
+        "entropy": sequences.mean(0),
+        "entropy_n": [len(documents)] * len(names),
+        "entropy_df": [degrees_of_freedom(sizes)] * len(names),
+    }
     found = summary(
         {"entropy": errors / bootstrap_errors(values, sizes)}, len(sizes), differing(columns, expected, SAME_ENTROPY)
     )

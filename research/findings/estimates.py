@@ -85,7 +85,7 @@ def against_lowest(ablation: hw.Ablation) -> tuple[str, list[Difference]]:
         )
         for other in others
     ]
-    p = p_values([in_errors(each) for each in differences], [each.n - 1 for each in differences])
+    p = p_values([in_errors(each) for each in differences], [each.df for each in differences])
     names = [row.name for row in ablation.rows]
     found = [
         Difference(names[other], values[other], difference, q)

@@ -92,7 +92,7 @@ def test_parts_of_heads_and_other_modules_sum_to_the_logit(kind, against, paddin
     attention = next(name for name in WRITERS[kind] if name.endswith("_proj"))
     for head in found.heads:
         of_head = expected[attention.format(head.layer), head.head]
-        value, sem, n = head.statistics["logit"]
+        value, sem, n, _ = head.statistics["logit"]
         assert value == pytest.approx(of_head.mean().item(), rel=1e-9, abs=1e-12)
         assert sem == pytest.approx(of_head.std().item() / math.sqrt(3), rel=1e-9)
         assert n == 3

@@ -19,7 +19,7 @@ def profile(*heads, module="layers.0.attention"):
             module=module,
             kind="self",
             role="mixed",
-            statistics={name: MeanEstimate(*each, 7) for name, each in head.items()},
+            statistics={name: MeanEstimate(*each, 7, 6) for name, each in head.items()},
         )
         for index, head in enumerate(heads)
     ]

@@ -190,6 +190,6 @@ def test_texts_with_the_same_tokens_are_the_same_text(minilm):
 
 def test_the_least_excess_is_larger_than_rounding(coffee):
     head = next(each for each in coffee.find(["coffee", "tea"]).heads if each.share >= 0)
-    nearly_uniform = dataclasses.replace(head, share=0.6, uniform=0.6, excess=MeanEstimate(3e-7, math.nan, 1))
+    nearly_uniform = dataclasses.replace(head, share=0.6, uniform=0.6, excess=MeanEstimate(3e-7, math.nan, 1, 0))
     assert not nearly_uniform.has_focus
-    assert dataclasses.replace(nearly_uniform, excess=MeanEstimate(3e-4, math.nan, 1)).has_focus
+    assert dataclasses.replace(nearly_uniform, excess=MeanEstimate(3e-4, math.nan, 1, 0)).has_focus

@@ -39,7 +39,7 @@ def test_means_and_errors_are_those_of_the_definition(kind):
     expected = by_definition(kind, [sequence.tolist() for sequence in data.sequences], special)
     for head in profile.heads:
         for name, samples in expected[head.layer, head.head].items():
-            value, sem, n = head.statistics[name]
+            value, sem, n, _ = head.statistics[name]
             assert n == len(samples), name
             assert value == pytest.approx(statistics.mean(samples), rel=1e-4, abs=1e-5), name
             expected_sem = statistics.stdev(samples) / math.sqrt(n) if n > 1 else math.nan

@@ -168,9 +168,9 @@ def test_the_rows_are_those_of_the_saved_table(command, table, headwise, folder,
     assert result["metadata"] == saved.metadata
     for row, head in zip(result["rows"], saved.heads, strict=True):
         assert {name: row[name] for name in head.identifiers} == head.identifiers
-        for name, (value, sem, n) in head.statistics.items():
-            expected = [None if math.isnan(number) else number for number in (value, sem)]
-            assert [row[name], row[f"{name}_sem"], row[f"{name}_n"]] == [*expected, n]
+        for name, estimate in head.statistics.items():
+            expected = {column: None if math.isnan(part) else part for column, part in estimate.columns(name).items()}
+            assert {column: row[column] for column in expected} == expected
 
 
 def test_quiet_prints_the_result_alone(headwise, folder, tmp_path):

@@ -32,9 +32,9 @@ def profile_of(shift: float = 0.0) -> hw.Profile:
             **labels_of(layer, head),
             role=("mixed", "induction", "broad")[head],
             statistics={
-                "entropy": MeanEstimate(layer + head / 8 + shift, 0.25, 7),
-                "distance": MeanEstimate(4.0 * layer - head - shift, 0.5, 7),
-                "duplicate": MeanEstimate(math.nan, math.nan, 0),
+                "entropy": MeanEstimate(layer + head / 8 + shift, 0.25, 7, 6),
+                "distance": MeanEstimate(4.0 * layer - head - shift, 0.5, 7, 6),
+                "duplicate": MeanEstimate(math.nan, math.nan, 0, 0),
             },
         )
         for layer in range(2)
@@ -48,7 +48,7 @@ def table_of(table_type: type, values: dict[str, list[float]]):
     rows = [
         HeadRow(
             **labels_of(0, head),
-            statistics={name: MeanEstimate(numbers[head], 0.5, 7) for name, numbers in values.items()},
+            statistics={name: MeanEstimate(numbers[head], 0.5, 7, 6) for name, numbers in values.items()},
         )
         for head in range(len(next(iter(values.values()))))
     ]
@@ -105,7 +105,7 @@ def test_effects_are_drawn_around_0():
 
 def test_sets_of_heads_are_ranked():
     rows = tuple(
-        HeadSet(name=f"layer {layer}", heads=["0.1"], statistics={"cost": MeanEstimate(layer / 4, 0.5, 7)})
+        HeadSet(name=f"layer {layer}", heads=["0.1"], statistics={"cost": MeanEstimate(layer / 4, 0.5, 7, 6)})
         for layer in range(3)
     )
     table = SetAblation(rows, METADATA)
@@ -331,7 +331,7 @@ def test_results_have_short_names(heads, coffee):
     profile = profile_of()
     assert repr(profile) == "Profile(6 heads of a-model, 3 statistics over 7 sequences)"
     assert repr(profile.head(1, 1)) == "ProfiledHead(1.1, induction, entropy 1.125, distance 3, duplicate nan)"
-    many = dataclasses.replace(profile.rows[0], statistics=dict.fromkeys("abcde", MeanEstimate(0.0, 0.0, 1)))
+    many = dataclasses.replace(profile.rows[0], statistics=dict.fromkeys("abcde", MeanEstimate(0.0, 0.0, 1, 0)))
     assert repr(many) == "ProfiledHead(0.0, mixed, 5 statistics)"
     assert repr(table_of(hw.Ablation, {"cost": [1.0]}).rows[0]) == "HeadRow(0.0, cost 1)"
     assert repr(hw.Ablation((), {})) == "Ablation(0 heads, 0 statistics over 0 examples)"
@@ -362,7 +362,7 @@ def test_a_row_of_another_unit_has_its_fields():
         a: int
         b: str
 
-    assert repr(Pair(a=3, b="x", statistics={"cka": MeanEstimate(0.5, 0.0, 1)})) == "Pair(a=3, b='x', cka 0.5)"
+    assert repr(Pair(a=3, b="x", statistics={"cka": MeanEstimate(0.5, 0.0, 1, 0)})) == "Pair(a=3, b='x', cka 0.5)"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_missing_p_values_do_not_count():
 
 
 def test_a_mean_of_one_sample_has_no_test():
-    tests = zero_tests("cost", [MeanEstimate(1.0, math.nan, 1), MeanEstimate(0.0, 0.0, 5)])
+    tests = zero_tests("cost", [MeanEstimate(1.0, math.nan, 1, 0), MeanEstimate(0.0, 0.0, 5, 4)])
     assert tests["cost_p"] == pytest.approx([math.nan, 1.0], nan_ok=True)
 
 
@@ -68,8 +68,8 @@ def test_effects_are_tested_over_documents():
     effects = hw.ablate(tiny.model("decoder", top="ForCausalLM"), texts, hw.next_token_loss)
     table = effects.table()
     costs = [row.statistics["cost"] for row in effects.rows]
-    assert {cost.n for cost in costs} == {4}
-    expected = [2.0 * stats.t.sf(abs(cost.value / cost.sem), 3) for cost in costs]
+    assert {cost.n for cost in costs} == {4}  # documents, of 3, 2, 1 and 3 sequences with a loss
+    expected = [2.0 * stats.t.sf(abs(cost.value / cost.sem), 81 / 23 - 1) for cost in costs]
     assert table["cost_p"].tolist() == pytest.approx(expected)
     assert table["cost_q"].tolist() == pytest.approx(adjusted(expected))
     assert [record["cost_q"] for record in effects.records()] == table["cost_q"].tolist()

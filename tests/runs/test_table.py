@@ -9,7 +9,7 @@ import torch
 
 import headwise as hw
 import tiny
-from headwise.runs.rows import NO_ESTIMATE, MeanEstimate, head_estimates
+from headwise.runs.rows import NO_ESTIMATE, MeanEstimate, moment_estimates
 from headwise.statistics.moments import RunningMoments
 from profile_runs import texts, values
 
@@ -31,8 +31,8 @@ def test_an_estimate_is_the_mean_with_its_standard_error():
 
 
 def test_an_estimate_of_one_sample_has_no_error_and_of_none_no_value():
-    value, sem, n = MeanEstimate.of([2.5, math.nan])
-    assert (value, n) == (2.5, 1)
+    value, sem, n, df = MeanEstimate.of([2.5, math.nan])
+    assert (value, n, df) == (2.5, 1, 0)
     assert math.isnan(sem)
     assert MeanEstimate.of([math.nan]) is NO_ESTIMATE
     assert MeanEstimate.of([]) is NO_ESTIMATE
@@ -42,7 +42,7 @@ def test_running_moments_become_an_estimate_per_head():
     samples = torch.randn(7, 3, dtype=torch.float64)
     samples[2, 1] = math.nan
     samples[1:, 2] = math.nan
-    for head, estimate in enumerate(head_estimates(RunningMoments.from_values(samples))):
+    for head, estimate in enumerate(moment_estimates(RunningMoments.from_values(samples))):
         expected = MeanEstimate.of(samples[:, head].tolist())
         assert estimate == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
@@ -108,7 +108,7 @@ def test_a_file_without_metadata_is_of_an_older_version(saved):
     path, table = saved
     for metadata in (None, {b"headwise": b'{"format": 1}'}, {b"headwise": b"[]"}, {b"pandas": b"{}"}):
         parquet.write_table(table.replace_schema_metadata(metadata), path)
-        sentence = "^profile: expected a file .* with the metadata of its run, got a file without it, as older versions"
+        sentence = "^profile: expected a file .* in the format of this version, got another format, as older versions"
         with pytest.raises(hw.InputError, match=sentence):
             hw.load_profile(path.parent)
 

@@ -61,13 +61,15 @@ def test_a_long_text_is_cut_with_an_ellipsis(coffee):
 def test_distances_from_zero_in_standard_errors():
     nan, inf = float("nan"), float("inf")
     pairs = [(3.0, 1.5), (-2.0, 0.0), (0.0, 0.0), (nan, 0.0), (1.0, nan)]
-    found = [in_errors(MeanEstimate(value, sem, 7)) for value, sem in pairs]
+    found = [in_errors(MeanEstimate(value, sem, 7, 6)) for value, sem in pairs]
     assert str(found) == str([2.0, -inf, 0.0, nan, nan])
 
 
 def test_a_number_that_rounds_to_zero_has_no_sign():
     rows = tuple(
-        HeadRow(layer=0, head=n, kv_head=n, module="m", kind="self", statistics={"cost": MeanEstimate(value, 1e-5, 7)})
+        HeadRow(
+            layer=0, head=n, kv_head=n, module="m", kind="self", statistics={"cost": MeanEstimate(value, 1e-5, 7, 6)}
+        )
         for n, value in enumerate((-1e-9, -0.125, 1e-9))
     )
     stream = io.StringIO()

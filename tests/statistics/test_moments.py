@@ -3,32 +3,18 @@
 import math
 import random
 
-import numpy
 import pytest
 import torch
 
 import headwise as hw
 import tiny
-from headwise.runs.rows import MeanEstimate, head_estimates
+from headwise.runs.rows import MeanEstimate, moment_estimates
+from headwise.runs.significance import zero_tests
 from headwise.statistics import moments
 from headwise.statistics.moments import RunningMoments, clusters_of
+from jackknife import jackknife
 
 STATISTICS = ("entropy", "distance", "induction")
-
-
-def clustered(values, documents):
-    """Oracle: mean, standard error clustered by document, and number of documents; from the definition."""
-    values, documents = numpy.asarray(values), numpy.asarray(documents)
-    valid = ~numpy.isnan(values)
-    values, documents = values[valid], documents[valid]
-    names = sorted(set(documents.tolist()))
-    if not names:
-        return math.nan, math.nan, 0
-    totals = [float((values[documents == name] - values.mean()).sum()) for name in names]
-    if len(names) < 2:
-        return values.mean(), math.nan, len(names)
-    variance = numpy.square(totals).sum() * len(names) / (len(names) - 1) / len(values) ** 2
-    return values.mean(), math.sqrt(variance), len(names)
 
 
 def corpus():
@@ -50,19 +36,34 @@ def test_standard_errors_are_clustered_by_document(parts):
     total = of_pieces[0]
     for other in of_pieces[1:]:
         total = total.merge(other)
-    for head, estimate in enumerate(head_estimates(total)):
-        expected = clustered(values[:, head], documents)
+    for head, estimate in enumerate(moment_estimates(total)):
+        expected = jackknife(values[:, head], documents)
         assert estimate == pytest.approx(expected, rel=1e-12, nan_ok=True)
         assert MeanEstimate.of(values[:, head].tolist(), documents) == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("sizes", [[3] * 8, [20] + [1] * 6, [1, 2, 4, 8, 16], [10, 10] + [1] * 10, [62, 20, *[1] * 30]])
+def test_a_t_test_finds_an_effect_where_there_is_none_as_often_as_stated(sizes, correlation):
+    """Values have mean 0 and variance 1; those of one document have the given correlation."""
+    generator = torch.Generator().manual_seed(7)
+    documents = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    shared = torch.randn(len(sizes), 4000, generator=generator, dtype=torch.float64)[documents]
+    own = torch.randn(shared.shape, generator=generator, dtype=torch.float64)
+    values = correlation**0.5 * shared + (1 - correlation) ** 0.5 * own
+    found = moment_estimates(RunningMoments.from_values(values, None, clusters_of(documents.tolist())))
+    p = torch.tensor(zero_tests("mean", found)["mean_p"])
+    assert (p < 0.05).double().mean() < 0.0635  # four standard errors of a share of 5 % in 4,000 draws
+    assert torch.tensor([each.sem for each in found]).square().mean() > 0.9 * values.mean(0).var()
 
 
 def test_documents_beyond_the_largest_number_share_clusters(monkeypatch):
     monkeypatch.setattr(moments, "MOST_CLUSTERS", 4)
     documents = [number // 3 for number in range(30)] + [77]
     values = torch.randn(31, 1, dtype=torch.float64)
-    (estimate,) = head_estimates(RunningMoments.from_values(values, None, clusters_of(documents)))
+    (estimate,) = moment_estimates(RunningMoments.from_values(values, None, clusters_of(documents)))
     shared = [document % 4 if document < 77 else document for document in documents]
-    assert estimate == pytest.approx(clustered(values[:, 0], shared), rel=1e-12)
+    assert estimate == pytest.approx(jackknife(values[:, 0], shared), rel=1e-12)
 
 
 def test_sequences_of_documents_of_their_own_need_no_clusters():
@@ -81,7 +82,7 @@ def test_profiles_have_standard_errors_clustered_by_document():
     for index, head in enumerate(profile.heads):
         for name in STATISTICS:
             values = [heads[index].statistics[name].value for heads in rows]
-            assert head.statistics[name] == pytest.approx(clustered(values, documents), rel=1e-6, nan_ok=True)
+            assert head.statistics[name] == pytest.approx(jackknife(values, documents), rel=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize("method", ["ablation", "gradient"])
@@ -100,7 +101,7 @@ def test_effects_have_standard_errors_clustered_by_document(method):
     documents = [each for each, part in zip(documents, parts, strict=True) if part["input_ids"].shape[1] > 1]
     for index, head in enumerate(measure(texts)):
         values = [heads[index].statistics[name].value for heads in alone]
-        assert head.statistics[name] == pytest.approx(clustered(values, documents), rel=1e-4, abs=1e-9)
+        assert head.statistics[name] == pytest.approx(jackknife(values, documents), rel=1e-4, abs=1e-9)
 
 
 def test_modules_whose_sequences_have_unknown_documents_are_named():

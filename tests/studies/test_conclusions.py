@@ -93,7 +93,7 @@ def test_identical_losses_have_a_significant_difference_of_0():
 def row(setting=ONE, **values):
     """A row from means, or from pairs of mean and standard error."""
     pairs = {name: each if isinstance(each, tuple) else (each, 0.0) for name, each in values.items()}
-    statistics = {name: MeanEstimate(*pair, 3) for name, pair in pairs.items()}
+    statistics = {name: MeanEstimate(*pair, 3, 2) for name, pair in pairs.items()}
     return SettingRow(**vars(setting), statistics=statistics)
 
 
@@ -168,10 +168,10 @@ def losses(*means):
 def test_the_rows_are_means_over_seeds():
     result = study_of([[3.0, 3.2, 3.4], [2.0, 2.0, 2.0]])
     first, second = result.rows
-    assert first.statistics["loss"] == pytest.approx((3.2, 0.2 / math.sqrt(3), 3))
-    assert first.statistics["train_loss"] == pytest.approx((3.1, 0.2 / math.sqrt(3), 3))
-    assert second.statistics["loss"] == (2.0, 0.0, 3)
-    assert first.statistics["parameters"] == (1001.0, 0.0, 3)
+    assert first.statistics["loss"] == pytest.approx((3.2, 0.2 / math.sqrt(3), 3, 2))
+    assert first.statistics["train_loss"] == pytest.approx((3.1, 0.2 / math.sqrt(3), 3, 2))
+    assert second.statistics["loss"] == (2.0, 0.0, 3, 2.0)
+    assert first.statistics["parameters"] == (1001.0, 0.0, 3, 0.0)
     assert first.statistics["rate"].value == 3e-3
     assert result.losses == {ONE: {1: 3.0, 2: 3.2, 3: 3.4}, TWO: {1: 2.0, 2: 2.0, 3: 2.0}}
     assert result.metadata["search"][0] == {"setting": "1x16", "rate": 3e-3, "loss": 9.0, "pruned": False}

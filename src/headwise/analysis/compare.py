@@ -252,8 +252,8 @@ def _tested(differences: Sequence[Difference]) -> Iterator[Difference]:
 
 def _degrees_of_freedom(a: MeanEstimate, b: MeanEstimate) -> float:
     """Return the degrees of freedom of the standard error of a difference of two means (Welch 1947)."""
-    parts = [each.sem**4 / (each.n - 1) for each in (a, b) if each.n > 1 and each.sem]
-    return math.hypot(a.sem, b.sem) ** 4 / sum(parts) if parts else max(a.n + b.n - 2.0, 1.0)
+    parts = [each.sem**4 / each.df for each in (a, b) if each.df and each.sem]
+    return math.hypot(a.sem, b.sem) ** 4 / sum(parts) if parts else max(a.df + b.df, 1.0)
 
 
 def _difference_in_errors(a: MeanEstimate, b: MeanEstimate) -> float:

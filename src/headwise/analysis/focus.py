@@ -141,7 +141,8 @@ class Focus:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per head, the one with the largest excess first: layer, head, module, kind, role,
-        share, uniform, excess, its standard error `excess_sem` and number of texts `excess_n`, p and has_focus.
+        share, uniform, excess, its standard error `excess_sem`, number of texts `excess_n` and degrees of freedom
+        `excess_df`, p and has_focus.
         """
         return [
             {
@@ -152,9 +153,7 @@ class Focus:
                 "role": each.head.role.name,
                 "share": each.share,
                 "uniform": each.uniform,
-                "excess": each.excess.value,
-                "excess_sem": each.excess.sem,
-                "excess_n": each.excess.n,
+                **each.excess.columns("excess"),
                 "p": each.p,
                 "has_focus": each.has_focus,
             }

@@ -22,7 +22,7 @@ from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import SiteProgress, prepare_texts, require_same_data, run_pass
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.rows import NO_ESTIMATE, MeanEstimate
+from headwise.runs.rows import NO_ESTIMATE, MeanEstimate, moment_estimates
 from headwise.runs.table import Table
 from headwise.statistics.further_sums import FurtherStatistics
 from headwise.statistics.moments import Clusters
@@ -151,9 +151,7 @@ def estimates(record: SiteRecord, name: str, columns: int) -> list[list[MeanEsti
     """
     if name not in record.statistics:
         return [[NO_ESTIMATE] * columns for _ in range(record.heads)]
-    moments = record.statistics[name]
-    means, errors, counts = moments.value, moments.standard_error, moments.documents.long()
-    flat = [MeanEstimate(*each) for each in zip(means.tolist(), errors.tolist(), counts.tolist(), strict=True)]
+    flat = moment_estimates(record.statistics[name])
     return [flat[head * columns : (head + 1) * columns] for head in range(record.heads)]
 
 

@@ -27,7 +27,7 @@ from headwise.runs.data_pass import SiteProgress, prepare_texts, require_same_da
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.fingerprint import attention_digest, run_settings
 from headwise.runs.head_table import HeadTable
-from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, head_estimates
+from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, moment_estimates
 from headwise.shapes import Int
 from headwise.statistics.meanings import RANDOM_SUFFIX
 from headwise.statistics.registry import unit_of
@@ -250,7 +250,7 @@ def _estimates(record: SiteRecord | None, name: str, heads: int) -> list[MeanEst
     """
     if record is None or name not in record.statistics:
         return [NO_ESTIMATE] * heads
-    return head_estimates(record.statistics[name])
+    return moment_estimates(record.statistics[name])
 
 
 def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:

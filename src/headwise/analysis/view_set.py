@@ -75,16 +75,12 @@ class ViewSet:
 
     def records(self) -> list[dict[str, Any]]:
         """Return one dictionary per head: layer, head, module, kind, role, and for every statistic its mean over texts,
-        its standard error (`_sem`) and the number of texts that have a value (`_n`).
+        its standard error (`_sem`), the number of texts that have a value (`_n`), and the degrees of freedom (`_df`).
         """
         names = statistics_of(self.views)
         return [
             {**head.identifiers, "role": self.role(index).name}
-            | {
-                name + suffix: number
-                for name in names
-                for suffix, number in zip(("", "_sem", "_n"), self.estimate(name, index), strict=True)
-            }
+            | {column: number for name in names for column, number in self.estimate(name, index).columns(name).items()}
             for index, head in enumerate(self.views[0].heads)
         ]
 

@@ -141,10 +141,10 @@ def joined_estimates(columns: Sequence[Columns], statistics: Sequence[PageStatis
     return Estimates(means, errors, counts)
 
 
-def estimates_of(table: Sequence[Sequence[tuple[float, float, int]]]) -> Estimates:
+def estimates_of(table: Sequence[Sequence[Sequence[float]]]) -> Estimates:
     """Return estimates from the mean, standard error and number of samples of each statistic (outer sequence) and head
-    (inner sequence).
+    (inner sequence); further parts are left out.
     """
-    numbers = torch.tensor([[tuple(cell) for cell in row] for row in table], dtype=torch.float64)
+    numbers = torch.tensor([[tuple(cell)[:3] for cell in row] for row in table], dtype=torch.float64)
     numbers = numbers.view(len(table), -1, 3)
     return Estimates(*numbers.unbind(-1))

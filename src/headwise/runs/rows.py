@@ -7,9 +7,16 @@ from typing import Any, NamedTuple
 
 from headwise.statistics.moments import RunningMoments
 
+SEM_SUFFIX = "_sem"
+"""Suffix of the column with the standard error of a statistic."""
+
+SUFFIXES = ("", SEM_SUFFIX, "_n", "_df")
+"""Suffixes of the columns with the parts of an estimate, in their order."""
+
 
 class MeanEstimate(NamedTuple):
-    """A mean over sequences (or other samples) with its standard error and the number of independent samples.
+    """A mean over sequences (or other samples) with its standard error, the number of independent samples, and the
+    degrees of freedom of the standard error.
 
     Sequences of one document are not independent. Where documents are known, the standard error is clustered by
     document, and `n` counts documents.
@@ -18,19 +25,24 @@ class MeanEstimate(NamedTuple):
         value: the mean; NaN of no samples.
         sem: the standard error of the mean; NaN of fewer than two independent samples.
         n: the number of independent samples that had a value.
+        df: the degrees of freedom of the standard error, for Student's t-test and for intervals: `n - 1` if all
+            documents have the same number of values, fewer if some have more than others; 0 without a standard error.
     """
 
     value: float
     sem: float
     n: int
+    df: float
 
     @staticmethod
     def of(values: Iterable[float], documents: Sequence[Hashable] | None = None) -> "MeanEstimate":
-        """Return the mean of the values that are not NaN, with its standard error.
+        """Return the mean of the values that are not NaN, with its standard error by the jackknife over documents.
 
-        With residuals e_i, n values and G documents, the variance of the mean is G / (G - 1) times the sum over
-        documents of (sum of e_i in the document)^2, divided by n^2 (Cameron and Miller 2015, section II.B, for a
-        regression on a constant alone). With a value from each document this is the usual standard error.
+        The mean without document g differs from the mean of all n values by r_g / (n - n_g), where the document has n_g
+        values, and r_g is the sum of their residuals. With G documents, the variance of the mean is (G - 1) / G times
+        the sum of the squares of these differences (Cameron and Miller 2015, section VI.B, CR3, for a regression on a
+        constant alone). With as many values from each document this is the usual standard error. The degrees of freedom
+        are n^2 / (sum of n_g^2) - 1: the effective number of documents (Kish 1992), less one.
 
         Args:
             values: one number per sequence.
@@ -45,21 +57,38 @@ class MeanEstimate(NamedTuple):
         residuals: dict[Hashable, list[float]] = {}
         for value, document in valid:
             residuals.setdefault(document, []).append(value - mean)
-        count = len(residuals)
-        if count < 2:
-            return MeanEstimate(mean, math.nan, count)
-        squares = math.fsum(math.fsum(of_document) ** 2 for of_document in residuals.values())
-        return MeanEstimate(mean, math.sqrt(squares * count / (count - 1)) / len(valid), count)
+        if len(residuals) < 2:
+            return MeanEstimate.exact(mean, len(residuals))
+        count, total = len(residuals), len(valid)
+        squares = math.fsum((math.fsum(each) / (total - len(each))) ** 2 for each in residuals.values())
+        effective = total**2 / sum(len(each) ** 2 for each in residuals.values())
+        return MeanEstimate(mean, math.sqrt(squares * (count - 1) / count), count, effective - 1)
+
+    def columns(self, name: str) -> dict[str, float]:
+        """Return the parts as columns of a result table, for a statistic called `name`: the mean under the name itself,
+        and the others with the suffixes `_sem`, `_n` and `_df`.
+        """
+        return {name + suffix: part for suffix, part in zip(SUFFIXES, self, strict=True)}
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Sequence[Any]], name: str, row: int) -> "MeanEstimate":
+        """Return the estimate of a statistic in one row of a result table, given its columns."""
+        return cls(*(columns[name + suffix][row] for suffix in SUFFIXES))
+
+    @staticmethod
+    def exact(value: float, n: int = 1) -> "MeanEstimate":
+        """Return a number without a standard error, such as one that follows from the weights of a model alone."""
+        return MeanEstimate(value, math.nan, n, 0.0)
 
 
-NO_ESTIMATE = MeanEstimate(math.nan, math.nan, 0)
+NO_ESTIMATE = MeanEstimate.exact(math.nan, 0)
 """The estimate from no samples at all."""
 
 
-def head_estimates(moments: RunningMoments) -> list[MeanEstimate]:
-    """Return the mean of one statistic for each head, with its standard error and the number of documents."""
-    means, errors, documents = moments.value, moments.standard_error, moments.documents.long()
-    return [MeanEstimate(*row) for row in zip(means.tolist(), errors.tolist(), documents.tolist(), strict=True)]
+def moment_estimates(moments: RunningMoments) -> list[MeanEstimate]:
+    """Return the mean of each column of values, such as each head, with its standard error."""
+    columns = moments.value, moments.standard_error, moments.documents.long(), moments.degrees_of_freedom
+    return [MeanEstimate(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 MOST_SHOWN = 4

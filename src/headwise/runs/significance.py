@@ -15,7 +15,7 @@ ROUNDING = 1e-12
 """Standard error, relative to the mean, below which the samples differ by rounding alone."""
 
 
-def p_values(ratios: Sequence[float], degrees: Sequence[float | int]) -> list[float]:
+def p_values(ratios: Sequence[float], degrees: Sequence[float]) -> list[float]:
     """Return the two-sided p-value of each mean by Student's t-test of the mean against zero; NaN where a ratio is NaN.
 
     Args:
@@ -63,7 +63,7 @@ def zero_tests(name: str, measured: Sequence[MeanEstimate]) -> dict[str, list[fl
     Raises:
         MissingExtra: scipy is not installed.
     """
-    p = p_values([in_errors(each) for each in measured], [each.n - 1 for each in measured])
+    p = p_values([in_errors(each) for each in measured], [each.df for each in measured])
     p = [2 * 0.5**each.n if _is_constant(each) else own for each, own in zip(measured, p, strict=True)]
     return {f"{name}_p": p, f"{name}_q": false_discovery_rates(p)}
 
@@ -78,7 +78,7 @@ def one_sided_p_values(measured: Sequence[MeanEstimate], sign: int = 1, *, above
     """
     centred = [each._replace(value=each.value - above) for each in measured]
     ratios = [sign * in_errors(each) for each in centred]
-    two_sided = p_values(ratios, [each.n - 1 for each in measured])
+    two_sided = p_values(ratios, [each.df for each in measured])
     p = [p / 2 if ratio > 0 else 1 - p / 2 for p, ratio in zip(two_sided, ratios, strict=True)]
     return [
         0.5**each.n if ratio > 0 and _is_constant(each) else own

@@ -8,31 +8,26 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from headwise.checks import folder_path
 from headwise.errors import InputError, require
 from headwise.intercept.model_name import short_name
 from headwise.runs.files import writable_folder, write_atomically
-from headwise.runs.rows import HeadRow, MeanEstimate, Row
+from headwise.runs.rows import SEM_SUFFIX, HeadRow, MeanEstimate, Row
 from headwise.wording import counted
-
-if TYPE_CHECKING:
-    pass
 
 METADATA_KEY = b"headwise"
 """Key of the run's settings, as JSON, in the metadata of a Parquet file."""
 
-FORMAT = 2
-"""Version of the file format; version 1 had the settings in a separate JSON file."""
+FORMAT = 3
+"""Version of the file format; version 2 had no degrees of freedom, and version 1 the settings in a separate file."""
 
 SAMPLES_COLUMN, SAMPLES_KEY = "samples", b"headwise_samples"
 """Name of the column with the numbers of single samples, a list for each row, and key of what all rows share, in the
 metadata of a Parquet file.
 """
 
-SEM_SUFFIX, COUNT_SUFFIX = "_sem", "_n"
-"""Suffixes of the columns with a statistic's standard error and number of samples."""
 
 RowT = TypeVar("RowT", bound=Row)
 TableT = TypeVar("TableT", bound="Table[Any]")
@@ -122,19 +117,19 @@ class Table(Generic[RowT]):
 
     def records(self) -> list[dict[str, Any]]:
         """Return the rows of this table as dictionaries: first the columns that identify the row, then for each
-        statistic its mean, its standard error (`_sem`) and its sample size (`_n`), and last the columns of `summaries`
-        and of `tests`.
+        statistic its mean, its standard error (`_sem`), its sample size (`_n`) and the degrees of freedom of the
+        standard error (`_df`), and last the columns of `summaries` and of `tests`.
 
         Raises:
             MissingExtra: the table has summaries or tests, and scipy is not installed.
         """
-        suffixes, further = ("", SEM_SUFFIX, COUNT_SUFFIX), {**self.summaries(), **self.tests()}
+        further = {**self.summaries(), **self.tests()}
         return [
             row.identifiers
             | {
-                name + suffix: number
+                column: number
                 for name, estimate in row.statistics.items()
-                for suffix, number in zip(suffixes, estimate, strict=True)
+                for column, number in estimate.columns(name).items()
             }
             | {name: values[index] for name, values in further.items()}
             for index, row in enumerate(self.rows)
@@ -145,7 +140,8 @@ class Table(Generic[RowT]):
         The class attribute `NAME` determines the file's name, such as `profile.parquet` for profiles. If the file
         exists, it is replaced with `force=True`; otherwise `InputError` is raised.
 
-        Each statistic becomes three columns: its mean, its standard error (`_sem`) and its sample size (`_n`).
+        Each statistic becomes four columns: its mean, its standard error (`_sem`), its sample size (`_n`), and the
+        degrees of freedom of the standard error (`_df`).
 
         Args:
             folder: where the file is written.
@@ -196,10 +192,7 @@ class Table(Generic[RowT]):
             rows = [
                 cls.ROW_TYPE(
                     **{name: columns[name][row] for name in cls.ROW_TYPE.identifier_columns()},
-                    statistics={
-                        name: MeanEstimate(*(columns[name + suffix][row] for suffix in ("", SEM_SUFFIX, COUNT_SUFFIX)))
-                        for name in names
-                    },
+                    statistics={name: MeanEstimate.from_columns(columns, name, row) for name in names},
                 )
                 for row in range(len(next(iter(columns.values()))))
             ]
@@ -247,8 +240,8 @@ class Table(Generic[RowT]):
         if not isinstance(metadata, dict) or metadata.pop("format", None) != FORMAT:
             raise InputError(
                 cls.NAME,
-                expected=f"a file {str(path)!r} with the metadata of its run",
-                got="a file without it, as older versions of headwise wrote them",
+                expected=f"a file {str(path)!r} in the format of this version",
+                got="another format, as older versions of headwise wrote it",
                 remedy="measure again, with --force (force=True) in the same folder",
             )
         return metadata

@@ -34,7 +34,7 @@ class Records:
 
 def table_records(table: Table[Any]) -> Records:
     """Return all rows of a table in its own order, with the columns of its Parquet file: those that identify the row,
-    then the mean, standard error (`_sem`) and sample size (`_n`) of each statistic.
+    then the mean, standard error (`_sem`), sample size (`_n`) and degrees of freedom (`_df`) of each statistic.
     """
     return Records(table.records(), table.metadata)
 

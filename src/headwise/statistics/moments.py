@@ -104,9 +104,10 @@ class RunningMoments:
     """Mean and standard error of a set of values, for each head, where values of one cluster (sequences of one
     document) need not be independent. The moments of two sets of values can be merged into those of both together.
 
-    With n values, their mean m and G clusters, the squared standard error is G / (G - 1) times the sum over clusters of
-    (sum over the cluster of x - m)^2, divided by n^2 (Cameron and Miller 2015, section II.B, for a regression on a
-    constant alone). With a value in each cluster this is the usual standard error.
+    The standard error is that of the jackknife over clusters. With n values, their mean m, and G clusters of n_g
+    values, its square is (G - 1) / G times the sum over clusters of (sum over the cluster of x - m)^2 / (n - n_g)^2
+    (Cameron and Miller 2015, section VI.B, CR3, for a regression on a constant alone). With as many values in each
+    cluster this is the usual standard error.
 
     Attributes:
         alone: moments of the values that are independent of all others.
@@ -178,8 +179,20 @@ class RunningMoments:
         """
         if not self.is_clustered:
             return torch.full_like(self.value, math.nan)
-        alone, clustered, mean = self.alone, self.clustered, self.value
-        squares = alone.deviations + alone.count * (alone.mean - mean) ** 2
-        squares = squares + ((clustered.sums - clustered.counts * mean) ** 2).sum(0)
-        variance = squares * self.documents / (self.documents - 1).clamp(min=1)
-        return (variance.sqrt() / self.count.clamp(min=1)).masked_fill(self.documents < 2, math.nan)
+        alone, clustered, mean, count = self.alone, self.clustered, self.value, self.count
+        others = (count - clustered.counts).clamp(min=1)
+        squares = ((clustered.sums - clustered.counts * mean) / others).square().sum(0)
+        of_alone = alone.deviations + alone.count * (alone.mean - mean) ** 2
+        squares = squares + of_alone / (count - 1).clamp(min=1) ** 2
+        variance = squares * (self.documents - 1) / self.documents.clamp(min=1)
+        return variance.sqrt().masked_fill(self.documents < 2, math.nan)
+
+    @property
+    def degrees_of_freedom(self) -> Float[Tensor, " heads"]:
+        """Degrees of freedom of each head's standard error: the effective number of clusters, n^2 / (sum of n_g^2)
+        (Kish 1992), less one. This is the number of clusters less one if all have as many values. 0 where there is no
+        standard error.
+        """
+        squares = self.alone.count + self.clustered.counts.square().sum(0)
+        degrees = self.count**2 / squares.clamp(min=1) - 1
+        return degrees.masked_fill(self.standard_error.isnan(), 0.0)

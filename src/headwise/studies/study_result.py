@@ -213,7 +213,7 @@ def collect_results(
         statistics = {"loss": MeanEstimate.of(trial.loss for trial in of_setting)}
         statistics |= {name: MeanEstimate.of(trial.measured[name] for trial in of_setting) for name in names}
         statistics |= {
-            "parameters": MeanEstimate(float(parameters[setting.name]), 0.0, len(of_setting)),
+            "parameters": MeanEstimate(float(parameters[setting.name]), 0.0, len(of_setting), 0.0),
             "rate": MeanEstimate.of({trial.rate for trial in of_setting}),
         }
         rows.append(SettingRow(**vars(setting), statistics=statistics))

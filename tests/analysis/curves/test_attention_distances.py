@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from eager_rows import attention, mean_and_error, models, padded, sequences
+from eager_rows import attention, models, padded, sequences
 
 import headwise as hw
 import tiny
+from jackknife import jackknife
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -33,10 +34,10 @@ def expected(model, rows, first, documents=None):
                 for quantile in QUANTILES:
                     distances = [next(d for d, share in enumerate(each) if share >= quantile) for each in of_rows]
                     name = f"distance_{100 * quantile:g}{suffix}"
-                    found[layer, head, name] = mean_and_error([float(d) for d in distances], documents)
+                    found[layer, head, name] = jackknife([float(d) for d in distances], documents)
                 for distance in (0, 1, 2, 4, 8, 16, 32):
                     within = [each[min(distance, len(each) - 1)] for each in of_rows]
-                    found[layer, head, f"within{suffix}", distance] = mean_and_error(within, documents)
+                    found[layer, head, f"within{suffix}", distance] = jackknife(within, documents)
     return found
 
 

@@ -5,10 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from eager_rows import SPECIAL, attention, mean_and_error, models, padded, row_statistics, sequences
+from eager_rows import SPECIAL, attention, models, padded, row_statistics, sequences
 
 import headwise as hw
 import tiny
+from jackknife import jackknife
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -44,8 +45,8 @@ def expected(model, rows, edges, *, causal, documents=None):
             for name in values[0]:
                 for first, stop in pairwise(edges):
                     means = [mean_of(each[name][first:stop]) for each in values]
-                    found[layer, head, name, first] = mean_and_error(means, documents)
-                found[layer, head, name, "slope"] = mean_and_error([slope_of(each[name]) for each in values], documents)
+                    found[layer, head, name, first] = jackknife(means, documents)
+                found[layer, head, name, "slope"] = jackknife([slope_of(each[name]) for each in values], documents)
     return found
 
 

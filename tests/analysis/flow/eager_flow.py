@@ -142,19 +142,3 @@ def mean_of(values):
     """Return the mean of the values that are not NaN; NaN if there are none."""
     valid = [value for value in values if not math.isnan(value)]
     return sum(valid) / len(valid) if valid else math.nan
-
-
-def estimate(values, documents=None):
-    """Return mean, standard error clustered by document, and number of documents of the values that are not NaN."""
-    documents = list(range(len(values))) if documents is None else documents
-    valid = [(value, document) for value, document in zip(values, documents, strict=True) if not math.isnan(value)]
-    if not valid:
-        return math.nan, math.nan, 0
-    mean = sum(value for value, _ in valid) / len(valid)
-    residuals = {}
-    for value, document in valid:
-        residuals[document] = residuals.get(document, 0.0) + value - mean
-    count = len(residuals)
-    if count < 2:
-        return mean, math.nan, count
-    return mean, math.sqrt(count / (count - 1) * sum(r * r for r in residuals.values())) / len(valid), count

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from eager_flow import SPECIAL, estimate, layers_of, mean_of, model_of, padded, row_statistics, sequences
+from eager_flow import SPECIAL, layers_of, mean_of, model_of, padded, row_statistics, sequences
 
 import headwise as hw
 import tiny
+from jackknife import jackknife
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -46,7 +47,7 @@ def expected(model, name, rows, documents=None):
                 for of, ids in zip(layers, rows, strict=True)
             ]
             for column in columns[0]:
-                found[layer, head, column] = estimate([each[column] for each in columns], documents)
+                found[layer, head, column] = jackknife([each[column] for each in columns], documents)
     return found
 
 

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 import transformers
-from eager_flow import SPECIAL, estimate, layers_of, model_of, padded, sequences
+from eager_flow import SPECIAL, layers_of, model_of, padded, sequences
 
 import headwise as hw
 import tiny
 from headwise.analysis.flow import rollout_reader, token_rollout
+from jackknife import jackknife
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -49,7 +50,7 @@ def of_sequence(layers, ids, residual):
 def expected(model, name, rows, documents=None, residual=0.5):
     """Return the estimates of all numbers."""
     of_sequences = [of_sequence(layers_of(model, name, ids), ids, residual) for ids in rows]
-    return {key: estimate([each[key] for each in of_sequences], documents) for key in of_sequences[0]}
+    return {key: jackknife([each[key] for each in of_sequences], documents) for key in of_sequences[0]}
 
 
 def compare(result, wanted):

@@ -15,6 +15,7 @@ from headwise.analysis.head_tests.treebank import read_treebank
 from headwise.analysis.head_tests.word_alignment import aligned_tokens
 from headwise.analysis.head_tests.word_attention import MostAttendedWords
 from headwise.intercept.install import intercepted
+from jackknife import jackknife
 from prompt_models import HEADS, LAYERS, language_model
 
 pytest.importorskip("conllu")
@@ -121,11 +122,8 @@ def test_accuracy_is_that_of_whole_matrices(kind, start_token):
         assert offsets.count(row.offset) == max(map(offsets.count, offsets))
         for name, half in (("selection_gain", halves[0]), ("gain", halves[1])):
             gains = torch.tensor([float(pair[4][head]) - float(pair[2] == row.offset) for pair in half]).double()
-            documents = torch.tensor([pair[3] for pair in half])
-            residuals = gains - gains.mean()
-            sums = torch.stack([residuals[documents == each].sum() for each in documents.unique()])
-            sem = (sums.square().sum() * len(sums) / (len(sums) - 1)).sqrt().item() / len(gains)
-            assert row.statistics[name] == pytest.approx((gains.mean().item(), sem, len(sums)), rel=1e-10, abs=1e-10)
+            expected = jackknife(gains, [pair[3] for pair in half])
+            assert row.statistics[name] == pytest.approx(expected, rel=1e-10, abs=1e-10)
         accuracy = sum(bool(pair[4][head]) for pair in halves[1]) / len(halves[1])
         assert row.statistics["accuracy"].value == pytest.approx(accuracy, rel=1e-10)
 

@@ -10,6 +10,7 @@ import headwise as hw
 import tiny
 from full_attention import weights_of
 from headwise.analysis.head_tests.name_prompts import NAMES, TEMPLATES, name_prompts
+from jackknife import jackknife
 from prompt_models import HEADS, LAYERS, language_model, projections, split
 
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -95,13 +96,6 @@ def copies(model, prompt):
     return torch.tensor(found).double()  # (heads of later layers, names, highest and lowest)
 
 
-def clustered(values, clusters):
-    """Return mean and standard error of values `(prompts,)`, with clusters."""
-    residuals = values - values.mean()
-    sums = torch.stack([residuals[clusters == each].sum() for each in clusters.unique()])
-    return values.mean().item(), (sums.square().sum() * len(sums) / (len(sums) - 1)).sqrt().item() / len(values)
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_columns_are_those_of_plain_hooks(kind):
     model, drawn = random_norms(language_model(kind)), prompts()
@@ -125,8 +119,8 @@ def test_columns_are_those_of_plain_hooks(kind):
     for index, row in enumerate(table.rows):
         assert (row.layer, row.head) == (index // HEADS, index % HEADS)
         for name, values in columns.items():
-            value, sem = clustered(values[:, index], clusters)
-            assert row.statistics[name] == pytest.approx((value, sem, 3), rel=1e-10, abs=1e-10)
+            expected = jackknife(values[:, index], clusters)
+            assert row.statistics[name] == pytest.approx(expected, rel=1e-10, abs=1e-10)
     of_names = torch.stack([copies(model, prompt) for prompt in drawn[:5]])
     assert 0 < of_names.mean() < 0.5
     for index, row in enumerate(table.rows):
@@ -135,8 +129,8 @@ def test_columns_are_those_of_plain_hooks(kind):
                 assert math.isnan(row.statistics[name].value)
             else:
                 values = of_names[:, index - HEADS, :, part]
-                value, sem = clustered(values.flatten(), clusters[:5].repeat_interleave(2))
-                assert row.statistics[name] == pytest.approx((value, sem, 3))
+                expected = jackknife(values.flatten(), clusters[:5].repeat_interleave(2))
+                assert row.statistics[name] == pytest.approx(expected)
     measured = table.metadata["measured"]
     assert measured["logit"]["value"] == pytest.approx(torch.stack(differences).mean().item(), rel=1e-10)
     assert measured["solved"] == pytest.approx((torch.stack(differences) > 0).double().mean().item())

@@ -9,6 +9,7 @@ import headwise as hw
 import tiny
 from full_attention import weights_of
 from headwise.analysis.head_tests.haystacks import draw_needles, haystacks, read_haystack
+from jackknife import jackknife
 from prompt_models import HEADS, LAYERS, language_model
 
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -65,11 +66,7 @@ def test_forced_scores_are_those_of_whole_matrices(kind, haystack):
     assert float(matrix.max()) > 0
     for index, row in enumerate(table.rows):
         assert (row.layer, row.head) == (index // HEADS, index % HEADS)
-        values = matrix[:, index]
-        residuals = values - values.mean()
-        sums = torch.stack([residuals[needles == each].sum() for each in range(3)])
-        sem = (sums.square().sum() * 3 / 2).sqrt().item() / 18
-        assert row.statistics["score"] == pytest.approx((values.mean().item(), sem, 3), rel=1e-10, abs=1e-12)
+        assert row.statistics["score"] == pytest.approx(jackknife(matrix[:, index], needles), rel=1e-10, abs=1e-12)
         of_short = torch.stack([of_text[index] for number, (*_, of_text) in enumerate(texts) if number % 6 < 3])
         assert row.statistics["score_60"].value == pytest.approx(of_short.mean().item())
 
@@ -117,7 +114,7 @@ def test_the_test_compares_with_the_threshold(haystack):
             p = stats.t.sf((score.value - 0.1) / sem["score"][index], 2)
             assert frame["score_p"][index] == pytest.approx(p)
     first = table.rows[0]
-    row = type(first)(**first.identifiers, statistics={"score": type(score)(0.4, 0.0, 6)})
+    row = type(first)(**first.identifiers, statistics={"score": type(score)(0.4, 0.0, 6, 5)})
     constant = hw.Retrieval((row,), {})
     assert constant.tests()["score_p"] == [0.5**6]
 

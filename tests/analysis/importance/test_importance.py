@@ -485,7 +485,9 @@ def table(name, values, sem=0.1):
         HeadRow(
             layer=layer, head=head, kv_head=head, module=f"layers.{layer}", kind="self", statistics={name: measured}
         )
-        for (layer, head), measured in {place: MeanEstimate(value, sem, 5) for place, value in values.items()}.items()
+        for (layer, head), measured in {
+            place: MeanEstimate(value, sem, 5, 4) for place, value in values.items()
+        }.items()
     ]
     return Importance(tuple(rows), {"model": {"name": "m"}})
 

@@ -1,13 +1,12 @@
 """In-context learning scores, compared with the logits of models whose heads are replaced in the output projection."""
 
-import math
-
 import pytest
 import torch
 from eager_models import models
 
 import headwise as hw
 import tiny
+from jackknife import jackknife
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -61,15 +60,6 @@ def mean_output(model, projection, rows):
     return torch.cat(inputs).mean(0).unflatten(-1, (6, -1))
 
 
-def estimate(values, documents):
-    """Return mean, standard error clustered by document, and number of documents."""
-    mean, residuals = sum(values) / len(values), {}
-    for value, document in zip(values, documents, strict=True):
-        residuals[document] = residuals.get(document, 0.0) + value - mean
-    count = len(residuals)
-    return mean, math.sqrt(count / (count - 1) * sum(r * r for r in residuals.values())) / len(values), count
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_scores_equal_those_of_logits(name):
     model = models(name)
@@ -85,9 +75,9 @@ def test_scores_equal_those_of_logits(name):
     assert found.metadata["measured"] == {"sequences": 4, "tokens": 68, "available": 4, "short": 1}
     of_model = scores(model, rows, **OPTIONS)
     base = [late - early for early, late in of_model]
-    assert found.score == pytest.approx(estimate(base, documents), abs=1e-10)
-    assert found.early_loss == pytest.approx(estimate([early for early, _ in of_model], documents), abs=1e-10)
-    assert found.late_loss == pytest.approx(estimate([late for _, late in of_model], documents), abs=1e-10)
+    assert found.score == pytest.approx(jackknife(base, documents), abs=1e-10)
+    assert found.early_loss == pytest.approx(jackknife([early for early, _ in of_model], documents), abs=1e-10)
+    assert found.late_loss == pytest.approx(jackknife([late for _, late in of_model], documents), abs=1e-10)
     for row in found.rows:
         projection = projections(model)[row.layer]
         for replacement, value in (("zero", 0.0), ("mean", mean_output(model, projection, rows)[row.head])):
@@ -95,7 +85,7 @@ def test_scores_equal_those_of_logits(name):
                 without = scores(model, rows, **OPTIONS)
             changes = [late - early - before for (early, late), before in zip(without, base, strict=True)]
             measured = row.statistics[f"change_{replacement}"]
-            assert measured == pytest.approx(estimate(changes, documents), abs=1e-10), (row.name, replacement)
+            assert measured == pytest.approx(jackknife(changes, documents), abs=1e-10), (row.name, replacement)
     tests = found.tests()
     assert list(tests) == ["change_zero_p", "change_zero_q", "change_mean_p", "change_mean_q"]
     for p, q in zip(tests["change_zero_p"], tests["change_zero_q"], strict=True):
@@ -119,7 +109,7 @@ def test_padding_does_not_count(side):
         without = scores(model, rows, **OPTIONS)
     changes = [(b - a) - (d - c) for (a, b), (c, d) in zip(without, base, strict=True)]
     assert [row.name for row in found.rows] == ["1.4"]
-    assert found.rows[0].statistics["change_zero"] == pytest.approx(estimate(changes, range(3)), abs=1e-10)
+    assert found.rows[0].statistics["change_zero"] == pytest.approx(jackknife(changes, range(3)), abs=1e-10)
     assert found.metadata["measured"]["short"] == 1
 
 

@@ -24,7 +24,7 @@ def table(scores, heads=6, kv_heads=6):
             kv_head=index % heads * kv_heads // heads,
             module=f"layers.{index // heads}.self_attn",
             kind="self",
-            statistics={"cost": MeanEstimate(float(score), 0.1, 3), "loss": MeanEstimate(-float(score), 0.1, 3)},
+            statistics={"cost": MeanEstimate(float(score), 0.1, 3, 2), "loss": MeanEstimate(-float(score), 0.1, 3, 2)},
         )
         for index, score in enumerate(scores)
     ]

@@ -118,7 +118,7 @@ def test_the_steps_are_those_of_the_functions(folder, finished):
 def _compare(found, values):
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    assert found == [pytest.approx(mean, rel=1e-5), pytest.approx((variance / len(values)) ** 0.5, rel=1e-4), 3]
+    assert found == [pytest.approx(mean, rel=1e-5), pytest.approx((variance / len(values)) ** 0.5, rel=1e-4), 3, 2.0]
 
 
 def test_pieces_of_a_document_belong_together(folder):
@@ -157,9 +157,10 @@ def test_a_finished_run_is_not_repeated(folder, finished, monkeypatch):
         (("stages", 1, "name"), "dense", "some of dense, pruned, merged, healed"),
         (("stages", 1, "parameters"), -5, "a number of parameters of pruned, got -5"),
         (("stages", 1, "loss"), "123", "JSON of a report"),
-        (("stages", 1, "loss"), [1.0, -2.0, 3], "a mean, a standard error and a number for pruned"),
-        (("stages", 1, "loss"), [1.0, 2.0, 4.7], "a mean, a standard error and a number for pruned"),
-        (("stages", 1, "loss"), [None, 2.0, 4], "a mean, a standard error and a number for pruned"),
+        (("stages", 1, "loss"), [1.0, 2.0, 3, -2.5], "mean, standard error, number and degrees of freedom for pruned"),
+        (("stages", 1, "loss"), [1.0, -2.0, 3, 2.5], "mean, standard error, number and degrees of freedom for pruned"),
+        (("stages", 1, "loss"), [1.0, 2.0, 4.7, 2.5], "mean, standard error, number and degrees of freedom for pruned"),
+        (("stages", 1, "loss"), [None, 2.0, 4, 2.5], "mean, standard error, number and degrees of freedom for pruned"),
         (("stages", 1, "other"), 1, "JSON of a report"),
     ],
 )
@@ -175,7 +176,7 @@ def test_edited_reports_are_checked(finished, place, value, message):
 
 def test_infinite_losses_are_saved(finished):
     report = hw.RecipeResult.load(finished / "report.json")
-    infinite = MeanEstimate(float("inf"), float("nan"), 3)
+    infinite = MeanEstimate(float("inf"), float("nan"), 3, 2)
     changed = replace(report, stages=(replace(report.stages[0], loss=infinite), *report.stages[1:]))
     loaded = hw.RecipeResult.from_json(changed.to_json())
     assert str(loaded.stages[0].loss) == str(infinite)

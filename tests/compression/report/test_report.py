@@ -9,8 +9,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy
-import pandas
 import pytest
+import scipy.stats
 import torch
 import transformers
 from torch import nn
@@ -27,6 +27,7 @@ from headwise.compression.report.report_data import ReportData
 from headwise.compression.report.report_result import CompressionReport
 from headwise.compression.report.report_row import ReportRow
 from headwise.compression.report.stopwatch import Stopwatch
+from jackknife import jackknife
 from removal import families
 
 QUICK = {"rounds": 6, "batches": (1, 2), "prompt": 16, "new_tokens": 4}
@@ -146,17 +147,6 @@ def losses_in_float64(model, texts):
     return numpy.array(losses)
 
 
-def clustered_error(values, documents):
-    """Return the standard error of a mean by the sandwich formula for a regression on a constant."""
-    frame = pandas.DataFrame({"value": values, "document": documents}).dropna()
-    x, y = numpy.ones((len(frame), 1)), frame.value.to_numpy()
-    bread = numpy.linalg.inv(x.T @ x)
-    residuals = y - x @ bread @ x.T @ y
-    groups = [frame.document.to_numpy() == name for name in frame.document.unique()]
-    meat = sum(x[rows].T @ numpy.outer(residuals[rows], residuals[rows]) @ x[rows] for rows in groups)
-    return float(numpy.sqrt((bread @ meat @ bread)[0, 0] * len(groups) / (len(groups) - 1)))
-
-
 def test_losses_and_their_paired_difference_equal_independent_ones(report):
     dense, compressed, texts = decoders()
     documents = [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4]  # 30, 60, 50, 24, 33 words in sequences of 20
@@ -167,10 +157,11 @@ def test_losses_and_their_paired_difference_equal_independent_ones(report):
         (row.compressed, row.compressed_sem, after),
         (row.change, row.change_sem, after - before),
     ):
-        assert found == pytest.approx(numpy.nanmean(values), abs=1e-9)
-        assert error == pytest.approx(clustered_error(values, documents), rel=1e-6)
+        mean, expected, _, degrees = jackknife(values, documents)
+        assert found == pytest.approx(mean, abs=1e-9)
+        assert error == pytest.approx(expected, rel=1e-6)
     assert (row.samples, row.documents) == (12, 5)
-    length = 2.7764451051977987 * row.change_sem  # Student's t with 4 degrees of freedom, 97.5 %
+    length = scipy.stats.t.ppf(0.975, degrees) * row.change_sem
     assert (row.low, row.high) == pytest.approx((row.change - length, row.change + length))
     alone = numpy.nanstd(after - before, ddof=1) / 12**0.5
     assert row.change_sem != pytest.approx(alone, rel=1e-3)  # without clusters

@@ -65,6 +65,7 @@ def test_right_tables_are_accepted(results):
         ("cost_p", lambda value: value / 2),
         ("cost_q", lambda value: value / 2),
         ("cost_n", lambda value: value + 1),
+        ("cost_df", lambda value: value + 1),
     ],
 )
 def test_a_wrong_number_is_found(column, change, results, tmp_path):

@@ -9,6 +9,7 @@ import headwise as hw
 from headwise.analysis.ablation_result import HeadSet
 from headwise.analysis.document_effects import DocumentEffects
 from headwise.runs.rows import HeadRow, MeanEstimate
+from jackknife import jackknife
 from research.findings.estimates import against_lowest, controls_of, spread_of_means, wilcoxon_q
 from research.findings.raw_results import plain_cka
 
@@ -28,7 +29,7 @@ def sets_of(induction, anywhere):
     """Return a table with the effect of the induction heads and of random sets."""
     effects = {"induction": induction, **{f"anywhere {n}": value for n, value in enumerate(anywhere)}, "same 0": 9.0}
     rows = (
-        HeadSet(name=name, heads=["0.0"], statistics={"cost": MeanEstimate(value, 0.1, 7)})
+        HeadSet(name=name, heads=["0.0"], statistics={"cost": MeanEstimate(value, 0.1, 7, 6.0)})
         for name, value in effects.items()
     )
     return hw.SetAblation(tuple(rows), {})
@@ -65,9 +66,8 @@ def test_differences_are_clustered_by_document():
     sequences = [1, 4, 2, 3, 1, 1, 2]
     _, (found,) = against_lowest(heads_of(effects, sequences))
     differences = effects[1] - effects[0]
-    mean = np.average(differences, weights=sequences)
-    error = np.sqrt(7 / 6 * ((np.array(sequences) * (differences - mean)) ** 2).sum()) / sum(sequences)
-    assert found.difference == pytest.approx((mean, error, 7), rel=1e-12)
+    expected = jackknife(differences.repeat(sequences), np.arange(7).repeat(sequences))
+    assert found.difference == pytest.approx(expected, rel=1e-12)
 
 
 def test_wilcoxons_test_ignores_the_size_of_an_outlier():

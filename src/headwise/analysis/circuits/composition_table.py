@@ -114,10 +114,10 @@ class Composition(Table[HeadPair]):
         """
         largest: dict[tuple[int, int, str], float] = {}
         for row in self.rows:
-            for kind, (value, _, _) in row.statistics.items():
+            for kind, estimate in row.statistics.items():
                 ends = (row.layer, row.head, f"{kind}_in"), (row.earlier_layer, row.earlier_head, f"{kind}_out")
                 for key in ends:
-                    largest[key] = max(value, largest.get(key, -math.inf))
+                    largest[key] = max(estimate.value, largest.get(key, -math.inf))
         names = [f"{kind}_{end}" for kind in self.statistics for end in ("in", "out")]
         rows = [
             HeadRow(
@@ -186,7 +186,7 @@ class Composition(Table[HeadPair]):
 
 def _estimate(value: float | None) -> MeanEstimate:
     """Return the estimate of a number without a standard error; that of no number if it is None."""
-    return NO_ESTIMATE if value is None else MeanEstimate(value, math.nan, 1)
+    return NO_ESTIMATE if value is None else MeanEstimate.exact(value)
 
 
 def head_pairs(pairs: Iterable[tuple[Any, Any, dict[str, float]]]) -> tuple[HeadPair, ...]:
@@ -197,7 +197,7 @@ def head_pairs(pairs: Iterable[tuple[Any, Any, dict[str, float]]]) -> tuple[Head
             head=later["head"],
             earlier_layer=earlier["layer"],
             earlier_head=earlier["head"],
-            statistics={name: MeanEstimate(value, math.nan, 1) for name, value in scores.items()},
+            statistics={name: MeanEstimate.exact(value) for name, value in scores.items()},
         )
         for earlier, later, scores in pairs
     )

@@ -1,6 +1,5 @@
 """Scores of heads from their OV and QK matrices."""
 
-import math
 import warnings
 from collections.abc import Sequence
 
@@ -61,7 +60,7 @@ def score_table(circuits: CircuitMatrices, names: Sequence[str], distance: int) 
     rows = []
     for labels in circuits.heads:
         module, head = paths.index(labels["module"]), labels["head"]
-        of_head = {name: MeanEstimate(float(values[name][module][head]), math.nan, 1) for name in names}
+        of_head = {name: MeanEstimate.exact(float(values[name][module][head])) for name in names}
         rows.append(HeadRow(**labels, statistics=of_head))
     settings = {**circuits.metadata["settings"], "distance": distance}
     return CircuitScores(tuple(rows), {**circuits.metadata, "settings": settings, "measured": {"sequences": 1}})

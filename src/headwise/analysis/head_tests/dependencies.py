@@ -20,7 +20,7 @@ from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.progress import progress_bar
-from headwise.runs.rows import MeanEstimate, head_estimates
+from headwise.runs.rows import MeanEstimate, moment_estimates
 from headwise.shapes import Bool
 from headwise.statistics.moments import RunningMoments, clusters_of
 
@@ -230,5 +230,5 @@ def _columns(pairs: _Pairs, selection: Sequence[int], test: Sequence[int]) -> tu
         values["gain"] = values["accuracy"] - values["offset_accuracy"]
         names = values if not prefix else ("gain",)
         for name in names:
-            columns[prefix + name] = head_estimates(RunningMoments.from_values(values[name], None, clusters))
+            columns[prefix + name] = moment_estimates(RunningMoments.from_values(values[name], None, clusters))
     return offset, columns

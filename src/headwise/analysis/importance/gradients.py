@@ -25,7 +25,7 @@ from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.data_pass import SiteProgress, run_pass
 from headwise.runs.distributed import gather_from_ranks
-from headwise.runs.rows import HeadRow, head_estimates
+from headwise.runs.rows import HeadRow, moment_estimates
 from headwise.shapes import Bool, Float
 from headwise.statistics.moments import Clusters, ClusterSums, Moments, RunningMoments
 
@@ -152,7 +152,7 @@ class GradientMethod:
         for record in registry.records:
             for name in self.statistics(torch.zeros(1, record.heads, dtype=torch.float64)):
                 record.merge({name: _missing(counted, record.statistics.get(name), record.heads)})
-            estimates[record.site] = {name: head_estimates(moments) for name, moments in record.statistics.items()}
+            estimates[record.site] = {name: moment_estimates(moments) for name, moments in record.statistics.items()}
         return [
             HeadRow(
                 **labels,

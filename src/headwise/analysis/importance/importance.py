@@ -24,7 +24,7 @@ from headwise.runs.data_pass import prepare_texts, require_same_data
 from headwise.runs.distributed import broadcast_from_rank0, rank_and_world_size
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.head_table import HeadTable
-from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.runs.rows import HeadRow
 
 PER_LAYER = "_per_layer"
 """Suffix of a statistic's name if it is divided by its l2 norm over the heads of each layer."""
@@ -231,7 +231,7 @@ def _normalised_per_layer(rows: Iterable[HeadRow]) -> Iterator[HeadRow]:
         }
         for row in layer:
             statistics = {
-                name + PER_LAYER: MeanEstimate(estimate.value / norms[name], estimate.sem / norms[name], estimate.n)
+                name + PER_LAYER: estimate._replace(value=estimate.value / norms[name], sem=estimate.sem / norms[name])
                 for name, estimate in row.statistics.items()
             }
             yield replace(row, statistics=statistics)

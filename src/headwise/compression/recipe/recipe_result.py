@@ -89,15 +89,15 @@ class RecipeResult(JsonResult):
         return RecipeResult(name, loader, getattr(loss, "__name__", type(loss).__name__), documents, tuple(stages))
 
     def records(self) -> list[dict[str, Any]]:
-        """Return one dictionary per step: its name, the parameters, and mean, standard error (`_sem`) and sample size
-        (`_n`) of loss and difference.
+        """Return one dictionary per step: its name, the parameters, and mean, standard error (`_sem`), sample size
+        (`_n`) and degrees of freedom (`_df`) of loss and difference.
         """
         return [
-            {"step": each.name, "parameters": each.parameters}
-            | {
-                name + suffix: value
-                for name, estimate in (("loss", each.loss), ("difference", each.difference))
-                for suffix, value in zip(("", "_sem", "_n"), estimate, strict=True)
+            {
+                "step": each.name,
+                "parameters": each.parameters,
+                **each.loss.columns("loss"),
+                **each.difference.columns("difference"),
             }
             for each in self.stages
         ]
@@ -131,7 +131,11 @@ class RecipeResult(JsonResult):
                     for each in self.stages
                 ),
                 *(
-                    (estimate, _is_estimate(estimate), f"a mean, a standard error and a number for {each.name}")
+                    (
+                        estimate,
+                        _is_estimate(estimate),
+                        f"mean, standard error, number and degrees of freedom for {each.name}",
+                    )
                     for each in self.stages
                     for estimate in (each.loss, each.difference)
                 ),
@@ -146,4 +150,9 @@ def _are_in_order(names: Sequence[str]) -> bool:
 
 def _is_estimate(estimate: MeanEstimate) -> bool:
     """Return True for an estimate whose parts have their types."""
-    return is_number(estimate.value) and is_number(estimate.sem, 0.0) and is_whole(estimate.n, 0)
+    return (
+        is_number(estimate.value)
+        and is_number(estimate.sem, 0.0)
+        and is_whole(estimate.n, 0)
+        and is_number(estimate.df, 0.0)
+    )

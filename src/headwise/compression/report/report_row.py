@@ -204,13 +204,15 @@ def _count(values: Iterable[float]) -> int:
 
 
 def _interval(mean: MeanEstimate) -> tuple[float | None, float | None]:
-    """Return the 95 % interval of a mean by Student's distribution with one degree of freedom less than documents; None
-    if there is no standard error.
+    """Return the 95 % interval of a mean by Student's distribution; None if there is no standard error, or if one
+    document has so large a share of the examples that the interval has no end.
     """
     if not math.isfinite(mean.sem):
         return None, None
     stats = require("scipy.stats", purpose="a compression report", extra="tables")
-    length = float(stats.t.ppf(0.975, mean.n - 1)) * mean.sem
+    length = float(stats.t.ppf(0.975, mean.df)) * mean.sem
+    if not math.isfinite(length):
+        return None, None
     return mean.value - length, mean.value + length
 
 
