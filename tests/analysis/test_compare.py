@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import scipy.stats
 
 import headwise as hw
 from headwise.analysis.profile import ProfiledHead
@@ -39,6 +40,18 @@ def test_differences_in_standard_errors():
     assert table["statistic"].tolist() == ["entropy", "first"] * 2
     assert table["difference"].tolist() == [1.0, -0.25, 0.0, 0.0]
     assert table["errors"].tolist() == pytest.approx([2.0, -math.inf, math.nan, 0.0], nan_ok=True)
+    welch = scipy.stats.ttest_ind_from_stats(2.0, 0.3 * 7**0.5, 7, 3.0, 0.4 * 7**0.5, 7, equal_var=False).pvalue
+    assert table["p"].tolist() == pytest.approx([welch, 2 / 3432, math.nan, 1.0], nan_ok=True)  # 14 over 7 is 3432
+
+
+def test_rounding_is_no_difference():
+    noisy = profile({"entropy": (2.0, 1e-17), "first": (0.5, 0.0)}, {"entropy": (0.3, 0.0), "first": (0.0, 0.0)})
+    other = profile(
+        {"entropy": (2.0 + 4e-16, 0.0), "first": (0.5, 1e-16)}, {"entropy": (0.4, 0.0), "first": (0.0, 0.0)}
+    )
+    table = hw.compare(noisy, other).table()
+    assert table["errors"].tolist() == [0.0, 0.0, math.inf, 0.0]
+    assert table["p"].tolist() == pytest.approx([1.0, 1.0, 2 / 3432, 1.0])
 
 
 def test_the_largest_first():

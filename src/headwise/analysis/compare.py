@@ -15,7 +15,7 @@ from headwise.page.notebook import notebook_html
 from headwise.plots.head_numbers import HeadNumbers
 from headwise.plots.kinds import Kind, plot_kind
 from headwise.runs.rows import MeanEstimate
-from headwise.runs.significance import false_discovery_rates, p_values
+from headwise.runs.significance import ROUNDING, false_discovery_rates, has_no_variance, p_values
 from headwise.runs.table import require_statistic
 from headwise.wording import counted
 
@@ -241,11 +241,17 @@ def _difference(head_a: ProfiledHead, head_b: ProfiledHead, statistic: str) -> D
 
 
 def _tested(differences: Sequence[Difference]) -> Iterator[Difference]:
-    """Yield differences with their p-values, by Welch's t-test, and these adjusted for the number of differences."""
-    degrees = [
-        _degrees_of_freedom(*(head.statistics[each.statistic] for head in (each.a, each.b))) for each in differences
+    """Yield differences with their p-values, by Welch's t-test, and these adjusted for the number of differences.
+
+    If no samples of either profile vary, their variance is unknown rather than 0. The p-value is then that of a
+    permutation test: of all ways to choose which samples are those of `a`, two have a difference as large.
+    """
+    pairs = [(each.a.statistics[each.statistic], each.b.statistics[each.statistic]) for each in differences]
+    p = p_values([each.errors for each in differences], [_degrees_of_freedom(a, b) for a, b in pairs])
+    p = [
+        min(1.0, 2 / math.comb(a.n + b.n, a.n)) if math.isinf(each.errors) else own
+        for each, (a, b), own in zip(differences, pairs, p, strict=True)
     ]
-    p = p_values([each.errors for each in differences], degrees)
     for difference, value, adjusted in zip(differences, p, false_discovery_rates(p), strict=True):
         yield replace(difference, p=value, q=adjusted)
 
@@ -257,10 +263,11 @@ def _degrees_of_freedom(a: MeanEstimate, b: MeanEstimate) -> float:
 
 
 def _difference_in_errors(a: MeanEstimate, b: MeanEstimate) -> float:
-    """Return the difference b - a of two independent means in units of its standard error. If the standard errors of
-    both means are 0, return 0 for equal means and plus or minus infinity for different means.
+    """Return the difference b - a of two independent means in units of its standard error. If neither mean varies
+    between sequences by more than rounding, return 0 for equal means and plus or minus infinity for different means.
     """
-    difference, error = b.value - a.value, math.hypot(a.sem, b.sem)
-    if error == 0.0:  # no variation between sequences in either profile
-        return math.copysign(math.inf, difference) if difference else 0.0
-    return difference / error
+    difference = b.value - a.value
+    if has_no_variance(a) and has_no_variance(b):
+        is_equal = abs(difference) <= ROUNDING * max(abs(a.value), abs(b.value))
+        return 0.0 if is_equal else math.copysign(math.inf, difference)
+    return difference / math.hypot(a.sem, b.sem)

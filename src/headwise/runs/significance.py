@@ -88,4 +88,9 @@ def one_sided_p_values(measured: Sequence[MeanEstimate], sign: int = 1, *, above
 
 def _is_constant(measured: MeanEstimate) -> bool:
     """Return True if samples have a mean other than 0, and differ from it by rounding alone."""
-    return measured.value != 0.0 and measured.sem <= ROUNDING * abs(measured.value)
+    return measured.value != 0.0 and has_no_variance(measured)
+
+
+def has_no_variance(measured: MeanEstimate) -> bool:
+    """Return True if samples differ from their mean by rounding alone."""
+    return measured.sem <= ROUNDING * abs(measured.value)
