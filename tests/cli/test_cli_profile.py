@@ -210,7 +210,7 @@ def test_two_processes_that_were_killed_resume_and_agree_with_one(headwise, fold
     for process in processes:
         process.start()
     deadline = time.monotonic() + 120
-    while len(list((tmp_path / "two").glob("unfinished-?.pt"))) < 2 and time.monotonic() < deadline:
+    while len(list((tmp_path / "two").glob("unfinished-profile-?.pt"))) < 2 and time.monotonic() < deadline:
         assert all(process.is_alive() for process in processes)
         time.sleep(0.02)
     for process in processes:

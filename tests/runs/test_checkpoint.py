@@ -54,11 +54,25 @@ def test_a_run_resumes_to_the_same_bits(batches, uninterrupted, tmp_path):
     with pytest.raises(Interrupted):
         run(model, tmp_path)
     hook.remove()
-    assert all(name.startswith("unfinished-0.pt") for name in contents(tmp_path))
+    assert all(name.startswith("unfinished-profile-0.pt") for name in contents(tmp_path))
     hook, begun = interrupt_after(model, 100)
     run(model, tmp_path)
     assert len(begun) == 6 - batches + 1  # the remaining batches, and the random tokens
     assert contents(tmp_path) == uninterrupted
+
+
+@pytest.mark.usefixtures("checkpoint_each_batch")
+def test_runs_of_two_kinds_share_a_folder(uninterrupted, tmp_path):
+    model = tiny.model("decoder")
+    interrupt_after(model, 3)
+    with pytest.raises(Interrupted):
+        run(model, tmp_path)
+    data = hw.Texts(tiny.texts(12, 9), tiny.tokenizer("decoder"))
+    hw.ablate(tiny.model("decoder", top="ForCausalLM"), data, hw.next_token_loss, units="layers", out=tmp_path)
+    assert set(contents(tmp_path)) >= {"ablation.parquet", "unfinished-profile-0.pt"}
+    run(tiny.model("decoder"), tmp_path)
+    assert contents(tmp_path)["profile.parquet"] == uninterrupted["profile.parquet"]
+    assert set(contents(tmp_path)) == {"ablation.parquet", "profile.parquet"}
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
@@ -107,7 +121,7 @@ def test_a_run_whose_process_was_killed_resumes_to_the_same_bits(batches, uninte
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
-    saved = torch.load(tmp_path / "unfinished-0.pt", weights_only=True)
+    saved = torch.load(tmp_path / "unfinished-profile-0.pt", weights_only=True)
     assert saved["state"]["batches"] == batches
     model = tiny.model("decoder")
     _, begun = interrupt_after(model, 100)
@@ -161,7 +175,7 @@ def test_the_folder_of_another_run_is_refused(setting, is_interrupted, finished,
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("name", ["unfinished-0.pt", "unfinished-1.pt", "profile.parquet"])
+@pytest.mark.parametrize("name", ["unfinished-profile-0.pt", "unfinished-profile-1.pt", "profile.parquet"])
 def test_files_that_headwise_did_not_write_are_not_overwritten(name, tmp_path):
     (tmp_path / name).write_bytes(b"mine")
     with pytest.raises(hw.InputError, match="^out: expected a folder of its own, .*, got another run in"):

@@ -19,6 +19,9 @@ from headwise.runs.table import Table, require_parquet, table_path
 CHECKPOINT_SECONDS = 5.0
 """Least time between two checkpoints: a stopped run loses at most this much work, and the batch it was in."""
 
+ANY = "[0-9]*"
+"""Pattern of the rank of any process."""
+
 FORCE_REMEDY = "--force (force=True) replaces it"
 
 
@@ -94,10 +97,10 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         """
         table = table_path(folder, self._table_type.NAME)
         if force:
-            for path in (*folder.glob("unfinished-*.pt*"), table):
+            for path in (*folder.glob(f"{self._checkpoint_name(ANY)}*"), table):
                 path.unlink(missing_ok=True)
             return
-        checkpoints = sorted(folder.glob("unfinished-*.pt"))
+        checkpoints = sorted(folder.glob(self._checkpoint_name(ANY)))
         for path in checkpoints:
             self._read_checkpoint(path)
         if table.exists() and not checkpoints and not self._is_finished():
@@ -135,7 +138,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         if self.folder is None:
             return
         table.save(self.folder, force=True)
-        for path in self.folder.glob("unfinished-*.pt*"):
+        for path in self.folder.glob(f"{self._checkpoint_name(ANY)}*"):
             path.unlink()
 
     def different_data_error(self) -> InputError:
@@ -145,14 +148,20 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
     @property
     def _checkpoint_path(self) -> Path | None:
         """Path of this process's checkpoint in the output folder; None for a run without a folder."""
-        return None if self.folder is None else self.folder / f"unfinished-{self.rank}.pt"
+        return None if self.folder is None else self.folder / self._checkpoint_name(self.rank)
+
+    def _checkpoint_name(self, rank: int | str) -> str:
+        """Return the name of the checkpoint of a process, or with `ANY` the pattern of the names of all. Each kind of
+        table has its own names, so that a folder can hold one run of each kind.
+        """
+        return f"unfinished-{self._table_type.NAME}-{rank}.pt"
 
     def _is_finished(self) -> bool:
         """Return True if a run with the same settings has finished: the output folder contains its table, and no
         checkpoints.
         """
         settings = self._saved_settings()
-        is_stopped = self.folder is not None and has_checkpoints(self.folder)
+        is_stopped = self.folder is not None and any(self.folder.glob(self._checkpoint_name(ANY)))
         return not is_stopped and bool(settings) and first_difference(settings, self.settings) is None
 
     def _saved_settings(self) -> dict[str, Any]:
