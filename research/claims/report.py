@@ -9,15 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from research.claims import report_pictures
+from research.claims.report_setup import corpora, machine
 from research.claims.report_tables import (
     compared,
-    corpora,
     distances,
     few,
     grades,
     loss_table,
-    machine,
-    objections,
     penalties,
     ranks,
     relations,
@@ -26,11 +24,12 @@ from research.claims.report_tables import (
     timing,
 )
 from research.claims.report_text import BACKGROUND, INTRODUCTION, METHOD, TITLES
-from research.claims.report_verdicts import figures, five_sentences, sentence
+from research.claims.report_verdicts import deviations, figures, five_sentences, objections, sentence
 from research.claims.result_files import Results
 from research.markdown import markdown_table
 
 ROOT = Path(__file__).parent.parent.parent
+RULES = Path(__file__).parent / "rules.md"
 PICTURES = ROOT / "docs" / "pictures"
 
 SECTIONS: dict[str, Callable[[Results], list[str]]] = {
@@ -69,10 +68,10 @@ def document(results: Results) -> str:
     lines = ["# Claims", "", *five_sentences(results), "", INTRODUCTION, ""]
     lines += markdown_table(("claim", "verdict", "by position scheme", "decisive figure"), rows)
     lines += [*METHOD, "", "**Texts.**", "", *corpora(results)]
-    lines += ["## What a review objected to", "", *objections()]
+    lines += ["## What a review objected to", "", *objections(results)]
     for name, section in SECTIONS.items():
         lines += [f"## {TITLES[name]}", "", BACKGROUND[name], "", *section(results), sentence(results, name), ""]
-    lines += machine(results)
+    lines += [*deviations(RULES.read_text(encoding="utf-8")), *machine(results)]
     wrapped = (line if line.startswith(("|", "#", "!")) else wrap(line) for line in lines)
     return "\n".join(wrapped).rstrip() + "\n"
 

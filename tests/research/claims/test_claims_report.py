@@ -1,12 +1,14 @@
 """The report of the claims, written from the results of a run that takes seconds."""
 
 import json
+import math
 import re
 
 import pytest
 
-from research.claims import report, verdicts
+from research.claims import report, report_verdicts, verdicts
 from research.claims.corpora import Corpus
+from research.claims.estimates import mean_and_error, shown
 from research.claims.report_text import TITLES
 from research.claims.result_files import Results, write_json
 from research.claims.tasks import Cell, all_tasks, tiny
@@ -59,6 +61,38 @@ def test_report_states_every_claim_with_its_verdict(folder):
     assert not re.search(r"\bnan\b", text)
     for line in text.splitlines():
         assert line.startswith(("|", "!")) or len(line) <= 120
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_report_names_what_is_missing_and_quotes_the_deviations(folder):
+    text = report.document(Results.load(folder))
+    assert '"More heads, more capacity" is not decided' in text
+    assert re.search(r"Settings that are not measured, or not completely: [^.]*bible,\s+none", text)
+    assert "## Deviations from the rules" in text
+    assert report_verdicts.deviations("a\n\n## Deviations\n\nOne.\n")[2] == "One."
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_report_shows_infinite_losses(folder, tmp_path):
+    results = Results.load(folder)
+    (run, *_) = results.settings["python-few", "spread"][32]["runs"]
+    was, run["test"] = run["test"], None
+    try:
+        assert re.search(r"\| infinite \| infinite \|", report.document(results))
+        report.draw(results, tmp_path)
+    finally:
+        run["test"] = was
+
+
+def test_infinite_values_have_a_mean_without_an_error():
+    mean, error = mean_and_error([1.0, math.inf])
+    assert (mean, math.isnan(error), shown([1.0, math.inf])) == (math.inf, True, "infinite")
+
+
+def test_devices_are_named_with_their_threads():
+    counts = {"counts": {"free": 1, "not free": 2, "open": 0}, "cases": [0, 0, 0], "threads": 1, "gpu": "H100"}
+    assert report_verdicts._device("cpu", counts).startswith("on 1 CPU thread, more heads are free in 1 of 3 cases")
+    assert report_verdicts._device("cuda", counts).startswith("on H100, ")
 
 
 def test_report_draws_its_pictures(folder, tmp_path):

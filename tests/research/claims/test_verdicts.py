@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 
@@ -25,6 +26,7 @@ def cells_of(means, task="python", scheme="rotary", spread=0.002, documents=12, 
             run = {"seed": seed, "test": loss, "validation": loss + 0.01, "training": loss - 0.1}
             runs.append(run | {"documents": by_document, **(extra(heads, seed) if extra else {})})
         about = {"task": task, "scheme": scheme, "heads": heads, "compared": list(means), "is_setting": True}
+        about |= {"parameters": 10, "rate": 0.002}
         rows = [3] * documents
         search = {"0": [1.0], "1": [0.5], "2": [0.9]}
         cells.append(about | {"rows of documents": rows, "runs": runs, "complete": True, "search": search})
@@ -37,6 +39,7 @@ def setting_of(means, **options):
 
 ALIKE = dict.fromkeys(HEADS, 2.0)
 TURN = {1: 2.3, 2: 2.0, 4: 2.1, 8: 2.4}
+TURN_OF_FEW = {1: 2.3, 4: 2.0, 8: 2.4}
 
 
 def test_the_script_imports_nothing_of_the_library():
@@ -218,17 +221,173 @@ def test_times_are_judged_by_device():
     assert verdicts.parallel(None)["outcome"] == "not measured"
 
 
-def test_incomplete_settings_and_rates_at_an_edge_are_named(tmp_path):
-    (tmp_path / "cells").mkdir()
-    cells = cells_of(TURN) + cells_of(ALIKE, task="bible")[:-1]
-    cells[0]["search"] = {"0": [1.0], "1": [2.0]}
+def saved(folder, cells):
+    """Write files of cells into a folder."""
+    (folder / "cells").mkdir(exist_ok=True)
     for cell in cells:
-        path = tmp_path / "cells" / f"{cell['task']}-{cell['heads']}.json"
-        path.write_text(json.dumps(cell))
-    settings, missing = verdicts.complete_settings(tmp_path)
-    assert [setting.name for setting in settings] == ["python, rotary"]
-    assert missing == ["bible, rotary"]
-    assert next(verdicts.cell_at_edge(path) for path in sorted((tmp_path / "cells").glob("python*"))) == "python-1"
+        name = f"{cell['task']}-{cell['scheme']}-{cell['heads']}.json"
+        (folder / "cells" / name).write_text(json.dumps(cell))
+    return folder
+
+
+def every_cell(means=TURN_OF_FEW, without=()):
+    """Return the cells of all settings that are expected, but for those that are named."""
+
+    def both(heads, seed):
+        return removed(dict.fromkeys(HEADS, 0.5))(heads, seed) | distances(0.6, 0.5)(heads, seed)
+
+    return [
+        cell
+        for task, schemes in verdicts.EXPECTED.items()
+        for scheme in schemes
+        if f"{task}, {scheme}" not in without
+        for cell in cells_of(means, task=task, scheme=scheme, extra=both)
+    ]
+
+
+def test_incomplete_settings_and_rates_at_an_edge_are_named(tmp_path):
+    cells = every_cell(without=("bible, spread",))
+    next(cell for cell in cells if cell["task"] == "bible")["complete"] = False
+    cells[0] |= {"search": {"0": [1.0], "1": [2.0]}, "rate": 0.001}
+    found = verdicts.judge(saved(tmp_path, cells))
+    assert found["incomplete settings"] == ["bible, none", "bible, spread", "minilm", "smollm2"]
+    assert found["rates at an edge"] == ["python-none-1"]
+    assert found["rates"] == len(cells) - 1
+
+
+def test_a_verdict_that_a_missing_setting_could_change_is_not_given(tmp_path):
+    whole = verdicts.judge(saved(tmp_path, every_cell()))
+    assert whole["more"]["outcome"] == "held"
+    assert whole["different"]["outcome"] == "not measured"  # without published models
+    for path in (tmp_path / "cells").glob("lookup-spread-*"):
+        path.unlink()
+    found = verdicts.judge(tmp_path)
+    assert found["more"]["outcome"] == found["capacity"]["outcome"] == "not measured"
+    assert found["more"]["schemes"]["spread"]["missing"] == ["lookup"]
+    assert found["more"]["schemes"]["rotary"]["outcome"] == "held"
+    assert found["robust"]["outcome"] == found["regularises"]["outcome"] == "did not hold"
+
+
+def test_a_missing_setting_cannot_change_that_a_claim_depends():
+    settings = [Setting(cells_of(means, task=task)) for task, means in (("python", ALIKE), ("bible", TURN))]
+    found = verdicts.withheld(verdicts.more(settings), ["lookup, rotary"], verdicts.SOURCES)
+    assert found["schemes"]["rotary"]["outcome"] == found["outcome"] == "depends"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda cell: cell["runs"][2].pop("validation"), "python-rotary-2.json: KeyError"),
+        (lambda cell: cell["runs"][2].update(seed=1), "repeat"),
+        (lambda cell: cell["runs"][0].update(test=float("nan")), "not finite"),
+        (lambda cell: cell["runs"][0]["documents"].pop(), "11 documents of 12"),
+        (lambda cell: cell["runs"][0].update(test=2.5), "not the mean of its documents"),
+        (lambda cell: cell.update(rate=0.004), "not the best of those tried"),
+        (lambda cell: cell["search"].pop("1"), "gaps"),
+        (lambda cell: cell["search"]["2"].append(1.0), "different numbers of seeds"),
+        (lambda cell: cell["runs"].pop(), "differ in their seeds"),
+        (lambda cell: cell.update(parameters=11), "differ in parameters"),
+        (lambda cell: cell["runs"][0].pop("removed"), "removed"),
+    ],
+)
+def test_malformed_cells_are_refused_by_name(tmp_path, change, message):
+    cells = cells_of(TURN, extra=removed(dict.fromkeys(HEADS, 0.5)))
+    change(cells[1])
+    with pytest.raises(ValueError, match=message):
+        verdicts.judge(saved(tmp_path, cells))
+
+
+def test_a_file_of_another_cell_is_refused(tmp_path):
+    saved(tmp_path, cells_of(TURN, task="lookup"))
+    (tmp_path / "cells" / "lookup-rotary-2.json").rename(tmp_path / "cells" / "lookup-rotary-4.json")
+    with pytest.raises(ValueError, match=r"lookup-rotary-4.json.*not those of its name"):
+        verdicts.judge(tmp_path)
+
+
+def diverging(heads, task="python"):
+    """Return a setting of which a training with a number of heads diverged."""
+    cells = cells_of(TURN, task=task, extra=removed(dict.fromkeys(HEADS, 0.5)))
+    cells[HEADS.index(heads)]["runs"][2]["validation"] = None
+    return Setting(cells)
+
+
+@pytest.mark.parametrize(
+    ("judge", "needed", "task"),
+    [
+        (verdicts.capacity, 1, "python"),
+        (verdicts.more, 8, "python"),
+        (verdicts.eight, 8, "python"),
+        (verdicts.robust, 1, "python"),
+        (verdicts.robust, 8, "python"),
+        (verdicts.regularises, 1, "python-few"),
+    ],
+)
+def test_no_other_number_of_heads_takes_the_place_of_one_that_diverged(judge, needed, task):
+    found = judge([diverging(needed, task)])
+    assert found["not compared"] == [f"{task}, rotary"]
+    assert found["schemes"] == {}
+    assert judge([diverging(4, task)])["not compared"] == []
+
+
+def test_equal_losses_do_not_differ_and_constant_losses_may():
+    groups = {1: np.full(6, 2.0), 2: np.full(6, 2.0), 4: np.full(6, 2.5), 8: np.linspace(2, 3, 6)}
+    found = verdicts.games_howell(groups)
+    assert (found[1, 2], found[1, 4]) == (1.0, 0.0)
+    assert found[4, 8] > 0.5
+
+
+def test_the_shares_are_corrected_over_settings_for_each_pair():
+    """With a correction over all pairs of all settings, a p-value of this size would be lost."""
+    noise = np.linspace(-0.02, 0.02, 6)
+
+    def of_run(heads, seed):
+        share = {1: 0.5, 2: 0.5, 4: 0.5, 8: 0.465}[heads] + noise[seed]
+        return {"removed": {"whole": 2.0, "all": 3.0, "least": 2.5, "half": [2.0 + share]}}
+
+    settings = [setting_of(ALIKE, task=task, extra=of_run) for task in verdicts.ROBUST]
+    shares = {heads: verdicts._shares(settings[0], heads, "half") for heads in HEADS}
+    p = verdicts.games_howell(shares)[1, 8]
+    assert 0.05 / (2 * 5 * 2) < p < 0.025  # two settings, each with five pairs of two kinds
+    assert all(row["half true"] for row in verdicts.robust(settings)["settings"].values())
+
+
+def test_a_setting_without_control_is_named_and_not_counted():
+    settings = [setting_of(ALIKE, task="python", extra=distances(0.6, 0.5))]
+
+    def missed(heads, seed):
+        return {**distances(0.6, 0.5)(heads, seed), "entropy": {"trained": [1, 1], "as sharp": [2, 2]}}
+
+    found = verdicts.different([*settings, setting_of(ALIKE, task="bible", extra=missed)], {})
+    assert found["not compared"] == ["bible, rotary"]
+    assert (found["farther"], found["of"], found["layers left out"]) == (1, 1, 12)
+
+
+def test_further_tasks_can_be_left_out_of_the_distances():
+    settings = [setting_of(ALIKE, task=task, extra=distances(0.6, 0.5)) for task in verdicts.ROBUST]
+    settings.append(setting_of(ALIKE, task="masked", extra=distances(0.5, 0.6)))
+    found = verdicts.different(settings, {})
+    assert found["outcome"] == "depends"
+    assert found["without further tasks"] == {"outcome": "held", "farther": 2, "closer": 0, "of": 2}
+
+
+def test_the_mixed_model_equals_a_nested_analysis_of_variance():
+    draw = np.random.default_rng(1)
+    effect = 0.1 + 0.1 * draw.standard_normal((8, 1, 1)) + 0.05 * draw.standard_normal((8, 6, 1))
+    table = effect + 0.03 * draw.standard_normal((8, 6, 2))
+    rows = [(f"{s}", f"{s},{m}", layer, table[s, m, layer]) for s, m, layer in np.ndindex(table.shape)]
+    found = verdicts._mixed_effect(pd.DataFrame(rows, columns=["setting", "model", "layer", "difference"]))
+    of_settings, of_models = table.mean((1, 2)), table.mean(2)
+    between_settings = 12 * of_settings.var(ddof=1)
+    between_models = 2 * ((of_models - of_settings[:, None]) ** 2).sum() / (8 * 5)
+    assert found["mean"] == pytest.approx(table.mean(), rel=1e-6)
+    assert found["error"] == pytest.approx(np.sqrt(between_settings / table.size), rel=1e-4)
+    assert found["variance of settings"] == pytest.approx((between_settings - between_models) / 12, rel=1e-4)
+
+
+def test_a_penalty_of_the_best_number_is_exactly_0():
+    falling = {1: 2.3, 2: 2.2, 4: 2.1, 8: 2.0}
+    (row,) = verdicts.more([setting_of(falling), setting_of(falling, scheme="spread")])["between schemes"]
+    assert row["difference"] == row["error"] == 0.0
 
 
 def test_a_diverged_training_takes_its_number_of_heads_out():
