@@ -3,7 +3,7 @@
 INTRODUCTION = """\
 This report tests seven claims that teaching notes make about multi-head attention (Vaswani et al. 2017). The trained
 models are small: the last section has their sizes and steps. The rules were written before the results, in
-`research/claims/rules.md`. `research/claims/verdicts.py`, which imports nothing of headwise, computes every verdict
+`research/claims/rules.md`. `research/claims/verdicts`, which imports nothing of headwise, computes every verdict
 from the raw results, and `research/claims/report.py` writes this page (`make claims`). The conclusions hold for the
 tested models and data alone."""
 

@@ -6,13 +6,14 @@ import re
 
 import pytest
 
-from research.claims import report, report_verdicts, verdicts
+from research.claims import report, report_verdicts
 from research.claims.corpora import Corpus
 from research.claims.estimates import mean_and_error, shown
 from research.claims.report_text import TITLES
 from research.claims.result_files import Results, write_json
 from research.claims.tasks import Cell, all_tasks, tiny
 from research.claims.trainings import measure_cell
+from research.claims.verdicts.judge import judge
 
 TASKS = ("relations", "python", "python-few")
 
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
     }
     timings = [{"device": "cpu", "batch": 1, "length": 8, "width": 16, "seconds": seconds}]
     write_json(out / "timings.json", {"about": {"threads": 2}, "measured": timings})
-    (out / "verdicts.json").write_text(json.dumps(verdicts.judge(out)))
+    (out / "verdicts.json").write_text(json.dumps(judge(out)))
     return out
 
 

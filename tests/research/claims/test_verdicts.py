@@ -10,7 +10,8 @@ import pytest
 import scipy.stats
 
 from research.claims import verdicts
-from research.claims.verdicts import Setting
+from research.claims.verdicts import comparisons, definitions, distances, judge, losses, removals, timings
+from research.claims.verdicts.settings import Setting
 
 HEADS = (1, 2, 4, 8)
 
@@ -42,17 +43,20 @@ TURN = {1: 2.3, 2: 2.0, 4: 2.1, 8: 2.4}
 TURN_OF_FEW = {1: 2.3, 4: 2.0, 8: 2.4}
 
 
-def test_the_script_imports_nothing_of_the_library():
-    tree = ast.parse(Path(verdicts.__file__).read_text(encoding="utf-8"))
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+def test_the_verdicts_import_nothing_of_the_library():
+    files = list(Path(verdicts.__file__).parent.glob("*.py"))
+    assert len(files) > 5
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    assert max(node.level for node in nodes if isinstance(node, ast.ImportFrom)) == 1
     assert not [name for name in imported if name.startswith(("headwise", "research", "torch"))]
 
 
 def test_games_howell_equals_its_formula():
     draw = np.random.default_rng(0)
     groups = {heads: draw.normal(heads / 10, heads, 5 + heads) for heads in (1, 2, 4)}
-    found = verdicts.games_howell(groups)
+    found = comparisons.games_howell(groups)
     for a, b in ((1, 2), (1, 4), (2, 4)):
         x, y = groups[a], groups[b]
         vx, vy = x.var(ddof=1) / len(x), y.var(ddof=1) / len(y)
@@ -64,32 +68,32 @@ def test_games_howell_equals_its_formula():
 def test_bootstrap_draws_seeds_and_documents():
     """Documents that add the same to both numbers of heads cancel; a difference in one document alone widens."""
     setting = setting_of(TURN, spread=0.02)
-    low, high = verdicts.bootstrap(setting, 8, 2, "test")
+    low, high = comparisons.bootstrap(setting, 8, 2, "test")
     values = setting.values(8), setting.values(2)
     spread = np.sqrt(sum(each.var() / 6 for each in values))
     assert high - low == pytest.approx(2 * 1.96 * spread, rel=0.1)
     for run in setting.cells[8]["runs"]:
         run["documents"][0] += 12.0
-    wide = verdicts.bootstrap(setting, 8, 2, "test")
+    wide = comparisons.bootstrap(setting, 8, 2, "test")
     assert wide[1] - wide[0] > 1.0
     generated = cells_of(TURN)
     for cell in generated:
         cell["rows of documents"] = []
-    assert verdicts.bootstrap(Setting(generated), 8, 2, "test") is None
+    assert comparisons.bootstrap(Setting(generated), 8, 2, "test") is None
 
 
 @pytest.mark.parametrize(("means", "worse"), [(TURN, True), (ALIKE, False), ({1: 2.0, 2: 2.1, 4: 2.2, 8: 2.3}, False)])
 def test_capacity_and_more(means, worse):
-    settings = [setting_of(means, task=task) for task in verdicts.SOURCES]
-    found = verdicts.capacity(settings)
+    settings = [setting_of(means, task=task) for task in definitions.SOURCES]
+    found = losses.capacity(settings)
     assert found["outcome"] == ("held" if worse else "did not hold")
-    more = verdicts.more(settings)
+    more = losses.more(settings)
     assert more["outcome"] == ("did not hold" if means is ALIKE else "held")
 
 
 def test_a_difference_below_a_hundredth_of_a_nat_does_not_count():
     means = {1: 2.0, 2: 2.0, 4: 2.0, 8: 2.008}
-    row = verdicts.more([setting_of(means, spread=1e-5)])["settings"]["python, rotary"]
+    row = losses.more([setting_of(means, spread=1e-5)])["settings"]["python, rotary"]
     assert row["holm"] < 1e-6
     assert row["sign"] == 0
 
@@ -98,7 +102,7 @@ def test_the_verdict_names_schemes_and_sources():
     settings = [setting_of(TURN, task="python"), setting_of(ALIKE, task="bible")]
     settings += [setting_of(ALIKE, task=task, scheme="spread") for task in ("python", "bible")]
     settings += [setting_of(TURN, task="masked", scheme="spread")]
-    found = verdicts.more(settings)
+    found = losses.more(settings)
     assert found["outcome"] == "depends"
     assert found["schemes"]["rotary"] == {"true in": ["python"], "false in": ["bible"], "outcome": "depends"}
     assert found["schemes"]["spread"]["outcome"] == "did not hold"
@@ -129,42 +133,42 @@ def removed(shares):
     ],
 )
 def test_robust_fits_no_line(shares, outcome, shape):
-    settings = [setting_of(ALIKE, task=task, extra=removed(shares)) for task in verdicts.ROBUST]
-    found = verdicts.robust(settings)
+    settings = [setting_of(ALIKE, task=task, extra=removed(shares)) for task in definitions.ROBUST]
+    found = removals.robust(settings)
     assert found["outcome"] == outcome
     assert {row["half shape"] for row in found["settings"].values()} == {shape}
     assert found["settings"]["python, rotary"]["half"][2][0] == pytest.approx(shares[2], abs=0.002)
 
 
 @pytest.mark.parametrize(
-    ("gaps", "losses", "holds"),
+    ("gaps", "test_losses", "holds"),
     [
         ({1: 0.5, 2: 0.4, 4: 0.4, 8: 0.4}, ALIKE, True),
         ({1: 0.5, 2: 0.4, 4: 0.4, 8: 0.4}, {1: 2.0, 2: 2.2, 4: 2.2, 8: 2.2}, False),
         ({1: 0.5, 2: 0.6, 4: 0.6, 8: 0.6}, ALIKE, False),
     ],
 )
-def test_regularises_demands_a_smaller_gap_without_a_larger_loss(gaps, losses, holds):
+def test_regularises_demands_a_smaller_gap_without_a_larger_loss(gaps, test_losses, holds):
     settings = []
-    for task in verdicts.FEW:
-        cells = cells_of(losses, task=task)
+    for task in definitions.FEW:
+        cells = cells_of(test_losses, task=task)
         for cell in cells:
             for run in cell["runs"]:
                 run["training"] = run["test"] - gaps[cell["heads"]]
         settings.append(Setting(cells))
-    assert verdicts.regularises(settings)["outcome"] == ("held" if holds else "did not hold")
+    assert losses.regularises(settings)["outcome"] == ("held" if holds else "did not hold")
 
 
 def test_eight_is_good_bad_or_open():
     means = {1: 2.5, 2: 2.0, 4: 2.05, 8: 2.002}
-    rows = verdicts.eight([setting_of(means)])["settings"]["python, rotary"]
+    rows = losses.eight([setting_of(means)])["settings"]["python, rotary"]
     assert rows["best"] == 2
     assert {heads: row["grade"] for heads, row in rows["heads"].items()} == {1: "bad", 2: "good", 4: "bad", 8: "good"}
-    wide = verdicts.eight([setting_of(means, spread=0.3)])["settings"]["python, rotary"]
+    wide = losses.eight([setting_of(means, spread=0.3)])["settings"]["python, rotary"]
     assert "open" in {row["grade"] for row in wide["heads"].values()}
 
 
-def distances(trained, sharp, missed=0.0):
+def measured_distances(trained, sharp, missed=0.0):
     return lambda heads, seed: {
         "distance": {
             "trained": {"0": trained + 0.001 * seed, "1": trained},
@@ -176,8 +180,8 @@ def distances(trained, sharp, missed=0.0):
 
 @pytest.mark.parametrize(("trained", "sharp", "outcome"), [(0.6, 0.5, "held"), (0.5, 0.6, "did not hold")])
 def test_different_is_decided_by_the_equally_sharp_control(trained, sharp, outcome):
-    settings = [setting_of(ALIKE, task=task, extra=distances(trained, sharp)) for task in ("python", "bible")]
-    found = verdicts.different(settings, {})
+    settings = [setting_of(ALIKE, task=task, extra=measured_distances(trained, sharp)) for task in ("python", "bible")]
+    found = distances.different(settings, {})
     assert found["outcome"] == outcome
     per_model = [trained - sharp + 0.0005 * seed - 0.001 * seed for seed in range(6)]
     effect = found["effects"]["bible, rotary"]
@@ -187,8 +191,8 @@ def test_different_is_decided_by_the_equally_sharp_control(trained, sharp, outco
 
 
 def test_layers_whose_control_misses_the_entropy_are_left_out():
-    settings = [setting_of(ALIKE, extra=distances(0.6, 0.5, missed=0.2))]
-    found = verdicts.different(settings, {})
+    settings = [setting_of(ALIKE, extra=measured_distances(0.6, 0.5, missed=0.2))]
+    found = distances.different(settings, {})
     assert found["layers left out"] == 6
     assert found["effects"]["python, rotary"]["mean"] == pytest.approx(0.1 + 0.0025)
 
@@ -204,7 +208,7 @@ def test_published_models_are_judged_by_document():
             "entropy": {"trained": [1.0] * 3, "as sharp": [[1.0, 1.01, 2.0]] * 2},
         }
     }
-    found = verdicts.different([], published)
+    found = distances.different([], published)
     values = table[:, :2].mean(1) - 0.5
     assert found["effects"]["M"]["p"] == pytest.approx(scipy.stats.ttest_1samp(values, 0).pvalue)
     assert found["outcome"] == "did not hold"
@@ -215,10 +219,10 @@ def test_times_are_judged_by_device():
     seconds = {"forward fused 1": [1.0, 1.0, 1.0], "forward fused 2": [1.0, 1.05, 1.02], "forward list 1": [1.0] * 3}
     seconds |= {"forward fused 4": [1.3, 1.4, 1.2], "forward fused 8": [1.0, 1.09, 1.4]}
     regime = {"device": "cpu", "batch": 1, "length": 2, "seconds": seconds}
-    found = verdicts.parallel({"about": {"threads": 2}, "measured": [regime]})
+    found = timings.parallel({"about": {"threads": 2}, "measured": [regime]})
     assert [case["verdict"] for case in found["devices"]["cpu"]["cases"]] == ["free", "not free", "open"]
     assert found["outcome"] == "depends"
-    assert verdicts.parallel(None)["outcome"] == "not measured"
+    assert timings.parallel(None)["outcome"] == "not measured"
 
 
 def saved(folder, cells):
@@ -234,11 +238,11 @@ def every_cell(means=TURN_OF_FEW, without=()):
     """Return the cells of all settings that are expected, but for those that are named."""
 
     def both(heads, seed):
-        return removed(dict.fromkeys(HEADS, 0.5))(heads, seed) | distances(0.6, 0.5)(heads, seed)
+        return removed(dict.fromkeys(HEADS, 0.5))(heads, seed) | measured_distances(0.6, 0.5)(heads, seed)
 
     return [
         cell
-        for task, schemes in verdicts.EXPECTED.items()
+        for task, schemes in definitions.EXPECTED.items()
         for scheme in schemes
         if f"{task}, {scheme}" not in without
         for cell in cells_of(means, task=task, scheme=scheme, extra=both)
@@ -249,19 +253,19 @@ def test_incomplete_settings_and_rates_at_an_edge_are_named(tmp_path):
     cells = every_cell(without=("bible, spread",))
     next(cell for cell in cells if cell["task"] == "bible")["complete"] = False
     cells[0] |= {"search": {"0": [1.0], "1": [2.0]}, "rate": 0.001}
-    found = verdicts.judge(saved(tmp_path, cells))
+    found = judge.judge(saved(tmp_path, cells))
     assert found["incomplete settings"] == ["bible, none", "bible, spread", "minilm", "smollm2"]
     assert found["rates at an edge"] == ["python-none-1"]
     assert found["rates"] == len(cells) - 1
 
 
 def test_a_verdict_that_a_missing_setting_could_change_is_not_given(tmp_path):
-    whole = verdicts.judge(saved(tmp_path, every_cell()))
+    whole = judge.judge(saved(tmp_path, every_cell()))
     assert whole["more"]["outcome"] == "held"
     assert whole["different"]["outcome"] == "not measured"  # without published models
     for path in (tmp_path / "cells").glob("lookup-spread-*"):
         path.unlink()
-    found = verdicts.judge(tmp_path)
+    found = judge.judge(tmp_path)
     assert found["more"]["outcome"] == found["capacity"]["outcome"] == "not measured"
     assert found["more"]["schemes"]["spread"]["missing"] == ["lookup"]
     assert found["more"]["schemes"]["rotary"]["outcome"] == "held"
@@ -270,7 +274,7 @@ def test_a_verdict_that_a_missing_setting_could_change_is_not_given(tmp_path):
 
 def test_a_missing_setting_cannot_change_that_a_claim_depends():
     settings = [Setting(cells_of(means, task=task)) for task, means in (("python", ALIKE), ("bible", TURN))]
-    found = verdicts.withheld(verdicts.more(settings), ["lookup, rotary"], verdicts.SOURCES)
+    found = judge.withheld(losses.more(settings), ["lookup, rotary"], definitions.SOURCES)
     assert found["schemes"]["rotary"]["outcome"] == found["outcome"] == "depends"
 
 
@@ -294,14 +298,14 @@ def test_malformed_cells_are_refused_by_name(tmp_path, change, message):
     cells = cells_of(TURN, extra=removed(dict.fromkeys(HEADS, 0.5)))
     change(cells[1])
     with pytest.raises(ValueError, match=message):
-        verdicts.judge(saved(tmp_path, cells))
+        judge.judge(saved(tmp_path, cells))
 
 
 def test_a_file_of_another_cell_is_refused(tmp_path):
     saved(tmp_path, cells_of(TURN, task="lookup"))
     (tmp_path / "cells" / "lookup-rotary-2.json").rename(tmp_path / "cells" / "lookup-rotary-4.json")
     with pytest.raises(ValueError, match=r"lookup-rotary-4.json.*not those of its name"):
-        verdicts.judge(tmp_path)
+        judge.judge(tmp_path)
 
 
 def diverging(heads, task="python"):
@@ -314,12 +318,12 @@ def diverging(heads, task="python"):
 @pytest.mark.parametrize(
     ("judge", "needed", "task"),
     [
-        (verdicts.capacity, 1, "python"),
-        (verdicts.more, 8, "python"),
-        (verdicts.eight, 8, "python"),
-        (verdicts.robust, 1, "python"),
-        (verdicts.robust, 8, "python"),
-        (verdicts.regularises, 1, "python-few"),
+        (losses.capacity, 1, "python"),
+        (losses.more, 8, "python"),
+        (losses.eight, 8, "python"),
+        (removals.robust, 1, "python"),
+        (removals.robust, 8, "python"),
+        (losses.regularises, 1, "python-few"),
     ],
 )
 def test_no_other_number_of_heads_takes_the_place_of_one_that_diverged(judge, needed, task):
@@ -331,7 +335,7 @@ def test_no_other_number_of_heads_takes_the_place_of_one_that_diverged(judge, ne
 
 def test_equal_losses_do_not_differ_and_constant_losses_may():
     groups = {1: np.full(6, 2.0), 2: np.full(6, 2.0), 4: np.full(6, 2.5), 8: np.linspace(2, 3, 6)}
-    found = verdicts.games_howell(groups)
+    found = comparisons.games_howell(groups)
     assert (found[1, 2], found[1, 4]) == (1.0, 0.0)
     assert found[4, 8] > 0.5
 
@@ -344,28 +348,28 @@ def test_the_shares_are_corrected_over_settings_for_each_pair():
         share = {1: 0.5, 2: 0.5, 4: 0.5, 8: 0.465}[heads] + noise[seed]
         return {"removed": {"whole": 2.0, "all": 3.0, "least": 2.5, "half": [2.0 + share]}}
 
-    settings = [setting_of(ALIKE, task=task, extra=of_run) for task in verdicts.ROBUST]
-    shares = {heads: verdicts._shares(settings[0], heads, "half") for heads in HEADS}
-    p = verdicts.games_howell(shares)[1, 8]
+    settings = [setting_of(ALIKE, task=task, extra=of_run) for task in definitions.ROBUST]
+    shares = {heads: removals._shares(settings[0], heads, "half") for heads in HEADS}
+    p = comparisons.games_howell(shares)[1, 8]
     assert 0.05 / (2 * 5 * 2) < p < 0.025  # two settings, each with five pairs of two kinds
-    assert all(row["half true"] for row in verdicts.robust(settings)["settings"].values())
+    assert all(row["half true"] for row in removals.robust(settings)["settings"].values())
 
 
 def test_a_setting_without_control_is_named_and_not_counted():
-    settings = [setting_of(ALIKE, task="python", extra=distances(0.6, 0.5))]
+    settings = [setting_of(ALIKE, task="python", extra=measured_distances(0.6, 0.5))]
 
     def missed(heads, seed):
-        return {**distances(0.6, 0.5)(heads, seed), "entropy": {"trained": [1, 1], "as sharp": [2, 2]}}
+        return {**measured_distances(0.6, 0.5)(heads, seed), "entropy": {"trained": [1, 1], "as sharp": [2, 2]}}
 
-    found = verdicts.different([*settings, setting_of(ALIKE, task="bible", extra=missed)], {})
+    found = distances.different([*settings, setting_of(ALIKE, task="bible", extra=missed)], {})
     assert found["not compared"] == ["bible, rotary"]
     assert (found["farther"], found["of"], found["layers left out"]) == (1, 1, 12)
 
 
 def test_further_tasks_can_be_left_out_of_the_distances():
-    settings = [setting_of(ALIKE, task=task, extra=distances(0.6, 0.5)) for task in verdicts.ROBUST]
-    settings.append(setting_of(ALIKE, task="masked", extra=distances(0.5, 0.6)))
-    found = verdicts.different(settings, {})
+    settings = [setting_of(ALIKE, task=task, extra=measured_distances(0.6, 0.5)) for task in definitions.ROBUST]
+    settings.append(setting_of(ALIKE, task="masked", extra=measured_distances(0.5, 0.6)))
+    found = distances.different(settings, {})
     assert found["outcome"] == "depends"
     assert found["without further tasks"] == {"outcome": "held", "farther": 2, "closer": 0, "of": 2}
 
@@ -375,7 +379,7 @@ def test_the_mixed_model_equals_a_nested_analysis_of_variance():
     effect = 0.1 + 0.1 * draw.standard_normal((8, 1, 1)) + 0.05 * draw.standard_normal((8, 6, 1))
     table = effect + 0.03 * draw.standard_normal((8, 6, 2))
     rows = [(f"{s}", f"{s},{m}", layer, table[s, m, layer]) for s, m, layer in np.ndindex(table.shape)]
-    found = verdicts._mixed_effect(pd.DataFrame(rows, columns=["setting", "model", "layer", "difference"]))
+    found = distances._mixed_effect(pd.DataFrame(rows, columns=["setting", "model", "layer", "difference"]))
     of_settings, of_models = table.mean((1, 2)), table.mean(2)
     between_settings = 12 * of_settings.var(ddof=1)
     between_models = 2 * ((of_models - of_settings[:, None]) ** 2).sum() / (8 * 5)
@@ -386,7 +390,7 @@ def test_the_mixed_model_equals_a_nested_analysis_of_variance():
 
 def test_a_penalty_of_the_best_number_is_exactly_0():
     falling = {1: 2.3, 2: 2.2, 4: 2.1, 8: 2.0}
-    (row,) = verdicts.more([setting_of(falling), setting_of(falling, scheme="spread")])["between schemes"]
+    (row,) = losses.more([setting_of(falling), setting_of(falling, scheme="spread")])["between schemes"]
     assert row["difference"] == row["error"] == 0.0
 
 
