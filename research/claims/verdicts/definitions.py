@@ -43,7 +43,7 @@ ROUNDING = 1e-4
 """Largest accepted difference between a loss and the same loss computed from numbers with six digits."""
 
 HOWS = ("half", "least")
-"""Which half of the heads is removed: the mean over all halves, or the least important half."""
+"""Half of the heads that is removed: the mean over all halves, or the least important half."""
 
 SHAPES = {
     (True, True): "rises and falls",
