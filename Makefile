@@ -88,6 +88,7 @@ pruning: $(INSTALLED)  ## measure models without 10 to 70 % of their heads, or w
 claims: $(INSTALLED)  ## measure claims about multi-head attention and write docs/reports/claims.md (a night)
 	$(BIN)/python -m research.claims
 	$(BIN)/python -m research.claims.verdicts
+	$(BIN)/python -m research.claims.verdicts.false_positives
 	$(BIN)/python -m research.claims.report
 
 bench: $(BENCH)  ## measure speed and memory against other libraries and write docs/reports/benchmarks.md

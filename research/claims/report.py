@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from research.claims import report_pictures
-from research.claims.report_setup import corpora, machine
+from research.claims.report_setup import corpora, false_positives, machine
 from research.claims.report_tables import (
     compared,
     distances,
@@ -67,7 +67,7 @@ def document(results: Results) -> str:
     ]
     lines = ["# Claims", "", *five_sentences(results), "", INTRODUCTION, ""]
     lines += markdown_table(("claim", "verdict", "by position scheme", "decisive figure"), rows)
-    lines += [*METHOD, "", "**Texts.**", "", *corpora(results)]
+    lines += [*METHOD, "", false_positives(results), "", "**Texts.**", "", *corpora(results)]
     lines += ["## What a review objected to", "", *objections(results)]
     for name, section in SECTIONS.items():
         lines += [f"## {TITLES[name]}", "", BACKGROUND[name], "", *section(results), sentence(results, name), ""]

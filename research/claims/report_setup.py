@@ -54,6 +54,21 @@ def machine(results: Results) -> list[str]:
     return [*lines, f"Numbers of heads of which a training diverged: {'; '.join(diverged) or 'none'}.", ""]
 
 
+def false_positives(results: Results) -> str:
+    """Write how often claims are found where they are false, by the effect of the choice of the learning rate."""
+    found = results.false_positives
+    parts = []
+    for name, words in (("capacity", "claim 2"), ("more", "claim 6")):
+        by_choice = found["claims"][name].items()
+        some = ", ".join(f"{row['in some setting']:.0%} if it adds {choice}" for choice, row in by_choice)
+        parts.append(f"{words} is true in some setting in {some}")
+    return (
+        f"**False positives.** The choice of the learning rate moves all models of a number of heads together, by an "
+        f"unknown amount. In {found['runs']} simulations of the {found['settings']} settings that count, without a difference "
+        f"between numbers of heads, {'; '.join(parts)} (standard deviation, in nats)."
+    )
+
+
 def _range(numbers: Sequence[int]) -> str:
     low, high = min(numbers), max(numbers)
     return str(low) if low == high else f"{low} to {high}"

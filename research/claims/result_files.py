@@ -18,6 +18,7 @@ class Results:
         published: distances between the heads of published models.
         timings: times of layers; None if they were not measured.
         verdicts: what `research.claims.verdicts` wrote.
+        false_positives: what `research.claims.verdicts.false_positives` wrote.
     """
 
     settings: dict[tuple[str, str], dict[int, Any]]
@@ -25,6 +26,7 @@ class Results:
     published: dict[str, Any]
     timings: dict[str, Any] | None
     verdicts: dict[str, Any]
+    false_positives: dict[str, Any]
 
     @classmethod
     def load(cls, folder: Path) -> "Results":
@@ -46,6 +48,7 @@ class Results:
             read_json(folder / "published.json"),
             read_json(timings) if timings.exists() else None,
             read_json(folder / "verdicts.json"),
+            read_json(folder / "false_positives.json"),
         )
 
 

@@ -7,9 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from .cells import RESULTS
 from .judge import judge
-
-RESULTS = Path(__file__).parent.parent / "results"
 
 
 def main() -> None:

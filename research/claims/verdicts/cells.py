@@ -10,6 +10,9 @@ import numpy as np
 
 from .definitions import HOWS, ROBUST, ROUNDING
 
+RESULTS = Path(__file__).parent.parent / "results"
+"""Folder of the results that the report describes."""
+
 
 def read(path: Path) -> Any:
     """Return the content of a JSON file, or None if there is none."""

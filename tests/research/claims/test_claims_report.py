@@ -45,6 +45,9 @@ def folder(tmp_path_factory):
     timings = [{"device": "cpu", "batch": 1, "length": 8, "width": 16, "seconds": seconds}]
     write_json(out / "timings.json", {"about": {"threads": 2}, "measured": timings})
     (out / "verdicts.json").write_text(json.dumps(judge(out)))
+    shares = {"0.01": {"in some setting": 0.24, "another verdict": 0.13}}
+    simulated = {"runs": 40, "settings": 3, "claims": {"capacity": shares, "more": shares}}
+    (out / "false_positives.json").write_text(json.dumps(simulated))
     return out
 
 

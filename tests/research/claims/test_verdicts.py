@@ -10,7 +10,16 @@ import pytest
 import scipy.stats
 
 from research.claims import verdicts
-from research.claims.verdicts import comparisons, definitions, distances, judge, losses, removals, timings
+from research.claims.verdicts import (
+    comparisons,
+    definitions,
+    distances,
+    false_positives,
+    judge,
+    losses,
+    removals,
+    timings,
+)
 from research.claims.verdicts.settings import Setting
 
 HEADS = (1, 2, 4, 8)
@@ -299,6 +308,26 @@ def test_malformed_cells_are_refused_by_name(tmp_path, change, message):
     change(cells[1])
     with pytest.raises(ValueError, match=message):
         judge.judge(saved(tmp_path, cells))
+
+
+def test_false_positives_are_those_of_the_choice_of_the_rate(monkeypatch):
+    monkeypatch.setattr(false_positives, "RUNS", 8)
+    monkeypatch.setattr(false_positives, "CHOICES", (0.0, 0.5))
+    settings = [setting_of(TURN_OF_FEW, task=task) for task in definitions.SOURCES]
+    found = false_positives.shares(settings)["claims"]
+    assert found["more"]["0.0"] == found["capacity"]["0.0"] == {"in some setting": 0.0, "another verdict": 0.0}
+    assert found["more"]["0.5"]["in some setting"] > 0.5 < found["capacity"]["0.5"]["another verdict"]
+
+
+def test_results_without_effect_have_the_measured_spread():
+    setting = setting_of(TURN_OF_FEW, spread=0.1)
+    drawn = [false_positives.without_effect(setting, 0.0, np.random.default_rng(n)) for n in range(200)]
+    for heads in TURN_OF_FEW:
+        values = np.concatenate([each.values(heads) for each in drawn])
+        assert values.mean() == pytest.approx(np.mean([setting.values(h).mean() for h in TURN_OF_FEW]), abs=0.02)
+        assert values.std() == pytest.approx(setting.values(heads).std(ddof=1), rel=0.1)
+        means = drawn[0].documents(heads, "test").mean(1)
+        assert means == pytest.approx(drawn[0].values(heads), rel=1e-9)
 
 
 def test_a_file_of_another_cell_is_refused(tmp_path):
