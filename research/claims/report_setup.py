@@ -62,10 +62,11 @@ def false_positives(results: Results) -> str:
         by_choice = found["claims"][name].items()
         some = ", ".join(f"{row['in some setting']:.0%} if it adds {choice}" for choice, row in by_choice)
         parts.append(f"{words} is true in some setting in {some}")
+    simulations = f"{found['runs']} simulations of the {found['settings']} settings that count"
     return (
-        f"**False positives.** The choice of the learning rate moves all models of a number of heads together, by an "
-        f"unknown amount. In {found['runs']} simulations of the {found['settings']} settings that count, without a difference "
-        f"between numbers of heads, {'; '.join(parts)} (standard deviation, in nats)."
+        "**False positives.** The choice of the learning rate moves all models of a number of heads together, by an unknown "
+        f"amount. In {simulations}, without a difference between numbers of heads, {'; '.join(parts)} (standard deviation, "
+        "in nats)."
     )
 
 
