@@ -64,9 +64,9 @@ def false_positives(results: Results) -> str:
         parts.append(f"{words} is true in some setting in {some}")
     simulations = f"{found['runs']} simulations of the {found['settings']} settings that count"
     return (
-        "**False positives.** The choice of the learning rate moves all models of a number of heads together, by an unknown "
-        f"amount. In {simulations}, without a difference between numbers of heads, {'; '.join(parts)} (standard deviation, "
-        "in nats)."
+        "**False positives.** The choice of the learning rate moves all models of a number of heads together, by an "
+        f"unknown amount. In {simulations}, without a difference between numbers of heads, {'; '.join(parts)} (standard "
+        "deviation, in nats)."
     )
 
 
