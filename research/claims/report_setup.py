@@ -65,8 +65,8 @@ def false_positives(results: Results) -> str:
     simulations = f"{found['runs']} simulations of the {found['settings']} settings that count"
     return (
         "**False positives.** The choice of the learning rate moves all models of a number of heads together, by an "
-        f"unknown amount. In {simulations}, without a difference between numbers of heads, {'; '.join(parts)} (standard "
-        "deviation, in nats)."
+        f"unknown amount. In {simulations}, without a difference between numbers of heads, {'; '.join(parts)} "
+        "(standard deviation, in nats)."
     )
 
 
