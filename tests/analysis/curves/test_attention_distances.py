@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from eager_rows import attention, models, padded, sequences
+from eager_rows import attention, models
 
 import headwise as hw
 import tiny
 from jackknife import jackknife
+from token_sequences import padded, sequences
 
 pytestmark = pytest.mark.usefixtures("as_user")
 

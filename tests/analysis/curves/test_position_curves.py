@@ -5,11 +5,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from eager_rows import SPECIAL, attention, models, padded, row_statistics, sequences
+from eager_rows import SPECIAL, attention, models, row_statistics
 
 import headwise as hw
 import tiny
 from jackknife import jackknife
+from token_sequences import padded, sequences
 
 pytestmark = pytest.mark.usefixtures("as_user")
 

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from eager_flow import SPECIAL, layers_of, mean_of, model_of, padded, row_statistics, sequences
+from eager_flow import SPECIAL, layers_of, mean_of, model_of, row_statistics
 
 import headwise as hw
 import tiny
 from jackknife import jackknife
+from token_sequences import padded, sequences
 
 pytestmark = pytest.mark.usefixtures("as_user")
 

@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 import transformers
-from eager_flow import SPECIAL, layers_of, model_of, padded, sequences
+from eager_flow import SPECIAL, layers_of, model_of
 
 import headwise as hw
 import tiny
 from headwise.analysis.flow import rollout_reader, token_rollout
 from jackknife import jackknife
+from token_sequences import padded, sequences
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
