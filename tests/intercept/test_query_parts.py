@@ -190,6 +190,13 @@ def test_queries_that_attend_twice_in_one_call_are_named(core, attend):
     assert all(row.keys() == {"layer", "head", "kv_head", "module", "kind"} for row in heads.rows())
 
 
+@pytest.mark.parametrize("measure", [hw.attention_distances, hw.position_curves])
+def test_further_statistics_of_queries_that_attend_twice_are_left_out(measure):
+    match = "queries of the same tokens attend several times in one call.*: Twice"
+    with pytest.warns(UserWarning, match=match), pytest.raises(hw.InputError, match="none; warnings name the reasons"):
+        measure(Twice(added, softmax), [{"x": torch.randn(2, 7, 15)}])
+
+
 def reversed_rows(attend, q, k, v):
     return attend(q.flip(2), k, v).flip(2)
 
