@@ -45,7 +45,7 @@ def test_heads_are_removed_together_from_the_least_important_on(model):
         mean = sum(losses) / 4
         sem = math.sqrt(sum((loss - mean) ** 2 for loss in losses) / 3 / 4)
         assert point.share == point.removed / 12
-        assert point.statistics["loss"] == pytest.approx((mean, sem, 4), rel=1e-5)
+        assert point.statistics["loss"] == pytest.approx((mean, sem, 4, 3), rel=1e-5)
         assert point.statistics["cost"].value == pytest.approx(mean - curve.baseline.value, rel=1e-4, abs=1e-6)
 
 

@@ -132,7 +132,7 @@ def test_values_tiles_and_visible_keys_of_a_page_equal_the_view():
     for row, name in enumerate(names):
         for index in range(12):
             expected = seen.estimate(name, index)
-            assert tuple(numbers[:, row, index]) == pytest.approx(tuple(expected), rel=1e-6, nan_ok=True)
+            assert tuple(numbers[:, row, index]) == pytest.approx(expected[:3], rel=1e-6, nan_ok=True)
     for number, view in enumerate(seen):
         own = numpy.frombuffer(blob(arrays, f"p{number}-values"), "<f4").reshape(len(names), 12)
         tiles = numpy.frombuffer(blob(arrays, f"p{number}-tiles-0"), "u1").reshape(12, len(view.words), len(view.words))

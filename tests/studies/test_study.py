@@ -155,7 +155,7 @@ def test_the_table_has_means_over_seeds(complete):
         losses = list(complete.losses[row.setting].values())
         assert list(complete.losses[row.setting]) == [1, 2]
         sem = statistics.stdev(losses) / 2**0.5
-        assert row.statistics["loss"] == pytest.approx((statistics.fmean(losses), sem, 2))
+        assert row.statistics["loss"] == pytest.approx((statistics.fmean(losses), sem, 2, 1))
         assert row.statistics["parameters"].value == sum(each.numel() for each in Toy(row.setting).parameters())
         assert row.statistics["step_ms"].value > 0
         assert list(row.statistics) == ["loss", "train_loss", "step_ms", "parameters", "rate"]
@@ -364,7 +364,7 @@ def test_additional_measures(tmp_path):
     result = study_in_memory(
         (ONE, TWO), trials=1, measures={"heads": lambda model: model.setting.num_heads}, out=tmp_path
     )
-    assert [row.statistics["heads"] for row in result.rows] == [(1.0, 0.0, 2), (2.0, 0.0, 2)]
+    assert [row.statistics["heads"] for row in result.rows] == [(1.0, 0.0, 2, 1), (2.0, 0.0, 2, 1)]
     assert hw.Study.load(tmp_path).row(TWO).statistics["heads"].value == 2.0
 
 
