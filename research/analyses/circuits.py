@@ -23,13 +23,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import scipy.stats
 
 import headwise as hw
 from headwise.data.models import load
 from headwise.runs.head_table import HeadTable
-from headwise.runs.rows import HeadRow
 from research.markdown import markdown_table
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,7 +64,7 @@ def scores_of(name: str, folder: Path) -> dict[str, Numbers]:
     return scores
 
 
-def numbers(table: HeadTable[HeadRow], statistic: str) -> Numbers:
+def numbers(table: HeadTable[Any], statistic: str) -> Numbers:
     """Return the number of each head that has one."""
     values = {(row.layer, row.head): row.statistics[statistic].value for row in table.rows}
     return {head: value for head, value in values.items() if not math.isnan(value)}
