@@ -2,7 +2,8 @@
 
     python -m research.analyses.head_curves PART FOLDER
 
-PART is "positions", "distances", "in-context" or "draw"; results are saved in FOLDER, from which a stopped run resumes.
+PART is "positions", "distances", "in-context" (some heads, 8 sequences), "in-context-all" (all heads, the default of 4
+sequences) or "draw"; results are saved in FOLDER, from which a stopped run resumes.
 The data are the topics of the language reference that comes with Python, one document each.
 """
 
@@ -30,8 +31,8 @@ def documents() -> list[str]:
 
 def measure(part: str, folder: Path) -> None:
     """Measure one part for SmolLM2, and print the processor time."""
-    start = time.process_time()
-    model, tokenizer = hw.load("smollm2", "causal" if part == "in-context" else None)
+    start, processor = time.monotonic(), time.process_time()
+    model, tokenizer = hw.load("smollm2", "causal" if part.startswith("in-context") else None)
     title = "SmolLM2-135M-Instruct"
     if part == "positions":
         texts = hw.Texts(documents(), tokenizer, 2048, "truncate", batch=4)
@@ -39,6 +40,9 @@ def measure(part: str, folder: Path) -> None:
     elif part == "distances":
         texts = hw.Texts(documents(), tokenizer, 1024, "truncate", batch=4, limit=40)
         hw.attention_distances(model, texts, out=folder / part, title=title)
+    elif part == "in-context-all":
+        texts = hw.Texts(documents(), tokenizer, 512, "truncate")
+        hw.in_context_score(model, texts, out=folder / part, title=title).save(folder / part, force=True)
     else:
         texts = hw.Texts(documents(), tokenizer, 512, "truncate")
         few = hw.Texts(["a b"], tokenizer)
@@ -48,7 +52,8 @@ def measure(part: str, folder: Path) -> None:
         chosen = pairs[:HEADS] + random.Random(0).sample(pairs[HEADS:], HEADS)
         options: dict[str, Any] = {"out": folder / part, "title": title, "sequences": SEQUENCES}
         hw.in_context_score(model, texts, heads=chosen, **options).save(folder / part, force=True)
-    print(f"{part}: {time.process_time() - start:.0f} s of processor time")
+    seconds, of_processor = time.monotonic() - start, time.process_time() - processor
+    print(f"{part}: {seconds:.0f} s, {of_processor:.0f} s of processor time")
 
 
 def draw(folder: Path) -> None:
