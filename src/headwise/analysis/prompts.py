@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checks import whole_numbers
-from headwise.data.batches import call_model, device_of, iterate_batches, to_device
+from headwise.data.batches import arguments_of, call_model, device_of, to_device
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
 
@@ -144,12 +144,17 @@ def output_embedding(model: Any) -> nn.Module | None:
     return embedding if isinstance(embedding, nn.Module) else None
 
 
-def one_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
+def one_batch(model: nn.Module, batch: Any, argument: str = "batch") -> dict[str, Any]:
     """Return `batch` as a dictionary of the model's arguments by name, with tensors on the model's device. For a batch
     that is a single tensor, the only name is the empty string, which stands for the first positional argument. Anything
-    but a tensor or a mapping with tensors raises `InputError`.
+    but a tensor or a mapping with tensors raises `InputError` for the argument of the name `argument`.
     """
-    return next(to_device(arguments, device_of(model)) for arguments in iterate_batches([batch]))
+    arguments = arguments_of(batch)
+    if arguments is None:
+        expected = "a batch: a tensor, or a mapping of tensors, as the model takes it"
+        remedy = 'tokenizer(texts, return_tensors="pt") makes a batch of texts'
+        raise InputError(argument, expected=expected, got=type(batch).__name__, remedy=remedy)
+    return to_device(arguments, device_of(model))
 
 
 def _real_tokens(batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Bool[Tensor, "prompts length"]:

@@ -30,14 +30,23 @@ def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
     if not isinstance(dataset, Iterable):
         raise InputError("dataset", expected="Texts, or batches", got=type(dataset).__name__)
     for batch in dataset:
-        if isinstance(batch, Tensor):
-            yield {POSITIONAL: batch}
-        elif isinstance(batch, Mapping) and any(isinstance(value, Tensor) for value in batch.values()):
-            yield dict(batch)
-        else:
+        arguments = arguments_of(batch)
+        if arguments is None:
             expected = "batches: tensors, or mappings of them, as the model takes them"
             remedy = "hw.Texts(source, tokenizer) makes batches of texts and files"
             raise InputError("dataset", expected=expected, got=type(batch).__name__, remedy=remedy)
+        yield arguments
+
+
+def arguments_of(batch: Any) -> dict[str, Any] | None:
+    """Return a batch as a dictionary of the model's arguments by name; None if it is neither a tensor nor a mapping
+    that contains tensors. The name of a single tensor is the empty string.
+    """
+    if isinstance(batch, Tensor):
+        return {POSITIONAL: batch}
+    if isinstance(batch, Mapping) and any(isinstance(value, Tensor) for value in batch.values()):
+        return dict(batch)
+    return None
 
 
 @dataclass(frozen=True, eq=False)

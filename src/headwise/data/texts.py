@@ -15,7 +15,7 @@ from headwise.checks import LARGEST_INTEGER, whole_number
 from headwise.data.document_modes import DOCUMENT_MODES, TokenizedDocument
 from headwise.data.documents import Document, documents_in_memory, read_documents, require_unicode
 from headwise.data.special_tokens import SpecialTokens
-from headwise.data.tokenization import NO_LIMIT, max_input_tokens
+from headwise.data.tokenization import NO_LIMIT, max_input_tokens, require_tokenizer
 from headwise.errors import InputError
 from headwise.shapes import Int
 
@@ -86,8 +86,7 @@ class Texts:
     column: str = "text"
 
     def __post_init__(self) -> None:
-        if not callable(self.tokenizer) or not hasattr(self.tokenizer, "convert_ids_to_tokens"):
-            raise InputError("tokenizer", expected="a transformers tokenizer", got=type(self.tokenizer).__name__)
+        require_tokenizer(self.tokenizer)
         if self.source == "" or not isinstance(self.source, str | Path | Iterable):
             got = "an empty path" if self.source == "" else type(self.source).__name__
             raise InputError("source", expected="a file, a folder, or documents: strings or mappings", got=got)

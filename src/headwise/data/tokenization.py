@@ -81,9 +81,11 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
         truncate: cut a text that is too long for the model, instead of raising an error.
 
     Raises:
-        InputError: the text is empty, too long, or not valid Unicode, or the tokenizer does not fit the model.
+        InputError: the text is empty, too long, or not valid Unicode, or the tokenizer is none of transformers or does
+            not fit the model.
     """
     require_text(text)
+    require_tokenizer(tokenizer)
     limit = max_input_tokens(model, tokenizer)
     truncates = truncate and limit is not None
     encoding = tokenizer(
@@ -177,6 +179,12 @@ def output_embeddings(model: Any) -> Any:
     except (AttributeError, NotImplementedError):
         return None
     return None if isinstance(module, nn.Embedding) else module
+
+
+def require_tokenizer(tokenizer: Any) -> None:
+    """Raise an `InputError` for an object that is not a tokenizer of `transformers`."""
+    if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
+        raise InputError("tokenizer", expected="a transformers tokenizer", got=type(tokenizer).__name__)
 
 
 def require_text(text: Any) -> None:

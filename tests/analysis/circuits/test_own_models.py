@@ -1,5 +1,7 @@
 """Circuits of models of the user, with the layers of headwise and of torch: what they have, and what they lack."""
 
+import math
+
 import pytest
 import torch
 import transformers
@@ -183,3 +185,160 @@ def test_models_that_do_not_run_in_float64_are_refused():
         hw.circuits(model)
     with pytest.raises(hw.InputError, match="expected one that runs in float64 on the batch, got TypeError"):
         hw.circuits(Model(), {"words": torch.arange(7)[None]})
+
+
+class Reader(nn.Module):
+    """Block whose attention output has a norm, and reaches the stream through this norm or past it too."""
+
+    def __init__(self, attention, past):
+        super().__init__()
+        self.attention, self.norm, self.after, self.past = attention, nn.LayerNorm(24), nn.LayerNorm(24), past
+
+    def forward(self, x):
+        added = self.attention(self.norm(x))
+        return x + self.after(added) + added if self.past else x + self.after(added)
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_a_norm_after_attention_must_be_the_only_way_into_the_stream(past):
+    model = changed(Model(), lambda block: Reader(block.attention, past))
+    circuits = hw.circuits(model)
+    assert circuits.has_linear_stream is not past
+    if past:
+        with pytest.raises(hw.InputError, match=r"got an input of blocks\.1\.attention that is not the sum of what"):
+            circuits.composition()
+        return
+    after = torch.diag(model.blocks[1].after.weight) @ (torch.eye(24, dtype=torch.float64) - 1 / 24)
+    assert close(circuits.ov(1, 2).matrix(), after.detach() @ dense_ov(model, 1, 2))
+
+
+def changed(model, block_of):
+    """Return a model whose blocks are made from its blocks by a function, with other random weights."""
+    model.blocks = nn.ModuleList([block_of(block) for block in model.blocks])
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return model.double().eval()
+
+
+class ConditionalNorm(nn.Module):
+    """Layer norm with a factor, which may be an argument that the model must pass or one that it may pass."""
+
+    def __init__(self, required):
+        super().__init__()
+        self.weight, self.required = nn.Parameter(torch.ones(24)), required
+
+    def forward(self, x, factor=None):
+        if factor is None and self.required:
+            raise TypeError("factor is missing")
+        normed = nn.functional.layer_norm(x, (24,)) * self.weight
+        return normed if factor is None else normed * factor
+
+
+class Conditional(nn.Module):
+    """Block with such a norm, which is called with a factor of each feature."""
+
+    def __init__(self, attention, required):
+        super().__init__()
+        self.attention, self.norm = attention, ConditionalNorm(required)
+
+    def forward(self, x):
+        return x + self.attention(self.norm(x, torch.linspace(0.5, 1.5, 24, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_norms_that_depend_on_more_than_their_input_are_refused(required):
+    model = changed(Model(), lambda block: Conditional(block.attention, required))
+    expected = r"layer norms and RMS norms, got blocks\.0\.norm of the class ConditionalNorm, which computes something"
+    with pytest.raises(hw.InputError, match=expected):
+        hw.circuits(model)
+
+
+class PlacedEmbedding(nn.Embedding):
+    """Token embedding that adds a vector for the place of each token."""
+
+    def forward(self, tokens):
+        places = torch.arange(tokens.shape[-1], dtype=torch.float64)[:, None]
+        return super().forward(tokens) + (places * torch.arange(1.0, 25.0, dtype=torch.float64)).sin()
+
+
+def test_a_token_embedding_that_adds_positions_has_no_scores_of_the_vocabulary():
+    model = Model()
+    model.embedding = PlacedEmbedding.from_pretrained(model.embedding.weight.detach())
+    circuits = hw.circuits(model)
+    assert circuits.has_linear_stream
+    for score in ("copying", "matching"):
+        with pytest.raises(hw.InputError, match="got a token embedding that depends on the places of the tokens"):
+            circuits.scores(score)
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj"])
+def test_a_head_whose_qk_matrix_is_0_leaves_the_scores_of_the_others(part):
+    model = Model(layer=lambda: hw.MultiHeadAttention(24, num_heads=3, mask=hw.causal(), fused_qkv=False))
+    attention = model.blocks[1].attention
+    linear = getattr(attention, part)
+    for tensor in (linear.weight, linear.bias):
+        nn.init.zeros_(tensor.data[8:16])
+    circuits = hw.circuits(model)
+    norm = torch.diag(model.blocks[1].norm.weight) @ (torch.eye(24, dtype=torch.float64) - 1 / 24)
+    query, key = attention.q_proj.weight[16:] @ norm, attention.k_proj.weight[16:] @ norm
+    assert close(circuits.qk(1, 2).matrix(), (query.T @ key).detach() / 8**0.5)
+    assert not circuits.qk(1, 1).matrix().any()
+    composition = circuits.composition()
+    assert math.isnan(composition.pair((0, 0), (1, 1)).statistics["k"].value)
+    scores = [row.statistics["k"].value for row in composition.rows if (row.layer, row.head) != (1, 1)]
+    assert [row.statistics["k"].value for row in composition.largest("k", 99)] == sorted(scores, reverse=True)
+
+
+def test_heads_that_write_nothing_do_not_change_the_largest_scores_of_others():
+    model = Model()
+    for head in (slice(0, 8), slice(16, 24)):
+        nn.init.zeros_(model.blocks[1].attention.out_proj.weight.data[:, head])
+    composition = hw.circuits(model).composition("v")
+    values = {(*earlier, *later): composition.pair(earlier, later).statistics["v"].value for earlier, later in PAIRS}
+    assert math.isnan(values[1, 2, 2, 0])
+    summary = composition.summary()
+    for head in range(3):
+        seen = [value for (*_, layer, reader), value in values.items() if (layer, reader) == (2, head)]
+        expected = max(value for value in seen if not math.isnan(value))
+        assert summary.head(2, head).statistics["v_in"].value == expected
+    assert summary.head(1, 2).statistics["v_out"].n == 0
+
+
+PAIRS = [
+    ((earlier, one), (later, other))
+    for earlier in range(2)
+    for later in range(earlier + 1, 3)
+    for one in range(3)
+    for other in range(3)
+]
+
+
+def test_attention_that_is_too_uniform_is_named():
+    tokens = torch.full((1, 7), 3)  # without positions, all keys of a query are equal
+    circuits = hw.circuits(Model(), tokens)
+    with pytest.raises(hw.InputError, match=r"got attention in blocks\.0\.attention that is too uniform to show the"):
+        circuits.qk(0, 0)
+
+
+def test_logits_may_be_part_of_a_tuple():
+    expected = hw.circuits(Model()).scores("copying")
+    circuits = hw.circuits(Model(logits=lambda z: (torch.zeros(()), z)))
+    assert circuits.scores("copying").rows == expected.rows
+
+
+def test_layers_called_with_the_length_first_are_named():
+    model = Model(layer=LengthFirst)
+    with pytest.raises(hw.InputError, match=r"called with \(1, length, width\), got \(7, 1, 24\) in blocks\.0\.atten"):
+        hw.circuits(model)
+
+
+class LengthFirst(nn.Module):
+    """Torch's layer with its default layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.MultiheadAttention(24, 3)
+
+    def forward(self, x):
+        x = x.transpose(0, 1)
+        return self.layer(x, x, x, need_weights=False)[0].transpose(0, 1)

@@ -179,6 +179,11 @@ def test_arguments_are_checked():
         lambda: circuits.composition("o"): r"^kinds: expected some of q, k, v, got 'o'",
         lambda: circuits.scores(distance=1.5): r"^distance: expected a whole number of 0 or more, got 1.5",
         lambda: hw.circuits("llama"): r"^model: ",
+        lambda: circuits.qk(0, 0, 10**20): r"^distance: expected a whole number from 0 to \d+, got 1000",
+        lambda: circuits.why_not("copies"): r"^score: expected one of copying, matching, .*, q, k, v, got 'copies'",
+        lambda: circuits.composition("v").largest("v", -1): r"^top: expected a whole number of 1 or more, got -1",
+        lambda: circuits.composition("v").pair(0, 1): r"^pair: expected two heads \(layer, head\), got 0",
+        lambda: hw.circuits(model_of("llama"), [1, 2]): r"^batch: expected a batch: a tensor, or .*, got list; tok",
     }.items():
         with pytest.raises(hw.InputError, match=text):
             call()

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -126,10 +127,25 @@ def test_mistakes_in_the_arguments_of_token_rollout():
     model, tokenizer, text = model_of("llama"), tiny.tokenizer("decoder"), tiny.texts(5)[0]
     with pytest.raises(hw.InputError, match="^queries: expected indices of 5 tokens, got 5"):
         hw.token_rollout(model, text, tokenizer, queries=(5,))
+    with pytest.raises(hw.InputError, match="^queries: expected indices of 5 tokens, got 1.0"):
+        hw.token_rollout(model, text, tokenizer, queries=(1.0,))
+    with pytest.raises(hw.InputError, match="^queries: expected indices of 5 tokens, got none"):
+        hw.token_rollout(model, text, tokenizer, queries=())
+    with pytest.raises(hw.InputError, match="^tokenizer: expected a transformers tokenizer, got NoneType"):
+        hw.token_rollout(model, text, None)
     with pytest.raises(hw.InputError, match="^layer: expected a number below 2, got 2"):
         hw.token_rollout(model, text, tokenizer, layer=2)
     with pytest.raises(hw.InputError, match="^residual: expected a share of at least 0 and below 1, got 1"):
         hw.token_rollout(model, text, tokenizer, residual=1.0)
+
+
+def test_queries_may_be_integers_of_any_type():
+    model, tokenizer, text = model_of("llama"), tiny.tokenizer("decoder"), tiny.texts(5)[0]
+    expected = hw.token_rollout(model, text, tokenizer, queries=[1, 4])
+    for queries in (torch.tensor([1, -1]), np.array([1, 4]), iter((1, 4))):
+        found = hw.token_rollout(model, text, tokenizer, queries=queries)
+        assert found.queries == (1, 4)
+        assert torch.equal(found.weights, expected.weights)
 
 
 class Layer(torch.nn.Module):

@@ -216,7 +216,7 @@ REFUSED = {
     ),
     "no heads": ((CLEAN, CORRUPTED), {"heads": 5}, "heads: expected a collection of heads (layer, head), got 5"),
     "no pair": ((CLEAN, CORRUPTED), {"heads": [5]}, "heads: expected each a (layer, head) of this model, got 5"),
-    "no batch": (("w5", CORRUPTED), {}, "dataset: expected batches: tensors, or mappings of them"),
+    "no batch": (("w5", CORRUPTED), {}, "clean: expected a batch: a tensor, or a mapping of tensors"),
 }
 
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from headwise.analysis.circuits.composition import composition_table
 from headwise.analysis.circuits.composition_table import Composition
 from headwise.analysis.circuits.double_copy import double_copy
-from headwise.analysis.circuits.matrices import CircuitMatrices
+from headwise.analysis.circuits.matrices import KINDS, SCORES, CircuitMatrices, distance_argument
 from headwise.analysis.circuits.module_maps import placed_module
-from headwise.analysis.circuits.scores import SCORES, CircuitScores, score_table
+from headwise.analysis.circuits.scores import CircuitScores, score_table
 from headwise.analysis.circuits.stream import (
     NotLinearError,
     StreamFactors,
@@ -21,7 +21,7 @@ from headwise.analysis.circuits.stream import (
 from headwise.analysis.circuits.trace import RunTrace
 from headwise.analysis.prompts import one_batch
 from headwise.attention.autocast import without_autocast
-from headwise.checks import require_module, whole_number
+from headwise.checks import require_module
 from headwise.data.batches import device_of, with_cache_disabled
 from headwise.data.tokenization import input_embeddings
 from headwise.errors import InputError
@@ -130,7 +130,7 @@ class Circuits(CircuitMatrices):
         for name in names:
             if name not in SCORES:
                 raise InputError("names", expected=f"some of {', '.join(SCORES)}", got=repr(name))
-        return score_table(self, names, whole_number("distance", distance, least=0))
+        return score_table(self, names, distance_argument(distance))
 
     def composition(self, *kinds: str, distance: int = 0) -> Composition:
         """Return the composition scores of every head with every head of earlier layers, one row per pair.
@@ -144,6 +144,6 @@ class Circuits(CircuitMatrices):
             InputError: a kind is unknown, or the model has no linear residual stream, or scores that are not bilinear.
         """
         for kind in kinds:
-            if kind not in ("q", "k", "v"):
-                raise InputError("kinds", expected="some of q, k, v", got=repr(kind))
-        return composition_table(self, kinds, whole_number("distance", distance, least=0))
+            if kind not in KINDS:
+                raise InputError("kinds", expected=f"some of {', '.join(KINDS)}", got=repr(kind))
+        return composition_table(self, kinds, distance_argument(distance))

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.circuits.composition_table import Composition, head_pairs
-from headwise.analysis.circuits.matrices import CircuitMatrices
+from headwise.analysis.circuits.matrices import KINDS, CircuitMatrices
 from headwise.analysis.circuits.scores import available
 from headwise.errors import InputError
 from headwise.shapes import Float
-
-KINDS = ("q", "k", "v")
 
 DRAWS = 64
 """Number of pairs of random matrices whose scores give the standard deviation of random scores."""

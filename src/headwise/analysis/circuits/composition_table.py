@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from headwise.checks import pair_of, whole_number
 from headwise.errors import InputError
 from headwise.plots.kinds import Kind, plot_kind, require_name
 from headwise.plots.ranking import draw_ranking
@@ -48,7 +49,7 @@ class HeadPair(Row):
 class CompositionSummary(HeadTable[HeadRow]):
     """Table of the largest composition scores of each head, one row per head. `k_in` is the head's largest
     K-composition with an earlier head, and `k_out` that with a later head; so are the columns of `q` and `v`. The
-    number is NaN for heads of the first layer (`_in`) and of the last layer (`_out`).
+    number is NaN for heads of the first layer (`_in`) and of the last layer (`_out`), and for a head whose matrix is 0.
     """
 
     NAME = "composition-summary"
@@ -94,19 +95,22 @@ class Composition(Table[HeadPair]):
         Raises:
             InputError: the table has no such pair.
         """
+        heads = tuple(pair_of("pair", head, of="two heads (layer, head)") for head in (earlier, later))
         for row in self.rows:
-            if (row.earlier_layer, row.earlier_head, row.layer, row.head) == (*earlier, *later):
+            if ((row.earlier_layer, row.earlier_head), (row.layer, row.head)) == heads:
                 return row
         raise InputError("pair", expected="a head of an earlier layer and a later one", got=(earlier, later))
 
     def largest(self, kind: str, top: int = 20) -> list[HeadPair]:
-        """Return the `top` pairs with the largest scores of a kind, "q", "k" or "v", largest first.
+        """Return the `top` pairs with the largest scores of a kind, "q", "k" or "v", largest first. Pairs without a
+        score, of a head whose matrix is 0, are left out.
 
         Raises:
-            InputError: the table has no such kind.
+            InputError: the table has no such kind, or `top` is not a whole number of 1 or more.
         """
-        name = require_name("kind", kind, dict.fromkeys(self.statistics))
-        return sorted(self.rows, key=lambda row: -row.statistics[name].value)[:top]
+        name, top = require_name("kind", kind, dict.fromkeys(self.statistics)), whole_number("top", top, least=1)
+        scored = [row for row in self.rows if not math.isnan(row.statistics[name].value)]
+        return sorted(scored, key=lambda row: -row.statistics[name].value)[:top]
 
     def summary(self) -> CompositionSummary:
         """Return the largest scores of each head, as one row per head: with earlier heads (columns such as `k_in`), and
@@ -116,7 +120,7 @@ class Composition(Table[HeadPair]):
         for row in self.rows:
             for kind, estimate in row.statistics.items():
                 ends = (row.layer, row.head, f"{kind}_in"), (row.earlier_layer, row.earlier_head, f"{kind}_out")
-                for key in ends:
+                for key in ends if not math.isnan(estimate.value) else ():
                     largest[key] = max(estimate.value, largest.get(key, -math.inf))
         names = [f"{kind}_{end}" for kind in self.statistics for end in ("in", "out")]
         rows = [

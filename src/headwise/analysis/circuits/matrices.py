@@ -10,10 +10,21 @@ from torch import Tensor
 from headwise.analysis.circuits.factored import FactoredMatrix
 from headwise.analysis.circuits.module_maps import ModuleMaps
 from headwise.analysis.circuits.stream import StreamFactors
-from headwise.checks import whole_number
+from headwise.checks import LARGEST_SIZE, whole_number
 from headwise.errors import InputError
 from headwise.shapes import Float
 from headwise.wording import counted
+
+SCORES = ("copying", "matching", "ov_norm", "ov_largest", "qk_norm", "qk_largest")
+"""Names of the scores of a head."""
+
+KINDS = ("q", "k", "v")
+"""Kinds of composition."""
+
+
+def distance_argument(distance: Any) -> int:
+    """Return the distance from a key to a query after checking it."""
+    return whole_number("distance", distance, least=0, most=LARGEST_SIZE)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,7 +101,13 @@ class CircuitMatrices:
         return list(self._modules)
 
     def why_not(self, score: str) -> str | None:
-        """Return what stands against a score, or against a kind of composition, in this model; None if it has it."""
+        """Return what stands against a score, or against a kind of composition, in this model; None if it has it.
+
+        Raises:
+            InputError: the name is none of a score, such as "copying", or of a kind of composition, such as "q".
+        """
+        if score not in (*SCORES, *KINDS):
+            raise InputError("score", expected=f"one of {', '.join((*SCORES, *KINDS))}", got=repr(score))
         if score in ("q", "k", "v", "copying", "matching") and isinstance(self._stream, str):
             return self._stream
         product = self._products.get(score)
@@ -112,7 +129,7 @@ class CircuitMatrices:
         """Return the maps of the module with a head, and the head's index in it."""
         for labels in self.heads:
             if (labels["layer"], labels["head"]) == (layer, head):
-                return next(maps for maps in self._modules if maps.path == labels["module"]), head
+                return next(maps for maps in self._modules if maps.path == labels["module"]), labels["head"]
         raise InputError("head", expected="a (layer, head) of the model", got=(layer, head))
 
     def ov_factors(self, maps: ModuleMaps) -> tuple[Tensor, Tensor]:
@@ -132,7 +149,7 @@ class CircuitMatrices:
         Raises:
             InputError: the scores of the module are not bilinear.
         """
-        distance = whole_number("distance", distance, least=0)
+        distance = distance_argument(distance)
         if maps.why_no_qk is not None:
             expected = "scores that are a bilinear form of the residual stream"
             raise InputError("model", expected=expected, got=maps.why_no_qk, remedy="use OV matrices, copying or v")

@@ -12,7 +12,7 @@ from headwise.analysis.circuits.rotation import LayerRotation, NoRotation, Rotat
 from headwise.analysis.circuits.trace import ModuleCall, RunTrace, SiteTrace
 from headwise.errors import InputError
 from headwise.nn.multihead import MultiHeadAttention
-from headwise.shapes import Float
+from headwise.shapes import Bool, Float
 
 TOLERANCE = 1e-5
 """Largest relative difference that counts as rounding: some modules of a model in float64 compute in float32."""
@@ -65,12 +65,14 @@ class PlacedModule(NamedTuple):
         unfolded: its linear maps from the module's input to its output, without norms.
         input: its input from the residual stream in the run, before a norm.
         written: the call whose result is added to the stream.
+        projection: the call of the output projection, which `written` is too unless a norm follows it.
     """
 
     maps: ModuleMaps
     unfolded: ModuleMaps
     input: Float[Tensor, "batch length width"]
     written: ModuleCall
+    projection: ModuleCall
 
 
 def placed_module(trace: RunTrace, site: SiteTrace) -> PlacedModule:
@@ -84,7 +86,9 @@ def placed_module(trace: RunTrace, site: SiteTrace) -> PlacedModule:
     model, path = trace.model, site.path
     weights, call = head_weights(model, path), trace.call_of(path)
     if call is None or call.input is None or call.input.ndim != 3:
-        raise InputError("model", expected="attention modules that are called with (1, length, width)", got=path)
+        raise _other_input(path, call)
+    if call.input.shape[:2] != (1, site.weights.shape[1]):
+        raise _other_input(path, call)
     before = trace.norm_before(call.input)
     projection = trace.call_of(weights.output_path) or call
     _require_values(site, weights, call.input, projection)
@@ -94,20 +98,30 @@ def placed_module(trace: RunTrace, site: SiteTrace) -> PlacedModule:
     unfolded = ModuleMaps(path, *parts, scale, rotation, why_no_qk)
     query, key, value, output = parts
     if before is not None:
-        norm = _map_of(before)
+        norm = map_of(before)
         query, key, value = norm.after(query), norm.after(key), norm.after(value)
     if after is not None:
-        output = _map_of(after).before(output)
+        output = map_of(after).before(output)
     stream = call.input if before is None else before.input
     assert stream is not None
     maps = replace(unfolded, query=query, key=key, value=value, output=output)
-    return PlacedModule(maps, unfolded, stream, after or projection)
+    return PlacedModule(maps, unfolded, stream, after or projection, projection)
 
 
-def _map_of(call: ModuleCall) -> NormMap:
-    """Return the linear part of a norm that was called."""
-    assert call.input is not None
-    return norm_map(call.module, call.path, call.input.shape[-1], call.input.device)
+def _other_input(path: str, call: ModuleCall | None) -> InputError:
+    """Return the error for an attention module that is not called once with one sequence along the second axis."""
+    got = path if call is None or call.input is None else f"{tuple(call.input.shape)} in {path}"
+    return InputError("model", expected="attention modules that are called with (1, length, width)", got=got)
+
+
+def map_of(call: ModuleCall) -> NormMap:
+    """Return the linear part of a norm that was called.
+
+    Raises:
+        InputError: the norm computes something else than a layer norm or an RMS norm.
+    """
+    assert call.of_norm is not None
+    return norm_map(call.module, call.path, *call.of_norm)
 
 
 def _require_values(site: SiteTrace, weights: HeadWeights, inputs: Tensor, projection: ModuleCall) -> None:
@@ -152,12 +166,14 @@ def _scores(
     positions = torch.arange(call.input.shape[1], device=call.input.device)
     query = torch.einsum("hdw,lw->hld", weights.query, call.input[0]) + weights.query_bias[:, None]
     key = torch.einsum("gdw,lw->gld", weights.key, call.input[0]) + weights.key_bias[:, None]
-    keys = rotation.rotate(key, positions).repeat_interleave(len(query) // len(key), 0)
+    group = len(query) // len(key)
+    keys = rotation.rotate(key, positions).repeat_interleave(group, 0)
     products = rotation.rotate(query, positions) @ keys.mT
-    scale = _scale(call.module, products, site.weights)
-    if scale is None:
-        reason = f"scores of {site.path} that do not follow from W_Q x times W_K x, such as with a bias by position"
-        return torch.ones(len(query)), rotation, reason
+    is_zero = (weights.query == 0).flatten(1).all(1) | (weights.key == 0).flatten(1).all(1).repeat_interleave(group)
+    try:
+        scale = _scale(call.module, products, site.weights, is_zero)
+    except _ScoresError as error:
+        return torch.ones(len(query)), rotation, error.reason.format(path=site.path)
     if rotation.depends_on_length:
         return scale, rotation, f"the rotation in {site.path}, which depends on the length of the text"
     return scale, rotation, None
@@ -177,14 +193,33 @@ def _rotation(trace: RunTrace, call: ModuleCall) -> Rotation | None:
     return None
 
 
+class _ScoresError(Exception):
+    """Reason why the scores of a module are not known to be products of queries and keys times a factor.
+
+    Attributes:
+        reason: the reason, in words that state what the model has, with `{path}` for the path of the module.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 def _scale(
-    module: nn.Module, products: Float[Tensor, "heads length length"], weights: Float[Tensor, "heads length length"]
-) -> Float[Tensor, " heads"] | None:
+    module: nn.Module,
+    products: Float[Tensor, "heads length length"],
+    weights: Float[Tensor, "heads length length"],
+    is_zero: Bool[Tensor, " heads"],
+) -> Float[Tensor, " heads"]:
     """Return the factor of the products of queries and keys in each head's scores, such that the scores have the
-    attention weights of the run; None if there is no such factor.
+    attention weights of the run.
 
     The factor is fitted to the weights. A number that the module states or its head_dim implies is used instead if the
-    weights follow from it. Scores may be capped, c tanh(score / c), as in Gemma 2.
+    weights follow from it. Scores may be capped, c tanh(score / c), as in Gemma 2. The weights of a head whose QK
+    matrix is 0 (`is_zero`) may be uniform, since it is 0 with every factor.
+
+    Raises:
+        _ScoresError: there is no such factor, or the weights are too uniform to show it.
     """
     visible = weights > SMALLEST_WEIGHT
     largest = weights.argmax(-1, keepdim=True)
@@ -195,17 +230,17 @@ def _scale(
 
     seen, plain = relative(weights.log()), relative(products)
     rounding = ROUNDING * float(visible[0].sum()) ** 0.5
-    if float(seen.norm(dim=1).min()) < LEAST_SIGNAL * rounding:
-        return None
+    if bool((seen.norm(dim=1) < LEAST_SIGNAL * rounding)[~is_zero].any()):
+        raise _ScoresError("attention in {path} that is too uniform to show the factor of its scores")
     options = getattr(module, "scores", None)
     cap = getattr(module, "attn_logit_softcapping", None) or getattr(options, "softcap", None)
     head_dim = getattr(module, "head_dim", None)
     stated = [getattr(module, name, None) for name in ("scaling", "scale")] + [getattr(options, "scale", None)]
     stated += [head_dim**-0.5 if isinstance(head_dim, int) else None]
-    fitted = (plain * seen).sum(1) / plain.square().sum(1)
+    fitted = ((plain * seen).sum(1) / plain.square().sum(1)).nan_to_num(1.0, 1.0, 1.0)
     for scale in [*(torch.full_like(fitted, each) for each in stated if isinstance(each, float)), fitted]:
         scores = products * scale[:, None, None]
         expected = relative(scores if cap is None else cap * (scores / cap).tanh())
         if bool(((expected - seen).norm(dim=1) <= TOLERANCE * seen.norm(dim=1) + rounding).all()):
             return scale
-    return None
+    raise _ScoresError("scores of {path} that do not follow from W_Q x times W_K x, such as with a bias by position")

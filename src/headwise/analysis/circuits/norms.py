@@ -41,31 +41,48 @@ class NormMap(NamedTuple):
         return centred * self.weight[:, None]
 
 
-def norm_map(norm: nn.Module, path: str, width: int, device: torch.device) -> NormMap:
+def norm_map(norm: nn.Module, path: str, read: Float[Tensor, "*axes width"], returned: Tensor) -> NormMap:
     """Return the linear part of a norm in float64. The parameters of the norm give its weight, which is `weight`,
     `1 + weight` (Gemma) or 1; outputs of the norm for random inputs decide.
 
     Args:
         norm: the module, in float64.
         path: its path, for the error.
-        width: number of features.
-        device: device of the parameters.
+        read: its input in the run of the model.
+        returned: its output in this run.
 
     Raises:
-        InputError: the module computes something else than a layer norm or an RMS norm.
+        InputError: the module computes something else than a layer norm or an RMS norm, or in the run its output did
+            not depend on its input alone.
     """
+    width, device = read.shape[-1], read.device
     generator = torch.Generator().manual_seed(0)
     # Large, so that the number added under the root has no effect, and with a mean that is not 0.
     inputs = 1e3 * (torch.randn(1, 7, width, generator=generator, dtype=torch.float64) + 0.5).to(device)
-    with torch.no_grad():
-        outputs = norm(inputs)
-    for candidate, bias in _candidates(norm, width, device):
+    outputs, repeated = _output_of(norm, inputs), _output_of(norm, read)
+    is_norm_alone = outputs is not None and repeated is not None and _is_close(repeated, returned)
+    for candidate, bias in _candidates(norm, width, device) if is_norm_alone else ():
         centred = inputs - inputs.mean(-1, keepdim=True) if candidate.is_centred else inputs
         expected = candidate.weight * centred / centred.square().mean(-1, keepdim=True).sqrt() + bias
-        if bool(((outputs - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)).all()):
+        if outputs is not None and _is_close(outputs, expected):
             return candidate
     got = f"{path} of the class {type(norm).__name__}, which computes something else"
     raise InputError("model", expected="layer norms and RMS norms", got=got)
+
+
+def _output_of(norm: nn.Module, inputs: Float[Tensor, "*axes width"]) -> Tensor | None:
+    """Return the output of a norm for inputs alone; None if it needs other arguments, or returns another shape."""
+    try:
+        with torch.no_grad():
+            output = norm(inputs)
+    except Exception:  # whatever a norm of unknown class raises for an input alone
+        return None
+    return output if isinstance(output, Tensor) and output.shape == inputs.shape else None
+
+
+def _is_close(outputs: Tensor, expected: Tensor) -> bool:
+    """Return True if outputs of a norm are equal to what is expected but for rounding, in each token."""
+    return bool(((outputs - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)).all())
 
 
 def _candidates(norm: nn.Module, width: int, device: torch.device) -> Iterator[tuple[NormMap, Tensor]]:

@@ -7,14 +7,11 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.circuits.factored import FactoredMatrix, positive_share
-from headwise.analysis.circuits.matrices import CircuitMatrices
+from headwise.analysis.circuits.matrices import SCORES, CircuitMatrices
 from headwise.analysis.circuits.module_maps import ModuleMaps
 from headwise.errors import InputError
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
-
-SCORES = ("copying", "matching", "ov_norm", "ov_largest", "qk_norm", "qk_largest")
-"""Names of the scores of a head."""
 
 
 class CircuitScores(HeadTable[HeadRow]):

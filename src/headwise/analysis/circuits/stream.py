@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.circuits.module_maps import PlacedModule
-from headwise.analysis.circuits.norms import is_norm, norm_map
+from headwise.analysis.circuits.module_maps import PlacedModule, map_of
+from headwise.analysis.circuits.norms import is_norm
 from headwise.analysis.circuits.trace import ModuleCall, RunTrace, is_same
 from headwise.data.tokenization import input_embeddings, output_embeddings
 from headwise.intercept.linear_map import linear_map
@@ -75,7 +75,10 @@ def stream_factors(trace: RunTrace, batch: Any, modules: Sequence[PlacedModule])
         raise NotLinearError(f"{len(writers)} modules, too many for a text of {shape[1]} tokens of width {shape[2]}")
     generator = torch.Generator().manual_seed(1)
     shifts = [torch.randn(shape, generator=generator, dtype=torch.float64).to(ends[0].device) for _ in writers]
-    with _replayed(trace, list(zip(writers, shifts, strict=True))):
+    # What a norm after attention reads must reach the stream through this norm alone, which is held constant.
+    read = [module.projection for module in modules if module.projection is not module.written]
+    noise = [torch.randn(shape, generator=generator, dtype=torch.float64).to(ends[0].device) for _ in read]
+    with _replayed(trace, list(zip([*writers, *read], [*shifts, *noise], strict=True))):
         second = RunTrace(trace.model, batch)
     if [call.path for call in second.calls] != [call.path for call in trace.calls]:
         raise NotLinearError("modules that run in another order when their inputs change")
@@ -245,8 +248,11 @@ def _embedding_rows(trace: RunTrace, factors: StreamFactors) -> Iterator[tuple[T
     device, vocabulary = embedding.weight.device, len(embedding.weight)
     for start in range(0, vocabulary, TOKENS_AT_ONCE):
         tokens = slice(start, min(start + TOKENS_AT_ONCE, vocabulary))
+        ids = torch.arange(tokens.start, tokens.stop, device=device)[None]
         with torch.no_grad():
-            rows = embedding(torch.arange(tokens.start, tokens.stop, device=device)[None])[0]
+            rows, reversed_rows = embedding(ids)[0], embedding(ids.flip(1))[0].flip(0)
+        if not torch.allclose(rows, reversed_rows, rtol=TOLERANCE, atol=TOLERANCE * float(rows.abs().max())):
+            raise NotLinearError("a token embedding that depends on the places of the tokens")
         yield rows * factors.of_embedding, tokens
 
 
@@ -267,12 +273,13 @@ def unembedding_matrix(trace: RunTrace, shape: torch.Size) -> Float[Tensor, "voc
         raise NotLinearError("an output embedding that is not linear")
     if float((expected - results).abs().max()) > TOLERANCE * float(results.abs().max()):
         raise NotLinearError("an output embedding that is not linear")
-    logits = getattr(trace.output, "logits", trace.output)
-    if not isinstance(logits, Tensor) or logits.shape != results.shape or not _is_increasing(results, logits):
+    outputs = trace.output if isinstance(trace.output, tuple) else (getattr(trace.output, "logits", trace.output),)
+    logits = next((each for each in outputs if isinstance(each, Tensor) and each.shape == results.shape), None)
+    if logits is None or not _is_increasing(results, logits):
         raise NotLinearError("logits that are no increasing function of the results of the output embedding")
     if end.norm is None:
         return found.weight
-    return norm_map(end.norm.module, end.norm.path, inputs.shape[-1], inputs.device).after(found.weight)
+    return map_of(end.norm).after(found.weight)
 
 
 def _is_increasing(results: Tensor, logits: Tensor) -> bool:

@@ -12,6 +12,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.data.batches import call_model
 from headwise.errors import HeadwiseError, InputError
+from headwise.intercept.call_stack import call_stack
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation
 from headwise.intercept.sites import SiteRegistry
@@ -27,6 +28,8 @@ class ModuleCall(NamedTuple):
         args: its positional arguments.
         kwargs: its arguments by name.
         output: its output.
+        of_norm: copies of the input and of the result of a norm, which the model may change in place later; None for
+            other modules.
     """
 
     path: str
@@ -34,6 +37,7 @@ class ModuleCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
+    of_norm: tuple[Tensor, Tensor] | None = None
 
     @property
     def input(self) -> Tensor | None:
@@ -126,7 +130,11 @@ class RunTrace:
         paths = {module: path for path, module in model.named_modules()}
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self.calls.append(ModuleCall(paths[module], module, args, kwargs, output))
+            call = ModuleCall(paths[module], module, args, kwargs, output)
+            if is_norm(module) and call.input is not None and call.result is not None:
+                with call_stack.paused():  # copies have no source among the tensors of the model
+                    call = call._replace(of_norm=(call.input.clone(), call.result.clone()))
+            self.calls.append(call)
 
         hooks = [module.register_forward_hook(note, with_kwargs=True) for module in paths]
         try:

@@ -1,5 +1,6 @@
 """Attention rollout of some tokens of one text, from the top layer down (Abnar and Zuidema 2020)."""
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -143,13 +144,18 @@ def token_rollout(
 
 def _indices(queries: Any, count: int) -> tuple[int, ...]:
     """Return the indices of the query tokens, counted from the start."""
-    chosen = collection_of("queries", queries, of="indices of tokens")
-    wrong = [
-        each for each in chosen if isinstance(each, bool) or not isinstance(each, int) or not -count <= each < count
-    ]
-    if wrong or not chosen:
-        raise InputError("queries", expected=f"indices of {count} tokens", got=wrong[0] if wrong else "none")
-    return tuple(each % count for each in chosen)
+    indices: list[int] = []
+    for query in collection_of("queries", queries, of="indices of tokens"):
+        try:
+            index = operator.index(query)
+        except TypeError:
+            index = count
+        if isinstance(query, bool) or not -count <= index < count:
+            raise InputError("queries", expected=f"indices of {count} tokens", got=repr(query))
+        indices.append(index % count)
+    if not indices:
+        raise InputError("queries", expected=f"indices of {count} tokens", got="none")
+    return tuple(indices)
 
 
 def _count_layers(model: nn.Module, batch: dict[str, Any], tokens: int) -> int:

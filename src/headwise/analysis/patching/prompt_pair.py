@@ -167,7 +167,7 @@ def prompt_pairs(model: Any, clean: Any, corrupted: Any, tokens: AnswerTokens, d
     if tokens.wrong is None:
         raise InputError("wrong", expected="the ids that the answers are compared with", got=None)
     _require_different_answers(tokens.answer, tokens.wrong)
-    clean, corrupted = one_batch(model, clean), one_batch(model, corrupted)
+    clean, corrupted = one_batch(model, clean, "clean"), one_batch(model, corrupted, "corrupted")
     _require_same_layout(clean, corrupted)
     with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
         yield PromptPairs(model, clean, corrupted, tokens, direction)
