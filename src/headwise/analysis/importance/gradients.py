@@ -84,7 +84,7 @@ class GradientMethod:
         before, progress = task.run.load_progress(), GradientProgress()
         with differentiable_gates(task.model) as gates:
             gates.merge(before.records)
-            progress.records, progress.counted = gates.records, before.counted
+            progress.records, progress.counted, progress.totals = gates.records, before.counted, dict(before.totals)
 
             def read_batch(batch: dict[str, Any], clusters: Clusters | None) -> None:
                 gradients, has_loss = self.differentiate(task, gates, batch, progress)
