@@ -129,7 +129,7 @@ def measure_heads(
         heads.merge(resumed.records)
         progress.records = heads.records
 
-        def process_batch(batch: dict[str, Any], clusters: Clusters | None) -> None:
+        def process_batch(batch: dict[str, Any], clusters: Clusters) -> None:
             heads.clusters = clusters
             batch = to_device(batch, device)
             call_model(model, batch)
