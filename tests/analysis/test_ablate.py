@@ -114,6 +114,46 @@ def test_a_loss_is_prepared_on_the_unchanged_model():
     same(found.head(1, 3).statistics["cost"], wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_distance_of_embeddings_is_one_in_every_dtype_and_has_no_tests(dtype):
+    model = tiny.model("encoder").to(dtype)
+    data = hw.Texts(TEXTS, tiny.tokenizer("encoder"), batch=2)
+    found = hw.ablate(model, data, hw.EmbeddingDistance())
+    assert found.is_distance
+    assert not found.tests()
+
+    def embeddings():
+        hidden = [model(**batch).last_hidden_state.double().mean(1) for batch in data]
+        return torch.nn.functional.normalize(torch.cat(hidden), dim=-1)
+
+    with torch.no_grad():
+        whole = embeddings()
+        with hw.gate(model, {(1, 3): 0.0}):
+            distances = 1 - (whole * embeddings()).sum(-1)
+    assert found.head(1, 3).statistics["cost"].value == pytest.approx(float(distances.mean()), abs=1e-6)
+
+
+def test_examples_without_a_loss_in_the_unchanged_model_count_in_no_mean():
+    model, batch = tiny.model("decoder").double(), {"input_ids": torch.randint(5, 97, (5, 7))}
+
+    def value(model, batch):
+        return model(**batch).last_hidden_state.sin().mean((1, 2))
+
+    with torch.no_grad():
+        whole = value(model, batch)
+        with hw.gate(model, {(1, 2): 0.0}):
+            without = value(model, batch)
+
+    def loss(model, batch):
+        values = value(model, batch)
+        return values.masked_fill((values == whole) & (torch.arange(5) == 3), torch.nan)
+
+    found = hw.ablate(model, [batch], loss).head(1, 2).statistics
+    is_counted = torch.arange(5) != 3
+    same(found["loss"], without[is_counted].tolist())
+    same(found["cost"], (without - whole)[is_counted].tolist())
+
+
 def test_self_and_cross_attention_of_a_layer_are_separate_sites():
     import transformers
 

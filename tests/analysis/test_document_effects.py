@@ -180,3 +180,11 @@ def test_a_damaged_list_of_effects_is_refused(tmp_path):
     pyarrow.parquet.write_table(stored.replace_schema_metadata(metadata), tmp_path / "ablation.parquet")
     with pytest.raises(hw.InputError, match="unreadable content"):
         hw.Ablation.load(tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["whole", "cut", "pack"])
+def test_documents_without_text_keep_their_numbers(mode):
+    source = ["", *tiny.texts(9), " \n", *tiny.texts(9, 8)]
+    texts = hw.Texts(source, tiny.tokenizer("decoder"), documents=mode, context=9)
+    effects = hw.ablate(tiny.model("decoder", top="ForCausalLM"), texts, hw.next_token_loss).effects()
+    assert sorted(effects.index) == [1, 3, 4]

@@ -110,6 +110,37 @@ def test_orders_that_are_refused(model, message, arguments):
         hw.pruning_curve(model, texts(9, 8), next_token_loss, arguments)
 
 
+def test_orders_with_other_names_than_strings_are_refused(model):
+    orders = {1: HEADS, "1": HEADS[::-1]}  # the names of whose sets would be the same
+    with pytest.raises(hw.InputError, match="^orders: expected strings as names of orders, got 1$"):
+        hw.pruning_curve(model, texts(9, 8), next_token_loss, orders)
+
+
+def test_batches_that_can_be_read_once_are_refused(model):
+    with pytest.raises(hw.InputError, match="^dataset: expected batches that can be read twice, got an iterator; list"):
+        hw.pruning_curve(model, iter(list(texts(9, 8))), next_token_loss, {"x": HEADS})
+
+
+def test_a_loss_may_run_a_part_of_the_model_with_a_part_of_the_batch():
+    def loss(model, batch):
+        return model.decoder(batch["input_ids"]).last_hidden_state.sin().mean((1, 2)) * batch["weight"]
+
+    class Pair(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = tiny.model("encoder"), tiny.model("decoder")
+
+        def forward(self, tokens):
+            return self.decoder(inputs_embeds=self.encoder(tokens).last_hidden_state)
+
+    pair = Pair().eval()
+    data = [{"input_ids": torch.randint(5, 97, (3, 7)), "weight": torch.tensor([1.0, 2.0, 3.0])}]
+    curve = hw.pruning_curve(pair, data, loss, {"x": HEADS}, shares=(0.25,), random=0)
+    with hw.gate(pair.decoder, dict.fromkeys(HEADS[:3], 0.0)), torch.no_grad():
+        expected = loss(pair, data[0]).mean().item()
+    assert curve.rows[0].statistics["loss"].value == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("shares", [(), (0.0,), (1.5,), ("a",)])
 def test_shares_that_are_refused(model, shares):
     with pytest.raises(hw.InputError, match="^shares: expected "):

@@ -391,3 +391,12 @@ def test_what_is_refused():
         with pytest.raises(hw.InputError) as refused:
             redundancy(*arguments, **options)
         assert str(refused.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("pairs", ["layer", "all"])
+def test_outputs_that_are_not_finite_are_refused(pairs):
+    model = tiny.model("decoder")
+    with torch.no_grad():
+        model.layers[1].self_attn.v_proj.weight[3] = math.nan
+    with pytest.raises(hw.InputError, match=r"layers\.1\.self_attn"):
+        hw.redundancy(model, [tiny.TOKENS], pairs=pairs)

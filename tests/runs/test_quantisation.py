@@ -43,10 +43,20 @@ def test_weights_that_were_not_quantised_to_few_bits_have_no_name():
     assert quantisation_of(nn.Identity()) is None
 
 
+@pytest.mark.parametrize("times", [2, 4, 8])
+def test_copies_of_rows_or_columns_are_not_taken_for_quantised_weights(times):
+    matrix = torch.randn(256, 64)[: 256 // times]
+    for copied in (matrix.repeat_interleave(times, 0), matrix.unflatten(0, (-1, 4)).repeat(1, times, 1).flatten(0, 1)):
+        assert quantisation_of(model_of(copied)) is None
+        assert quantisation_of(model_of(copied.T.contiguous())) is None
+
+
 def test_a_stated_quantisation_is_named():
     model = nn.Identity()
     model.config = SimpleNamespace(quantization_config={"quant_method": "awq"})
     assert quantisation_of(model) == "quantised by awq"
+    model.config.quantization_config = {"load_in_8bit": True}
+    assert quantisation_of(model) == "quantised by a method without a name"
 
 
 def test_the_metadata_of_tables_name_the_quantisation():

@@ -8,6 +8,7 @@ import torch
 
 import headwise as hw
 import tiny
+from headwise.data.batches import NumberedBatches
 from headwise.runs.rows import MeanEstimate, moment_estimates
 from headwise.runs.significance import zero_tests
 from headwise.statistics import moments
@@ -66,9 +67,45 @@ def test_documents_beyond_the_largest_number_share_clusters(monkeypatch):
     assert estimate == pytest.approx(jackknife(values[:, 0], shared), rel=1e-12)
 
 
-def test_sequences_of_documents_of_their_own_need_no_clusters():
-    assert clusters_of([4, 7, 2]) is None
-    assert clusters_of([4, 7, 4]).tolist() == [0, moments.ALONE, 0]
+def test_sequences_of_documents_of_their_own_are_alone_in_their_clusters(monkeypatch):
+    assert clusters_of([4, 7, 2]).tolist() == [-1, -2, -3]
+    found = clusters_of([3, 7, 4, 4])
+    assert found.tolist() == [-2, -3, 0, 0]
+    assert moments.with_several_values(found).tolist() == [1, 2, 0, 0]
+    monkeypatch.setattr(moments, "MOST_CLUSTERS", 4)
+    assert moments.separate_clusters(range(2, 7)).tolist() == [-3, -4, -1, -2, -3]
+
+
+class Shared(torch.nn.Module):
+    """A model that calls one attention module several times."""
+
+    def __init__(self, times):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.attention = torch.nn.Embedding(97, 12), hw.MultiHeadAttention(12, 3)
+        tiny.with_distinct_heads(self)
+        self.times = times
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for _ in range(self.times):
+            x = torch.tanh(x + self.attention(x))
+        return x
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("documents", [None, [0, 1, 2, 3, 4], [5, 3, 5, 5, 1]])
+def test_values_of_several_calls_of_a_module_belong_to_one_document(times, documents):
+    model, ids = Shared(times), torch.randint(5, 97, (5, 7), generator=torch.Generator().manual_seed(2))
+    batches = [{"input_ids": ids[:2]}, {"input_ids": ids[2:]}]
+    data = batches if documents is None else NumberedBatches(batches, documents)
+    profile = hw.profile(model, data, repeats=ids)
+    alone = [hw.profile(model, [{"input_ids": row[None]}]).heads for row in ids]
+    for index, head in enumerate(profile.heads):
+        for name in ("entropy", "distance", "duplicate"):
+            values = [heads[index].statistics[name].value for heads in alone]
+            assert head.statistics[name] == pytest.approx(jackknife(values, documents), rel=1e-6, nan_ok=True)
+        assert head.statistics["duplicate_random"] == pytest.approx(jackknife(values), rel=1e-6, nan_ok=True)
 
 
 def test_profiles_have_standard_errors_clustered_by_document():
@@ -104,7 +141,8 @@ def test_effects_have_standard_errors_clustered_by_document(method):
         assert head.statistics[name] == pytest.approx(jackknife(values, documents), rel=1e-4, abs=1e-9)
 
 
-def test_modules_whose_sequences_have_unknown_documents_are_named():
+@pytest.mark.parametrize("documents", ["whole", "cut", None])
+def test_modules_whose_sequences_have_unknown_documents_are_named(documents):
     class Halves(torch.nn.Module):
         """Attention within each half of a sequence: its calls have twice as many sequences as the data."""
 
@@ -118,7 +156,9 @@ def test_modules_whose_sequences_have_unknown_documents_are_named():
 
     model = Halves()
     model.config = model.inner.config
-    even = hw.Texts(tiny.texts(36, 24, 12), tiny.tokenizer("decoder"), documents="cut", context=12)
+    context = 12 if documents == "cut" else 36
+    even = hw.Texts(tiny.texts(36, 24, 12), tiny.tokenizer("decoder"), documents=documents or "whole", context=context)
+    even = even if documents else list(even)
     with pytest.warns(UserWarning, match="standard errors of their heads are NaN: inner.layers.0.self_attn"):
         profile = hw.profile(model, even, repeats=False)
     assert all(math.isnan(head.statistics["entropy"].sem) for head in profile.heads)

@@ -316,5 +316,7 @@ def _rows(units: Iterable[AblationUnit], losses: AblationProgress, dataset: Text
     documents = documents_of(dataset)
     for unit, ablated in zip(units, losses.ablated_losses, strict=True):
         costs = [loss - baseline for loss, baseline in zip(ablated, losses.baseline_losses, strict=True)]
-        statistics = {"cost": MeanEstimate.of(costs, documents), "loss": MeanEstimate.of(ablated, documents)}
+        # Both means are over the examples that have a loss in the unchanged model.
+        with_cost = [math.nan if math.isnan(cost) else loss for loss, cost in zip(ablated, costs, strict=True)]
+        statistics = {"cost": MeanEstimate.of(costs, documents), "loss": MeanEstimate.of(with_cost, documents)}
         yield unit.row_type(**unit.identifiers, statistics=statistics)

@@ -32,9 +32,21 @@ def require_finite_heads(heads: Heads, model: nn.Module, batch: dict[str, Any]) 
     """Raise `InputError` if attention weights or head outputs were NaN or infinite in the last run of the model, on
     `batch`. The error names the first module in which a number is.
     """
-    if heads.nonfinite:
+    require_finite_outputs(heads.nonfinite, model, batch)
+
+
+def require_finite_outputs(nonfinite: Collection[str], model: nn.Module, batch: dict[str, Any]) -> None:
+    """Raise `InputError` if there are modules in which attention was NaN or infinite in the last run of the model, on
+    `batch`. The error names the first module in which a number is.
+
+    Args:
+        nonfinite: the paths of these modules.
+        model: the model.
+        batch: its arguments.
+    """
+    if nonfinite:
         error = nonfinite_error(model, lambda: call_model(model, batch), batch)
-        modules = ", ".join(heads.nonfinite)
+        modules = ", ".join(nonfinite)
         raise error or InputError("model", expected="finite attention", got=f"NaN or infinity in {modules}")
 
 
@@ -129,7 +141,7 @@ def measure_heads(
         heads.merge(resumed.records)
         progress.records = heads.records
 
-        def process_batch(batch: dict[str, Any], clusters: Clusters | None) -> None:
+        def process_batch(batch: dict[str, Any], clusters: Clusters) -> None:
             heads.clusters = clusters
             batch = to_device(batch, device)
             call_model(model, batch)

@@ -30,6 +30,7 @@ from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, moment_estimates
 from headwise.shapes import Int
 from headwise.statistics.meanings import RANDOM_SUFFIX
+from headwise.statistics.moments import separate_clusters
 from headwise.statistics.registry import unit_of
 
 ATTENTION_DIGEST = "attention_weights"
@@ -212,6 +213,7 @@ def _finish(
     random_records: list[SiteRecord] = []
     if random_ids is not None:
         with watch(model, special=special) as heads:
+            heads.clusters = separate_clusters(range(len(random_ids)))
             batch = {POSITIONAL: random_ids.to(device_of(model))}
             call_model(model, batch)
             require_finite_heads(heads, model, batch)

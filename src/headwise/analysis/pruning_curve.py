@@ -12,11 +12,12 @@ from torch import nn
 
 from headwise.analysis.ablate import ablate
 from headwise.analysis.ablation_result import SetAblation
-from headwise.analysis.losses import Loss
+from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_loss
 from headwise.analysis.pruning_curve_table import RANDOM, CurvePoint, PruningCurve
+from headwise.analysis.repeated_runs import restored_state
 from headwise.analysis.replacements import Replacement
 from headwise.checks import collection_of, finite_number, pair_of, require_module, whole_number
-from headwise.data.batches import call_model, device_of, evaluation_mode, iterate_batches, to_device
+from headwise.data.batches import device_of, evaluation_mode, iterate_batches, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.survey import survey
@@ -74,13 +75,14 @@ def pruning_curve(
         title: name of the model in the results.
 
     Raises:
-        InputError: an order has not every head of the model once, or a value that is NaN; another argument cannot be
-            used, as for `ablate`.
+        InputError: an order has not every head of the model once, or a value that is NaN; the data cannot be read
+            twice; another argument cannot be used, as for `ablate`.
         MissingExtra: a package that `out`, `progress` or the data set needs is not installed.
     """
     require_module(model)
-    dataset = prepare_texts(dataset, model, out, shown=progress)
-    heads, identity = _heads_of(model, dataset), identity_of(model)
+    require_loss(loss)
+    dataset = prepare_texts(_read_twice(dataset), model, out, shown=progress)
+    heads, identity = _heads_of(model, dataset, loss), identity_of(model)
     named = {_name_of(orders): orders} if isinstance(orders, HeadTable) else orders
     counts = _counts(shares, len(heads))
     removals = {(name, 0): _order(name, order, heads, identity) for name, order in _items(named)}
@@ -92,14 +94,23 @@ def pruning_curve(
     return PruningCurve(tuple(_points(effects, list(removals), counts, len(heads))), effects.metadata)
 
 
-def _heads_of(model: nn.Module, dataset: Texts | Iterable[Any]) -> list[Head]:
-    """Return all heads of a model, in its order, as seen in a run on the first batch."""
+def _read_twice(dataset: Any) -> Any:
+    """Return a data set unchanged; raise `InputError` for an iterator, whose first batch could not be read again."""
+    if isinstance(dataset, Iterator):
+        expected = "batches that can be read twice"
+        raise InputError("dataset", expected=expected, got="an iterator", remedy="list(batches)")
+    return dataset
+
+
+def _heads_of(model: nn.Module, dataset: Texts | Iterable[Any], loss: Loss) -> list[Head]:
+    """Return all heads of a model that run for the loss of the first batch, in the order of the model."""
     first = next(iterate_batches(dataset), None)
     if first is None:
         raise InputError("dataset", expected="at least one batch", got="none")
     batch = to_device(first, device_of(model))
-    with evaluation_mode(model), torch.no_grad():
-        registry = survey(model, lambda: call_model(model, batch))
+    with evaluation_mode(model), torch.no_grad(), restored_state(model):
+        prepare_loss(loss, model, batch)
+        registry = survey(model, lambda: finite_loss_per_example(loss, model, batch))
     return [(labels["layer"], labels["head"]) for _, labels in registry.head_labels()]
 
 
@@ -130,6 +141,8 @@ def _items(orders: Any) -> Iterable[tuple[str, Any]]:
         raise InputError("orders", expected=expected, got=type(orders).__name__)
     if not orders:
         raise InputError("orders", expected="at least one order", got="none")
+    if (other := next((name for name in orders if not isinstance(name, str)), None)) is not None:
+        raise InputError("orders", expected="strings as names of orders", got=repr(other))
     if RANDOM in orders:
         raise InputError("orders", expected=f"other names than {RANDOM!r}, which the random orders have", got=RANDOM)
     return orders.items()

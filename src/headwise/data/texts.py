@@ -146,7 +146,8 @@ class Texts:
 
     def document_numbers(self) -> list[int]:
         """Return the number of the document, from 0, that each sequence is from, in the order in which the batches have
-        the sequences. A packed sequence of several documents is from the one with most of its tokens.
+        the sequences. Documents without text, which are left out, have numbers too. A packed sequence of several
+        documents is from the one with most of its tokens.
 
         Raises:
             InputError: the data is empty, binary, not UTF-8, lacks the column, or is longer than the context.
@@ -185,12 +186,8 @@ class Texts:
             raise InputError("context", expected=expected, got=self.context)
         end_tokens = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
         separator = next((-1 - token for token in end_tokens if token is not None), None)
-        numbered = (  # each token with the number of its document; a separator has none, and is negative
-            TokenizedDocument([number * MOST_IDS + token for token in document.ids], document.location)
-            for number, document in enumerate(self._tokenized_documents())
-        )
         sequences = []
-        for part in islice(DOCUMENT_MODES[self.documents](numbered, room, separator), self.limit):
+        for part in islice(DOCUMENT_MODES[self.documents](self._numbered_documents(), room, separator), self.limit):
             ids = [token % MOST_IDS if token >= 0 else -1 - token for token in part]
             documents = Counter(token // MOST_IDS for token in part if token >= 0)
             document = documents.most_common(1)[0][0] if documents else -1
@@ -213,24 +210,25 @@ class Texts:
         limit = self.tokenizer.model_max_length
         return min(DEFAULT_CONTEXT, limit) if limit and 0 < limit < NO_LIMIT else DEFAULT_CONTEXT
 
-    def _documents(self) -> Iterator[Document]:
-        """Yield the documents of these texts in order: those of the file or folder `source`, or those in memory.
-        Documents that contain only whitespace are left out.
+    def _documents(self) -> Iterator[tuple[int, Document]]:
+        """Yield the documents of these texts in order, with their numbers: those of the file or folder `source`, or
+        those in memory. Documents that contain only whitespace are left out, but have a number.
         """
         read = read_documents if isinstance(self.source, str | Path) else documents_in_memory
         source: Any = self.source
-        return (document for document in read(source, self.column) if document.text.strip())
+        return (each for each in enumerate(read(source, self.column)) if each[1].text.strip())
 
-    def _tokenized_documents(self) -> Iterator[TokenizedDocument]:
-        """Yield each document's token ids (special tokens excluded) with its location. Documents that have no tokens
-        are left out; a document that is not valid Unicode raises `InputError`.
+    def _numbered_documents(self) -> Iterator[TokenizedDocument]:
+        """Yield the tokens of each document (special tokens excluded) with its location. Each token is its id plus
+        `MOST_IDS` times the number of the document; a separator, which has none, is negative. Documents that have no
+        tokens are left out; a document that is not valid Unicode raises `InputError`.
         """
         remaining = self._documents()
-        while documents := list(islice(remaining, DOCUMENTS_PER_CALL)):
-            for document in documents:
+        while numbered := list(islice(remaining, DOCUMENTS_PER_CALL)):
+            for _, document in numbered:
                 require_unicode(document)
-            texts = [document.text for document in documents]
+            texts = [document.text for _, document in numbered]
             encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            for ids, document in zip(encoded["input_ids"], documents, strict=True):
+            for ids, (number, document) in zip(encoded["input_ids"], numbered, strict=True):
                 if ids:
-                    yield TokenizedDocument(ids, document.location)
+                    yield TokenizedDocument([number * MOST_IDS + token for token in ids], document.location)

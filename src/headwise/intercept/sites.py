@@ -13,7 +13,7 @@ from headwise.intercept.interceptor import Call, Interceptor, SiteKey
 from headwise.intercept.layer_index import innermost_attention_modules, is_inside, is_related, layer_numbers
 from headwise.intercept.refusals import NOT_SEEN, REASONS_BESIDE_ATTENTION
 from headwise.shapes import Float
-from headwise.statistics.moments import Clusters, RunningMoments
+from headwise.statistics.moments import Clusters, RunningMoments, with_several_values
 from headwise.statistics.tally import Tally
 
 
@@ -59,7 +59,7 @@ class SiteRecord:
             latest.tally.merge(tally)
             return
         if latest is not None:
-            self.merge(latest.moments())
+            self.merge(latest.moments(attends_again=self._attends_again))
         self._latest[source] = _LatestCall(replace(tally, gram=None), clusters)
 
     def merge(self, statistics: Mapping[str, RunningMoments]) -> None:
@@ -75,8 +75,13 @@ class SiteRecord:
         """
         moments = self.completed
         for latest in self._latest.values():
-            moments = merged_moments(moments, latest.moments())
+            moments = merged_moments(moments, latest.moments(attends_again=self._attends_again))
         return {name: values for name, values in moments.items() if not self._is_discarded(name)}
+
+    @property
+    def _attends_again(self) -> bool:
+        """True if the site may have attended several times to each sequence: these values are not independent."""
+        return len(self._latest) > 1
 
     def latest_tallies(self) -> list[Tally]:
         """Return the sums over the query rows of the latest calls, those that continued each other as one."""
@@ -131,12 +136,19 @@ class _LatestCall(NamedTuple):
     tally: Tally
     clusters: Clusters | None
 
-    def moments(self) -> dict[str, RunningMoments]:
-        """Return the moments of each statistic over the sequences, each with its mean over the tallied rows."""
+    def moments(self, *, attends_again: bool) -> dict[str, RunningMoments]:
+        """Return the moments of each statistic over the sequences, each with its mean over the tallied rows.
+
+        Args:
+            attends_again: True if other calls may have values of the same sequences.
+        """
+        clusters = self.clusters
+        if attends_again and clusters is not None:
+            clusters = with_several_values(clusters)
         has_value = self.tally.has_value()
         values = {name: (means, has_value[name]) for name, means in self.tally.means().items()}
         return {
-            name: RunningMoments.from_values(numbers.double().cpu(), is_value.cpu(), self.clusters)
+            name: RunningMoments.from_values(numbers.double().cpu(), is_value.cpu(), clusters)
             for name, (numbers, is_value) in (values | self.tally.further_values()).items()
         }
 

@@ -21,6 +21,7 @@ from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import WholeCall
 from headwise.statistics.further_sums import FurtherStatistics, FurtherSums
+from headwise.statistics.moments import Clusters
 from headwise.statistics.registry import STATISTICS
 from headwise.statistics.tally import Tally
 from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
@@ -160,8 +161,7 @@ class StatisticsObserver(Interceptor):
         source = threading.get_ident(), index
         is_compared = tally.gram is not None and self._written_norms.needs_outputs(path)
         head_outputs = _HeadOutputs(call) if is_compared else None
-        if (clusters := self._heads.clusters) is not None and len(clusters) != grid.batch:
-            self._heads.on_left_out(path, OF_UNKNOWN_DOCUMENTS)
+        clusters = self._clusters(path, grid.batch)
         captured = None if self._capture is None else CapturedWeights(self._capture, grid)
 
         interceptors = [module_call.interceptor for module_call in call_stack.module_calls]
@@ -186,6 +186,19 @@ class StatisticsObserver(Interceptor):
         whole_call = WholeCall(tally, None if head_outputs is None else head_outputs.set_whole)
         needs_weights = captured is not None or (tally.further is not None and tally.further.needs_weights)
         return Observation(observer, observed.context, on_end, whole_call=None if needs_weights else whole_call)
+
+    def _clusters(self, path: str, sequences: int) -> Clusters | None:
+        """Return the clusters of the sequences of a call; None for some of the sequences of the data, all of which are
+        independent. Name the module at `path` if it attends to other sequences than those of the data, such as windows
+        of a picture.
+        """
+        clusters = self._heads.clusters
+        if clusters is None or len(clusters) == sequences:
+            return clusters
+        if sequences < len(clusters) and bool((clusters < 0).all()):
+            return None
+        self._heads.on_left_out(path, OF_UNKNOWN_DOCUMENTS)
+        return clusters
 
     def _tally(self, call: Call, observed: ObservedCall, value_dim: int | None) -> Tally:
         """Return an empty tally for a call. If further statistics cannot be computed for it, they are removed from the

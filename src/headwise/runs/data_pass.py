@@ -16,7 +16,7 @@ from headwise.runs.checkpoint import CheckpointedRun, TableT
 from headwise.runs.distributed import rank_and_world_size
 from headwise.runs.files import require_outside_data
 from headwise.runs.progress import progress_bar
-from headwise.statistics.moments import Clusters, RunningMoments, clusters_of
+from headwise.statistics.moments import Clusters, RunningMoments, clusters_of, separate_clusters
 
 
 @dataclass
@@ -146,7 +146,7 @@ SiteProgressT = TypeVar("SiteProgressT", bound=SiteProgress)
 
 def run_pass(
     dataset: Texts | Iterable[Any],
-    process_batch: Callable[[dict[str, Any], Clusters | None], None],
+    process_batch: Callable[[dict[str, Any], Clusters], None],
     run: CheckpointedRun[SiteProgressT, TableT],
     resumed: SiteProgressT,
     progress: SiteProgressT,
@@ -162,8 +162,8 @@ def run_pass(
 
     Args:
         dataset: all batches, in the same order each time.
-        process_batch: measures a batch, of which it gets the clusters of the sequences too (None if all are
-            independent), and stores the results in `progress`.
+        process_batch: measures a batch, of which it gets the clusters of the sequences too, and stores the results in
+            `progress`.
         run: writes the checkpoints.
         resumed: the progress in this process's checkpoint.
         progress: new progress, whose counters this function advances.
@@ -186,7 +186,9 @@ def run_pass(
             if progress.batches == resumed.batches and progress.digest != resumed.digest:
                 raise run.different_data_error()
             if is_new and (progress.batches - 1) % world_size == rank:
-                process_batch(batch, None if clusters is None else clusters[first : progress.sequences])
+                numbers = range(first, progress.sequences)
+                of_batch = separate_clusters(numbers) if clusters is None else clusters[numbers.start : numbers.stop]
+                process_batch(batch, of_batch)
             first = progress.sequences
             advance(count_sequences_and_tokens(batch)[1] if unit == "tokens" else 1, not is_new)
             if is_new:

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headwise.checks import has_own_class, has_readable_values
-from headwise.shapes import Float
+from headwise.shapes import Bool, Float
 
 BLOCK = 32
 """Number of consecutive weights of a matrix that are compared. Quantisation formats share a scale among this number of
@@ -29,7 +30,7 @@ def quantisation_of(model: nn.Module) -> str | None:
     stated: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     if stated is not None:
         method = stated.get("quant_method") if isinstance(stated, dict) else getattr(stated, "quant_method", None)
-        return f"quantised by {getattr(method, 'value', method)}"
+        return f"quantised by {'a method without a name' if method is None else getattr(method, 'value', method)}"
     matrices = [weight for weight in model.parameters() if weight.ndim == 2 and min(weight.shape) >= BLOCK]
     if not all(has_own_class(weight) and has_readable_values(weight) for weight in matrices):
         return None
@@ -45,13 +46,30 @@ def quantisation_of(model: nn.Module) -> str | None:
 
 def _bits(weight: Float[Tensor, "rows columns"]) -> int | None:
     """Return the smallest number of bits for the values of each block of a matrix, along its rows or its columns; None
-    if they need more than `MOST_BITS`, if all values of each block are equal, or if most are 0.
+    if they need more than `MOST_BITS`, if all values of each block are equal, or if most are 0. Blocks in which columns
+    (or rows) repeat, such as those of copied heads, do not count: they have few values, too.
     """
     for part in (weight[:SAMPLED_ROWS], weight[:, :SAMPLED_ROWS].T):
-        blocks = part[:, : part.shape[1] // BLOCK * BLOCK].reshape(-1, BLOCK).cpu().sort(1).values
-        blocks = blocks[(blocks == 0).sum(1) <= BLOCK // 2]  # those of a sparse matrix have few values, too
-        distinct = 1 + int((blocks.diff(dim=1) != 0).sum(1).max()) if len(blocks) else 0
-        for bits in range(1, MOST_BITS + 1):
-            if 1 < distinct <= 2**bits:
-                return bits
+        of_lines = part[:, : part.shape[1] // BLOCK * BLOCK].cpu().reshape(len(part), -1, BLOCK)
+        if _bits_of_blocks(of_lines) is None:
+            continue  # nearly all matrices, which are not searched for copies
+        if (bits := _bits_of_blocks(of_lines[:, ~_have_copies(of_lines)])) is not None:
+            return bits
     return None
+
+
+def _have_copies(of_lines: Float[Tensor, "lines blocks size"]) -> Bool[Tensor, " blocks"]:
+    """Return True for blocks that have so many equal columns that they have few values for this reason."""
+    flat = of_lines.float().flatten(1)
+    columns: Tensor = torch.unique(flat, dim=1, return_inverse=True)[1]
+    columns = columns.view(-1, BLOCK).sort(1).values
+    distinct: Tensor = 1 + (columns.diff(dim=1) != 0).sum(1)
+    return distinct.le(2**MOST_BITS)
+
+
+def _bits_of_blocks(of_lines: Float[Tensor, "lines blocks size"]) -> int | None:
+    """Return the smallest number of bits for the values of each block, as `_bits` does."""
+    blocks = of_lines.flatten(0, 1).sort(1).values
+    blocks = blocks[(blocks == 0).sum(1) <= BLOCK // 2]  # those of a sparse matrix have few values, too
+    distinct = 1 + int((blocks.diff(dim=1) != 0).sum(1).max()) if len(blocks) else 0
+    return next((bits for bits in range(1, MOST_BITS + 1) if 1 < distinct <= 2**bits), None)

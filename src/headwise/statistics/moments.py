@@ -13,7 +13,9 @@ from torch import Tensor
 from headwise.shapes import Bool, Float, Int
 
 Clusters = Int[Tensor, "_"]
-"""Number of the cluster of each sequence, or `ALONE`. Sequences of one document form a cluster."""
+"""Number of the cluster of each sequence. Sequences of one document form a cluster. A sequence that is the only one in
+cluster c has the number -1 - c: its value is independent of all others, unless a module attends to it several times.
+"""
 
 ALONE = -1
 """Number, in place of that of a cluster, of a value that is independent of all others."""
@@ -24,14 +26,28 @@ the standard error then has a random error of its own of 1 / sqrt(2 * 1024) = 2 
 """
 
 
-def clusters_of(documents: Sequence[Hashable]) -> Clusters | None:
-    """Return the number of the cluster of each sequence from the documents of all sequences of a data set; None if each
-    is the only one of its document.
-    """
+def clusters_of(documents: Sequence[Hashable]) -> Clusters:
+    """Return the number of the cluster of each sequence from the documents of all sequences of a data set."""
     counts = Counter(documents)
-    shared = {document: index for index, document in enumerate(each for each in counts if counts[each] > 1)}
-    numbers = [shared[document] % MOST_CLUSTERS if document in shared else ALONE for document in documents]
-    return torch.tensor(numbers) if shared else None
+    shared_first = sorted(counts, key=lambda document: counts[document] == 1)
+    numbers = {document: index % MOST_CLUSTERS for index, document in enumerate(shared_first)}
+    return torch.tensor(
+        [numbers[each] if counts[each] > 1 else ALONE - numbers[each] for each in documents], dtype=torch.int64
+    )
+
+
+def separate_clusters(sequences: range) -> Clusters:
+    """Return clusters of one sequence each, for sequences of unknown documents.
+
+    Args:
+        sequences: numbers of the sequences in their data set.
+    """
+    return ALONE - torch.arange(sequences.start, sequences.stop) % MOST_CLUSTERS
+
+
+def with_several_values(clusters: Clusters) -> Clusters:
+    """Return the clusters of sequences that have several values each, which depend on each other."""
+    return torch.where(clusters < 0, ALONE - clusters, clusters)
 
 
 @dataclass
@@ -130,7 +146,7 @@ class RunningMoments:
         Args:
             values: the values.
             is_value: True at values to include, also if they are NaN; by default at all that are not NaN.
-            clusters: number of the cluster of each sequence, or `ALONE`; by default all are independent.
+            clusters: number of the cluster of each sequence; by default all are independent.
         """
         is_value = ~values.isnan() if is_value is None else is_value
         if clusters is None:
@@ -139,7 +155,7 @@ class RunningMoments:
         is_unknown = len(clusters) != len(values)
         if is_unknown:
             clusters = torch.full((len(values),), ALONE)
-        is_alone = clusters == ALONE
+        is_alone = clusters < 0
         alone = Moments.of(values[is_alone], is_value[is_alone])
         sums = ClusterSums.of(values[~is_alone], is_value[~is_alone], clusters[~is_alone])
         return RunningMoments(alone, sums, not is_unknown)

@@ -477,6 +477,28 @@ def test_an_interrupted_importance_run_resumes(tmp_path, monkeypatch):
     assert repr(found.rows) == repr(importance(model_of("bert"), batches, wave).rows)
 
 
+def test_a_resumed_run_reports_the_completeness_of_all_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
+    model, batches = model_of("bert"), data(sizes=(2, 1, 2))
+
+    def stops(model, batch):
+        if len(batch["input_ids"]) == 1:
+            raise KeyboardInterrupt
+        return wave(model, batch)
+
+    stops.__qualname__ = wave.__qualname__
+    with pytest.raises(KeyboardInterrupt):
+        importance(model, batches, stops, "integrated", out=tmp_path)
+    found = importance(model, batches, wave, "integrated", out=tmp_path)
+    paths = {head.module for head in found.heads}
+    with torch.no_grad():
+        costs = [losses_at(model, batch, dict.fromkeys(paths, 0.0)) - wave(model, batch) for batch in batches]
+    completeness = found.metadata["measured"]["completeness"]
+    assert completeness["effect"] == pytest.approx(float(torch.cat(costs).mean()), rel=1e-6)
+    total = sum(head.statistics["integrated"].value for head in found.heads)
+    assert completeness["scores"] == pytest.approx(total, rel=1e-9)
+
+
 # -- rankings and agreement -------------------------------------------------------------------------------------------
 
 

@@ -84,9 +84,9 @@ class GradientMethod:
         before, progress = task.run.load_progress(), GradientProgress()
         with differentiable_gates(task.model) as gates:
             gates.merge(before.records)
-            progress.records, progress.counted = gates.records, before.counted
+            progress.records, progress.counted, progress.totals = gates.records, before.counted, dict(before.totals)
 
-            def read_batch(batch: dict[str, Any], clusters: Clusters | None) -> None:
+            def read_batch(batch: dict[str, Any], clusters: Clusters) -> None:
                 gradients, has_loss = self.differentiate(task, gates, batch, progress)
                 progress.counted = progress.counted.merge(_zeros(has_loss, clusters))
                 progress.records = gates.records

@@ -39,10 +39,14 @@ class HeadComparison(SiteRegistry):
     Args:
         model: the model that is intercepted.
         across_layers: compare the outputs of heads of different sites too.
+
+    Attributes:
+        nonfinite_modules: paths of the modules in which a head output was NaN or infinite, as keys.
     """
 
     def __init__(self, model: nn.Module, across_layers: bool) -> None:
         super().__init__(model)
+        self.nonfinite_modules: dict[str, None] = {}
         self._across_layers = across_layers
         self._weight_distances: dict[SiteKey, WeightDistances] = {}
         self._products: dict[tuple[SiteKey, SiteKey], OutputProducts] = {}
@@ -103,6 +107,8 @@ class HeadComparison(SiteRegistry):
         of_tokens = out.detach().transpose(1, 2)
         of_tokens = of_tokens.flatten(0, 1) if is_real is None else of_tokens[is_real]
         of_tokens = of_tokens.to(torch.promote_types(out.dtype, torch.float32))
+        if not bool(of_tokens.isfinite().all()):
+            self.nonfinite_modules.setdefault(call.site.path)
         if not self._across_layers:
             self._compare([(call, of_tokens)])
             return

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from headwise.analysis.ablate import ablate
+from headwise.analysis.head_pass import require_finite_outputs
 from headwise.analysis.losses import Loss
 from headwise.analysis.redundancy.clusters import find_clusters, require_linkage
 from headwise.analysis.redundancy.comparison import HeadComparison
@@ -63,7 +64,7 @@ def redundancy(
 
     Raises:
         InputError: the data cannot be used, or cannot be read twice and a loss is given; there is no batch; `pairs` is
-            unknown; no attention of the model is intercepted.
+            unknown; no attention of the model is intercepted; head outputs are NaN or infinite.
         MissingExtra: scipy is not installed, or rich and `progress` is set.
     """
     require_module(model)
@@ -99,7 +100,9 @@ def _run_over(
     bar = progress_bar("redundancy", total, "batches", shown=show_progress)
     with evaluation_mode(model), torch.no_grad(), bar as advance, intercepted(model, comparison):
         for batch in iterate_batches(dataset):
-            call_model(model, to_device(batch, device))
+            on_device = to_device(batch, device)
+            call_model(model, on_device)
+            require_finite_outputs(comparison.nonfinite_modules, model, on_device)
             comparison.finish_batch()
             batch_sequences, batch_tokens = count_sequences_and_tokens(batch)
             sequences, tokens = sequences + batch_sequences, tokens + batch_tokens
