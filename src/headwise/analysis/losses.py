@@ -233,9 +233,8 @@ def _sentence_embeddings(model: nn.Module, batch: dict[str, Any]) -> Float[Tenso
     hidden = getattr(output, "last_hidden_state", output)
     if not isinstance(hidden, Tensor) or hidden.ndim != 3:
         raise InputError("model", expected="one that returns a last_hidden_state", got=type(output).__name__)
-    hidden = hidden.to(
-        torch.promote_types(hidden.dtype, torch.float32)
-    )  # half precision rounds a cosine of 1 to others
+    # In half precision a cosine of 1 would be rounded to other numbers.
+    hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     weights = _is_real(batch, hidden, name_of_mask(model))[..., None].to(hidden.dtype)
     return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1.0)
 
