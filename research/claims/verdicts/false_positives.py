@@ -43,7 +43,8 @@ def without_effect(setting: Setting, choice: float, draw: np.random.Generator) -
             source = setting.cells[cell["heads"]]["runs"][draw.integers(len(measured))]
             run["test"] = moved + measured.std(ddof=1) * draw.standard_normal()
             run["validation"] = run["test"] + shift + draw.choice(validation - measured - shift)
-            run["documents"] = [loss - source["test"] + run["test"] for loss in source["documents"]]
+            if cell["rows of documents"]:
+                run["documents"] = [loss - source["test"] + run["test"] for loss in source["documents"]]
     return Setting(cells)
 
 
