@@ -12,6 +12,9 @@ from research.claims.report_text import EXAMPLE, MIXES, ONE_HEAD
 from research.claims.result_files import Results
 from research.markdown import markdown_table, picture
 
+LEAST_P = 1e-6
+"""Smallest p-value that is shown as a number."""
+
 
 def title(cell: Any) -> str:
     """Return task and position scheme of a cell in words."""
@@ -102,6 +105,11 @@ def loss_table(results: Results) -> list[str]:
     return [words, "", *markdown_table(("setting", *map(str, heads), "best"), rows)]
 
 
+def _p_value(p: float) -> str:
+    """Return a p-value in two digits, or a bound where no more digits are known."""
+    return f"{p:.2g}" if p >= LEAST_P else f"< {LEAST_P:g}"
+
+
 def compared(results: Results, claim: str) -> list[str]:
     """Write the comparison that decides a claim in every setting."""
     rows = []
@@ -112,7 +120,7 @@ def compared(results: Results, claim: str) -> list[str]:
             counted = "" if kind == "settings" else "no"
             significant = {1: "yes", 0: "no", -1: "better"}[row["sign"]]
             heads = "{} and {}".format(*row["heads"])
-            figures = (f"{row['difference']:+.3f}", f"{row['holm']:.2g}", bootstrap)
+            figures = (f"{row['difference']:+.3f}", _p_value(row["holm"]), bootstrap)
             rows.append((title(first(cells)), heads, *figures, significant, counted))
     headers = (
         "setting",

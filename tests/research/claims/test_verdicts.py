@@ -319,6 +319,17 @@ def test_false_positives_are_those_of_the_choice_of_the_rate(monkeypatch):
     assert found["more"]["0.5"]["in some setting"] > 0.5 < found["capacity"]["0.5"]["another verdict"]
 
 
+def test_generated_data_have_false_positives_without_documents():
+    cells = cells_of(TURN_OF_FEW, task="lookup", spread=0.1)
+    for cell in cells:
+        cell["rows of documents"] = []
+        for run in cell["runs"]:
+            del run["documents"]
+    drawn = false_positives.without_effect(Setting(cells), 0.0, np.random.default_rng(0))
+    assert drawn.documents(drawn.best, "test") is None
+    assert np.isfinite(drawn.values(drawn.best)).all()
+
+
 def test_results_without_effect_have_the_measured_spread():
     setting = setting_of(TURN_OF_FEW, spread=0.1)
     drawn = [false_positives.without_effect(setting, 0.0, np.random.default_rng(n)) for n in range(200)]
