@@ -7,8 +7,7 @@ import typer
 
 from headwise.analysis.circuits.circuits import Circuits
 from headwise.analysis.circuits.circuits import circuits as read_circuits
-from headwise.analysis.circuits.composition import KINDS
-from headwise.analysis.circuits.scores import SCORES
+from headwise.analysis.circuits.matrices import KINDS, SCORES
 from headwise.cli.loading import quiet_libraries
 from headwise.cli.options import Force, ModelFlags, TableFolder, Top
 from headwise.cli.output import OutputFlags, require_new_tables
