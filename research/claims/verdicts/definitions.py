@@ -36,7 +36,10 @@ EXPECTED = {
 PUBLISHED = ("minilm", "smollm2")
 """Published models of claim 1."""
 
-SEEDS = {**dict.fromkeys(EXPECTED, 6), "bible-large": 4}
+ILLUSTRATIONS = ("relations-places", "relations-mlp")
+"""Tasks that illustrate the argument about one head, and are not judged."""
+
+SEEDS = {**dict.fromkeys((*EXPECTED, *ILLUSTRATIONS), 6), "bible-large": 4}
 """Number of reported models of each task, for each number of heads."""
 
 ROUNDING = 1e-4
