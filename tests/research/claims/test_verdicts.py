@@ -341,6 +341,12 @@ def test_results_without_effect_have_the_measured_spread():
         assert means == pytest.approx(drawn[0].values(heads), rel=1e-9)
 
 
+def test_illustrations_are_not_judged(tmp_path):
+    saved(tmp_path, cells_of(TURN, task="relations-places"))
+    verdicts = judge.judge(tmp_path)
+    assert "relations-places, rotary" not in verdicts["fewer seeds"] + verdicts["incomplete settings"]
+
+
 def test_a_file_of_another_cell_is_refused(tmp_path):
     saved(tmp_path, cells_of(TURN, task="lookup"))
     (tmp_path / "cells" / "lookup-rotary-2.json").rename(tmp_path / "cells" / "lookup-rotary-4.json")
