@@ -40,20 +40,22 @@ def measure(part: str, folder: Path) -> None:
     elif part == "distances":
         texts = hw.Texts(documents(), tokenizer, 1024, "truncate", batch=4, limit=40)
         hw.attention_distances(model, texts, out=folder / part, title=title)
-    elif part == "in-context-all":
-        texts = hw.Texts(documents(), tokenizer, 512, "truncate")
-        hw.in_context_score(model, texts, out=folder / part, title=title).save(folder / part, force=True)
     else:
         texts = hw.Texts(documents(), tokenizer, 512, "truncate")
-        few = hw.Texts(["a b"], tokenizer)
-        heads = hw.profile(model, few, repeats=True).heads
-        order = sorted(heads, key=lambda head: -head.statistics["induction_random"].value)
-        pairs = [(head.layer, head.head) for head in order]
-        chosen = pairs[:HEADS] + random.Random(0).sample(pairs[HEADS:], HEADS)
-        options: dict[str, Any] = {"out": folder / part, "title": title, "sequences": SEQUENCES}
-        hw.in_context_score(model, texts, heads=chosen, **options).save(folder / part, force=True)
+        options: dict[str, Any] = {} if part == "in-context-all" else _some_heads(model, tokenizer)
+        scores = hw.in_context_score(model, texts, out=folder / part, title=title, **options)
+        scores.save(folder / part, force=True)
     seconds, of_processor = time.monotonic() - start, time.process_time() - processor
     print(f"{part}: {seconds:.0f} s, {of_processor:.0f} s of processor time")
+
+
+def _some_heads(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return the options that measure the heads that copy most, as many others, and more sequences."""
+    heads = hw.profile(model, hw.Texts(["a b"], tokenizer), repeats=True).heads
+    order = sorted(heads, key=lambda head: -head.statistics["induction_random"].value)
+    pairs = [(head.layer, head.head) for head in order]
+    chosen = pairs[:HEADS] + random.Random(0).sample(pairs[HEADS:], HEADS)
+    return {"heads": chosen, "sequences": SEQUENCES}
 
 
 def draw(folder: Path) -> None:

@@ -30,7 +30,8 @@ def quantisation_of(model: nn.Module) -> str | None:
     stated: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     if stated is not None:
         method = stated.get("quant_method") if isinstance(stated, dict) else getattr(stated, "quant_method", None)
-        return f"quantised by {'a method without a name' if method is None else getattr(method, 'value', method)}"
+        name = "a method without a name" if method is None else getattr(method, "value", method)
+        return f"quantised by {name}"
     matrices = [weight for weight in model.parameters() if weight.ndim == 2 and min(weight.shape) >= BLOCK]
     if not all(has_own_class(weight) and has_readable_values(weight) for weight in matrices):
         return None
@@ -46,8 +47,8 @@ def quantisation_of(model: nn.Module) -> str | None:
 
 def _bits(weight: Float[Tensor, "rows columns"]) -> int | None:
     """Return the smallest number of bits for the values of each block of a matrix, along its rows or its columns; None
-    if they need more than `MOST_BITS`, if all values of each block are equal, or if most are 0. Blocks in which columns
-    (or rows) repeat, such as those of copied heads, do not count: they have few values, too.
+    if they need more than `MOST_BITS`, if all values of each block are equal, or if most are 0. Blocks with many equal
+    columns (or rows), such as those of copied heads, do not count: they have few values, too.
     """
     for part in (weight[:SAMPLED_ROWS], weight[:, :SAMPLED_ROWS].T):
         of_lines = part[:, : part.shape[1] // BLOCK * BLOCK].cpu().reshape(len(part), -1, BLOCK)

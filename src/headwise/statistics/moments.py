@@ -18,7 +18,7 @@ cluster c has the number -1 - c: its value is independent of all others, unless 
 """
 
 ALONE = -1
-"""Number, in place of that of a cluster, of a value that is independent of all others."""
+"""Number of a sequence that is the only one in cluster 0. That of the only one in cluster c is `ALONE - c`."""
 
 MOST_CLUSTERS = 1024
 """Largest number of clusters whose sums are kept. Further documents share clusters, which keeps clusters independent;

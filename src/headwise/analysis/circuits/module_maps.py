@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.analysis.circuits.head_weights import HeadWeights, head_weights
 from headwise.analysis.circuits.norms import NormMap, is_norm, norm_map
@@ -171,9 +171,9 @@ def _scores(
     products = rotation.rotate(query, positions) @ keys.mT
     is_zero = (weights.query == 0).flatten(1).all(1) | (weights.key == 0).flatten(1).all(1).repeat_interleave(group)
     try:
-        scale = _scale(call.module, products, site.weights, is_zero)
+        scale = _scale(call, products, site.weights, is_zero)
     except _ScoresError as error:
-        return torch.ones(len(query)), rotation, error.reason.format(path=site.path)
+        return torch.ones(len(query)), rotation, str(error)
     if rotation.depends_on_length:
         return scale, rotation, f"the rotation in {site.path}, which depends on the length of the text"
     return scale, rotation, None
@@ -194,19 +194,13 @@ def _rotation(trace: RunTrace, call: ModuleCall) -> Rotation | None:
 
 
 class _ScoresError(Exception):
-    """Reason why the scores of a module are not known to be products of queries and keys times a factor.
-
-    Attributes:
-        reason: the reason, in words that state what the model has, with `{path}` for the path of the module.
+    """Reason why the scores of a module are not known to be products of queries and keys times a factor, in words that
+    state what the model has.
     """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 def _scale(
-    module: nn.Module,
+    call: ModuleCall,
     products: Float[Tensor, "heads length length"],
     weights: Float[Tensor, "heads length length"],
     is_zero: Bool[Tensor, " heads"],
@@ -231,7 +225,8 @@ def _scale(
     seen, plain = relative(weights.log()), relative(products)
     rounding = ROUNDING * float(visible[0].sum()) ** 0.5
     if bool((seen.norm(dim=1) < LEAST_SIGNAL * rounding)[~is_zero].any()):
-        raise _ScoresError("attention in {path} that is too uniform to show the factor of its scores")
+        raise _ScoresError(f"attention in {call.path} that is too uniform to show the factor of its scores")
+    module = call.module
     options = getattr(module, "scores", None)
     cap = getattr(module, "attn_logit_softcapping", None) or getattr(options, "softcap", None)
     head_dim = getattr(module, "head_dim", None)
@@ -243,4 +238,6 @@ def _scale(
         expected = relative(scores if cap is None else cap * (scores / cap).tanh())
         if bool(((expected - seen).norm(dim=1) <= TOLERANCE * seen.norm(dim=1) + rounding).all()):
             return scale
-    raise _ScoresError("scores of {path} that do not follow from W_Q x times W_K x, such as with a bias by position")
+    raise _ScoresError(
+        f"scores of {call.path} that do not follow from W_Q x times W_K x, such as with a bias by position"
+    )
