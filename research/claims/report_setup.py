@@ -35,9 +35,10 @@ def machine(results: Results) -> list[str]:
         one = first(cells)
         rows.append((title(one), one["steps"], f"{one['parameters']:,}", _range(rates), trainings))
     about = first(next(iter(results.settings.values())))["about"]
+    when = f"on {dates[0]}" if len(dates) == 1 else f"from {dates[0]} to {dates[-1]}"
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
     text = (
-        f"The models were trained from {dates[0]} to {dates[-1]} on {about['cpu']}, {about['cores']} cores, "
+        f"The models were trained {when}, on {about['cpu']}, {about['cores']} cores, "
         f"{about['gpu'] or 'no GPU'}, one thread for each training, with {versions}."
     )
     edges = results.verdicts["rates at an edge"]

@@ -1,5 +1,6 @@
 """Sentences of docs/reports/claims.md that state the verdicts; all numbers come from verdicts.json."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -142,5 +143,6 @@ def objections(results: Results) -> list[str]:
 
 
 def deviations(rules: str) -> list[str]:
-    """Return the last section of the rules, the deviations from them, as lines."""
-    return ["## Deviations from the rules", "", *rules.split("## Deviations\n")[1].strip().splitlines(), ""]
+    """Return the last section of the rules, the deviations from them, with one line for each."""
+    items = re.split(r"\n(?=- )", rules.split("## Deviations\n")[1].strip())
+    return ["## Deviations from the rules", "", *(" ".join(item.split()) for item in items), ""]
