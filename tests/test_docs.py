@@ -144,7 +144,7 @@ def test_the_code_of_the_page_about_pruning_runs(tmp_path, monkeypatch):
     lines = (json.dumps({"text": section}) for section in held_out)
     (tmp_path / "held-out.jsonl").write_text("\n".join(lines), encoding="utf-8")
     names: dict = {}
-    shorter = {"texts, 200, out": "texts, 2, out", "limit=8": "limit=4", "limit=16": "limit=4"}
+    shorter = {"texts, 200, out": "texts, 2, out", "limit=8": "limit=2", "limit=16": "limit=2"}
     blocks = [
         (functools.reduce(lambda text, pair: text.replace(*pair), shorter.items(), code), output)
         for code, output in code_blocks("docs/prune.md")

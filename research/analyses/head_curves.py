@@ -2,7 +2,7 @@
 
     python -m research.analyses.head_curves PART FOLDER
 
-PART is "positions", "distances", "in-context" (some heads, 8 sequences), "in-context-all" (all heads, the default of 4
+PART is "positions", "distances", "in-context" (some heads, 8 sequences), "in-context-all" (all heads, the default of 3
 sequences) or "draw"; results are saved in FOLDER, from which a stopped run resumes.
 The data are the topics of the language reference that comes with Python, one document each.
 """

@@ -44,7 +44,7 @@ def in_context_score(
     early: int = 50,
     late: int = 500,
     window: int = 32,
-    sequences: int = 4,
+    sequences: int = 3,
     heads: Collection[Head] | None = None,
     replacements: Collection[str] = ("zero",),
     repeats: bool = True,
@@ -61,7 +61,7 @@ def in_context_score(
         scores.score                            # of the unchanged model: value, sem, n
         scores.table()                          # one row per head; `change_zero` is above 0 if the head helps
 
-    Olsson et al. use `window=1`. The defaults take 7 to 9 minutes for SmolLM2 on 2 cores (docs/in-context.md).
+    Olsson et al. use `window=1`. The defaults take about 9 minutes for SmolLM2 on 2 cores (docs/in-context.md).
 
     Args:
         model: a causal language model.
