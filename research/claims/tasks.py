@@ -214,7 +214,8 @@ def _large() -> Task:
         "rows": 8,
         "length": 128,
         "steps": 800,
-        "seeds": 4,
+        "search_seeds": 1,
+        "seeds": 3,
     }
     options |= {"schemes": ("rotary", "spread"), "heads": FEWER_HEADS, "compares_heads": True}
     return _text("bible-large", "bible", "the Bible, next byte", **options)
