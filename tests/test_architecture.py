@@ -246,12 +246,22 @@ STUDY = ["study", "--data", "x", "--out", "{page}"]
     ("blocked", "arguments", "sentence"),
     [
         ("typer", ["view", "hi"], 'the command line needs the package typer, .* pip install "headwise[cli]"'),
-        ("rich", ["view", "hi"], 'the command line needs the package rich, .* pip install "headwise[cli]"'),
+        pytest.param(
+            "rich",
+            ["view", "hi"],
+            'the command line needs the package rich, .* pip install "headwise[cli]"',
+            marks=pytest.mark.slow,
+        ),
         ("transformers", ["view", "hi"], 'loading a model needs the package transformers, .* "headwise[hf]"'),
-        ("jinja2", ["view", "hi", "--html", "{page}"], 'writing a page needs the package jinja2, .* "headwise[plot]"'),
+        pytest.param(
+            "jinja2",
+            ["view", "hi", "--html", "{page}"],
+            'writing a page needs the package jinja2, .* "headwise[plot]"',
+            marks=pytest.mark.slow,
+        ),
         ("gguf", ["view", "hi", "--model", "smollm2"], 'reading SmolLM2.* needs the package gguf, .* "headwise[gguf]"'),
-        ("optuna", STUDY, 'a study needs the package optuna, .* "headwise[study]"'),
-        ("scipy", STUDY, 'a study needs the package scipy, .* "headwise[study]"'),
+        pytest.param("optuna", STUDY, 'a study needs the package optuna, .* "headwise[study]"', marks=pytest.mark.slow),
+        pytest.param("scipy", STUDY, 'a study needs the package scipy, .* "headwise[study]"', marks=pytest.mark.slow),
     ],
 )
 def test_a_missing_extra_is_one_sentence_and_status_2(run_in_new_process, blocked, arguments, sentence, tmp_path):

@@ -131,7 +131,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize(("way", "watched", "backward"), CASES)
 def test_gradients_and_statistics_are_those_without_checkpointing(way, use_reentrant, backward, watched):
     expected, statistics = gradients(way, None, "inside", watched)

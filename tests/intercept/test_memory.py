@@ -35,7 +35,7 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", ["watch", pytest.param("gate", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", LAYER_KINDS)
 @torch.no_grad()
 def test_nothing_of_a_layer_stays_in_memory_after_it(kind, context):

@@ -31,6 +31,13 @@ MASKS = {
     "chunked": hw.causal() & hw.chunked(4),
     "mask rule": hw.mask_rule(lambda b, h, q, k: (q >= k) & ((q + k + h) % 3 != b)),
 }
+SOME_PAIRS = [
+    pytest.param(positions, mask, marks=() if mask == "causal" or positions == "none" else pytest.mark.slow)
+    for positions in POSITIONS
+    for mask in MASKS
+]
+"""Pairs of positions and masks. Those that are neither without positions nor causal belong to the long tests."""
+
 CACHES = {
     "dynamic": lambda layer: hw.DynamicCache(),
     "static": lambda layer: layer.static_cache(BATCH, LENGTH + 2),
@@ -66,8 +73,7 @@ def in_pieces(layer, x, cache, pieces):
         return torch.cat([layer(piece, cache=cache) for piece in x.split(pieces, dim=1)], dim=1)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize(("positions", "mask"), SOME_PAIRS)
 def test_cached_decoding_equals_one_forward_pass(positions, mask):
     x = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
     for layer in layers(MASKS[mask], POSITIONS[positions]):

@@ -130,7 +130,7 @@ def test_effects_have_standard_errors_clustered_by_document(method):
 
     def measure(data):
         if method == "ablation":
-            return hw.ablate(model, data, hw.next_token_loss).heads
+            return hw.ablate(model, data, hw.next_token_loss, units={"one": [(0, 3)], "other": [(1, 2)]}).rows
         return hw.importance(model, data, hw.next_token_loss).heads
 
     name = "cost" if method == "ablation" else "gradient"

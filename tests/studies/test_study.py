@@ -237,7 +237,7 @@ def test_a_study_that_stopped_in_the_callback_resumes(stop, complete, tmp_path):
     assert not loss.evaluated
 
 
-@pytest.mark.parametrize("stop", [0, 4, 10, 19, 27, 47, 59])
+@pytest.mark.parametrize("stop", [0, 19, 59, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 10, 27, 47))])
 def test_a_study_that_stopped_at_any_step_resumes(stop, complete, total, tmp_path):
     """The training that was stopped is repeated from its beginning, and no other."""
     assert 60 < total <= STEPS * 2 * (TRIALS + SEEDS)

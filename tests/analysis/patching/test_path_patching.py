@@ -46,7 +46,9 @@ def test_paths_to_the_logits(kind, direction):
         require_values(row, expected, scale(model, direction)[2])
 
 
-@pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
+@pytest.mark.parametrize(
+    "names", ["q", pytest.param("k", marks=pytest.mark.slow), pytest.param("v", marks=pytest.mark.slow), "qkv"]
+)
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_paths_to_inputs_of_heads(kind, direction, names):

@@ -62,7 +62,9 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize(
+    "backward", [pytest.param(False, id="forward", marks=pytest.mark.slow), pytest.param(True, id="training")]
+)
 @pytest.mark.parametrize("case", SHARES)
 def test_blocks_without_a_visible_key_are_never_computed(case, backward):
     mask, share = SHARES[case]
@@ -114,7 +116,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("rows", [None, 37])
+@pytest.mark.parametrize("rows", [pytest.param(None, marks=pytest.mark.slow), 37])
 @pytest.mark.parametrize("case", CASES)
 def test_many_blocks_are_attention(case, rows, monkeypatch):
     """Six heads on three, over blocks that end anywhere, and few heads at once."""
