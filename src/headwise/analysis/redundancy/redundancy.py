@@ -71,14 +71,7 @@ def redundancy(
         UserWarning: of modules that are not compared, and of modules that are compared over so few tokens that some
             unrelated heads may have a `cka` of `threshold` by chance.
     """
-    require_module(model)
-    if pairs not in ("layer", "all"):
-        raise InputError("pairs", expected="'layer' or 'all'", got=repr(pairs))
-    threshold = finite_number("threshold", threshold, above=0.0)
-    if loss is not None and isinstance(dataset, Iterator):
-        expected = "batches that can be read twice"
-        raise InputError("dataset", expected=expected, got="an iterator", remedy="list(batches)")
-    require_linkage()
+    threshold = _checked_threshold(model, dataset, pairs, threshold, loss)
     dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
     comparison = HeadComparison(model, across_layers=pairs == "all")
     sequences, tokens = _run_over(model, dataset, comparison, show_progress=progress)
@@ -93,6 +86,21 @@ def redundancy(
     settings = run_settings(model, texts, None, pairs=pairs, threshold=threshold)
     metadata = {**settings, "measured": {"sequences": sequences, "tokens": tokens}}
     return Redundancy(heads, comparison.cosine(), cka, comparison.distance(), clusters, costs, metadata)
+
+
+def _checked_threshold(model: Any, dataset: Any, pairs: Any, threshold: Any, loss: Loss | None) -> float:
+    """Raise `InputError` for unusable arguments of `redundancy`, and `MissingExtra` if scipy is not installed. Return
+    the threshold as a number.
+    """
+    require_module(model)
+    if pairs not in ("layer", "all"):
+        raise InputError("pairs", expected="'layer' or 'all'", got=repr(pairs))
+    checked = finite_number("threshold", threshold, above=0.0)
+    if loss is not None and isinstance(dataset, Iterator):
+        expected = "batches that can be read twice"
+        raise InputError("dataset", expected=expected, got="an iterator", remedy="list(batches)")
+    require_linkage()
+    return checked
 
 
 def _run_over(
