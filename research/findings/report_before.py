@@ -96,11 +96,14 @@ def of_both(results: Path, errors: Errors) -> dict[str, str]:
     """Return what is true now of standard errors and of integrated gradients."""
     ratios = [ratio for entry in errors.values() for each in entry["ratios"].values() for ratio in (each[0], each[2])]
     clustered = errors["smollm2/profile"]["clustered over independent"]
-    gaps = {name: percent(completeness(results / name / "integrated")["gap"]) for name in ("smollm2", "minilm")}
+    complete = {name: completeness(results / name / "integrated") for name in ("smollm2", "minilm")}
+    gaps = {name: percent(found["gap_of_means"]) for name, found in complete.items()}
     return {
         "standard errors": (
             f"clustered by document: {clustered:.2f} times as large for entropies; all are {min(ratios):.2f} to "
             f"{max(ratios):.2f} of a bootstrap over documents"
         ),
-        "integrated gradients": f"completeness gap {gaps['smollm2']} (SmolLM2, warned) and {gaps['minilm']} (MiniLM)",
+        "integrated gradients": (
+            f"completeness gap of the means {gaps['smollm2']} (SmolLM2, warned) and {gaps['minilm']} (MiniLM)"
+        ),
     }

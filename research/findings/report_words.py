@@ -67,19 +67,27 @@ def small_effects(ablation: hw.Ablation) -> int:
 
 
 def completeness(folder: Path) -> dict[str, Any]:
-    """Return the completeness of the integrated gradients in a folder: scores, effect, gap, steps; and sequences."""
+    """Return the completeness of the integrated gradients in a folder: means of the sum of scores and of the effect,
+    their relative difference, and the numbers of steps and sequences.
+    """
     measured: Any = hw.Importance.load(folder).metadata["measured"]
-    return {**measured["completeness"], "sequences": measured["sequences"]}
+    found = measured["completeness"]
+    gap_of_means = abs(found["scores"] - found["effect"]) / abs(found["effect"])
+    return {**found, "gap_of_means": gap_of_means, "sequences": measured["sequences"]}
 
 
 def gap_of(folder: Path) -> str:
     """Return the completeness of the integrated gradients in a folder in a sentence."""
     found = completeness(folder)
-    verdict = "So the scores are not used, and the library warns" if found["gap"] > 0.05 else "So the scores converged"
+    verdict = (
+        "So the scores are not used, and the library warns"
+        if found["gap_of_means"] > 0.05
+        else "So the scores converged"
+    )
     return (
         f"On {found['sequences']} sequences and with up to {found['steps']} steps, the scores add up to "
-        f"{found['scores']:.3f}, and removing all heads changes the loss by {found['effect']:.3f}: a completeness "
-        f"gap of {percent(found['gap'])}. {verdict}."
+        f"{found['scores']:.3f}, and removing all heads changes the loss by {found['effect']:.3f}, on average over the "
+        f"sequences: a completeness gap of the means of {percent(found['gap_of_means'])}. {verdict}."
     )
 
 

@@ -1,6 +1,7 @@
 """Similarity of heads, compared with the definitions over all tokens at once; clusters and their costs."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import tiny
 from headwise.analysis.losses import next_token_loss
 from headwise.analysis.redundancy import comparison, weight_distance
 from headwise.analysis.redundancy.clusters import find_clusters
+from headwise.analysis.redundancy.few_tokens import chance_of
 from headwise.analysis.redundancy.output_products import OutputProducts, TokenOutputs
 from headwise.analysis.redundancy.redundancy import redundancy
 
@@ -332,6 +334,81 @@ def test_outputs_of_unrelated_heads_have_no_alignment_on_average():
         values.append(products.dependence / (24 * 0.6))
     mean, spread = torch.stack(values).mean((0, 1, 2)), torch.stack(values).std((0, 1, 2)) / (200 * 9) ** 0.5
     assert abs(float(mean)) < 4 * float(spread)
+
+
+def with_constant_heads(model, variation=0.0):
+    """Return an encoder in which heads 1 and 4 of the first layer have the same value vector for all tokens, up to a
+    relative variation.
+    """
+    value = model.encoder.layer[0].attention.self.value
+    with torch.no_grad():
+        torch.nn.init.normal_(value.bias)
+        for head in (1, 4):
+            value.weight.unflatten(0, (6, 8))[head] *= variation
+    return model
+
+
+@pytest.mark.parametrize("pairs", ["layer", "all"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_heads_whose_outputs_are_constant_up_to_rounding_have_no_alignment(dtype, implementation, pairs):
+    model = with_constant_heads(tiny.model("encoder", attn_implementation=implementation).to(dtype))
+    found = redundancy(model, batches(REAL, 2, 3), pairs=pairs).cka
+    constant = torch.zeros(12).bool()
+    constant[[1, 4]] = True
+    is_compared = torch.ones(12, 12).bool() if pairs == "all" else torch.block_diag(*torch.ones(2, 6, 6)).bool()
+    expected = is_compared & ~constant & ~constant[:, None]
+    assert torch.equal(found.isfinite(), expected)
+    assert torch.equal(found.isnan(), ~expected)
+
+
+def test_outputs_that_vary_little_but_more_than_rounding_are_compared():
+    """The variation is a thousand times that of rounding in float32, and a thousandth of the outputs."""
+    model = with_constant_heads(models("encoder"), 1e-3)
+    expected = redundancy(model, batches(REAL, 5)).cka
+    found = redundancy(model.float(), batches(REAL, 5)).cka
+    assert bool(expected[:6, :6].isfinite().all())
+    torch.testing.assert_close(found[:6, :6], expected[:6, :6], rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("width", [1, 3, 64])
+@pytest.mark.parametrize("tokens", [4, 5, 7, 11])
+def test_the_chance_of_large_alignments_of_unrelated_outputs(tokens, width):
+    """The standard deviation is that of the docs, and at no width are large values more than twice as frequent as
+    `chance_of` states.
+    """
+    draws = 20000
+    x, y = torch.randn(2, draws, tokens, width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    k, l = ((each @ each.mT) * (1 - torch.eye(tokens)) for each in (x, y))  # noqa: E741
+
+    def dependence(k, l):  # noqa: E741
+        n, rows = tokens, (k.sum(2) * l.sum(2)).sum(1)
+        return (k * l).sum((1, 2)) + k.sum((1, 2)) * l.sum((1, 2)) / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)
+
+    values = dependence(k, l) / (dependence(k, k) * dependence(l, l)).sqrt()
+    assert values[0] == pytest.approx(float(aligned(x[0], y[0])), rel=1e-9)
+    assert float(values.std()) == pytest.approx(math.sqrt(2 / (tokens * (tokens - 3))), rel=0.05)
+    for threshold in (0.5, 0.9):
+        share, stated = float((values >= threshold).double().mean()), chance_of(threshold, tokens)
+        assert share <= 2 * stated + 4 * math.sqrt(stated / draws)
+    if width == 1:
+        assert float((values >= 0.5).double().mean()) >= chance_of(0.5, tokens) / 2
+
+
+def test_comparisons_over_few_tokens_are_named():
+    model = models("encoder")
+    sentence = "outputs of heads were compared over only 5 tokens, .* 30 pairs .* a cka of 0.9 or more by chance"
+    modules = r"encoder\.layer\.0\.attention\.self, encoder\.layer\.1\.attention\.self$"
+    with pytest.warns(UserWarning, match=f"^{sentence}.*: {modules}"):
+        redundancy(model, [IDS[:1, :5]])
+    with pytest.warns(UserWarning, match=f"over fewer than 4 tokens, so cka is NaN for these modules: {modules}"):
+        assert bool(redundancy(model, [IDS[:1, :3]]).cka.isnan().all())
+    with pytest.warns(UserWarning, match="over only 7 tokens, so that some of 66 pairs"):
+        redundancy(model, [IDS[:1, :7]], pairs="all")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        redundancy(model, [IDS[:1, :7]])
+        redundancy(model, [IDS[:1, :5]], threshold=0.999)
 
 
 def test_dependence_does_not_change_with_a_shift_or_the_parts():

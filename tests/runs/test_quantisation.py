@@ -51,6 +51,36 @@ def test_copies_of_rows_or_columns_are_not_taken_for_quantised_weights(times):
         assert quantisation_of(model_of(copied.T.contiguous())) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("spread", [0.25, 1.0, 4.0])
+def test_values_that_differ_by_few_steps_of_their_format_are_not_taken_for_quantised_weights(dtype, spread):
+    """Weights near 1, with a standard deviation of few steps of the format; a few lie further from it."""
+    step, draws = torch.finfo(dtype).eps, torch.Generator().manual_seed(4)
+    steps = spread * torch.randn(96, 160, generator=draws, dtype=torch.float64)
+    steps[torch.rand(96, 160, generator=draws) < 0.03] *= 100
+    matrix = (1 + step * steps).to(dtype)
+    values = [block.unique().numel() for block in matrix[:16].reshape(-1, 32)]
+    assert max(values) <= 16 or spread == 4.0
+    assert quantisation_of(model_of(matrix)) is None
+    assert quantisation_of(model_of(matrix.float())) is None  # the format of the values is not that of the storage
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_quantised_weights_far_from_0_are_named_where_their_format_has_room(bits):
+    matrix = quantised(1 + 0.1 * torch.randn(96, 160, dtype=torch.float64), bits)
+    assert quantisation_of(model_of(matrix.float())) == f"dequantised from {bits} bits in blocks (100% of the matrices)"
+    assert quantisation_of(model_of((1 + (matrix - 1) / 10).bfloat16())) is None  # few numbers between 0.9 and 1.1
+
+
+def test_each_matrix_of_experts_is_examined():
+    experts = torch.randn(5, 96, 160)
+    for number in (1, 3):
+        experts[number] = quantised(experts[number], 4)
+    found = quantisation_of(model_of(experts, torch.randn(3, 96, 160)))
+    assert found == "dequantised from 4 bits in blocks (25% of the matrices)"
+    assert quantisation_of(model_of(torch.randn(5, 96, 160), torch.randn(64, 64, 3))) is None
+
+
 def test_a_stated_quantisation_is_named():
     model = nn.Identity()
     model.config = SimpleNamespace(quantization_config={"quant_method": "awq"})

@@ -108,6 +108,93 @@ def test_values_of_several_calls_of_a_module_belong_to_one_document(times, docum
         assert head.statistics["duplicate_random"] == pytest.approx(jackknife(values), rel=1e-6, nan_ok=True)
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_values_of_several_calls_of_a_watched_module_count_once(times):
+    model, ids = Shared(times), torch.randint(5, 97, (5, 7), generator=torch.Generator().manual_seed(2))
+    with hw.watch(model) as heads, torch.no_grad():
+        model(ids[:2])
+        model(ids[2:])
+    alone = [hw.profile(model, [{"input_ids": row[None]}], repeats=False).heads for row in ids]
+    columns = heads.columns()
+    row = [statistic.name for statistic in columns.statistics].index("entropy")
+    for head in range(3):
+        expected = jackknife([heads[head].statistics["entropy"].value for heads in alone])
+        estimates = columns.estimates
+        found = [float(part[row, head]) for part in (estimates.means, estimates.errors, estimates.counts)]
+        assert found == pytest.approx(expected[:3], rel=1e-6)
+    assert repr(heads).endswith("over 5 sequences)")
+
+
+class InParts(torch.nn.Module):
+    """A model whose attention module attends to some sequences of each batch at a time.
+
+    Args:
+        parts: function from the number of sequences to the slices of the batch to which the module attends.
+    """
+
+    def __init__(self, parts):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.attention = torch.nn.Embedding(97, 12), hw.MultiHeadAttention(12, 3)
+        tiny.with_distinct_heads(self)
+        self.parts = parts
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        return torch.cat([self.attention(x[part]) for part in self.parts(len(x))])
+
+
+PARTS = {
+    "all, then some": lambda n: [slice(0, n), slice(0, 2)],
+    "some, then all": lambda n: [slice(0, 2), slice(0, n)],
+    "some twice": lambda n: [slice(0, 2), slice(1, 3)],
+    "some twice in the last batch": lambda n: [slice(0, n)] if n == 4 else [slice(0, 2), slice(1, 3)],
+}
+BATCHES = torch.randint(5, 97, (7, 7), generator=torch.Generator().manual_seed(2)).split((4, 3))
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_several_calls_with_some_of_the_sequences_have_unknown_documents(parts):
+    model = InParts(PARTS[parts])
+    with pytest.warns(UserWarning, match=r"their documents are unknown, and .* are NaN: attention$"):
+        profile = hw.profile(model, [{"input_ids": ids} for ids in BATCHES], repeats=False)
+    for head in profile.heads:
+        values = [of_sequence(model, ids[part], head.head) for ids in BATCHES for part in PARTS[parts](len(ids))]
+        entropy = head.statistics["entropy"]
+        assert entropy.value == pytest.approx(float(torch.cat(values).mean()), rel=1e-6)
+        assert math.isnan(entropy.sem)
+        assert entropy.df == 0
+
+
+@pytest.mark.parametrize("parts", ["all, then some", "some, then all"])
+def test_several_calls_with_other_numbers_of_sequences_have_no_standard_errors_in_watch(parts):
+    model = InParts(PARTS[parts])
+    with (
+        pytest.warns(UserWarning, match=r"have different numbers of sequences, so .* are NaN: attention$"),
+        hw.watch(model) as heads,
+        torch.no_grad(),
+    ):
+        model(BATCHES[0])
+    moments_of_entropy = heads.records[0].statistics["entropy"]
+    assert bool(moments_of_entropy.standard_error.isnan().all())
+    assert bool(moments_of_entropy.value.isfinite().all())
+
+
+def test_one_call_with_some_of_the_sequences_has_independent_values():
+    model = InParts(lambda n: [slice(1, n)])
+    profile = hw.profile(model, [{"input_ids": ids} for ids in BATCHES], repeats=False)
+    for head in profile.heads:
+        values = torch.cat([of_sequence(model, ids[1:], head.head) for ids in BATCHES])
+        assert head.statistics["entropy"] == pytest.approx(jackknife(values.tolist()), rel=1e-4)
+
+
+@torch.no_grad()
+def of_sequence(model, ids, head):
+    """Return the mean entropy of a head's attention weights for each sequence."""
+    weights = model.attention(model.embed(ids), return_weights=True)[1][:, head].double()
+    return -torch.special.xlogy(weights, weights).sum(-1).mean(-1)
+
+
 def test_profiles_have_standard_errors_clustered_by_document():
     texts, model = corpus(), tiny.model("decoder")
     profile = hw.profile(model, texts, repeats=False)

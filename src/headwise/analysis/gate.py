@@ -79,7 +79,7 @@ def gate(
     gates = _prepared(gates, model)
     interceptor = GateInterceptor(gates, groups=flag("groups", groups), positions=gated_positions)
     sites = list(sites)
-    with intercepted(model, interceptor, sites):
+    with intercepted(model, interceptor, sites, "hw.gate"):
         yield
     interceptor.require_intercepted(model, [site.path for site in sites])
 

@@ -134,5 +134,5 @@ def record_outputs(model: Any, layers: Collection[int | str] | None = None) -> I
     if layers is not None:
         modules = {module_path_of_layer(model, layer) for layer in collection_of("layers", layers, of="layers")}
     outputs = RecordedOutputs(modules)
-    with intercepted(model, outputs):
+    with intercepted(model, outputs, context="hw.record_outputs"):
         yield outputs

@@ -33,6 +33,16 @@ class AcceleratedHooks(UncopiedHooks):
     def __init__(self, recorder: CallRecorder, path: str) -> None:
         self._recorder, self._path = recorder, path
 
+    @property
+    def context(self) -> str:
+        """Name of the function that accelerates the module, in messages."""
+        return "hw.accelerate"
+
+    @property
+    def remedy(self) -> str:
+        """Way to remove the hooks, in messages."""
+        return "leave the context of hw.accelerate first, or call its method restore"
+
     def register(self, module: nn.Module) -> Iterator[RemovableHandle]:
         """Register the hooks before and after other hooks of the module, and yield the handle that removes each."""
         yield module.register_forward_pre_hook(self.on_start, prepend=True)

@@ -40,7 +40,7 @@ class Heads(SiteRegistry):
         model, records = model_name(self._modules[""]), self.records
         if not records:
             return f"Heads(no attention of {model} was observed yet)"
-        samples = max((int(m.count.max()) for each in records for m in each.statistics.values()), default=0)
+        samples = max((int(m.documents.max()) for each in records for m in each.statistics.values()), default=0)
         statistics = counted(len({name for record in records for name in record.statistics}), "statistic")
         heads = counted(sum(record.heads for record in records), "head")
         return f"Heads({heads} of {model}, {statistics} over {counted(samples, 'sequence')})"
@@ -212,8 +212,10 @@ class Heads(SiteRegistry):
 
 
 def _estimate(record: SiteRecord, name: str, head: int) -> tuple[float, float, int]:
-    """Return mean, standard error and number of sequences of a statistic of one head; NaN if it was not measured."""
+    """Return mean, standard error and number of sequences of a statistic of one head; NaN if it was not measured.
+    Sequences to which the module attended several times count once.
+    """
     moments = record.statistics.get(name)
     if moments is None:
         return math.nan, math.nan, 0
-    return float(moments.value[head]), float(moments.standard_error[head]), int(moments.count[head])
+    return float(moments.value[head]), float(moments.standard_error[head]), int(moments.documents[head])

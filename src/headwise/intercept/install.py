@@ -22,7 +22,9 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def intercepted(model: nn.Module, interceptor: Interceptor, sites: Iterable[Any] = ()) -> Iterator[None]:
+def intercepted(
+    model: nn.Module, interceptor: Interceptor, sites: Iterable[Any] = (), context: str = "an analysis of headwise"
+) -> Iterator[None]:
     """Report every attention call of `model` within the context, in any thread, to `interceptor`.
 
     Hooks and patches are removed when the context ends, also after an exception. Contexts may be nested, for one model
@@ -33,13 +35,14 @@ def intercepted(model: nn.Module, interceptor: Interceptor, sites: Iterable[Any]
         model: the model.
         interceptor: object that observes or changes the attention calls.
         sites: statements of the user about the attention of modules, as `headwise.Site` objects.
+        context: name of the context in messages, such as "hw.gate".
 
     Raises:
         InputError: the model is compiled or scripted, so its calls do not pass through Python; a statement is not
             about a module of the model, or contradicts what is derived.
     """
     require_uncompiled(model)
-    interception = HooksAndPatches(model, interceptor, sites_by_path(model, sites))
+    interception = HooksAndPatches(model, interceptor, sites_by_path(model, sites), context)
     with interception:
         with _lock:
             CallStack.interceptions = (*CallStack.interceptions, interception)
@@ -73,11 +76,11 @@ class HooksAndPatches:
         interceptor: the interceptor.
     """
 
-    def __init__(self, model: nn.Module, interceptor: Interceptor, sites: Mapping[str, Site]) -> None:
+    def __init__(self, model: nn.Module, interceptor: Interceptor, sites: Mapping[str, Site], context: str) -> None:
         self.interceptor = interceptor
         signatures = Signatures()
         self._hooks = [
-            ModuleHooks(interceptor, path, module, sites.get(path), signatures)
+            ModuleHooks(interceptor, path, module, sites.get(path), signatures, context)
             for path, module in model.named_modules()
         ]
         self._lock, self._depth, self._installed = threading.Lock(), 0, ExitStack()

@@ -29,10 +29,17 @@ class ModuleHooks(UncopiedHooks):
         module: nn.Module,
         stated: Site | None,
         signatures: "Signatures",
+        context: str,
     ) -> None:
+        self._context = context
         self._interceptor, self._path, self._module = interceptor, path, module
         self._stated, self._parts = stated, SiteParts()
         self._argument_names = signatures.argument_names(module.forward)
+
+    @property
+    def context(self) -> str:
+        """Name, in messages, of the context in which the module is intercepted."""
+        return self._context
 
     def register(self) -> Iterator[RemovableHandle]:
         """Register the hooks before and after other hooks of the module, and yield the handle that removes each."""

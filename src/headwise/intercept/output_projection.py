@@ -9,8 +9,13 @@ from torch import Tensor, nn
 from headwise.intercept.linear_map import LinearMap, linear_map, may_fit
 from headwise.shapes import Float
 
-PROJECTION_NAMES = ("o_proj", "out_proj", "out", "c_proj", "o", "dense", "out_lin", "wo", "to_out", "proj", "output")
-"""Names of output projections in Llama, torch, headwise, GPT-2, T5, BERT, DistilBERT and others."""
+PROJECTION_NAMES = (
+    *("o_proj", "out_proj", "out", "c_proj", "o", "dense", "out_lin", "wo", "to_out", "proj", "output"),
+    *("Wo", "linear_out", "projection", "projection_layer", "post_proj"),
+)
+"""Names of output projections in Llama, torch, headwise, GPT-2, T5, BERT, DistilBERT and others; in the second line, in
+ModernBERT, Wav2Vec2-BERT, BLIP, InternVL and Funnel Transformer.
+"""
 
 
 class OutputProjection(NamedTuple):

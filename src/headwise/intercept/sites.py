@@ -39,6 +39,7 @@ class SiteRecord:
     nonfinite_rows: int = 0
     _latest: dict[Hashable, "_LatestCall"] = field(default_factory=dict, repr=False, compare=False)
     _discarded: set[str] = field(default_factory=set, repr=False, compare=False)
+    _has_unknown_documents: bool = field(default=False, repr=False, compare=False)
 
     def add(
         self, tally: Tally, source: Hashable = None, continues: bool = False, clusters: Clusters | None = None
@@ -76,7 +77,11 @@ class SiteRecord:
         moments = self.completed
         for latest in self._latest.values():
             moments = merged_moments(moments, latest.moments(attends_again=self._attends_again))
-        return {name: values for name, values in moments.items() if not self._is_discarded(name)}
+        return {
+            name: replace(values, is_clustered=values.is_clustered and not self._has_unknown_documents)
+            for name, values in moments.items()
+            if not self._is_discarded(name)
+        }
 
     @property
     def _attends_again(self) -> bool:
@@ -109,6 +114,12 @@ class SiteRecord:
         that of its statistic and what it is, with a space between them.
         """
         return not self._discarded.isdisjoint((name, name.partition(" ")[0]))
+
+    def forget_documents(self) -> None:
+        """Record that it is unknown which sequences of this site, of all calls, depend on each other: its statistics
+        have no standard errors.
+        """
+        self._has_unknown_documents = True
 
     def discard(self, *names: str) -> None:
         """Remove the statistics with these names from the results of this site."""

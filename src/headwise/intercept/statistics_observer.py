@@ -15,6 +15,7 @@ from headwise.intercept.layer_index import is_inside
 from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.query_parts import QueryParts
 from headwise.intercept.recurrence import Recurrence
+from headwise.intercept.sequence_clusters import SequenceClusters
 from headwise.intercept.sites import SiteRecord
 from headwise.intercept.stated_padding import StatedPadding
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
@@ -37,6 +38,12 @@ OF_UNKNOWN_DOCUMENTS = (
     "standard errors of their heads are NaN"
 )
 """Reason for modules whose sequences cannot be assigned to documents."""
+
+OF_UNKNOWN_SEQUENCES = (
+    "calls of these modules in one call of the model have different numbers of sequences, so it is unknown which of "
+    "them are the same, and standard errors of their heads are NaN"
+)
+"""Reason for modules whose calls have an unknown number of values of each sequence, without a data set."""
 
 ADDED_LATER = (
     "these modules were added to the model while it was watched, so their attention is reported as that of the modules "
@@ -101,6 +108,7 @@ class StatisticsObserver(Interceptor):
         self._stated_padding = StatedPadding(padding, model)
         self._contexts = CallContexts(special, self._stated_padding, heads.on_left_out)
         self._parts, self._recurrence = QueryParts(), Recurrence()
+        self._sequences = SequenceClusters()
         self._lock = threading.Lock()
 
     def on_model_call(self) -> None:
@@ -108,6 +116,7 @@ class StatisticsObserver(Interceptor):
         self._contexts.on_model_call()
         self._parts.on_model_call()
         self._recurrence.on_model_call()
+        self._sequences.on_model_call()
         self._written_norms.on_model_call()
 
     def on_module_call(self, path: str) -> None:
@@ -161,7 +170,7 @@ class StatisticsObserver(Interceptor):
         source = threading.get_ident(), index
         is_compared = tally.gram is not None and self._written_norms.needs_outputs(path)
         head_outputs = _HeadOutputs(call) if is_compared else None
-        clusters = self._clusters(path, grid.batch)
+        clusters = self._clusters(record, index, grid.batch)
         captured = None if self._capture is None else CapturedWeights(self._capture, grid)
 
         interceptors = [module_call.interceptor for module_call in call_stack.module_calls]
@@ -187,17 +196,21 @@ class StatisticsObserver(Interceptor):
         needs_weights = captured is not None or (tally.further is not None and tally.further.needs_weights)
         return Observation(observer, observed.context, on_end, whole_call=None if needs_weights else whole_call)
 
-    def _clusters(self, path: str, sequences: int) -> Clusters | None:
-        """Return the clusters of the sequences of a call; None for some of the sequences of the data, all of which are
-        independent. Name the module at `path` if it attends to other sequences than those of the data, such as windows
-        of a picture.
+    def _clusters(self, record: SiteRecord, index: int, sequences: int) -> Clusters | None:
+        """Return the clusters of the sequences of a call. If they are unknown, as where a module attends to windows of
+        a picture, or several times to some of the sequences, the site has no standard errors, and its module is named.
+
+        Args:
+            record: record of the site of the call.
+            index: number of the call at the site that began the sequences.
+            sequences: number of sequences of the call.
         """
-        clusters = self._heads.clusters
-        if clusters is None or len(clusters) == sequences:
-            return clusters
-        if sequences < len(clusters) and bool((clusters < 0).all()):
-            return None
-        self._heads.on_left_out(path, OF_UNKNOWN_DOCUMENTS)
+        of_data = self._heads.clusters
+        clusters = self._sequences.of_call(record.site, index, sequences, of_data)
+        if clusters is None:
+            record.forget_documents()
+            reason = OF_UNKNOWN_SEQUENCES if of_data is None else OF_UNKNOWN_DOCUMENTS
+            self._heads.on_left_out(record.site.path, reason)
         return clusters
 
     def _tally(self, call: Call, observed: ObservedCall, value_dim: int | None) -> Tally:

@@ -15,15 +15,37 @@ HOOK_DICTS = (
 class UncopiedHooks:
     """Base class of objects with methods that are hooks of a module. A copy of the object, such as in a copy of the
     module by a class that copies its hooks itself, has the attribute `is_copy`, and its hooks must do nothing.
+
+    Attributes:
+        is_copy: True in a copy.
     """
 
     is_copy = False
+
+    @property
+    def context(self) -> str:
+        """Name, in messages, of the context that registered the hooks, such as "hw.gate"."""
+        raise NotImplementedError
+
+    @property
+    def remedy(self) -> str:
+        """Way to remove the hooks, in messages."""
+        return f"leave the context of {self.context} first"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "UncopiedHooks":
         return _copy_of(type(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy_of, (type(self),)
+
+
+def uncopied_hooks_of(module: nn.Module) -> UncopiedHooks | None:
+    """Return the hooks of a module that a context of headwise has registered, such as `gate`, or `accelerate`; None if
+    there are none. Those of the innermost context come first.
+    """
+    hooks = (*reversed(module._forward_hooks.values()), *module._forward_pre_hooks.values())
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return next((owner for owner in owners if isinstance(owner, UncopiedHooks) and not owner.is_copy), None)
 
 
 def _copy_of(kind: type[UncopiedHooks]) -> UncopiedHooks:

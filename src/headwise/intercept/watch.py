@@ -61,7 +61,7 @@ def watch(
     if detail is not None and not isinstance(detail, WeightCapture):
         raise InputError("detail", expected="a headwise.WeightCapture or None", got=type(detail).__name__)
     heads = Heads(model)
-    with _observed(model, heads, StatisticsObserver(model, heads, special, detail, padding), sites):
+    with _observed(model, heads, StatisticsObserver(model, heads, special, detail, padding), sites, "hw.watch"):
         yield heads
 
 
@@ -87,11 +87,15 @@ def watch_further(model: nn.Module, further: FurtherStatistics, special: Collect
 
 @contextmanager
 def _observed(
-    model: nn.Module, heads: Heads, observer: StatisticsObserver, sites: Iterable[Any] = ()
+    model: nn.Module,
+    heads: Heads,
+    observer: StatisticsObserver,
+    sites: Iterable[Any] = (),
+    context: str = "an analysis of headwise",
 ) -> Iterator[None]:
     """Let an observer add to `heads` while the context is open; at its end, name what was not observed."""
     sites = list(sites)
-    with intercepted(model, observer, sites):
+    with intercepted(model, observer, sites, context):
         yield
     observer.finish()
     if heads.ran:

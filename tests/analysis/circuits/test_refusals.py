@@ -118,9 +118,39 @@ def test_a_hook_is_named():
     with pytest.raises(hw.InputError, match=r"got a hook of transformer\.h\.1\.mlp; remove the hook"):
         hw.circuits(model)
     handle.remove()
-    with hw.watch(model), pytest.raises(hw.InputError, match="got a hook of"):
-        hw.circuits(model)
     hw.circuits(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "context"),
+    [
+        ("watch", hw.watch),
+        ("gate", lambda model: hw.gate(model, {(0, 1): 0.5})),
+        ("record_outputs", hw.record_outputs),
+        ("accelerate", hw.accelerate),
+    ],
+)
+def test_contexts_of_headwise_are_named(name, context):
+    model = model_of("llama")
+    remedy = rf"got one that is within hw\.{name}; leave the context of hw\.{name} first"
+    with context(model):
+        with pytest.raises(hw.InputError, match=f"^model: expected a model outside of all contexts of .*, {remedy}"):
+            hw.circuits(model)
+        model(torch.arange(7)[None])
+    hw.circuits(model)
+
+
+def test_the_innermost_context_and_analyses_are_named():
+    model, texts = model_of("llama"), [{"input_ids": torch.arange(7)[None]}]
+    with (
+        hw.accelerate(model),
+        hw.gate(model, {(0, 1): 0.5}),
+        hw.watch(model),
+        pytest.raises(hw.InputError, match=r"got one that is within hw\.watch;"),
+    ):
+        hw.circuits(model)
+    with pytest.raises(hw.InputError, match="leave the context of an analysis of headwise first"):
+        hw.ablate(model, texts, lambda model, batch: hw.circuits(model))
 
 
 def test_hooks_that_transformers_leaves_are_no_obstacle():

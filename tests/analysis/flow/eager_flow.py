@@ -14,6 +14,8 @@ import tiny
 VOCABULARY, HEADS, LAYERS = 97, 6, 2
 SPECIAL = (5, 11)
 
+ENCODERS = ("bert", "modernbert")
+
 
 def model_of(name, implementation="sdpa", **options):
     """Return a tiny model of a family in float64, in which all parameters are random, also biases and norms."""
@@ -23,6 +25,13 @@ def model_of(name, implementation="sdpa", **options):
         "llama": lambda: transformers.LlamaConfig(**rotary, num_key_value_heads=2, head_dim=10, attention_bias=True),
         "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=48, n_layer=LAYERS, n_head=HEADS),
         "bert": lambda: transformers.BertConfig(**rotary),
+        "modernbert": lambda: transformers.ModernBertConfig(  # a local layer, whose window is larger than the texts
+            **rotary,
+            attention_bias=True,
+            layer_types=["full_attention", "sliding_attention"],
+            local_attention=64,
+            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+        ),
     }[name]()
     config._attn_implementation = implementation
     torch.manual_seed(3)
@@ -33,11 +42,11 @@ def model_of(name, implementation="sdpa", **options):
     return model.double()
 
 
-def rotated(x):
-    """Return queries or keys `(heads, n, d)`, rotated by their positions (Su et al. 2021) with base 10,000."""
+def rotated(x, base=1e4):
+    """Return queries or keys `(heads, n, d)`, rotated by their positions (Su et al. 2021)."""
     n, d = x.shape[1:]
     # The models compute angles in float32.
-    angles = torch.arange(n).float()[:, None] * (1.0 / 10000.0 ** (torch.arange(0, d, 2).float() / d))
+    angles = torch.arange(n).float()[:, None] * (1.0 / base ** (torch.arange(0, d, 2).float() / d))
     cos, sin = angles.cos().double(), angles.sin().double()
     first, second = x[..., : d // 2], x[..., d // 2 :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -49,6 +58,10 @@ def projections(block, name):
         parts = block.c_attn.weight.split(48, 1), block.c_attn.bias.split(48)
         maps = [lambda x, w=w, b=b: x @ w + b for w, b in zip(*parts, strict=True)]
         return *maps, block.c_proj.weight
+    if name == "modernbert":
+        parts = block.Wqkv.weight.split(48), block.Wqkv.bias.split(48)
+        maps = [lambda x, w=w, b=b: x @ w.T + b for w, b in zip(*parts, strict=True)]
+        return *maps, block.Wo.weight.T
     if name == "llama":
         layers, output = (block.q_proj, block.k_proj, block.v_proj), block.o_proj
     else:
@@ -59,7 +72,7 @@ def projections(block, name):
 @torch.no_grad()
 def layers_of(model, name, ids):
     """Return for each layer the weights `(heads, n, n)` and the vectors f(x) `(heads, n, width)` of one sequence."""
-    ends = {"llama": ".self_attn", "gpt2": ".attn", "bert": ".attention"}[name]
+    ends = {"llama": ".self_attn", "gpt2": ".attn", "bert": ".attention", "modernbert": ".attn"}[name]
     blocks = [module for path, module in model.named_modules() if path.endswith(ends)]
     inputs = {}
 
@@ -78,9 +91,12 @@ def layers_of(model, name, ids):
         q, k, v = (to(x).unflatten(-1, (-1, d)).transpose(0, 1) for to in (to_q, to_k, to_v))
         if name == "llama":
             q, k = rotated(q), rotated(k)
+        if name == "modernbert":  # which rotates in float32
+            base = 1.6e5 if block.sliding_window is None else 1e4
+            q, k = (rotated(each.float().double(), base) for each in (q, k))
         k, v = (each.repeat_interleave(HEADS // len(each), 0) for each in (k, v))
         scores = q @ k.mT / math.sqrt(d)
-        if name != "bert":
+        if name not in ENCODERS:
             scores = scores.masked_fill(torch.ones(len(x), len(x)).tril().bool().logical_not(), -math.inf)
         found.append((scores.softmax(-1), v @ output.unflatten(0, (HEADS, d))))
     return found

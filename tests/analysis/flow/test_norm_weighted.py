@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from eager_flow import SPECIAL, layers_of, mean_of, model_of, row_statistics
+import transformers
+from eager_flow import ENCODERS, SPECIAL, layers_of, mean_of, model_of, row_statistics
 
 import headwise as hw
 import tiny
@@ -44,7 +45,7 @@ def expected(model, name, rows, documents=None):
     for layer in range(len(layers[0])):
         for head in range(len(layers[0][layer][0])):
             columns = [
-                of_sequence(of[layer][0][head], of[layer][1][head], ids, causal=name != "bert")
+                of_sequence(of[layer][0][head], of[layer][1][head], ids, causal=name not in ENCODERS)
                 for of, ids in zip(layers, rows, strict=True)
             ]
             for column in columns[0]:
@@ -62,9 +63,9 @@ def compare(table, wanted):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "modernbert"])
 def test_norms_equal_those_of_whole_matrices(name, side, implementation):
-    if name == "llama" and implementation == "eager":
+    if name in ("llama", "modernbert") and implementation == "eager":
         pytest.skip("its softmax is in float32")
     rows = sequences(*LENGTHS)
     batches = [padded(rows[:3], side), padded(rows[3:], side)]
@@ -133,6 +134,39 @@ def test_cached_keys_keep_their_norms():
                 assert change[head] == pytest.approx(wanted[layer, head, f"{name}_change"][0], abs=1e-10)
         for head, value in enumerate(record.statistics["moved"].value.tolist()):
             assert value == pytest.approx(wanted[layer, head, "moved"][0], abs=1e-10)
+
+
+PICTURE = {"image_size": 20, "patch_size": 5}
+SIZES = {"hidden_size": 48, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 6}
+
+PROJECTED_BY = {
+    "projection": lambda: transformers.BlipVisionModel(transformers.BlipVisionConfig(**SIZES, **PICTURE)),
+    "projection_layer": lambda: transformers.InternVLVisionModel(
+        transformers.InternVLVisionConfig(**SIZES, image_size=[20, 20], patch_size=[5, 5])
+    ),
+    "linear_out": lambda: transformers.Wav2Vec2BertModel(
+        transformers.Wav2Vec2BertConfig(**SIZES, feature_projection_input_dim=20)
+    ),
+    "post_proj": lambda: transformers.FunnelBaseModel(
+        transformers.FunnelConfig(vocab_size=97, block_sizes=[1, 1], d_model=48, n_head=6, d_head=8, d_inner=37)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROJECTED_BY)
+def test_projections_with_other_names_are_confirmed(name):
+    torch.manual_seed(1)
+    model = tiny.with_distinct_heads(PROJECTED_BY[name]()).double()
+    assert any(path.endswith(f".{name}") for path, _ in model.named_modules())
+    batch = {
+        "projection": {"pixel_values": torch.randn(2, 3, 20, 20).double()},
+        "projection_layer": {"pixel_values": torch.randn(2, 3, 20, 20).double()},
+        "linear_out": {"input_features": torch.randn(2, 13, 20).double()},
+        "post_proj": {"input_ids": torch.randint(5, 97, (2, 13))},
+    }[name]
+    table = hw.norm_weighted(model, [batch])
+    assert len(table.rows) == 12
+    assert all(math.isfinite(row.statistics["norm_entropy"].value) for row in table.rows)
 
 
 class Block(torch.nn.Module):

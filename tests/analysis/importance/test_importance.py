@@ -181,7 +181,7 @@ def test_integrated_gradients_sum_to_the_effect_of_removing_all_heads(name):
     assert total == pytest.approx(float(cost.mean()), rel=1e-4)
     effect = float(cost.mean())
     assert found.metadata["measured"]["completeness"] == pytest.approx(
-        {"scores": effect, "effect": effect, "gap": 0.0, "steps": 48}, rel=1e-4, abs=1e-4
+        {"scores": effect, "effect": effect, "gap": 0.0, "gap_of_means": 0.0, "steps": 48}, rel=1e-4, abs=1e-4
     )
 
 
@@ -194,15 +194,58 @@ def test_too_few_steps_are_doubled_until_the_scores_are_complete():
     completeness = found.metadata["measured"]["completeness"]
     assert completeness["gap"] <= 0.05
     assert completeness["steps"] in {2, 4, 8, 16, 32, 64}
-    with pytest.warns(
-        UserWarning, match=r"^integrated gradients did not converge: all scores add up to .* after 1 steps"
-    ):
+    with pytest.warns(UserWarning, match=r"^integrated gradients did not converge: .* differs by .* after 1 steps\)$"):
         few = importance(model, batches, steep, "integrated", steps=1, most_steps=1)
     measured = few.metadata["measured"]["completeness"]
     total = sum(head.statistics["integrated"].value for head in few.heads)
     assert measured["scores"] == pytest.approx(total, rel=1e-6)
     assert measured["effect"] == pytest.approx(completeness["effect"], rel=1e-6)
-    assert measured["gap"] == pytest.approx(abs(total - measured["effect"]) / abs(measured["effect"]), rel=1e-6)
+    gap_of_means = abs(total - measured["effect"]) / abs(measured["effect"])
+    assert measured["gap_of_means"] == pytest.approx(gap_of_means, rel=1e-6)
+    assert measured["gap"] >= gap_of_means > 0.05
+
+
+class OneLayer(nn.Module):
+    """A model whose output is linear in a common gate of all heads."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed, self.attention = nn.Embedding(97, 12), hw.MultiHeadAttention(12, 3, bias=False)
+        tiny.with_distinct_heads(self)
+
+    def forward(self, input_ids):
+        return self.attention(self.embed(input_ids)).sum((1, 2))
+
+
+class Cubic:
+    """Loss that is a cubic polynomial of the common gate g of all heads: g^3 for every other example, and 2g - g^3.
+
+    With one gate value, 1/2, the sum of the scores is -3/4 or -5/4, and the effect of removing all heads -1. Two gate
+    values are exact (Gauss-Legendre quadrature).
+    """
+
+    def __init__(self, model, batches):
+        self.outputs = {batch["input_ids"]: model(**batch).detach() for batch in batches}
+
+    def __call__(self, model, batch):
+        (output,) = (each for ids, each in self.outputs.items() if torch.equal(ids, batch["input_ids"]))
+        g = model(**batch) / output
+        return torch.where(torch.arange(len(g)) % 2 == 0, g**3, 2 * g - g**3)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+def test_gaps_of_opposite_sign_do_not_cancel(sizes):
+    model = OneLayer().double().eval()
+    batches = [{"input_ids": ids} for ids in IDS[:4].split(sizes)]
+    loss = Cubic(model, batches)
+    with pytest.warns(UserWarning, match=r"differs by 0\.25 .*, which is 1 \(.* completeness gap 25% after 1 steps"):
+        few = importance(model, batches, loss, "integrated", steps=1, most_steps=1)
+    expected = {"scores": -1.0, "effect": -1.0, "gap": 0.25, "gap_of_means": 0.0, "steps": 1}
+    assert few.metadata["measured"]["completeness"] == pytest.approx(expected, abs=1e-9)
+    found = importance(model, batches, loss, "integrated", steps=1)
+    expected = {"scores": -1.0, "effect": -1.0, "gap": 0.0, "gap_of_means": 0.0, "steps": 2}
+    assert found.metadata["measured"]["completeness"] == pytest.approx(expected, abs=1e-9)
 
 
 def test_quadrature_integrates_polynomials():
@@ -497,6 +540,7 @@ def test_a_resumed_run_reports_the_completeness_of_all_batches(tmp_path, monkeyp
     assert completeness["effect"] == pytest.approx(float(torch.cat(costs).mean()), rel=1e-6)
     total = sum(head.statistics["integrated"].value for head in found.heads)
     assert completeness["scores"] == pytest.approx(total, rel=1e-9)
+    assert completeness == importance(model, batches, wave, "integrated").metadata["measured"]["completeness"]
 
 
 # -- rankings and agreement -------------------------------------------------------------------------------------------

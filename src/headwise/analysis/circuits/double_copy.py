@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 
 from headwise.errors import InputError
 from headwise.intercept.install import require_uncompiled
+from headwise.intercept.uncopied_hooks import uncopied_hooks_of
 from headwise.intercept.unreadable_tensors import has_usual_values
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -26,6 +27,9 @@ def double_copy(model: nn.Module) -> nn.Module:
     """
     require_uncompiled(model)
     for path, module in model.named_modules():
+        if (hooks_of_context := uncopied_hooks_of(module)) is not None:
+            got = f"one that is within {hooks_of_context.context}"
+            raise _refusal("a model outside of all contexts of headwise", got, hooks_of_context.remedy)
         name = path or type(model).__name__
         hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
         if any(getattr(hook, "__module__", None) != PASSIVE_HOOKS for hook in hooks):

@@ -25,12 +25,13 @@ MOST_STEPS = 64
 @dataclass(frozen=True)
 class Integrated(GradientMethod):
     """Importance method that scores each head by integrated gradients: -dL/dg of its gate g (factor of its output),
-    integrated over the common value of all gates from 0 to 1. The scores of all heads add up to the effect of removing
-    all heads, up to the error of the quadrature (the axiom of completeness).
+    integrated over the common value of all gates from 0 to 1. For each example, the scores of all heads add up to the
+    effect of removing all heads, up to the error of the quadrature (the axiom of completeness).
 
-    The completeness gap is the difference between the two, relative to the effect. For each batch, the number of points
-    is doubled until the gap is at most 5 %. In some models the loss varies so fast along this path that no affordable
-    number of points is enough: the gap is in the metadata of the table, and a warning names one above 5 %.
+    The completeness gap is the sum over examples of the absolute difference between the two, divided by the sum of the
+    absolute effects. So errors of opposite sign do not cancel. For each batch, the number of points is doubled until
+    the gap is at most 5 %. In some models the loss varies so fast along this path that no affordable number of points
+    is enough: the gap is in the metadata of the table, and a warning names one above 5 %.
 
     Source: Sundararajan, Taly and Yan 2017.
 
@@ -52,48 +53,72 @@ class Integrated(GradientMethod):
         self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any], progress: GradientProgress
     ) -> tuple[dict[SiteKey, Float[Tensor, "examples heads"]], Bool[Tensor, " examples"]]:
         """Return the derivatives of each example's loss, integrated over gate values from 0 to 1, and which examples
-        have a loss. `progress` gets the sums of the scores and of the effect of removing all heads.
+        have a loss. `progress` gets sums over examples of the scores, of the effects of removing all heads, of absolute
+        effects, and of absolute differences between scores and effects.
         """
-        effect, steps = self._effect_of_all(task, gates, batch), self.steps
+        effects, steps = self._effects_of_all(task, gates, batch), self.steps
         most = max(MOST_STEPS, steps) if self.most_steps is None else self.most_steps
         while True:
             gradients, has_loss = self.gradients_at(task, gates, batch, gauss_legendre(steps))
-            total = sum((-gradient[has_loss].sum() for gradient in gradients.values()), torch.tensor(0.0)).item()
-            if abs(total - effect) <= LARGEST_GAP * abs(effect) or 2 * steps > most:
+            scores = sum((-gradient.sum(1) for gradient in gradients.values()), torch.zeros_like(effects))
+            sums = _sums_over(scores[has_loss], effects[has_loss])
+            if sums["differences"] <= LARGEST_GAP * sums["effects"] or 2 * steps > most:
                 break
             steps *= 2
-        for name, value in (("scores", total), ("effect", effect)):
+        for name, value in sums.items():
             progress.totals[name] = progress.totals.get(name, 0.0) + value
         progress.totals["steps"] = max(progress.totals.get("steps", 0.0), float(steps))
         return gradients, has_loss
 
-    def _effect_of_all(self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any]) -> float:
-        """Return the increase of the loss when all heads are removed, as a sum over the examples of a batch."""
+    def _effects_of_all(
+        self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any]
+    ) -> Float[Tensor, " examples"]:
+        """Return the increase of each example's loss when all heads are removed."""
         batch, examples = task.start_batch(gates, batch)
         without, whole = (
-            task.gated_losses(gates, constant_gates(examples, value), batch).detach().double() for value in (0.0, 1.0)
+            task.gated_losses(gates, constant_gates(examples, value), batch).detach().double().cpu()
+            for value in (0.0, 1.0)
         )
-        return float((without - whole).nansum())
+        return without - whole
 
     def report(self, progress: GradientProgress) -> dict[str, Any]:
-        """Return the completeness of the scores, as means over examples: the sum of all scores, the effect of removing
-        all heads, their relative difference, and the largest number of steps. Warn if the difference is above 5 %.
+        """Return the completeness of the scores: means over examples of the sum of all scores and of the effect of
+        removing all heads, the relative difference of these means, the completeness gap, and the largest number of
+        steps. Warn if the gap is above 5 %.
         """
         parts = gather_from_ranks((progress.totals, int(progress.counted.count)))
         examples = sum(count for _, count in parts)
-        scores, effect = (sum(totals.get(name, 0.0) for totals, _ in parts) / examples for name in ("scores", "effect"))
-        gap = abs(scores - effect) / abs(effect) if effect else float("inf") if scores else 0.0
+        scores, effect, effects, differences = (
+            sum(totals.get(name, 0.0) for totals, _ in parts) / examples
+            for name in ("scores", "effect", "effects", "differences")
+        )
+        gap, mean_gap = _relative(differences, effects), _relative(abs(scores - effect), abs(effect))
         steps = int(max(totals.get("steps", 0.0) for totals, _ in parts))
         if gap > LARGEST_GAP:
             warnings.warn(
-                f"integrated gradients did not converge: all scores add up to {scores:.4g}, but removing all heads has "
-                f"the effect {effect:.4g} (completeness gap {gap:.0%} after {steps} steps)",
+                f"integrated gradients did not converge: for each example, the sum of all scores differs by "
+                f"{differences:.4g} from the effect of removing all heads, which is {effects:.4g} (means of absolute "
+                f"values; completeness gap {gap:.0%} after {steps} steps)",
                 stacklevel=4,
             )
-        return {"completeness": {"scores": scores, "effect": effect, "gap": gap, "steps": steps}}
+        completeness = {"scores": scores, "effect": effect, "gap": gap, "gap_of_means": mean_gap, "steps": steps}
+        return {"completeness": completeness}
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
         """Return one statistic for each example and head, `integrated`: the negative of `gradient`, which is already
         integrated over gate values from 0 to 1.
         """
         return {"integrated": -gradient}
+
+
+def _sums_over(scores: Float[Tensor, " examples"], effects: Float[Tensor, " examples"]) -> dict[str, float]:
+    """Return sums over examples of the sum of all scores, of the effect of removing all heads, of absolute effects, and
+    of absolute differences between scores and effects.
+    """
+    sums = {"scores": scores, "effect": effects, "effects": effects.abs(), "differences": (scores - effects).abs()}
+    return {name: float(values.nansum()) for name, values in sums.items()}
+
+
+def _relative(difference: float, effect: float) -> float:
+    """Return a difference divided by an effect, neither of them negative; infinite if the effect alone is 0."""
+    return difference / effect if effect else float("inf") if difference else 0.0

@@ -1,5 +1,6 @@
 """Interceptor that compares heads with each other while a model runs."""
 
+import math
 from collections.abc import Callable
 from itertools import combinations_with_replacement
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.analysis.redundancy.few_tokens import chance_reason
 from headwise.analysis.redundancy.output_products import OutputProducts, TokenOutputs
 from headwise.analysis.redundancy.weight_distance import WeightDistances
 from headwise.attention.backends.blockwise.call_context import CallContext
@@ -50,6 +52,7 @@ class HeadComparison(SiteRegistry):
         self._across_layers = across_layers
         self._weight_distances: dict[SiteKey, WeightDistances] = {}
         self._products: dict[tuple[SiteKey, SiteKey], OutputProducts] = {}
+        self._rounding: dict[SiteKey, float] = {}
         self._projection_slices: dict[SiteKey, Float[Tensor, "heads value_dim width"] | None] = {}
         self._pending_outputs: dict[Any, list[tuple[Call, Tensor]]] = {}
         self._contexts = CallContexts(on_left_out=self._name_unknown_padding)
@@ -107,6 +110,7 @@ class HeadComparison(SiteRegistry):
         of_tokens = out.detach().transpose(1, 2)
         of_tokens = of_tokens.flatten(0, 1) if is_real is None else of_tokens[is_real]
         of_tokens = of_tokens.to(torch.promote_types(out.dtype, torch.float32))
+        self._rounding[call.site] = max(self._rounding.get(call.site, 0.0), _squared_rounding(out, call.grid.keys))
         if not bool(of_tokens.isfinite().all()):
             self.nonfinite_modules.setdefault(call.site.path)
         if not self._across_layers:
@@ -169,16 +173,30 @@ class HeadComparison(SiteRegistry):
 
     def cka(self) -> Float[Tensor, "heads heads"]:
         """Return a matrix over all heads: the debiased linear centred kernel alignment of the outputs of two heads,
-        over tokens. It is NaN for pairs of heads that were not compared, and for heads whose outputs do not vary.
+        over tokens. It is NaN for pairs of heads that were not compared, and for heads whose outputs do not vary by
+        more than rounding.
         """
-        own = {
-            site: products.dependence.diagonal().clamp(min=0.0)
-            for (site, other), products in self._products.items()
-            if site == other
-        }
+        own = {}
+        for site in self._records:
+            if (site, site) in self._products:
+                products = self._products[site, site]
+                dependence = products.dependence.diagonal()
+                has_variation = products.varies(self._rounding[site]) & (dependence > 0)
+                own[site] = dependence.masked_fill(~has_variation, torch.nan)
         return self._fill(
             lambda site, other: self._products[site, other].dependence / (own[site][:, None] * own[other]).sqrt()
         )
+
+    def name_few_tokens(self, threshold: float) -> None:
+        """Record the modules whose outputs were compared over so few tokens that unrelated heads may have a `cka` of
+        `threshold` by chance.
+        """
+        pairs = 0
+        for (site, other), products in self._products.items():
+            pairs += products.dependence.numel() if site != other else math.comb(len(products.dependence), 2)
+        for (site, other), products in self._products.items():
+            if site == other and (reason := chance_reason(products.tokens, pairs, threshold)) is not None:
+                self.on_left_out(site.path, reason)
 
     def distance(self) -> Float[Tensor, "heads heads"]:
         """Return a matrix over all heads: the Jensen-Shannon distance between the attention weights of two heads,
@@ -214,3 +232,15 @@ class HeadComparison(SiteRegistry):
             columns[record.site] = slice(start, start + record.heads)
             start += record.heads
         return torch.full((start, start), torch.nan, dtype=torch.float64), columns
+
+
+def _squared_rounding(out: Tensor, keys: int) -> float:
+    """Return the square of the relative difference of two head outputs that counts as rounding, if both are the mean of
+    the same value vector by other attention weights.
+
+    Values, weights and outputs are rounded to the dtype of the outputs. Sums over keys are rounded at each key, in
+    float32 or better. The roundings are independent, so their squares add up (Higham and Mary 2019).
+    """
+    eps = torch.finfo(out.dtype).eps
+    eps_of_sums = torch.finfo(torch.promote_types(out.dtype, torch.float32)).eps
+    return eps**2 + keys * eps_of_sums**2

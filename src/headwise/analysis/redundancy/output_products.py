@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.shapes import Float
+from headwise.shapes import Bool, Float
 
 
 class TokenOutputs(NamedTuple):
@@ -61,6 +61,23 @@ class OutputProducts:
             self._cosine_sums += first.directions.flatten(1) @ second.directions.flatten(1).mT
             writes = [(outputs.directions != 0).any(-1).to(outputs.out.dtype) for outputs in (first, second)]
             self._cosine_counts += writes[0] @ writes[1].mT
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens so far."""
+        return self._tokens
+
+    def varies(self, rounding: float) -> Bool[Tensor, " first_heads"]:
+        """Return True for the heads of the first module whose outputs vary over tokens by more than rounding: their
+        mean squared distance from their mean is more than `rounding` times their mean square.
+
+        Args:
+            rounding: largest square of a relative difference that counts as rounding.
+        """
+        mean_shifted = self._sums[0].view_as(self._shifts[0]) / self._tokens
+        variance = self._norm_sums[0] / self._tokens - mean_shifted.square().sum(-1)
+        mean_square = variance + (self._shifts[0] + mean_shifted).square().sum(-1)
+        return variance > rounding * mean_square
 
     @property
     def mean_cosine(self) -> Float[Tensor, "first_heads second_heads"]:

@@ -66,18 +66,17 @@ def redundancy(
         InputError: the data cannot be used, or cannot be read twice and a loss is given; there is no batch; `pairs` is
             unknown; no attention of the model is intercepted; head outputs are NaN or infinite.
         MissingExtra: scipy is not installed, or rich and `progress` is set.
+
+    Warns:
+        UserWarning: of modules that are not compared, and of modules that are compared over so few tokens that some
+            unrelated heads may have a `cka` of `threshold` by chance.
     """
-    require_module(model)
-    if pairs not in ("layer", "all"):
-        raise InputError("pairs", expected="'layer' or 'all'", got=repr(pairs))
-    threshold = finite_number("threshold", threshold, above=0.0)
-    if loss is not None and isinstance(dataset, Iterator):
-        expected = "batches that can be read twice"
-        raise InputError("dataset", expected=expected, got="an iterator", remedy="list(batches)")
-    require_linkage()
+    threshold = _checked_threshold(model, dataset, pairs, threshold, loss)
     dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
     comparison = HeadComparison(model, across_layers=pairs == "all")
     sequences, tokens = _run_over(model, dataset, comparison, show_progress=progress)
+    comparison.name_few_tokens(threshold)
+    comparison.warn_of_unread(stacklevel=3)
     heads = tuple(labels for _, labels in comparison.head_labels())
     layer_heads = [(labels["layer"], labels["head"]) for labels in heads]
     cka = comparison.cka()
@@ -89,11 +88,26 @@ def redundancy(
     return Redundancy(heads, comparison.cosine(), cka, comparison.distance(), clusters, costs, metadata)
 
 
+def _checked_threshold(model: Any, dataset: Any, pairs: Any, threshold: Any, loss: Loss | None) -> float:
+    """Raise `InputError` for unusable arguments of `redundancy`, and `MissingExtra` if scipy is not installed. Return
+    the threshold as a number.
+    """
+    require_module(model)
+    if pairs not in ("layer", "all"):
+        raise InputError("pairs", expected="'layer' or 'all'", got=repr(pairs))
+    checked = finite_number("threshold", threshold, above=0.0)
+    if loss is not None and isinstance(dataset, Iterator):
+        expected = "batches that can be read twice"
+        raise InputError("dataset", expected=expected, got="an iterator", remedy="list(batches)")
+    require_linkage()
+    return checked
+
+
 def _run_over(
     model: nn.Module, dataset: Texts | Iterable[Any], comparison: HeadComparison, *, show_progress: bool
 ) -> tuple[int, int]:
     """Run the model on all batches of a data set while the interceptor `comparison` compares the heads of the model;
-    return the number of sequences and the number of tokens that are not padding. Warn of modules that are not compared.
+    return the number of sequences and the number of tokens that are not padding.
     """
     sequences, tokens, device = 0, 0, device_of(model)
     total = len(dataset) if isinstance(dataset, Sized) else None
@@ -110,7 +124,6 @@ def _run_over(
     if not sequences:
         raise InputError("dataset", expected="at least one batch", got="none")
     comparison.require_attention()
-    comparison.warn_of_unread(stacklevel=4)
     return sequences, tokens
 
 

@@ -60,7 +60,9 @@ class Redundancy:
                   dependence of x and y divided by the root of that of x on itself and of y on itself, with the unbiased
                   estimate of dependence (Song et al. 2012, equation 5; Murphy et al. 2024). It is 1 if y is x, rotated
                   and scaled. Around 0 it may be negative. The estimate is unbiased for independent tokens; the plain
-                  one is large for unrelated heads if there are not many more tokens than features.
+                  one is large for unrelated heads if there are not many more tokens than features. For n independent
+                  tokens and unrelated heads, its standard deviation is sqrt(2 / (n (n - 3))). It is NaN for a head
+                  whose outputs are the same for all tokens, up to rounding.
         distance  Mean over rows of the Jensen-Shannon distance between the attention weights p and q,
                   sqrt(sum_j (p ln(p/m) + q ln(q/m)) / 2) with m = (p + q) / 2: from 0 to sqrt(ln 2) = 0.83.
 
