@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,8 @@ class CallHandlers(NamedTuple):
         Args:
             read_problem: function that states the call as a `Problem`; called only if there are observers.
             compute: the model's own function, which answers where there is no observer or one with a check.
-            keeps_output: let `compute` answer with observers, too, and compute the weights in addition.
+            keeps_output: let `compute` answer with observers, too, and compute the weights in addition, as also an
+                observer can demand.
         """
         with call_stack.paused():
             if not self.observations:
@@ -66,7 +68,7 @@ class CallHandlers(NamedTuple):
                     answer = compute()
                     with torch.no_grad(), without_autocast(problem.q.device):
                         self._observe_checked(row_blocks_of_problem(problem, self._call_context, True), answer.out)
-                elif problem.dropout > 0 or keeps_output:
+                elif problem.dropout > 0 or keeps_output or any(each.keeps_output for each in self.observations):
                     answer = compute()
                     with torch.no_grad():
                         attend_observed(
@@ -86,6 +88,7 @@ class CallHandlers(NamedTuple):
         out: Float[Tensor, "batch heads queries value_dim"] | None,
         values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
         is_unchecked: bool = False,
+        scores: Callable[[], tuple[Tensor | None, Tensor | None]] = lambda: (None, None),
     ) -> None:
         """Pass attention `weights` that the model itself has computed to the observers, in row blocks (some query rows
         at a time), then notify the observers that the call has ended. A row block also contains the head outputs of its
@@ -97,17 +100,19 @@ class CallHandlers(NamedTuple):
             out: output that the model computed; None if the weights have several products.
             values: the values; None if unknown.
             is_unchecked: True if `out` is not known to be the product of the weights and the values.
+            scores: function that returns the scores `(batch, heads, queries, keys)` behind the weights, and those
+                before a softcap; each is None if it is unknown, or without a softcap.
         """
         if not self.observations:
             return
         weights, out = weights.detach(), None if out is None else out.detach()
         visible = None if received is None else received.block
         with call_stack.paused(), torch.no_grad(), _outside_torch_modes(weights):
+            row_blocks = partial(row_blocks_of_weights, weights, out, self._call_context, visible, values)
             if self._has_check and is_unchecked and out is not None:
-                with_values = row_blocks_of_weights(weights, out, self._call_context, visible, values, with_output=True)
-                self._observe_checked(with_values, out)
+                self._observe_checked(row_blocks(with_output=True, scores=scores()), out)
             else:
-                for row_block in row_blocks_of_weights(weights, out, self._call_context, visible, values):
+                for row_block in row_blocks(scores=scores()):
                     self._observe(row_block)
         self._end()
 

@@ -320,7 +320,16 @@ class _Product(AttentionSource):
                 innermost.interceptor.on_left_out(innermost.path, WEIGHTS_USED_TWICE)
         has_one = self.weights.softmax.products <= 1
         values = self._values_of_keys(layout) if has_one else None
-        handlers.observe_weights(weights, received, out if has_one else None, values)
+        has_out = out if has_one else None
+        handlers.observe_weights(weights, received, has_out, values, scores=lambda: (self._scores(layout), None))
+
+    def _scores(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries keys"] | None:
+        """Return the scores that entered the softmax; None if they were shifted so that the largest of each row is 0,
+        as a softmax by hand does.
+        """
+        scores = layout.by_head(self._arranged(self.weights.scores())).detach()
+        is_shifted = scores.numel() > 0 and bool((scores.amax(-1) == 0).all())
+        return None if is_shifted else scores
 
     def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the output of each head under uniform attention to the visible keys."""

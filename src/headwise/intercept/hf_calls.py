@@ -33,6 +33,7 @@ from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.output_tracking import follow_reported
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
+from headwise.intercept.scores_behind_weights import scores_behind
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
 from headwise.intercept.undropped import call_without_dropout, random_state
 from headwise.intercept.unreadable_tensors import reports_unreadable
@@ -107,7 +108,9 @@ def _intercepted_call(
             if not torch.equal(state, random_state(q.device)):
                 undropped_out, weights = _without_dropout(attention, args, kwargs, q.device)
         if weights is not None:
-            handlers.observe_weights(_zeros_in_hidden_rows(weights, mask), mask_source.read(), undropped_out, v, True)
+            weights = _zeros_in_hidden_rows(weights.detach(), mask)  # saves nothing for the backward pass
+            scores = partial(scores_behind, weights, read_problem)
+            handlers.observe_weights(weights, mask_source.read(), undropped_out, v, True, scores)
         else:
             handlers.answer(read_problem, lambda: Answer(undropped_out, None, None))
     else:

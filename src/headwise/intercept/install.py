@@ -22,7 +22,9 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def intercepted(model: nn.Module, interceptor: Interceptor, sites: Iterable[Any] = ()) -> Iterator[None]:
+def intercepted(
+    model: nn.Module, interceptor: Interceptor, sites: Iterable[Any] = (), *, runs_eagerly: bool = False
+) -> Iterator[None]:
     """Report every attention call of `model` within the context, in any thread, to `interceptor`.
 
     Hooks and patches are removed when the context ends, also after an exception. Contexts may be nested, for one model
@@ -33,12 +35,14 @@ def intercepted(model: nn.Module, interceptor: Interceptor, sites: Iterable[Any]
         model: the model.
         interceptor: object that observes or changes the attention calls.
         sites: statements of the user about the attention of modules, as `headwise.Site` objects.
+        runs_eagerly: True if the caller ensures that compiled modules run without compilation.
 
     Raises:
         InputError: the model is compiled or scripted, so its calls do not pass through Python; a statement is not
             about a module of the model, or contradicts what is derived.
     """
-    require_uncompiled(model)
+    if not runs_eagerly:
+        require_uncompiled(model)
     interception = HooksAndPatches(model, interceptor, sites_by_path(model, sites))
     with interception:
         with _lock:
