@@ -124,11 +124,14 @@ class History:
             settings = json.loads((path / SETTINGS_FILE).read_text(encoding="utf-8"))
             if settings.pop("format") != FORMAT:
                 raise ValueError("another format")
-        except (OSError, ValueError, KeyError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise InputError("folder", expected="a run folder of monitor", got=repr(str(folder))) from None
         history = History(settings, path)
         for file in sorted((path / STEPS_FOLDER).glob("*.parquet")):
-            history._rows[int(file.stem)] = _parquet().read_table(file).to_pylist()
+            try:
+                history._rows[int(file.stem)] = _parquet().read_table(file).to_pylist()
+            except (OSError, ValueError):  # Arrow's errors are among these
+                raise InputError("folder", expected="readable steps", got=f"a damaged file {str(file)!r}") from None
         return history
 
     @staticmethod
