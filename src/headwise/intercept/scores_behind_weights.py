@@ -43,16 +43,16 @@ def scores_behind(
 
 
 def unshifted(scores: Scores) -> Scores | None:
-    """Return scores that entered a softmax; None if they were shifted so that the largest of each row is 0, as a softmax
-    by hand does.
+    """Return scores that entered a softmax; None if they were shifted so that the largest of each row is 0, as in a
+    softmax by hand.
     """
     is_shifted = scores.numel() > 0 and bool((scores.amax(-1) == 0).all())
     return None if is_shifted else scores
 
 
 def _dtypes(weights: torch.Tensor, problem: Problem) -> list[torch.dtype]:
-    """Return the dtypes in which the function may have computed: those of its tensors, that of autocast, and float32, in
-    which `transformers` computes every softmax.
+    """Return the dtypes in which the function may have computed: those of its tensors, that of autocast, and float32,
+    in which `transformers` computes every softmax.
     """
     device = weights.device.type
     of_autocast = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
