@@ -20,11 +20,15 @@ class PlainResult:
         out: `(batch, heads, queries, value_dim)`.
         lse: logarithm of the sum of exponentiated scores, `(batch, heads, queries)`.
         weights: `(batch, heads, queries, keys)`.
+        scores: scores as they enter the softmax, of the same shape; -inf at hidden keys.
+        uncapped: the same before the softcap and without the bias.
     """
 
     out: Tensor
     lse: Tensor
     weights: Tensor
+    scores: Tensor | None = None
+    uncapped: Tensor | None = None
 
 
 def plain_attention(
@@ -51,7 +55,7 @@ def plain_attention(
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     if isinstance(scale, Tensor):
         scale = scale.to(q.dtype)[:, None, None]
-    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    uncapped = scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if talking is not None:
@@ -60,7 +64,8 @@ def plain_attention(
         scores = scores + bias.to(scores.dtype)
     if allowed is not None:
         scores = torch.where(allowed, scores, -torch.inf)
-    keys = scores.shape[-1]
+    keys, of_keys = scores.shape[-1], scores
+    uncapped = torch.where(scores == -torch.inf, -torch.inf, uncapped)
     if sinks is not None:  # one more key, with value 0
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
@@ -69,7 +74,8 @@ def plain_attention(
     if talking is not None:
         weights = (weights.movedim(1, -1) @ talking[1].to(scores.dtype).T).movedim(-1, 1)
     lse = torch.where(empty[..., 0], -torch.inf, torch.logsumexp(torch.where(empty, 0.0, scores), -1))
-    return PlainResult((weights if factors is None else weights * factors.to(weights.dtype)) @ v, lse, weights)
+    out = (weights if factors is None else weights * factors.to(weights.dtype)) @ v
+    return PlainResult(out, lse, weights, of_keys, uncapped)
 
 
 def philox(counter, seed: int) -> list[Tensor]:
@@ -381,7 +387,7 @@ class NarrowHeads(nn.Module):
 
 
 def statistics_of(
-    weights, tokens=None, special=None, out=None, projection=None, first=0, real=None
+    weights, tokens=None, special=None, out=None, projection=None, first=0, real=None, scores=None, uncapped=None
 ) -> dict[str, float]:
     """Return every statistic of one head of one sequence by name, computed entry by entry from its definition.
 
@@ -396,6 +402,8 @@ def statistics_of(
         projection: matrix `(value_dim, width)` that maps the output to the width of the model.
         first: index of the first key that is not padding.
         real: True for each key that is not padding; by default all are.
+        scores: scores as they enter the softmax, `(queries, keys)`, for "max_logit".
+        uncapped: scores before the softcap and without the bias, for "max_logit_uncapped".
     """
     rows = [list(map(float, row)) for row in weights]
     queries, keys = len(rows), len(rows[0])
@@ -441,4 +449,7 @@ def statistics_of(
         statistics["received"] = max(
             sum(column) / len(column) for column in columns if column and 2 * len(column) >= most
         )
+    for name, matrix in (("max_logit", scores), ("max_logit_uncapped", uncapped)):
+        if matrix is not None and most:
+            statistics[name] = max(float(matrix[i].max()) for i, row in enumerate(rows) if sum(row) > 0)
     return statistics

@@ -31,6 +31,7 @@ FLOORS = (
     ("data",),
     ("runs",),
     ("analysis",),
+    ("monitoring",),
     ("compression",),
     ("studies",),
     ("show",),

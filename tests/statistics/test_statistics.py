@@ -115,7 +115,9 @@ def require_equal(tally: Tally, attention_problem: Problem, context: CallContext
         for h in range(HEADS):
             out = oracle.out[b, h] if "output_norm" in means else None
             projection = None if out is None else gram[h]
-            expected = statistics_of(weights[h], tokens, special, out, projection, first[b], real)
+            uncapped = None if attention_problem.softcap is None else oracle.uncapped[b, h]
+            scores = oracle.scores[b, h], uncapped
+            expected = statistics_of(weights[h], tokens, special, out, projection, first[b], real, *scores)
             for name, mean in means.items():
                 if name in expected:
                     assert mean[b, h].item() == pytest.approx(expected[name], rel=2e-5, abs=2e-6), name
@@ -133,7 +135,8 @@ def test_every_statistic_equals_its_definition(mask, queries, kv_heads, way):
     projection = torch.randn(HEADS, 13, 13, generator=torch.Generator().manual_seed(3))
     context = CallContext(TOKENS, SPECIAL)
     tally = way(attention_problem, context, projection @ projection.mT)
-    names = STATISTICS.keys() - ({"output_norm", "written_norm"} if way is from_weight_rows else set())
+    names = STATISTICS.keys() - {"max_logit_uncapped"}
+    names -= {"output_norm", "written_norm"} if way is from_weight_rows else set()
     assert tally.means().keys() == names
     require_equal(tally, attention_problem, context)
 
@@ -219,7 +222,7 @@ def test_statistics_use_the_positions_of_queries_and_keys(way):
 
 
 def test_without_token_ids_the_token_statistics_are_left_out():
-    missing = {"special", "confidence_content", "duplicate", "induction", "written_norm"}
+    missing = {"special", "confidence_content", "duplicate", "induction", "written_norm", "max_logit_uncapped"}
     assert STATISTICS.keys() - during_attention(problem()).means().keys() == missing
 
 

@@ -23,7 +23,12 @@ _lock = threading.Lock()
 
 @contextmanager
 def intercepted(
-    model: nn.Module, interceptor: Interceptor, sites: Iterable[Any] = (), context: str = "an analysis of headwise"
+    model: nn.Module,
+    interceptor: Interceptor,
+    sites: Iterable[Any] = (),
+    context: str = "an analysis of headwise",
+    *,
+    runs_eagerly: bool = False,
 ) -> Iterator[None]:
     """Report every attention call of `model` within the context, in any thread, to `interceptor`.
 
@@ -36,12 +41,14 @@ def intercepted(
         interceptor: object that observes or changes the attention calls.
         sites: statements of the user about the attention of modules, as `headwise.Site` objects.
         context: name of the context in messages, such as "hw.gate".
+        runs_eagerly: True if the caller ensures that compiled modules run without compilation.
 
     Raises:
         InputError: the model is compiled or scripted, so its calls do not pass through Python; a statement is not
             about a module of the model, or contradicts what is derived.
     """
-    require_uncompiled(model)
+    if not runs_eagerly:
+        require_uncompiled(model)
     interception = HooksAndPatches(model, interceptor, sites_by_path(model, sites), context)
     with interception:
         with _lock:

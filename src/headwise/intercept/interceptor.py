@@ -140,6 +140,8 @@ class Observation(NamedTuple):
             check is not called where that output is known to be the product of the weights and the values.
         whole_call: what `observer` does with row blocks, if it needs no weights of single rows. The native kernels
             may then compute the statistics without any row blocks.
+        keeps_output: True if the model's own function must answer the call also while it is observed, so that the
+            output has the same bits. The attention weights are then computed in addition.
     """
 
     observer: Observer
@@ -147,6 +149,7 @@ class Observation(NamedTuple):
     on_end: Callable[[], None]
     check: Callable[[RowBlock, Float[Tensor, "batch heads rows value_dim"]], None] | None = None
     whole_call: WholeCall | None = None
+    keeps_output: bool = False
 
 
 NO_EFFECT = Observation(lambda row_block: None, CallContext(), lambda: None)

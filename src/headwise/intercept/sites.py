@@ -13,7 +13,8 @@ from headwise.intercept.interceptor import Call, Interceptor, SiteKey
 from headwise.intercept.layer_index import innermost_attention_modules, is_inside, is_related, layer_numbers
 from headwise.intercept.refusals import NOT_SEEN, REASONS_BESIDE_ATTENTION
 from headwise.shapes import Float
-from headwise.statistics.moments import Clusters, RunningMoments, with_several_values
+from headwise.statistics.moments import Clusters, RunningLargest, RunningMoments, Summary, merged, with_several_values
+from headwise.statistics.registry import is_largest
 from headwise.statistics.tally import Tally
 
 
@@ -35,7 +36,7 @@ class SiteRecord:
     layer: int | None
     heads: int
     kv_heads: int
-    completed: dict[str, RunningMoments] = field(default_factory=dict)
+    completed: dict[str, Summary] = field(default_factory=dict)
     nonfinite_rows: int = 0
     _latest: dict[Hashable, "_LatestCall"] = field(default_factory=dict, repr=False, compare=False)
     _discarded: set[str] = field(default_factory=set, repr=False, compare=False)
@@ -63,14 +64,14 @@ class SiteRecord:
             self.merge(latest.moments(attends_again=self._attends_again))
         self._latest[source] = _LatestCall(replace(tally, gram=None), clusters)
 
-    def merge(self, statistics: Mapping[str, RunningMoments]) -> None:
+    def merge(self, statistics: Mapping[str, Summary]) -> None:
         """Merge `statistics`, the moments (count, mean and squared deviations) of each statistic over other sequences,
         into the moments of this site, in place.
         """
         self.completed = merged_moments(self.completed, statistics)
 
     @property
-    def statistics(self) -> dict[str, RunningMoments]:
+    def statistics(self) -> dict[str, Summary]:
         """Moments of each statistic over all observed sequences, by the statistic's name, each sequence with its rows
         so far.
         """
@@ -78,7 +79,7 @@ class SiteRecord:
         for latest in self._latest.values():
             moments = merged_moments(moments, latest.moments(attends_again=self._attends_again))
         return {
-            name: replace(values, is_clustered=values.is_clustered and not self._has_unknown_documents)
+            name: values.of_unknown_clusters() if self._has_unknown_documents else values
             for name, values in moments.items()
             if not self._is_discarded(name)
         }
@@ -126,14 +127,12 @@ class SiteRecord:
         self._discarded.update(names)
 
 
-def merged_moments(
-    statistics: Mapping[str, RunningMoments], others: Mapping[str, RunningMoments]
-) -> dict[str, RunningMoments]:
+def merged_moments(statistics: Mapping[str, Summary], others: Mapping[str, Summary]) -> dict[str, Summary]:
     """Return the moments of each statistic over two sets of sequences together, from the moments over each set."""
-    merged = dict(statistics)
+    merged_statistics = dict(statistics)
     for name, moments in others.items():
-        merged[name] = merged[name].merge(moments) if name in merged else moments
-    return merged
+        merged_statistics[name] = merged(merged_statistics[name], moments) if name in merged_statistics else moments
+    return merged_statistics
 
 
 class _LatestCall(NamedTuple):
@@ -147,7 +146,7 @@ class _LatestCall(NamedTuple):
     tally: Tally
     clusters: Clusters | None
 
-    def moments(self, *, attends_again: bool) -> dict[str, RunningMoments]:
+    def moments(self, *, attends_again: bool) -> dict[str, Summary]:
         """Return the moments of each statistic over the sequences, each with its mean over the tallied rows.
 
         Args:
@@ -159,7 +158,9 @@ class _LatestCall(NamedTuple):
         has_value = self.tally.has_value()
         values = {name: (means, has_value[name]) for name, means in self.tally.means().items()}
         return {
-            name: RunningMoments.from_values(numbers.double().cpu(), is_value.cpu(), clusters)
+            name: RunningLargest.from_values(numbers.double().cpu(), is_value.cpu())
+            if is_largest(name)
+            else RunningMoments.from_values(numbers.double().cpu(), is_value.cpu(), clusters)
             for name, (numbers, is_value) in (values | self.tally.further_values()).items()
         }
 

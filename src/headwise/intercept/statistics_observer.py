@@ -45,6 +45,11 @@ OF_UNKNOWN_SEQUENCES = (
 )
 """Reason for modules whose calls have an unknown number of values of each sequence, without a data set."""
 
+OF_UNKNOWN_SCORES = (
+    "the scores behind the attention weights of these modules are unknown, so the largest logits are left out"
+)
+"""Reason for modules that compute weights from scores that cannot be read."""
+
 ADDED_LATER = (
     "these modules were added to the model while it was watched, so their attention is reported as that of the modules "
     "around them"
@@ -88,6 +93,8 @@ class StatisticsObserver(Interceptor):
         capture: weights to keep of each site's last call; None for none.
         padding: padding that the user states, as in `watch`.
         further: statistics to compute in addition to those of `watch`; None for none.
+        measured: names of the statistics of `watch` to compute; None for all, or for those that `further` states.
+        keeps_output: True if the model's own functions must answer all calls, so that the outputs have the same bits.
 
     Raises:
         InputError: `padding` has another form, or names a module that the model has not.
@@ -101,8 +108,13 @@ class StatisticsObserver(Interceptor):
         capture: WeightCapture | None,
         padding: Any = None,
         further: FurtherStatistics | None = None,
+        measured: frozenset[str] | None = None,
+        *,
+        keeps_output: bool = False,
     ) -> None:
         self._model, self._heads, self._capture, self._further = model, heads, capture, further
+        self._measured = measured if further is None else further.measured
+        self._keeps_output = keeps_output
         self._known = set(model.modules())
         self._written_norms = WrittenNorms(model, self._leave_out_written_norm)
         self._stated_padding = StatedPadding(padding, model)
@@ -163,7 +175,7 @@ class StatisticsObserver(Interceptor):
             self._heads.on_left_out(path, ATTENDS_AGAIN)
         # Further layers that one module computes have projections that it is not known for.
         value_dim = None if call.site.part else call.value_dim
-        if call.site.part:
+        if call.site.part and self._needs_projection:
             self._heads.on_left_out(path, NOT_CONFIRMED)
         tally = self._tally(call, observed, value_dim)
         index, continues = self._parts.sequences_of(call, observed.continues)
@@ -186,6 +198,7 @@ class StatisticsObserver(Interceptor):
         def on_end() -> None:
             with self._lock:
                 record.add(tally, source, continues, clusters)
+                self._leave_out_unknown_scores(path, record, tally)
                 self._leave_out_refused(path, record, tally)
                 if head_outputs is not None and head_outputs.out is not None:
                     self._written_norms.on_head_outputs(path, head_outputs.out, may_be_gated=may_be_gated)
@@ -194,7 +207,8 @@ class StatisticsObserver(Interceptor):
 
         whole_call = WholeCall(tally, None if head_outputs is None else head_outputs.set_whole)
         needs_weights = captured is not None or (tally.further is not None and tally.further.needs_weights)
-        return Observation(observer, observed.context, on_end, whole_call=None if needs_weights else whole_call)
+        needed = None if needs_weights else whole_call
+        return Observation(observer, observed.context, on_end, whole_call=needed, keeps_output=self._keeps_output)
 
     def _clusters(self, record: SiteRecord, index: int, sequences: int) -> Clusters | None:
         """Return the clusters of the sequences of a call. If they are unknown, as where a module attends to windows of
@@ -218,16 +232,30 @@ class StatisticsObserver(Interceptor):
         results of its site, since a mean over the other calls alone would be another statistic.
         """
         projected = call.site.path, call.grid.heads, value_dim
-        gram = self._written_norms.gram(*projected)
+        gram = self._written_norms.gram(*projected) if self._needs_projection else None
         if self._further is None:
-            return Tally(gram, observed.first_token)
+            return Tally(gram, observed.first_token, measured=self._measured)
         slices = None if self._further.unconfirmed is None else self._written_norms.slices(*projected)
         sums: FurtherSums | str = self._further.start(call.grid, observed.context, slices)
         if isinstance(sums, str):
             self._heads.register(call).discard(*self._further.names)
             self._heads.on_left_out(call.site.path, sums)
         further = None if isinstance(sums, str) else sums
-        return Tally(gram, observed.first_token, measured=self._further.measured, further=further)
+        return Tally(gram, observed.first_token, measured=self._measured, further=further)
+
+    def _leave_out_unknown_scores(self, path: str, record: SiteRecord, tally: Tally) -> None:
+        """Remove the largest logits from the results of the module at `path` if they are unknown in a call, since the
+        largest of the other calls would be another number.
+        """
+        has_rows, names = tally.row_sums is not None, ("max_logit", "max_logit_uncapped")
+        missing = [name for name in names if name not in tally.other_sums]
+        if not has_rows or not missing or (tally.measured is not None and not tally.measured & set(names)):
+            return
+        if "max_logit" in missing:
+            self._heads.on_left_out(path, OF_UNKNOWN_SCORES)
+            record.discard(*names)
+        elif any(name in record.statistics for name in missing):  # only some of the calls have a softcap
+            record.discard(*missing)
 
     def _leave_out_refused(self, path: str, record: SiteRecord, tally: Tally) -> None:
         """Remove the further statistics from the results of the module at `path`, and name it, if they could not be
@@ -236,6 +264,12 @@ class StatisticsObserver(Interceptor):
         if self._further is not None and tally.further is not None and tally.further.refused is not None:
             record.discard(*self._further.names)
             self._heads.on_left_out(path, tally.further.refused)
+
+    @property
+    def _needs_projection(self) -> bool:
+        """True if a statistic needs the output projection of the heads."""
+        is_measured = self._measured is None or "written_norm" in self._measured
+        return is_measured or (self._further is not None and self._further.unconfirmed is not None)
 
     @property
     def _all_names(self) -> tuple[str, ...]:
@@ -263,6 +297,8 @@ class StatisticsObserver(Interceptor):
         """Remove `written_norm`, and further statistics that need the output projection, from the results of the
         attention module at `path`, and name the module.
         """
+        if not self._needs_projection:
+            return
         unconfirmed = None if self._further is None else self._further.unconfirmed
         names = () if self._further is None or unconfirmed is None else self._further.names
         for record in self._heads.records:

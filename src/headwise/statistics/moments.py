@@ -171,6 +171,10 @@ class RunningMoments:
         is_clustered = self.is_clustered and other.is_clustered
         return RunningMoments(self.alone.merge(other.alone), self.clustered.merge(other.clustered), is_clustered)
 
+    def of_unknown_clusters(self) -> "RunningMoments":
+        """Return the moments of the same values if it is unknown which of them depend on each other."""
+        return RunningMoments(self.alone, self.clustered, False)
+
     @property
     def count(self) -> Float[Tensor, " heads"]:
         """Number of each head's values."""
@@ -212,3 +216,73 @@ class RunningMoments:
         squares = self.alone.count + self.clustered.counts.square().sum(0)
         degrees = self.count**2 / squares.clamp(min=1) - 1
         return degrees.masked_fill(self.standard_error.isnan(), 0.0)
+
+
+@dataclass
+class RunningLargest:
+    """Largest of a set of values, for each head. The results for two sets of values can be merged. A largest value has
+    no standard error.
+
+    Attributes:
+        documents: number of values.
+        largest: the largest one; -inf where there are none; NaN or infinite if a value is.
+    """
+
+    documents: Float[Tensor, " heads"]
+    largest: Float[Tensor, " heads"]
+
+    @staticmethod
+    def from_values(
+        values: Float[Tensor, "sequences heads"], is_value: Bool[Tensor, "sequences heads"]
+    ) -> "RunningLargest":
+        """Return the largest of each head's values at which `is_value` is True, also if they are NaN."""
+        empty = values.new_full((1, values.shape[1]), -math.inf)
+        return RunningLargest(
+            is_value.sum(0).double(), torch.cat([empty, values.masked_fill(~is_value, -math.inf)]).amax(0)
+        )
+
+    def merge(self, other: "RunningLargest") -> "RunningLargest":
+        """Return the largest of two sets of values together, for the same heads."""
+        return RunningLargest(self.documents + other.documents, torch.maximum(self.largest, other.largest))
+
+    def of_unknown_clusters(self) -> "RunningLargest":
+        """Return the same, since a largest value has no standard error."""
+        return self
+
+    @property
+    def count(self) -> Float[Tensor, " heads"]:
+        """Number of each head's values."""
+        return self.documents
+
+    @property
+    def value(self) -> Float[Tensor, " heads"]:
+        """Largest of each head's values; NaN for a head without values, or with a value that is NaN or infinite."""
+        return self.largest.masked_fill(~self.largest.isfinite(), math.nan)
+
+    @property
+    def standard_error(self) -> Float[Tensor, " heads"]:
+        """NaN for each head."""
+        return torch.full_like(self.largest, math.nan)
+
+    @property
+    def degrees_of_freedom(self) -> Float[Tensor, " heads"]:
+        """0 for each head, since there is no standard error."""
+        return torch.zeros_like(self.largest)
+
+
+Summary = RunningMoments | RunningLargest
+"""Summary of the values of a statistic that results keep."""
+
+
+def merged(one: Summary, other: Summary) -> Summary:
+    """Return the summary of two sets of values of one statistic together."""
+    if isinstance(one, RunningLargest) and isinstance(other, RunningLargest):
+        return one.merge(other)
+    assert isinstance(one, RunningMoments)
+    assert isinstance(other, RunningMoments), "two kinds of one statistic"
+    return one.merge(other)
+
+
+def summary_from_dict(fields: Mapping[str, Any]) -> Summary:
+    """Return the summary of which `dataclasses.asdict` made a dictionary."""
+    return RunningLargest(**fields) if "largest" in fields else RunningMoments.from_dict(fields)

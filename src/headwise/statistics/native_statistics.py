@@ -17,9 +17,13 @@ from headwise.statistics.tally import Tally
 
 ROWS = (
     *("entropy", "confidence", "distance", "self", "previous", "next", "first"),
-    *("special", "duplicate", "induction", "confidence_content", "output_norm", "written_norm", "visible keys"),
+    *("special", "duplicate", "induction", "confidence_content", "max_logit", "max_logit_uncapped"),
+    *("output_norm", "written_norm", "visible keys"),
 )
 """Names of the numbers that the kernels compute for each query row, in their order."""
+
+LARGEST = ("max_logit", "max_logit_uncapped")
+"""Names of the numbers whose largest one over the rows is the statistic."""
 
 COMPUTED = frozenset(ROWS) - {"visible keys"} | {"evenness", "received"}
 """Names of the statistics that the kernels' results give."""
@@ -67,6 +71,8 @@ def attend_tallied(problem: Problem, context: CallContext, tally: Tally) -> Answ
         indicators = ("entropy", "output_norm") if gram is None else ("entropy", "output_norm", "written_norm")
         if not all(bool(values[name].sum().isfinite()) for name in indicators):
             return None
+        if problem.softcap is None:
+            del values["max_logit_uncapped"]
         tally.merge(_tally(values, received, seen_by, context, inputs, tally))
     return Answer(out, lse if problem.return_lse else None, None)
 
@@ -118,6 +124,7 @@ def _tally(
     missing |= set() if context.is_special is not None else {"special", "confidence_content"}
     missing |= set() if inputs.key_tokens is not None else {"duplicate", "induction"}
     missing |= set() if like.gram is not None else {"written_norm"}
+    largest = {name: values.pop(name) for name in LARGEST if name in values}
     names = tuple(name for name in STATISTICS if name in values and name not in missing)
     has_value = {**inputs.has_value, "evenness": visible > 1}
     in_mean = torch.stack([counted & has_value[name] if name in has_value else counted for name in names])
@@ -128,6 +135,9 @@ def _tally(
     if like.further is not None:
         batch, heads, queries = of_rows.shape[1:]
         like.further.add(MeasuredRows(names, of_rows, in_mean, slice(0, batch), slice(0, heads), range(queries)), None)
+    for name, of_rows in largest.items():
+        if name not in missing:
+            tally.other_sums[name] = (of_rows.double().masked_fill(~counted, -torch.inf).amax(-1),)
     if "received" not in missing:
         tally.other_sums["received"] = received.double().mul_(RECEIVED_UNIT), seen_by.double()
     return tally

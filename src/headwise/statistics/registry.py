@@ -6,6 +6,8 @@ key do not count. Nor do rows in which a statistic has no meaning, such as the w
 of the first one. A new statistic is one entry in `STATISTICS`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -78,6 +80,36 @@ def _written_norm(row_block: RowBlock) -> RowValues | None:
     return squares.clamp(min=0.0).sqrt()
 
 
+def _largest_scores(row_block: RowBlock) -> Sums | None:
+    """Return each head's largest score in a row block, as it enters the softmax; None if the scores are unknown."""
+    return _largest_of_counted(row_block, row_block.largest_score)
+
+
+def _largest_uncapped_scores(row_block: RowBlock) -> Sums | None:
+    """Return each head's largest score in a row block before the softcap; None if unknown, or without a softcap."""
+    return _largest_of_counted(row_block, row_block.largest_uncapped_score)
+
+
+def _largest_of_counted(row_block: RowBlock, scores: Float[Tensor, "kv stacked 1"] | None) -> Sums | None:
+    """Return the largest number of each head over the rows that are not padding and have a visible key; -inf without
+    such rows. `scores` has one number for each row, or is None.
+    """
+    if scores is None:
+        return None
+    of_rows = row_block.tile.by_head(scores)[..., 0].double()
+    return (of_rows.masked_fill(~row_block.visibility.counted_rows, -torch.inf).amax(-1),)
+
+
+def _largest_or_nan(largest: Float[Tensor, "batch heads"]) -> Float[Tensor, "batch heads"]:
+    """Return largest scores, with NaN in place of -inf for heads without rows."""
+    return largest.masked_fill(largest == -torch.inf, torch.nan)
+
+
+def _max_logit(name: str, contribute: Callable[[RowBlock], Sums | None]) -> Statistic:
+    """Return the definition of a statistic called `name`: the largest of the numbers that `contribute` returns."""
+    return Statistic(name, "logit", contribute, _largest_or_nan, merge=torch.maximum, start=-torch.inf, is_largest=True)
+
+
 def _received_sums(row_block: RowBlock) -> Sums:
     """Return, for each key of the call, two sums over the query rows of a row block that are not padding and have a
     visible key: the attention weights that the key received, and the number of these rows that may attend to it. Both
@@ -132,6 +164,10 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
         _weight_after_copies("induction", 1),
         # max_j mean_i A_ij (Gu et al. 2024, equation 7)
         Statistic("received", "share", _received_sums, _largest_received, is_per_key=True),
+        # max_ij of the score of key j for query i: as it enters the softmax, and before a softcap and without the bias
+        # (Kimi Team 2025, section 2.1; Zhai et al. 2023)
+        _max_logit("max_logit", _largest_scores),
+        _max_logit("max_logit_uncapped", _largest_uncapped_scores),
         # |A_i V|, and |A_i V W|, W the head's slice of the output projection
         MeanOfRows("output_norm", "norm", _output_norm),
         MeanOfRows("written_norm", "norm", _written_norm),
@@ -141,7 +177,13 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of the statistic called `name`, "nats", "tokens", "share" or "norm"; an empty text for a name
-    that is not in `STATISTICS`.
+    """Return the unit of the statistic called `name`, "nats", "tokens", "share", "norm" or "logit"; an empty text for
+    a name that is not in `STATISTICS`.
     """
     return STATISTICS[name].unit if name in STATISTICS else ""
+
+
+def is_largest(name: str) -> bool:
+    """Return True if the value of the statistic called `name` over several sequences is the largest of theirs."""
+    statistic = STATISTICS.get(name)
+    return isinstance(statistic, Statistic) and statistic.is_largest

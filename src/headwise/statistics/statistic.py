@@ -23,13 +23,14 @@ class Statistic:
 
     Attributes:
         name: name of the statistic.
-        unit: "nats", "tokens", "share" or "norm".
+        unit: "nats", "tokens", "share", "norm" or "logit".
         contribute: function that returns a row block's sums, tensors `(batch, heads, ...)` of the same shapes for all
             blocks of a call; None if the call lacks something, such as token ids.
         value: function that returns each head's value `(batch, heads)` from the merged sums; NaN without any row.
         merge: function that merges two sums into one.
         start: number that does not change a sum that it is merged with.
         is_per_key: True if the last axis of the sums is the keys of the call.
+        is_largest: True if the value over several sequences is the largest one, not the mean.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Statistic:
     merge: Callable[[Tensor, Tensor], Tensor] = torch.add
     start: float = 0.0
     is_per_key: bool = False
+    is_largest: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class MeanOfRows:
 
     Attributes:
         name: name of the statistic.
-        unit: "nats", "tokens", "share" or "norm".
+        unit: "nats", "tokens", "share", "norm" or "logit".
         measure: function that returns the value of each row of a row block; None if the call lacks something, such as
             token ids.
         counted: function that returns True for the rows of a tile in which the statistic has a meaning; None for all.

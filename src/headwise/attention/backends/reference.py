@@ -52,8 +52,7 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
     is added. The dtype is float32 at least.
     """
     part = slice(None) if rows is None else slice(rows.start, rows.stop)
-    dtype = problem.score_dtype
-    scores = grouped_matmul(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
+    scores = scaled_products(problem, rows)
     if problem.softcap is not None:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if problem.talking is not None:
@@ -66,6 +65,13 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
         # row without a key.
         hidden = bias == -torch.inf if hidden is None else hidden | (bias == -torch.inf)
     return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+
+
+def scaled_products(problem: Problem, rows: range | None = None) -> Float[Tensor, "batch heads rows keys"]:
+    """Return the products of the query rows in the range `rows` (by default all) with all keys, times the scale."""
+    part = slice(None) if rows is None else slice(rows.start, rows.stop)
+    dtype = problem.score_dtype
+    return grouped_matmul(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
 
 
 def log_sum_exp(

@@ -75,6 +75,8 @@ class BlockwiseAttention(torch.autograd.Function):
                     scores=shifted,
                     power_sum=power_sum,
                     normalizer=normalizer,
+                    largest_score=tile.stack_rows(shifts),
+                    largest_uncapped_score=scores.largest_uncapped,
                     product=product,
                     value_dim=v.shape[-1],
                 )

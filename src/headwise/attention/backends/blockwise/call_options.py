@@ -56,7 +56,8 @@ class CallOptions(NamedTuple):
         """
         if self.bfloat16_scores:
             return BFloat16Scores(q, k, self.scale, self.plan, pool, shifts)
-        return Float32Scores(q, k, bias, self.scale, self.softcap, self.bias_hides, pool, shifts)
+        options = (self.scale, self.softcap, self.bias_hides)
+        return Float32Scores(q, k, bias, *options, pool, shifts, finds_uncapped=self.emitter is not None)
 
     def tiles(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Tile]:
         """Yield the tiles of the plan."""

@@ -36,6 +36,8 @@ class RowBlock:
         power_sum: sum over keys of the powers; infinite in a row without a visible key.
         normalizer: divisor of each row's powers: `power_sum` plus the power of the head's sink.
         largest_power: largest power of each row.
+        largest_score: largest score of each row, as it enters the softmax, in nats; None if unknown.
+        largest_uncapped_score: the same before the softcap and without the bias; None if unknown, or without a softcap.
         out: output of each row, `(kv, stacked, value_dim)`; None if it was not computed.
         feature_products: sums over keys of the powers times each key feature; None if they were not computed.
         gram: `W_h^T W_h` for each head's slice of the output projection; None if unknown.
@@ -51,6 +53,8 @@ class RowBlock:
     power_sum: Float[Tensor, "kv stacked 1"]
     normalizer: Float[Tensor, "kv stacked 1"]
     largest_power: float | Float[Tensor, "kv stacked 1"]
+    largest_score: Float[Tensor, "kv stacked 1"] | None = None
+    largest_uncapped_score: Float[Tensor, "kv stacked 1"] | None = None
     out: Float[Tensor, "kv stacked value_dim"] | None = None
     feature_products: Float[Tensor, "kv stacked features"] | None = None
     gram: Float[Tensor, "heads value_dim value_dim"] | None = None

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
-from headwise.attention.backends.blockwise.tiles import Tile
+from headwise.attention.backends.blockwise.tiles import LOG2_E, Tile
 from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float
@@ -42,6 +42,8 @@ class RowBlockEmitter(NamedTuple):
         scores: Float[Tensor, "kv stacked columns"],
         power_sum: Float[Tensor, "kv stacked 1"],
         normalizer: Float[Tensor, "kv stacked 1"],
+        largest_score: Float[Tensor, "kv stacked 1"],
+        largest_uncapped_score: Float[Tensor, "kv stacked 1"] | None,
         product: Float[Tensor, "kv stacked value_dim_and_features"],
         value_dim: int,
     ) -> None:
@@ -56,6 +58,8 @@ class RowBlockEmitter(NamedTuple):
             scores: scores in units of ln 2, less the largest of each row.
             power_sum: sum of each row's powers.
             normalizer: the same with the power of the row's sink logit, if there is one.
+            largest_score: largest score of each row, in units of ln 2.
+            largest_uncapped_score: the same before the softcap and without the bias; None without a softcap.
             product: sums over keys of powers times values, followed by the sums of powers times key features.
             value_dim: features of a value.
         """
@@ -71,6 +75,8 @@ class RowBlockEmitter(NamedTuple):
                 power_sum=power_sum,
                 normalizer=normalizer,
                 largest_power=1.0,
+                largest_score=largest_score / LOG2_E,
+                largest_uncapped_score=None if largest_uncapped_score is None else largest_uncapped_score / LOG2_E,
                 out=product[..., :value_dim] / normalizer,
                 feature_products=product[..., value_dim:] if product.shape[-1] > value_dim else None,
                 values=self.values,

@@ -49,7 +49,12 @@ class BFloat16Scores:
     """Scores of blockwise attention in bfloat16, one tile (rectangle of the score matrix) at a time, with gradient.
     Scores are divided by ln 2, so the unnormalized weight of a key is 2^score. Each row has one number, its shift, that
     is subtracted from its scores, so that the largest of them are near zero, where bfloat16 is precise.
+
+    Attributes:
+        largest_uncapped: None, since there is no softcap.
     """
+
+    largest_uncapped = None
 
     def __init__(
         self,

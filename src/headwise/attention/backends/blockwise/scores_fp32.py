@@ -14,6 +14,10 @@ class Float32Scores:
     """Scores of blockwise attention in float32 or float64, one tile (rectangle of the score matrix) at a time, and
     their gradients in the backward pass. Scores are divided by ln 2, so the unnormalized weight of a key is 2^score.
     The largest score of each row is subtracted from the row.
+
+    Attributes:
+        largest_uncapped: largest score of each row of the latest tile before the softcap and without the bias; None
+            without a softcap, or if it is not asked for.
     """
 
     def __init__(
@@ -26,13 +30,18 @@ class Float32Scores:
         bias_hides: bool,
         pool: Pool,
         shifts: Float[Tensor, "batch heads queries 1"],
+        *,
+        finds_uncapped: bool = False,
     ) -> None:
         """Store the tensors and options of a call. `shifted_scores` writes each row's largest score to `shifts`.
 
-        `recompute` reads it. `bias_hides` is True if the bias is -inf somewhere.
+        `recompute` reads it. `bias_hides` is True if the bias is -inf somewhere, and `finds_uncapped` if the largest
+        scores before the softcap are asked for.
         """
         self.q, self.k, self.bias, self.shifts = q, k, bias, shifts
         self.scale, self.softcap, self.bias_hides, self.pool = scale, softcap, bias_hides, pool
+        self.largest_uncapped: Float[Tensor, "kv stacked 1"] | None = None
+        self._finds_uncapped = finds_uncapped and softcap is not None
 
     def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
         """Return the scores of a tile after subtracting from each row its largest score, and write these largest scores
@@ -98,6 +107,8 @@ class Float32Scores:
             scores = products("scores", tile, rows, self.k.mT, self.scale * LOG2_E, self.pool)
         else:
             scores = products("scores", tile, rows, self.k.mT, self.scale / self.softcap, self.pool)
+            if self._finds_uncapped:
+                self.largest_uncapped = self._largest_visible(tile, scores) * (self.softcap * LOG2_E)
             tanh = torch.tanh(scores, out=self.pool.buffer("tanh", tile, rows))
             torch.mul(tanh, self.softcap * LOG2_E, out=scores)
         if self.bias is not None:
@@ -108,3 +119,11 @@ class Float32Scores:
                 span.add_(bias, alpha=LOG2_E)
         tile.hide(scores)
         return scores, tanh
+
+    def _largest_visible(
+        self, tile: Tile, products_of_tile: Float[Tensor, "kv stacked columns"]
+    ) -> Float[Tensor, "kv stacked 1"]:
+        """Return the largest of each row's products with the keys that it may attend to."""
+        visible = products_of_tile.clone()
+        tile.hide(visible)
+        return visible.amax(-1, keepdim=True)

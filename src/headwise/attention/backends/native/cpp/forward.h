@@ -122,7 +122,10 @@ inline void forward_block(const Problem& p, const RowBlock& block, void* memory)
     if (has_dense_part(p) && !dense_tile(p, block, visibility, keys, products.room(), dense)) continue;
     products.scores(keys, scores);
     if (products.factor() && !factor) scale_scores(block, count, products.factor(), scores);
-    if (p.softcap > 0) cap_scores(p, block, count, scores);
+    if (p.softcap > 0) {
+      if constexpr (kStatistics) statistics.raise_uncapped(state, keys, has_dense_part(p) ? dense : nullptr, scores);
+      cap_scores(p, block, count, scores);
+    }
     if (has_dense_part(p)) add_tile(block, count, dense, scores);
     else hide_outside_ranges(visibility, block, keys, scores);
     const float* away = kStatistics ? statistics.start_tile(keys) : nullptr;

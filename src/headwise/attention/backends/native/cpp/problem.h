@@ -47,6 +47,8 @@ enum RowStatistic {
   kDuplicate,
   kInduction,
   kLargestContent,  // largest weight on a key that is not special
+  kMaxLogit,        // largest score, after the softcap, with the bias
+  kMaxLogitUncapped,  // largest score before the softcap, without the bias; minus infinity without a softcap
   kOutputNorm,
   kWrittenNorm,
   kVisibleKeys,

@@ -31,7 +31,8 @@ enum PowerSum {
 
 struct SoftmaxState {
   float shift[kRows];
-  float top[kRows];  // largest score
+  float top[kRows];           // largest score
+  float top_uncapped[kRows];  // the same before the softcap and without the bias, for the statistics
   float sums[kPowerSums][kRows];
   bool started;  // the output has sums that a moving shift must rescale
 };
@@ -82,7 +83,7 @@ struct Divisors {
 
 inline void start_softmax(SoftmaxState& state) {
   for (int r = 0; r < kRows; ++r) {
-    state.shift[r] = kNoScore, state.top[r] = kHidden;
+    state.shift[r] = kNoScore, state.top[r] = state.top_uncapped[r] = kHidden;
     for (auto& sums : state.sums) sums[r] = 0.0f;
   }
   state.started = false;

@@ -58,6 +58,19 @@ class StatisticsOfBlock {
   }
   float* indices() { return indices_; }
 
+  // Raise the largest score of each row before the softcap. `dense` is the tile's dense mask and bias, or null.
+  void raise_uncapped(SoftmaxState& state, KeyRange keys, const float* dense, float* scores) const {
+    if (!dense) hide_outside_ranges(visibility_, block_, keys, scores);
+    for (int r = 0; r < block_.width; r += kLanes) {
+      Floats top = load(state.top_uncapped + r);
+      for (int64_t at = r; at < (keys.end - keys.begin) * kRows; at += kRows) {
+        const Floats score = load(scores + at);
+        top = larger(dense ? select(greater(load(dense + at), all(kHidden)), score, all(kHidden)) : score, top);
+      }
+      store(state.top_uncapped + r, top);
+    }
+  }
+
   // Add the powers of a tile to the sums of the rows. `dense` is the tile's dense mask and bias, or null.
   void add_tile(SoftmaxState& state, KeyRange keys, const float* powers, const float* dense) {
     add_distances(state);
@@ -88,6 +101,8 @@ class StatisticsOfBlock {
       to[kLargest * plane] = largest[r];
       for (int n = kPowerDistances; n < kPowerSums; ++n)
         to[(n - kPowerDistances + kDistance) * plane] = float(state.sums[n][r] * inverse);
+      to[kMaxLogit * plane] = state.top[r] == kNoScore ? kNoScore : float(state.top[r] * kLn2Exact);
+      to[kMaxLogitUncapped * plane] = float(state.top_uncapped[r] * kLn2Exact);
       to[kOutputNorm * plane] = __builtin_sqrtf(squares[0][r]);
       to[kWrittenNorm * plane] = squares[1][r] > 0 ? __builtin_sqrtf(squares[1][r]) : squares[1][r] * 0.0f;
       to[kVisibleKeys * plane] = float(visible_keys(r));

@@ -1,0 +1,104 @@
+"""Alarms of a monitored training: heads whose statistics are outside of stated limits."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from headwise.checks import finite_number
+from headwise.errors import InputError
+
+
+class Alarm(NamedTuple):
+    """One head whose statistic was outside of its limit in one step.
+
+    Attributes:
+        step: number of the step.
+        kind: "high logit", "low entropy", "dead head" or "non-finite".
+        layer: number of the layer.
+        head: number of the head.
+        module: path of the attention module.
+        statistic: name of the statistic.
+        value: its value.
+        limit: the limit; NaN for non-finite values.
+    """
+
+    step: int
+    kind: str
+    layer: int
+    head: int
+    module: str
+    statistic: str
+    value: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class AlarmLimits:
+    """Limits of statistics, outside of which a head causes an alarm; None for no limit.
+
+    Attributes:
+        max_logit: largest accepted attention logit. Attention of float32 models usually works up to about 100, which
+            is the threshold of QK-clip (Kimi Team 2025).
+        entropy: smallest accepted mean entropy, in nats. Low entropy precedes instability (Zhai et al. 2023).
+        output_share: smallest accepted norm of a head's output, as a share of the median norm in its layer. A head
+            below is named dead.
+    """
+
+    max_logit: float | None = 100.0
+    entropy: float | None = 0.01
+    output_share: float | None = 0.001
+
+    def __post_init__(self) -> None:
+        for name, limit in vars(self).items():
+            if limit is not None:
+                finite_number(name, limit, above=0.0)
+
+    def alarms(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Alarm]:
+        """Yield the alarms of the heads in the rows of one step or several.
+
+        Args:
+            rows: one dict for each head and step, as `History.rows`.
+        """
+        rows = list(rows)
+        norms: dict[tuple[int, str], list[float]] = {}
+        for row in rows:
+            norms.setdefault(_layer_of(row), []).append(row.get("output_norm", math.nan))
+        for row in rows:
+            usual = median([norm for norm in norms[_layer_of(row)] if math.isfinite(norm)] or [math.nan])
+            yield from self._of_row(row, usual)
+
+    def _of_row(self, row: Mapping[str, Any], usual_norm: float) -> Iterator[Alarm]:
+        """Yield the alarms of one head in one step; `usual_norm` is the median norm in its layer."""
+        place = row["step"], row["layer"], row["head"], row["module"]
+        if row["nonfinite_rows"]:
+            yield _alarm(place, "non-finite", "nonfinite_rows", row["nonfinite_rows"], math.nan)
+        for name in ("max_logit_uncapped", "max_logit"):
+            if self.max_logit is not None and row.get(name, -math.inf) > self.max_logit:
+                yield _alarm(place, "high logit", name, row[name], self.max_logit)
+                break
+        if self.entropy is not None and row.get("entropy", math.inf) < self.entropy:
+            yield _alarm(place, "low entropy", "entropy", row["entropy"], self.entropy)
+        if self.output_share is not None:
+            limit = self.output_share * usual_norm
+            if row.get("output_norm", math.inf) <= limit:
+                yield _alarm(place, "dead head", "output_norm", row["output_norm"], limit)
+
+
+def limits_of(argument: Any) -> AlarmLimits:
+    """Return the limits in the argument `alarms` of `monitor`: those by default for None."""
+    if argument is None:
+        return AlarmLimits()
+    if not isinstance(argument, AlarmLimits):
+        raise InputError("alarms", expected="headwise.AlarmLimits or None", got=type(argument).__name__)
+    return argument
+
+
+def _layer_of(row: Mapping[str, Any]) -> tuple[int, str]:
+    return row["step"], row["module"]
+
+
+def _alarm(place: tuple[int, int, int, str], kind: str, statistic: str, value: float, limit: float) -> Alarm:
+    step, layer, head, module = place
+    return Alarm(step, kind, layer, head, module, statistic, float(value), limit)

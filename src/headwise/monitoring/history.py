@@ -1,0 +1,196 @@
+"""History of a monitored training: the statistics of every head in each observed step, in memory and in a run folder.
+
+A run folder has one Parquet file for each observed step, which appears at once when it is complete, so a process that
+is killed loses at most the step that it was writing. `monitor.json` has the settings of the run.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headwise.checks import folder_path
+from headwise.errors import InputError, require
+from headwise.runs.files import replaced_file, write_atomically
+from headwise.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SETTINGS_FILE, STEPS_FOLDER, FORMAT = "monitor.json", "steps", 1
+
+IDENTIFIERS = ("step", "layer", "head", "kv_head", "module", "kind", "sequences", "nonfinite_rows")
+"""Columns that come before the statistics."""
+
+Row = dict[str, Any]
+
+
+class History:
+    """Statistics of every head in the observed steps of a training.
+
+    Attributes:
+        settings: settings of the run, JSON-compatible: the model's class and heads, and the statistics.
+        folder: the run folder; None if the history is in memory alone.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path | None = None) -> None:
+        self.settings, self.folder = dict(settings), folder
+        self._rows: dict[int, list[Row]] = {}
+
+    def __repr__(self) -> str:
+        heads = counted(max((len(rows) for rows in self._rows.values()), default=0), "head")
+        last = f", the last is {self.steps[-1]}" if self.steps else ""
+        return f"History({counted(len(self._rows), 'step')}{last}, {heads})"
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of the observed steps, in ascending order."""
+        return sorted(self._rows)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the statistics."""
+        names = (name for rows in self._rows.values() for row in rows for name in row if name not in IDENTIFIERS)
+        return tuple(dict.fromkeys(names))
+
+    def rows(self, step: int | None = None) -> list[Row]:
+        """Return one dict for each head and step, in the order of steps, layers and heads: the numbers of the step,
+        the layer, the head and its key/value head, the path of the module, the kind of attention, the number of
+        sequences, the number of query rows of the module with NaN or infinite values, and every statistic.
+
+        Args:
+            step: the step; by default all.
+
+        Raises:
+            InputError: the step was not observed.
+        """
+        if step is not None and step not in self._rows:
+            observed = f"one of {len(self.steps)} observed steps"
+            raise InputError("step", expected=observed, got=step, remedy="history.steps has their numbers")
+        return [dict(row) for number in (self.steps if step is None else [step]) for row in self._rows[number]]
+
+    def table(self, step: int | None = None) -> Any:
+        """Return the rows as a pandas DataFrame.
+
+        Args:
+            step: the step; by default all.
+
+        Raises:
+            InputError: the step was not observed.
+            MissingExtra: pandas is not installed.
+        """
+        return require("pandas", purpose="a table", extra="tables").DataFrame(self.rows(step))
+
+    def changes(self, statistic: str) -> list[tuple[int, int, float]]:
+        """Return `(layer, head, change)` of each head, the largest absolute change first: the value of `statistic` in
+        the last observed step minus that in the first.
+
+        Raises:
+            InputError: there is no such statistic, or fewer than two steps were observed.
+        """
+        self._require_statistic(statistic)
+        if len(self.steps) < 2:
+            raise InputError("history", expected="at least 2 observed steps", got=len(self.steps))
+        first, last = (
+            {(row["layer"], row["head"], row["kind"]): row.get(statistic) for row in self._rows[step]}
+            for step in (self.steps[0], self.steps[-1])
+        )
+        pairs = ((key, before, last.get(key)) for key, before in first.items())
+        changes = [(key[0], key[1], after - before) for key, before, after in pairs if None not in (before, after)]
+        return sorted((each for each in changes if each[2] == each[2]), key=lambda each: -abs(each[2]))
+
+    def append(self, step: int, rows: Iterable[Row]) -> None:
+        """Add the rows of an observed step, in place of those that were observed for the same step before. With a run
+        folder, they are written before this method returns.
+        """
+        rows = [{"step": step, **row} for row in rows]
+        if self.folder is not None:
+            parquet, pyarrow = _parquet(), require("pyarrow", purpose="a run folder", extra="tables")
+            path = self.folder / STEPS_FOLDER / f"{step:012d}.parquet"
+            with replaced_file(path) as file:
+                parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        self._rows[step] = rows
+
+    @staticmethod
+    def load(folder: str | Path) -> "History":
+        """Return the history in a run folder, also while a training writes to it.
+
+        Raises:
+            InputError: the folder has no history.
+            MissingExtra: pyarrow is not installed.
+        """
+        path = folder_path("folder", folder)
+        try:
+            settings = json.loads((path / SETTINGS_FILE).read_text(encoding="utf-8"))
+            if settings.pop("format") != FORMAT:
+                raise ValueError("another format")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise InputError("folder", expected="a run folder of monitor", got=repr(str(folder))) from None
+        history = History(settings, path)
+        for file in sorted((path / STEPS_FOLDER).glob("*.parquet")):
+            try:
+                history._rows[int(file.stem)] = _parquet().read_table(file).to_pylist()
+            except (OSError, ValueError):  # Arrow's errors are among these
+                raise InputError("folder", expected="readable steps", got=f"a damaged file {str(file)!r}") from None
+        return history
+
+    @staticmethod
+    def create(folder: Path, settings: Mapping[str, Any]) -> "History":
+        """Return the history in a run folder, which is created if it has none.
+
+        Raises:
+            InputError: the folder has a run with other settings.
+            MissingExtra: pyarrow is not installed.
+        """
+        _parquet()
+        if (folder / SETTINGS_FILE).exists():
+            history = History.load(folder)
+            for name, value in settings.items():
+                if history.settings.get(name) != value:
+                    got = f"a run with another {name} in {str(folder)!r}"
+                    raise InputError("out", expected="an empty folder, or one of the same run", got=got)
+            return history
+        (folder / STEPS_FOLDER).mkdir(exist_ok=True)
+        write_atomically(folder / SETTINGS_FILE, json.dumps({"format": FORMAT, **settings}, indent=1).encode())
+        return History(settings, folder)
+
+    def plot(self, statistic: str, *, heads: Sequence[tuple[int, int]] | None = None, ax: "Axes | None" = None) -> Any:
+        """Draw a statistic of heads against the step, one line for each head, coloured by its layer. The heads that
+        changed most are labelled.
+
+        Args:
+            statistic: name of the statistic.
+            heads: heads `(layer, head)` to draw; all by default.
+            ax: axes to draw on; new ones by default.
+
+        Returns:
+            the axes.
+
+        Raises:
+            InputError: there is no such statistic or head.
+            MissingExtra: matplotlib is not installed.
+        """
+        from headwise.monitoring.history_plot import draw_history
+
+        self._require_statistic(statistic)
+        return draw_history(self, statistic, heads, ax)
+
+    def series(self, statistic: str) -> Iterator[tuple[tuple[int, int], list[int], list[float]]]:
+        """Yield, for each head, its layer and number, the steps in which `statistic` has a value, and the values."""
+        of_heads: dict[tuple[str, str, int], tuple[tuple[int, int], list[int], list[float]]] = {}
+        for row in self.rows():
+            if row.get(statistic) is not None:
+                key = row["module"], row["kind"], row["head"]
+                head = of_heads.setdefault(key, ((row["layer"], row["head"]), [], []))
+                head[1].append(row["step"])
+                head[2].append(row[statistic])
+        yield from of_heads.values()
+
+    def _require_statistic(self, statistic: str) -> None:
+        if statistic not in self.statistics:
+            names = ", ".join(self.statistics) or "none, since no step was observed"
+            raise InputError("statistic", expected=f"one of {names}", got=repr(statistic))
+
+
+def _parquet() -> Any:
+    return require("pyarrow.parquet", purpose="a run folder", extra="tables")

@@ -1,0 +1,256 @@
+"""`monitor`: statistics of every head during training, at the cost of the steps that are observed."""
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from headwise.checks import collection_of, is_whole, require_module, whole_number
+from headwise.errors import InputError
+from headwise.intercept.heads import Heads
+from headwise.intercept.sites import SiteRegistry
+from headwise.monitoring.alarms import Alarm, AlarmLimits, limits_of
+from headwise.monitoring.history import History, Row
+from headwise.monitoring.observation import observed_training
+from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
+from headwise.runs.files import writable_folder
+from headwise.runs.lock import locked_folder
+from headwise.statistics.registry import STATISTICS
+
+BY_DEFAULT = ("max_logit", "entropy", "first", "output_norm")
+"""Names of the statistics that are observed by default."""
+
+OF_TOKENS = frozenset({"special", "confidence_content", "duplicate", "induction"})
+"""Statistics that need the ids of special tokens, or of all tokens."""
+
+OnAlarm = Callable[[Alarm], None]
+
+
+def monitor(
+    model: nn.Module,
+    *,
+    every: int = 100,
+    statistics: Collection[str] = BY_DEFAULT,
+    sequences: int | None = None,
+    layers: Collection[int] | None = None,
+    out: str | Path | None = None,
+    start: int | None = None,
+    alarms: AlarmLimits | None = None,
+    on_alarm: OnAlarm | None = None,
+) -> "Monitor":
+    """Return a context manager that observes every head of a model while it trains.
+
+    In every `every`-th step it observes the training forward passes themselves, without passes of its own. The model's
+    own functions compute all outputs, so losses and gradients have the same bits. In the other steps nothing is hooked
+    or patched. All forward passes of a step in training mode count, as with gradient accumulation; passes in evaluation
+    mode and those that activation checkpointing repeats do not. Compiled modules run without compilation in observed
+    steps. With torch.distributed, statistics are those of the sequences of all processes.
+
+    Args:
+        model: the model that trains: any module that `watch` supports, also one in DistributedDataParallel, one that
+            was sharded by `fully_shard`, or a compiled one.
+        every: number of steps from one observed step to the next. The first step is observed.
+        statistics: names of the statistics, as in `watch`. With a softcap, "max_logit" adds "max_logit_uncapped".
+        sequences: number of sequences in each process after which further forward passes of a step are not observed;
+            by default all are.
+        layers: numbers of the layers in the results; by default all.
+        out: run folder for the history, which a resumed training continues; by default it is in memory alone.
+        start: number of the first step; by default 0. It is required if the folder has steps already.
+        alarms: limits outside of which a head causes an alarm.
+        on_alarm: function that is called with each `Alarm` of an observed step, in the first process.
+
+    Raises:
+        InputError: an argument cannot be used, or the folder is another run's.
+        MissingExtra: a package that `out` needs is not installed.
+
+    Example:
+        with hw.monitor(model, every=100, out="run") as monitor:
+            for batch in batches:
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                monitor.step()
+        monitor.history.table()
+    """
+    every = whole_number("every", every, least=1)
+    if sequences is not None:
+        sequences = whole_number("sequences", sequences, least=1)
+    return Monitor(
+        require_module(model),
+        every,
+        _names(statistics),
+        sequences,
+        _layers(layers),
+        None if out is None else Path(out),
+        None if start is None else whole_number("start", start, least=0),
+        limits_of(alarms),
+        on_alarm,
+    )
+
+
+class Monitor:
+    """Monitor of a training, which `headwise.monitor` returns. Enter it as a context manager, and call `step` after
+    each step of the optimizer.
+
+    Attributes:
+        history: statistics of the steps observed so far. In processes other than the first it is in memory alone.
+        alarms: the alarms so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int,
+        statistics: tuple[str, ...],
+        sequences: int | None,
+        layers: frozenset[int] | None,
+        out: Path | None,
+        start: int | None,
+        limits: AlarmLimits,
+        on_alarm: OnAlarm | None,
+    ) -> None:
+        self._model, self._every, self._statistics, self._sequences = _inner(model), every, statistics, sequences
+        self._layers, self._out, self._limits, self._on_alarm = layers, out, limits, on_alarm
+        self._start, self._next = start, start or 0
+        self._heads: Heads | None = None
+        self._of_run, self._of_step = ExitStack(), ExitStack()
+        self._has_warned = False
+        self.history = History({})
+        self.alarms: list[Alarm] = []
+
+    def __repr__(self) -> str:
+        return f"Monitor(every {self._every} steps, next step {self._next}, {self.history!r})"
+
+    def __enter__(self) -> "Monitor":
+        settings = {"model": type(self._model).__name__, "statistics": list(self._statistics)}
+        folder = self._out if rank_and_world_size()[0] == 0 else None
+        with ExitStack() as stack:
+            recorded = broadcast_from_rank0(lambda: self._open(folder, settings, stack))
+            if folder is None:
+                self.history = History(settings)
+            if recorded and self._start is None:
+                got = f"None, with steps up to {recorded[-1]} in {str(self._out)!r}"
+                raise InputError("start", expected="the number of the step at which the training resumes", got=got)
+            self._of_run = stack.pop_all()
+        self._observe_if_due()
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._of_step.close()
+        self._heads = None
+        self._of_run.close()
+
+    def step(self) -> list[Alarm]:
+        """End a step of the training, and return its alarms. Call it once after each step of the optimizer.
+
+        Raises:
+            InputError: the step was to be observed, and no attention of the model was seen in training mode; or the
+                run folder cannot be written.
+        """
+        alarms = [] if self._heads is None else self._record(self._heads)
+        self._next += 1
+        self._observe_if_due()
+        return alarms
+
+    def _open(self, folder: Path | None, settings: dict[str, Any], stack: ExitStack) -> list[int]:
+        """Open the run folder, and return the numbers of the steps in it."""
+        if folder is None:
+            return []
+        folder = writable_folder(folder)
+        stack.enter_context(locked_folder(folder))
+        self.history = History.create(folder, settings)
+        return self.history.steps
+
+    def _observe_if_due(self) -> None:
+        """Start to observe, if the next step is to be observed."""
+        if self._next % self._every == 0:
+            heads = Heads(self._model)
+            self._of_step.enter_context(observed_training(self._model, heads, self._recorded, self._sequences))
+            self._heads = heads
+
+    def _record(self, heads: Heads) -> list[Alarm]:
+        """Stop to observe, add the statistics of all processes to the history, and return the alarms."""
+        self._heads = None
+        self._of_step.close()
+        registry = SiteRegistry(self._model)
+        for records in gather_from_ranks(heads.records):
+            registry.merge(records)
+        if not registry.records:
+            got = "none" if heads.ran else "none, since the model did not run"
+            remedy = "call monitor.step() after each step of the optimizer, with the model in training mode"
+            raise InputError("model", expected="attention in training mode that can be seen", got=got, remedy=remedy)
+        if not self._has_warned:
+            heads.warn_of_unread(stacklevel=4)
+            self._has_warned = True
+        rows = self._rows(registry)
+        broadcast_from_rank0(lambda: self.history.append(self._next, rows))
+        if rank_and_world_size()[0] != 0:
+            self.history.append(self._next, rows)
+        alarms = list(self._limits.alarms(self.history.rows(self._next)))
+        self.alarms += alarms
+        if self._on_alarm is not None and rank_and_world_size()[0] == 0:
+            for alarm in alarms:
+                self._on_alarm(alarm)
+        return alarms
+
+    def _rows(self, registry: SiteRegistry) -> list[Row]:
+        """Return one row for each head of the chosen layers."""
+        rows = []
+        for record, labels in registry.head_labels():
+            if self._layers is not None and labels["layer"] not in self._layers:
+                continue
+            head = labels["head"]
+            of_head = {name: each for name, each in record.statistics.items() if name in self._recorded}
+            counts = {int(each.count[head]) for each in of_head.values()}
+            numbers = {name: float(each.value[head]) for name, each in of_head.items()}
+            rows.append(
+                {**labels, "sequences": max(counts, default=0), "nonfinite_rows": record.nonfinite_rows, **numbers}
+            )
+        if not rows:
+            available = sorted({labels["layer"] for _, labels in registry.head_labels()})
+            raise InputError("layers", expected=f"some of {available}", got=sorted(self._layers or ()))
+        return rows
+
+    @property
+    def _recorded(self) -> frozenset[str]:
+        """Names of the statistics in the history."""
+        further = {"max_logit_uncapped"} if "max_logit" in self._statistics else set()
+        return frozenset(self._statistics) | further
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return the module that a compiled model, or one in DistributedDataParallel, contains."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def _names(statistics: Any) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(collection_of("statistics", statistics, of="names of statistics")))
+    available = STATISTICS.keys() - OF_TOKENS
+    for name in names:
+        if name not in available:
+            raise InputError("statistics", expected=f"names among {', '.join(sorted(available))}", got=repr(name))
+    if not names:
+        raise InputError("statistics", expected="at least one name", got="none")
+    return names
+
+
+def _layers(layers: Any) -> frozenset[int] | None:
+    if layers is None:
+        return None
+    numbers: Iterable[Any] = collection_of("layers", layers, of="numbers of layers")
+    chosen = frozenset(numbers)
+    for number in chosen:
+        if not is_whole(number, 0):
+            raise InputError("layers", expected="whole numbers from 0", got=repr(number))
+    return chosen
