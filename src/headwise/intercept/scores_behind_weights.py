@@ -34,7 +34,9 @@ def scores_behind(
         expected = attention_weights(scores, problem.sinks)
         has_key = (scores > -torch.inf).any(-1, keepdim=True)
         difference = (weights.to(expected.dtype) - expected).masked_fill(~has_key, 0.0).abs()
-        if not bool((difference <= torch.finfo(weights.dtype).eps ** 0.5).all()):  # also if it is NaN
+        # Models of `transformers` compute the softmax in float32, also those in float64.
+        rounding = max(torch.finfo(weights.dtype).eps, torch.finfo(torch.float32).eps)
+        if not bool((difference <= rounding**0.5).all()):  # also if it is NaN
             return None, None
         if problem.softcap is None:
             return scores, None
