@@ -111,6 +111,10 @@ if TYPE_CHECKING:
     from headwise.data.models import load
     from headwise.data.random_repeats import random_repeats
     from headwise.data.texts import Texts
+    from headwise.monitoring.alarms import Alarm, AlarmLimits
+    from headwise.monitoring.history import History
+    from headwise.monitoring.monitor import Monitor, monitor
+    from headwise.monitoring.qk_clip import ClippedHead, qk_clip
     from headwise.studies.budget import StudyBudget
     from headwise.studies.corpus import TextOptions
     from headwise.studies.optuna_storage import OptunaOptions
@@ -126,11 +130,14 @@ _LAZY = {
     "Ablation": "headwise.analysis.ablation_result",
     "AblationScores": "headwise.compression.scores.measured",
     "Agreement": "headwise.analysis.importance.agreement",
+    "Alarm": "headwise.monitoring.alarms",
+    "AlarmLimits": "headwise.monitoring.alarms",
     "AttentionDistances": "headwise.analysis.curves.distance_table",
     "Attribution": "headwise.analysis.attribution",
     "AttributionPatching": "headwise.analysis.patching.table",
     "CircuitScores": "headwise.analysis.circuits.scores",
     "Circuits": "headwise.analysis.circuits.circuits",
+    "ClippedHead": "headwise.monitoring.qk_clip",
     "Composition": "headwise.analysis.circuits.composition_table",
     "CompressionReport": "headwise.compression.report.report_result",
     "DistanceCurve": "headwise.analysis.curves.distance_table",
@@ -139,12 +146,14 @@ _LAZY = {
     "EmbeddingDistance": "headwise.analysis.losses",
     "FactoredMatrix": "headwise.analysis.circuits.factored",
     "Focus": "headwise.analysis.focus",
+    "History": "headwise.monitoring.history",
     "Importance": "headwise.analysis.importance.importance",
     "ImportanceScores": "headwise.compression.scores.measured",
     "InContextScores": "headwise.analysis.in_context.table",
     "LeastSquaresScores": "headwise.compression.scores.least_squares",
     "MagnitudeScores": "headwise.compression.scores.magnitude",
     "MaskedTokenLoss": "headwise.analysis.losses",
+    "Monitor": "headwise.monitoring.monitor",
     "NameMovers": "headwise.analysis.head_tests.name_mover_table",
     "Needle": "headwise.analysis.head_tests.haystacks",
     "NormWeighted": "headwise.analysis.flow.norm_table",
@@ -193,6 +202,7 @@ _LAZY = {
     "localize": "headwise.compression.streaming.localize",
     "logit_attribution": "headwise.analysis.attribution",
     "merge_kv": "headwise.compression.merging.merge_kv",
+    "monitor": "headwise.monitoring.monitor",
     "name_movers": "headwise.analysis.head_tests.name_movers",
     "next_token_loss": "headwise.analysis.losses",
     "norm_weighted": "headwise.analysis.flow.norm_weighted",
@@ -204,6 +214,7 @@ _LAZY = {
     "profile": "headwise.analysis.profile",
     "prune": "headwise.compression.pruning.prune",
     "pruning_curve": "headwise.analysis.pruning_curve",
+    "qk_clip": "headwise.monitoring.qk_clip",
     "random_repeats": "headwise.data.random_repeats",
     "record_outputs": "headwise.analysis.recording",
     "redundancy": "headwise.analysis.redundancy.redundancy",
@@ -247,6 +258,8 @@ __all__ = [
     "AblationScores",
     "Acceleration",
     "Agreement",
+    "Alarm",
+    "AlarmLimits",
     "AttentionDistances",
     "Attribution",
     "AttributionPatching",
@@ -254,6 +267,7 @@ __all__ = [
     "Cache",
     "CircuitScores",
     "Circuits",
+    "ClippedHead",
     "Composition",
     "CompressionReport",
     "DependencyAccuracy",
@@ -266,6 +280,7 @@ __all__ = [
     "FactoredMatrix",
     "Focus",
     "HeadwiseError",
+    "History",
     "Importance",
     "ImportanceScores",
     "InContextScores",
@@ -278,6 +293,7 @@ __all__ = [
     "Mask",
     "MaskedTokenLoss",
     "MissingExtra",
+    "Monitor",
     "MultiHeadAttention",
     "NameMovers",
     "Needle",
@@ -351,6 +367,7 @@ __all__ = [
     "logit_attribution",
     "mask_rule",
     "merge_kv",
+    "monitor",
     "name_movers",
     "next_token_loss",
     "norm_weighted",
@@ -365,6 +382,7 @@ __all__ = [
     "profile",
     "prune",
     "pruning_curve",
+    "qk_clip",
     "random_repeats",
     "record_outputs",
     "redundancy",

@@ -14,6 +14,7 @@ from headwise.intercept.heads import Heads
 from headwise.intercept.sites import SiteRegistry
 from headwise.monitoring.alarms import Alarm, AlarmLimits, limits_of
 from headwise.monitoring.history import History, Row
+from headwise.monitoring.inner_model import inner_model
 from headwise.monitoring.observation import observed_training
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.files import writable_folder
@@ -112,7 +113,7 @@ class Monitor:
         limits: AlarmLimits,
         on_alarm: OnAlarm | None,
     ) -> None:
-        self._model, self._every, self._statistics, self._sequences = _inner(model), every, statistics, sequences
+        self._model, self._every, self._statistics, self._sequences = inner_model(model), every, statistics, sequences
         self._layers, self._out, self._limits, self._on_alarm = layers, out, limits, on_alarm
         self._start, self._next = start, start or 0
         self._heads: Heads | None = None
@@ -221,17 +222,6 @@ class Monitor:
         """Names of the statistics in the history."""
         further = {"max_logit_uncapped"} if "max_logit" in self._statistics else set()
         return frozenset(self._statistics) | further
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """Return the module that a compiled model, or one in DistributedDataParallel, contains."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        else:
-            return model
 
 
 def _names(statistics: Any) -> tuple[str, ...]:

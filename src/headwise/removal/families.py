@@ -130,6 +130,10 @@ class HeadwiseLayer:
             raise InputError("model", expected="headwise's MultiHeadAttention", got=got)
         if option := _option_over_heads(layer):
             raise InputError("model", expected=f"a layer without {option}", got=f"one in {path}")
+        return self.places(model, path, layer)
+
+    def places(self, model: nn.Module, path: str, layer: MultiHeadAttention) -> HeadModule:
+        """Return the places of the heads in a layer, which is at `path`, with any options."""
         heads, kv_heads = layer.num_heads, layer.num_kv_heads
         query, key, value, outputs = _blocks(heads, kv_heads, layer.head_dim, layer.value_dim)
         if layer.fused_qkv:

@@ -1,0 +1,244 @@
+"""`qk_clip`: scale query and key projections, so that no head's attention logits exceed a threshold."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from headwise.checks import finite_number, is_whole, require_module
+from headwise.errors import InputError
+from headwise.intercept.layer_index import module_paths_of_layer
+from headwise.monitoring.head_slices import HeadSlices, head_slices
+from headwise.monitoring.history import History, Row
+from headwise.monitoring.inner_model import inner_model
+from headwise.monitoring.monitor import Monitor
+from headwise.monitoring.scaled_slices import require_scalable, scale_slices
+from headwise.wording import counted
+
+
+class ClippedHead(NamedTuple):
+    """Head whose query and key projections were scaled.
+
+    Attributes:
+        layer: number of the layer.
+        head: number of the head.
+        module: path of the attention module.
+        logit: largest logit before.
+        factor: factor of the head's logits.
+    """
+
+    layer: int
+    head: int
+    module: str
+    logit: float
+    factor: float
+
+
+class _HeadLogit(NamedTuple):
+    """Largest logit of one head."""
+
+    layer: int
+    head: int
+    module: str
+    logit: float
+
+
+_USED: WeakKeyDictionary[nn.Module, tuple[ReferenceType[History], int]] = WeakKeyDictionary()
+"""History and step whose logits were used last for each model. The same logits a second time would scale heads again
+whose logits were scaled since."""
+
+
+def qk_clip(
+    model: nn.Module, logits: Monitor | History | Mapping[tuple[int, int], float], threshold: float = 100.0
+) -> list[ClippedHead]:
+    """Scale the query and key projections of the heads whose largest attention logit exceeds a threshold, in place, so
+    that it becomes the threshold (QK-clip, Kimi Team 2025, section 2.1). Call it after the step of the optimizer.
+
+    With S_h the largest logit of head h, its logits are multiplied by gamma_h = threshold / S_h if that is below 1:
+
+    - weights and biases of both projections by sqrt(gamma_h), if the head has its own key;
+    - those of the query alone by gamma_h, if heads share the key (grouped queries);
+    - in latent attention, the parts of query and key that are not rotated by sqrt(gamma_h), the rotated part of the
+      query by gamma_h, and nothing of the rotated key, which all heads share.
+
+    All other heads of the module keep their logits exactly. With a softcap, S_h is the largest logit before it. An
+    additive bias, such as ALiBi or a float mask, is part of S_h otherwise, and is not scaled: where it is not
+    positive, the largest logit becomes the threshold or less.
+
+    Args:
+        model: the model that trains, in place of which its projections are changed; also one in
+            DistributedDataParallel, a compiled one, or one that was sharded by `fully_shard`. Call `qk_clip` in every
+            process then.
+        logits: the monitor of the model, or its history, of which the last observed step is used once: until a further
+            step is observed, nothing is scaled. Or the largest logit of each head by `(layer, head)`.
+        threshold: largest accepted logit.
+
+    Returns:
+        the heads that were scaled, with their factors of the logits.
+
+    Raises:
+        InputError: a module is not supported, such as one with a norm of queries and keys; projections are shared;
+            logits are missing or not finite. Nothing is scaled then.
+
+    Example:
+        >>> optimizer.step()  # doctest: +SKIP
+        >>> monitor.step()  # doctest: +SKIP
+        >>> headwise.qk_clip(model, monitor)  # doctest: +SKIP
+    """
+    model = inner_model(require_module(model))
+    threshold = finite_number("threshold", threshold, above=0.0)
+    _require_own_parameters(model)
+    history = logits.history if isinstance(logits, Monitor) else logits
+    if isinstance(history, History):
+        used = _last_step(history)
+        if _is_used(model, history, used):
+            return []
+        head_logits = _of_rows(model, history.rows(used))
+    else:
+        head_logits = _of_mapping(model, logits)
+    slices_of = _slices_of_modules(model, head_logits, is_complete=isinstance(history, History))
+    clipped = [ClippedHead(*each, threshold / each.logit) for each in head_logits if each.logit > threshold]
+    factors = {piece: each.factor**piece.exponent for each in clipped for piece in slices_of[each.module][each.head]}
+    require_scalable(model, factors)
+    scale_slices(model, factors)
+    if isinstance(history, History):
+        _USED[model] = ref(history), used
+    return clipped
+
+
+def _require_own_parameters(model: nn.Module) -> None:
+    """Raise `InputError` for a model whose parameters are stored in flat ones. In models that were sharded by
+    `fully_shard`, replace gathered parameters by the sharded ones, which the optimizer changes.
+    """
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    for path, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            got = f"FullyShardedDataParallel at {path or 'the model'}"
+            remedy = "fully_shard keeps single parameters"
+            raise InputError("model", expected="a model with its own parameters", got=got, remedy=remedy)
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _last_step(history: History) -> int:
+    """Return the number of the last observed step.
+
+    Raises:
+        InputError: no step was observed.
+    """
+    if not history.steps:
+        remedy = "call monitor.step() first, after the step of the optimizer"
+        raise InputError("logits", expected="a history with an observed step", got="none", remedy=remedy)
+    return history.steps[-1]
+
+
+def _is_used(model: nn.Module, history: History, step: int) -> bool:
+    """Return True if the logits in this step of the history were used for the model before."""
+    other, used = _USED.get(model, (None, None))
+    return other is not None and other() is history and used == step
+
+
+def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[_HeadLogit]:
+    """Return the largest logit of each head in the rows of one step, before a softcap. For a module with both
+    self-attention and cross-attention, that is the largest of both.
+
+    Raises:
+        InputError: logits of a head are missing or not finite.
+    """
+    modules = dict(model.named_modules())
+    logits: dict[tuple[str, int], _HeadLogit] = {}
+    for row in rows:
+        place = f"head {row['head']} of {row['module'] or 'the model'}"
+        is_capped = _has_softcap(modules.get(row["module"]))
+        uncapped = row.get("max_logit_uncapped")
+        logit = row.get("max_logit") if uncapped is None and not is_capped else uncapped
+        if logit is None:
+            name = "max_logit_uncapped" if is_capped else "max_logit"
+            remedy = "observe max_logit; the argument layers of monitor leaves out modules without"
+            raise InputError("logits", expected=f"{name} of every head", got=f"none of {place}", remedy=remedy)
+        if not math.isfinite(logit) or row["nonfinite_rows"]:
+            got = f"{logit} for {place}, with {counted(row['nonfinite_rows'], 'query row')} that are not finite"
+            raise InputError("logits", expected="finite numbers", got=got)
+        other = logits.get((row["module"], row["head"]))
+        if other is None or logit > other.logit:
+            logits[row["module"], row["head"]] = _HeadLogit(row["layer"], row["head"], row["module"], logit)
+    return list(logits.values())
+
+
+def _has_softcap(module: Any) -> bool:
+    """Return True for an attention module that caps its logits."""
+    softcap = getattr(getattr(module, "scores", None), "softcap", None)
+    return softcap is not None or getattr(module, "attn_logit_softcapping", None) is not None
+
+
+def _of_mapping(model: nn.Module, logits: Any) -> list[_HeadLogit]:
+    """Return the largest logit of each head in a mapping from `(layer, head)`.
+
+    Raises:
+        InputError: it is no such mapping, a number is not finite, or the model has no such layer or several.
+    """
+    if not isinstance(logits, Mapping):
+        expected = "a Monitor, a History, or a mapping from (layer, head) to a logit"
+        raise InputError("logits", expected=expected, got=type(logits).__name__)
+    return [_HeadLogit(*key, _path_of(model, key[0]), value) for key, value in sorted(_checked(logits))]
+
+
+def _checked(logits: Mapping[Any, Any]) -> Iterator[tuple[tuple[int, int], float]]:
+    """Yield layer and head, and the logit, of each entry of a mapping."""
+    for key, value in logits.items():
+        if not (isinstance(key, tuple) and len(key) == 2 and all(is_whole(number, 0) for number in key)):
+            raise InputError("logits", expected="keys (layer, head)", got=repr(key))
+        try:
+            yield key, finite_number("logits", value)
+        except InputError:
+            got = f"{value!r} for layer {key[0]}, head {key[1]}"
+            raise InputError("logits", expected="finite numbers", got=got) from None
+
+
+def _path_of(model: nn.Module, layer: int) -> str:
+    """Return the path of the attention module of a layer.
+
+    Raises:
+        InputError: there is none, or the number may be that of several.
+    """
+    paths = module_paths_of_layer(model, layer)
+    if len(paths) > 1:
+        remedy = "pass the monitor or its history, which name modules"
+        got = f"layer {layer} for {', '.join(paths)}"
+        raise InputError("logits", expected="layers with one attention module each", got=got, remedy=remedy)
+    return paths[0]
+
+
+def _slices_of_modules(
+    model: nn.Module, head_logits: Iterable[_HeadLogit], *, is_complete: bool
+) -> dict[str, HeadSlices]:
+    """Return the slices of the parameters of each head, by the path of the attention module.
+
+    Args:
+        model: the model.
+        head_logits: the heads.
+        is_complete: True if these are all heads of each module.
+
+    Raises:
+        InputError: a module is missing or not supported, or has other heads.
+    """
+    heads_of: dict[str, set[int]] = {}
+    for each in head_logits:
+        heads_of.setdefault(each.module, set()).add(each.head)
+    modules = dict(model.named_modules())
+    slices_of = {}
+    for path, heads in heads_of.items():
+        if path not in modules:
+            raise InputError("logits", expected="logits of attention modules of this model", got=f"those of {path}")
+        slices_of[path] = head_slices(model, path)
+        count = len(slices_of[path])
+        if max(heads) >= count or (is_complete and len(heads) != count):
+            place = path or type(modules[path]).__name__
+            raise InputError("logits", expected=f"those of heads 0 to {count - 1} of {place}", got=sorted(heads))
+    return slices_of
