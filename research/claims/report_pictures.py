@@ -57,8 +57,14 @@ def by_task(results: Results, name: str, tasks: Sequence[str], label: str, path:
             title = f"{cell_words(cells)}, width {next(iter(cells.values()))['width']}"
         by_heads(each, list(cells), ylabel=label)
         each.set_title(textwrap.fill(title, 44), fontsize=8)
-        each.legend(fontsize=7)
+    legend_below(figure, axes)
     figure.savefig(path, dpi=DPI)
+
+
+def legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
+    """Draw one legend for all panels below them, where it covers nothing."""
+    entries = {label: handle for each in axes for handle, label in zip(*each.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=len(entries), fontsize=8)
 
 
 def cell_words(cells: Mapping[int, Any]) -> str:
