@@ -65,7 +65,7 @@ def head_slices(model: nn.Module, path: str) -> HeadSlices:
     if reason := _why_not(module):
         expected = "attention modules whose logits scale with their query and key projections"
         raise InputError("model", expected=expected, got=f"{reason} in {path or type(module).__name__}")
-    if isinstance(module, LatentAttention) or type(module).__name__ in DEEPSEEK:
+    if type(module) is LatentAttention or type(module).__name__ in DEEPSEEK:
         return _slices_of_latent(model, path, module)
     if type(module) is MultiHeadAttention:
         places = HeadwiseLayer().places(model, path, module)

@@ -69,9 +69,8 @@ def qk_clip(
     positive, the largest logit becomes the threshold or less.
 
     Args:
-        model: the model that trains, in place of which its projections are changed; also one in
-            DistributedDataParallel, a compiled one, or one that was sharded by `fully_shard`. Call `qk_clip` in every
-            process then.
+        model: the model that trains. It may be compiled, in DistributedDataParallel, or sharded by `fully_shard`; call
+            `qk_clip` in every process then.
         logits: the monitor of the model, or its history, of which the last observed step is used once: until a further
             step is observed, nothing is scaled. Or the largest logit of each head by `(layer, head)`.
         threshold: largest accepted logit.
@@ -186,7 +185,9 @@ def _of_mapping(model: nn.Module, logits: Any) -> list[_HeadLogit]:
     if not isinstance(logits, Mapping):
         expected = "a Monitor, a History, or a mapping from (layer, head) to a logit"
         raise InputError("logits", expected=expected, got=type(logits).__name__)
-    return [_HeadLogit(*key, _path_of(model, key[0]), value) for key, value in sorted(_checked(logits))]
+    of_heads = sorted(_checked(logits))
+    paths = {layer: _path_of(model, layer) for layer in {layer for (layer, _), _ in of_heads}}
+    return [_HeadLogit(layer, head, paths[layer], logit) for (layer, head), logit in of_heads]
 
 
 def _checked(logits: Mapping[Any, Any]) -> Iterator[tuple[tuple[int, int], float]]:

@@ -1,0 +1,132 @@
+"""`qk_clip` in two processes, which share the parameters of a model or have a copy each."""
+
+import multiprocessing
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import headwise as hw
+from monitoring.clipped_models import arguments, model
+
+NAMES = ("llama", "llama, grouped", "phi3", "gpt2", "gpt_neox", "latent")
+
+
+def _sharded(name):
+    """Return the heads that are scaled in a sharded model, and its parameters afterwards."""
+    sharded, mesh = model(name).train(), init_device_mesh("cpu", (2,))
+    for layer in getattr(sharded, "layers", getattr(sharded, "h", ())):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    with hw.monitor(sharded, statistics=["max_logit"], every=1) as monitor:
+        sharded(**arguments(name.partition(",")[0]))
+        monitor.step()
+        # Without a backward pass the parameters of the root stay gathered.
+        heads = hw.qk_clip(sharded, monitor, 1.0)
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+    return heads, {path: parameter.full_tensor().detach() for path, parameter in sharded.named_parameters()}
+
+
+def _tensor_parallel():
+    """Return the parameters of an attention module after `qk_clip`, with heads divided among processes."""
+    parallel, mesh = model("llama"), init_device_mesh("cpu", (2,))
+    plan = {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel(), "v_proj": ColwiseParallel()}
+    attention = parallelize_module(parallel.layers[0].self_attn, mesh, plan)
+    hw.qk_clip(parallel, {(0, 1): 3.0, (0, 5): 4.0}, 1.0)
+    return {name: getattr(attention, name).weight.full_tensor().detach() for name in ("q_proj", "k_proj", "v_proj")}
+
+
+def _in_copies():
+    """Return the parameters of this process's copy of a model in DistributedDataParallel."""
+    copy = torch.nn.parallel.DistributedDataParallel(model("llama").train())
+    with hw.monitor(copy, statistics=["max_logit"], every=1) as monitor:
+        inputs = arguments("llama")
+        copy(input_ids=inputs["input_ids"][torch.distributed.get_rank() :])
+        monitor.step()
+        heads = hw.qk_clip(copy, monitor, 1.0)
+    return heads, {path: parameter.detach() for path, parameter in copy.module.named_parameters()}
+
+
+def _refusals():
+    """Return the errors for models whose parameters cannot be scaled."""
+    messages = []
+    other = model("llama")
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(other.layers[0].self_attn, mesh=mesh)
+    changed = model("llama")
+    changed.layers[0].self_attn.q_proj.forward = changed.layers[0].self_attn.v_proj.forward
+    fully_shard(changed, mesh=mesh)
+    flat = FullyShardedDataParallel(model("llama"), device_id=torch.device("cpu"))
+    for each in (other, changed, flat):
+        with pytest.raises(hw.InputError) as error:
+            hw.qk_clip(each, {(0, 1): 3.0}, 1.0)
+        messages.append(str(error.value))
+    return messages
+
+
+def _process(rank, folder):
+    """Run all as one of two processes, and write the results."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = {name: _sharded(name) for name in NAMES}
+        result |= {"parallel": _tensor_parallel(), "copies": _in_copies(), "refused": _refusals()}
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Results of both processes."""
+    folder = tmp_path_factory.mktemp("processes")
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_process, args=(rank, folder)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded_parameters_get_the_same_bits(results, name):
+    for result in results:
+        heads, parameters = result[name]
+        expected = model(name)
+        hw.qk_clip(expected, {(head.layer, head.head): head.logit for head in heads}, 1.0)
+        assert len(heads) > 3
+        assert all(torch.equal(parameters[path], value) for path, value in expected.named_parameters())
+
+
+def test_heads_that_are_divided_among_processes(results):
+    expected = model("llama")
+    hw.qk_clip(expected, {(0, 1): 3.0, (0, 5): 4.0}, 1.0)
+    for result in results:
+        for name, weight in result["parallel"].items():
+            assert torch.equal(weight, getattr(expected.layers[0].self_attn, name).weight)
+
+
+def test_copies_stay_equal(results):
+    (heads, parameters), (other_heads, other_parameters) = (result["copies"] for result in results)
+    assert heads
+    assert heads == other_heads
+    assert all(torch.equal(value, other_parameters[path]) for path, value in parameters.items())
+
+
+def test_refusals(results):
+    of_class, of_forward, flat = results[0]["refused"]
+    assert of_class.endswith("got FSDPLlamaAttention in layers.0.self_attn")
+    assert of_forward == (
+        "model: expected nn.Linear or Conv1D for weights that are divided among processes, got "
+        "layers.0.self_attn.q_proj of the class Linear"
+    )
+    assert flat == (
+        "model: expected a model with its own parameters, got FullyShardedDataParallel at the model; "
+        "fully_shard keeps single parameters"
+    )
