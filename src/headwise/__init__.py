@@ -111,6 +111,11 @@ if TYPE_CHECKING:
     from headwise.data.models import load
     from headwise.data.random_repeats import random_repeats
     from headwise.data.texts import Texts
+    from headwise.monitoring.alarms import Alarm, AlarmLimits
+    from headwise.monitoring.history import History
+    from headwise.monitoring.lightning_callback import LightningMonitor
+    from headwise.monitoring.monitor import Monitor, monitor
+    from headwise.monitoring.trainer_callback import MonitorCallback
     from headwise.studies.budget import StudyBudget
     from headwise.studies.corpus import TextOptions
     from headwise.studies.optuna_storage import OptunaOptions
@@ -126,6 +131,8 @@ _LAZY = {
     "Ablation": "headwise.analysis.ablation_result",
     "AblationScores": "headwise.compression.scores.measured",
     "Agreement": "headwise.analysis.importance.agreement",
+    "Alarm": "headwise.monitoring.alarms",
+    "AlarmLimits": "headwise.monitoring.alarms",
     "AttentionDistances": "headwise.analysis.curves.distance_table",
     "Attribution": "headwise.analysis.attribution",
     "AttributionPatching": "headwise.analysis.patching.table",
@@ -133,18 +140,22 @@ _LAZY = {
     "Circuits": "headwise.analysis.circuits.circuits",
     "Composition": "headwise.analysis.circuits.composition_table",
     "CompressionReport": "headwise.compression.report.report_result",
-    "DistanceCurve": "headwise.analysis.curves.distance_table",
     "DependencyAccuracy": "headwise.analysis.head_tests.dependency_table",
     "DependencyHeads": "headwise.analysis.head_tests.dependency_table",
+    "DistanceCurve": "headwise.analysis.curves.distance_table",
     "EmbeddingDistance": "headwise.analysis.losses",
     "FactoredMatrix": "headwise.analysis.circuits.factored",
     "Focus": "headwise.analysis.focus",
+    "History": "headwise.monitoring.history",
     "Importance": "headwise.analysis.importance.importance",
     "ImportanceScores": "headwise.compression.scores.measured",
     "InContextScores": "headwise.analysis.in_context.table",
     "LeastSquaresScores": "headwise.compression.scores.least_squares",
+    "LightningMonitor": "headwise.monitoring.lightning_callback",
     "MagnitudeScores": "headwise.compression.scores.magnitude",
     "MaskedTokenLoss": "headwise.analysis.losses",
+    "Monitor": "headwise.monitoring.monitor",
+    "MonitorCallback": "headwise.monitoring.trainer_callback",
     "NameMovers": "headwise.analysis.head_tests.name_mover_table",
     "Needle": "headwise.analysis.head_tests.haystacks",
     "NormWeighted": "headwise.analysis.flow.norm_table",
@@ -193,6 +204,7 @@ _LAZY = {
     "localize": "headwise.compression.streaming.localize",
     "logit_attribution": "headwise.analysis.attribution",
     "merge_kv": "headwise.compression.merging.merge_kv",
+    "monitor": "headwise.monitoring.monitor",
     "name_movers": "headwise.analysis.head_tests.name_movers",
     "next_token_loss": "headwise.analysis.losses",
     "norm_weighted": "headwise.analysis.flow.norm_weighted",
@@ -247,6 +259,8 @@ __all__ = [
     "AblationScores",
     "Acceleration",
     "Agreement",
+    "Alarm",
+    "AlarmLimits",
     "AttentionDistances",
     "Attribution",
     "AttributionPatching",
@@ -266,18 +280,22 @@ __all__ = [
     "FactoredMatrix",
     "Focus",
     "HeadwiseError",
+    "History",
     "Importance",
     "ImportanceScores",
     "InContextScores",
     "InputError",
     "LatentAttention",
     "LeastSquaresScores",
+    "LightningMonitor",
     "LinearScaling",
     "Llama3",
     "MagnitudeScores",
     "Mask",
     "MaskedTokenLoss",
     "MissingExtra",
+    "Monitor",
+    "MonitorCallback",
     "MultiHeadAttention",
     "NameMovers",
     "Needle",
@@ -351,6 +369,7 @@ __all__ = [
     "logit_attribution",
     "mask_rule",
     "merge_kv",
+    "monitor",
     "name_movers",
     "next_token_loss",
     "norm_weighted",

@@ -1,4 +1,4 @@
-"""A history in a folder is read as it was written."""
+"""A history in a folder is read unchanged."""
 
 import pytest
 

@@ -1,6 +1,7 @@
 """Plots of a history draw its numbers."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from matplotlib.colors import to_hex
@@ -50,7 +51,7 @@ def test_the_heads_that_changed_most_are_named_in_the_order_of_their_last_values
     ]
     assert "0.0" not in names_on(axes)
     heights = sorted(text.xyann[1] for text in axes.texts)
-    assert min(after - before for before, after in zip(heights, heights[1:], strict=False)) >= 0.0499
+    assert min(after - before for before, after in pairwise(heights)) >= 0.0499
     assert heights[-1] <= 1.0 + 1e-9
 
 
@@ -58,7 +59,7 @@ def test_names_of_equal_lines_do_not_overlap():
     axes = history(1, 5, (0, 20), lambda layer, head, step: step).plot("entropy")
     heights = sorted(text.xyann[1] for text in axes.texts)
     assert len(heights) == 5
-    assert min(after - before for before, after in zip(heights, heights[1:], strict=False)) >= 0.0499
+    assert min(after - before for before, after in pairwise(heights)) >= 0.0499
     assert heights[-1] <= 1.0
 
 

@@ -99,7 +99,9 @@ class History:
             for step in (self.steps[0], self.steps[-1])
         )
         pairs = ((key, before, last.get(key)) for key, before in first.items())
-        changes = [(key[0], key[1], after - before) for key, before, after in pairs if None not in (before, after)]
+        changes = [
+            (key[0], key[1], after - before) for key, before, after in pairs if before is not None and after is not None
+        ]
         return sorted((each for each in changes if each[2] == each[2]), key=lambda each: -abs(each[2]))
 
     def append(self, step: int, rows: Iterable[Row]) -> None:

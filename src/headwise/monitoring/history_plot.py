@@ -61,7 +61,7 @@ class Line(NamedTuple):
 
     @property
     def has_lone_points(self) -> bool:
-        """Whether a finite value has no finite neighbour, so that no line leads to it."""
+        """True if a finite value has no finite neighbour, so that no line leads to it."""
         finite = [False, *(math.isfinite(value) for value in self.values), False]
         pairs = list(pairwise(finite))
         return any(not a and b and not d for (a, b), (_, d) in pairwise(pairs))
@@ -141,7 +141,7 @@ def _draw_lines(axes: "Axes", lines: Sequence[Line], named: set[tuple[int, int]]
     # The lightest colours of the map are hard to see on white.
     colours = colormaps[SEQUENTIAL].resampled(256)
     colours = type(colours)(colours(range(225)))
-    mappable = ScalarMappable(Normalize(layers[0], layers[-1]), colours)
+    mappable: Any = ScalarMappable(Normalize(layers[0], layers[-1]), colours)
     few = len(layers) <= len(LINE_COLOURS)
     is_dense = len(lines) > 50
     for line in sorted(lines, key=lambda line: line.head[::-1]):  # so that no layer covers all others
@@ -159,7 +159,7 @@ def _draw_crosses(axes: "Axes", lines: Sequence[Line]) -> int:
     """Draw a cross at the lower end of the axes in each step in which a line has no finite value, and return the number
     of such lines.
     """
-    steps = {step for line in lines for step, value in zip(line.steps, line.values, strict=True) if value != value}
+    steps = {step for line in lines for step in set(line.steps).difference(step for step, _ in line.points)}
     if steps:
         place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 4}
         style: dict[str, Any] = {"linestyle": "", "marker": "x", "color": NON_FINITE_COLOUR, "markersize": 5}
@@ -205,5 +205,6 @@ def _add_layers(axes: "Axes", lines: Sequence[Line], mappable: Any, has_names: b
             axes.legend(handles=handles, loc="best", frameon=False, fontsize=8)
     elif handles:
         put_legend_right(axes, handles)
-        if has_names:
-            axes.get_legend().set_bbox_to_anchor((1.12, 1.0))
+        legend = axes.get_legend()
+        if has_names and legend is not None:
+            legend.set_bbox_to_anchor((1.12, 1.0))
