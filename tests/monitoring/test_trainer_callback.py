@@ -1,7 +1,6 @@
 """`MonitorCallback` observes trainings of the transformers `Trainer` without changing them."""
 
 import gc
-import math
 
 import pytest
 import torch
