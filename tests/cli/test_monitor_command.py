@@ -24,8 +24,8 @@ def folder(tmp_path):
     run.mkdir()
     written = History.create(run, {"model": "TinyModel", "statistics": ["entropy", "max_logit"]})
     for step, numbers in NUMBERS.items():
-        statistics = ("entropy", "max_logit")
-        written.append(step, rows(2, 2, lambda *head, of=numbers: dict(zip(statistics, of[head], strict=True))))
+        named = {head: dict(zip(("entropy", "max_logit"), values, strict=True)) for head, values in numbers.items()}
+        written.append(step, rows(2, 2, lambda *head, named=named: named[head]))
     return run
 
 
@@ -34,7 +34,7 @@ def test_the_state_of_a_training_is_printed(folder, headwise):
     assert (status, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "TinyModel: 4 heads, 2 observed steps, the last is 50"
-    assert lines[2].split("  ")[-1].strip() == "largest changes since step 0"
+    assert lines[2].rstrip().split("  ")[-1] == "largest changes since step 0"
     entropy, max_logit = ([cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[3:5])
     assert entropy == ["entropy", "0.001 (0.1)", "1.5 (0.0)", "3 (1.0)", "0.1 -2, 0.0 +0.5, 1.0 +0"]
     assert max_logit[:4] == ["max_logit", "5 (1.1)", "9.5 (0.1)", "300 (1.0)"]
@@ -49,7 +49,7 @@ def test_options_change_limits_pictures_and_heads(folder, headwise, tmp_path):
     status, out, err = headwise("monitor", folder, *options)
     assert (status, err) == (0, "")
     assert out.splitlines()[-1] == "alarms in step 50: 1 high logit (1.0)"
-    assert [line.split("  ")[-1].strip() for line in out.splitlines()[3:5]] == ["0.1 -2", "1.0 +296"]
+    assert [line.rstrip().split("  ")[-1].strip() for line in out.splitlines()[3:5]] == ["0.1 -2", "1.0 +296"]
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == ["entropy.png", "max_logit.png"]
     assert not list(folder.glob("*.png"))
     assert headwise("monitor", folder, "--no-pictures", "--max-logit", 1000, "--entropy", 1e-5)[1].endswith(
@@ -67,7 +67,7 @@ def test_one_step_has_no_changes(folder, headwise):
 
 
 def test_json_and_csv_have_the_rows_of_the_last_step(folder, headwise):
-    status, out, err = headwise("monitor", folder, "--json", "--quiet")
+    status, out, err = headwise("monitor", folder, "--no-pictures", "--json")
     assert (status, err) == (0, "")
     result = json.loads(out, parse_constant=pytest.fail)
     assert result["metadata"]["steps"] == [0, 50]
@@ -79,7 +79,7 @@ def test_json_and_csv_have_the_rows_of_the_last_step(folder, headwise):
     first, *_, last = result["rows"]
     assert (first["step"], first["layer"], first["entropy"], first["entropy_change"]) == (50, 0, 1.5, 0.5)
     assert (last["entropy"], last["entropy_change"], last["max_logit_change"]) == (None, None, 0.0)
-    lines = list(csv.DictReader(io.StringIO(headwise("monitor", folder, "--csv", "--quiet")[1])))
+    lines = list(csv.DictReader(io.StringIO(headwise("monitor", folder, "--no-pictures", "--csv")[1])))
     assert list(lines[0]) == list(first)
     assert [line["max_logit"] for line in lines] == ["120.0", "9.5", "300.0", "5.0"]
 
@@ -103,4 +103,4 @@ def test_the_training_may_write_meanwhile(folder, headwise):
 
     with locked_folder(folder):
         (folder / "steps" / "000000000100.parquet.part").write_bytes(b"PAR1")
-        assert headwise("monitor", folder)[1].startswith("TinyModel: 4 heads, 2 observed steps, the last is 50")
+        assert headwise("monitor", folder, "--no-pictures")[1].startswith("TinyModel: 4 heads, 2 observed steps, the last is 50")
