@@ -103,4 +103,5 @@ def test_the_training_may_write_meanwhile(folder, headwise):
 
     with locked_folder(folder):
         (folder / "steps" / "000000000100.parquet.part").write_bytes(b"PAR1")
-        assert headwise("monitor", folder, "--no-pictures")[1].startswith("TinyModel: 4 heads, 2 observed steps, the last is 50")
+        out = headwise("monitor", folder, "--no-pictures")[1]
+    assert out.startswith("TinyModel: 4 heads, 2 observed steps, the last is 50")

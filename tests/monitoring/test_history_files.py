@@ -25,7 +25,7 @@ def test_a_damaged_step_is_named(tmp_path):
     history(1, 2, (0, 5), lambda *_: 1.0, folder=tmp_path)
     path = tmp_path / "steps" / "000000000005.parquet"
     path.write_bytes(path.read_bytes()[:-8])
-    sentence = "folder: expected a run folder of monitor with readable steps, got unreadable content in '.*5.parquet'"
+    sentence = "folder: expected readable steps, got a damaged file '.*5.parquet'"
     with pytest.raises(hw.InputError, match=sentence):
         History.load(tmp_path)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from headwise.errors import InputError
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import Factor
-from headwise.intercept.call_handlers import CallHandlers, number_layer
+from headwise.intercept.call_handlers import CallHandlers
+from headwise.intercept.call_site import number_layer
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.in_place_changes import TensorVersions, share_memory

@@ -15,10 +15,11 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.accelerated_modules import OWN_BACKEND, accelerated_modules
-from headwise.intercept.attention_kind import UNKNOWN_KIND, attends_to_earlier_calls, is_cross_attention, may_be_cached
+from headwise.intercept.attention_kind import attends_to_earlier_calls
+from headwise.intercept.call_site import site_of_call
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_functions import is_sdpa_foreign
-from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Interceptor, Observation, SiteKey
+from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Interceptor, Observation
 from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, tokens_and_padding
 from headwise.intercept.origin import CallOrigins
@@ -49,15 +50,13 @@ class CallHandlers(NamedTuple):
         call `compute`, the model's own function. With observers, pass them all attention weights of the problem that
         `read_problem` returns, in row blocks (some query rows at a time), and notify them when the call has ended. In
         this case, headwise's own blockwise attention may compute the answer in place of `compute`, unless an observer
-        has a check that compares outputs with the model's, the call has dropout, or `keeps_output` is True. With
-        dropout, `compute` draws the same random numbers as without observers, and the weights before dropout are
-        observed.
+        has a check or keeps the output, the call has dropout, or `keeps_output` is True. With dropout, `compute` draws
+        the same random numbers as without observers, and the weights before dropout are observed.
 
         Args:
             read_problem: function that states the call as a `Problem`; called only if there are observers.
             compute: the model's own function, which answers where there is no observer or one with a check.
-            keeps_output: let `compute` answer with observers, too, and compute the weights in addition, as also an
-                observer can demand.
+            keeps_output: let `compute` answer with observers, too, and compute the weights in addition.
         """
         with call_stack.paused():
             if not self.observations:
@@ -68,7 +67,7 @@ class CallHandlers(NamedTuple):
                     answer = compute()
                     with torch.no_grad(), without_autocast(problem.q.device):
                         self._observe_checked(row_blocks_of_problem(problem, self._call_context, True), answer.out)
-                elif problem.dropout > 0 or keeps_output or any(each.keeps_output for each in self.observations):
+                elif problem.dropout > 0 or keeps_output or self.keeps_output:
                     answer = compute()
                     with torch.no_grad():
                         attend_observed(
@@ -152,6 +151,11 @@ class CallHandlers(NamedTuple):
         return out
 
     @property
+    def keeps_output(self) -> bool:
+        """True if an observer demands that the model's own function answers the call."""
+        return any(observation.keeps_output for observation in self.observations)
+
+    @property
     def _call_context(self) -> CallContext:
         """`CallContext` (token ids and padding) of the observed attention call. It is read from the first of the call's
         observations.
@@ -231,7 +235,7 @@ def handlers_of_call(
     for module_call in _innermost_of_each_interceptor(module_calls):
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
-        site = _site_of_call(module_call, grid, origins)
+        site = site_of_call(module_call, grid, origins)
         call = Call(
             site,
             layer_number_of(module_call.module),
@@ -282,39 +286,6 @@ def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[M
         if call_stack.only_interceptor in (None, module_call.interceptor) and module_call.interceptor in interceptors:
             innermost.setdefault(id(module_call.interceptor), module_call)
     return list(innermost.values())
-
-
-def _site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | None) -> SiteKey:
-    """Return the site of an attention call in `module_call`. If its kind is neither derived nor stated by the
-    user, it counts as cross-attention, and the module is named to the interceptor.
-
-    Raises:
-        InputError: the user stated another kind or number of heads.
-    """
-    if module_call.stated is not None:
-        module_call.stated.require_heads(grid.heads)
-    is_cross = _is_cross(module_call, origins)
-    if is_cross is None and not call_stack.is_recomputing:
-        module_call.interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
-    cross = is_cross is not False
-    return SiteKey(module_call.path, cross, module_call.parts.index(cross, origins))
-
-
-def number_layer(module_call: ModuleCall, origins: CallOrigins) -> None:
-    """Number the layer of an attention call among those that the running module computes, when it attends. Later, the
-    calls are reported in the order in which the model uses their outputs.
-    """
-    module_call.parts.index(_is_cross(module_call, origins) is not False, origins)
-
-
-def _is_cross(module_call: ModuleCall, origins: CallOrigins | None) -> bool | None:
-    """Return True for cross-attention, False for self-attention, and None if that is neither derived nor stated."""
-    is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
-    if is_cross is None and origins is not None and may_be_cached(origins, call_stack.lineage):
-        is_cross = False if module_call.parts.was_self_attention(origins) else None
-    if is_cross is False and origins is not None:
-        module_call.parts.add_self_attention(origins)
-    return is_cross if module_call.stated is None else module_call.stated.resolved_cross(is_cross)
 
 
 def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:

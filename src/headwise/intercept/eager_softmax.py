@@ -28,6 +28,7 @@ from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.refusals import NOT_AVERAGES, NOT_OVER_KEYS, NOT_SEEN, WEIGHTS_IN_PARTS
 from headwise.intercept.score_products import compares_activations, may_be_masked, tokens_of_scores
+from headwise.intercept.scores_behind_weights import unshifted
 from headwise.intercept.sequences import FINGERPRINT_WIDTH
 from headwise.intercept.softmax_weights import (
     Softmax,
@@ -293,11 +294,10 @@ class _Product(AttentionSource):
         the model.
         """
         if self.received is None:
-            scores, zeroed = self.weights.scores(), self.weights.zeroed
-            by_head = layout.by_head(self._arranged(scores)).detach()
-            visible = ~hidden_by_scores(by_head, may_be_masked=self.weights.softmax.may_be_masked)
+            scores, zeroed = layout.by_head(self._arranged(self.weights.scores())).detach(), self.weights.zeroed
+            visible = ~hidden_by_scores(scores, may_be_masked=self.weights.softmax.may_be_masked)
             if zeroed is not None:
-                visible &= ~layout.by_head(self._arranged(zeroed.expand(scores.shape)))
+                visible &= ~layout.by_head(self._arranged(zeroed.expand(self.tensor.shape)))
             self.received = ReceivedMask(Dense(visible), Grid(*layout.sizes, visible.shape[3], visible.device))
         return self.received
 
@@ -315,21 +315,12 @@ class _Product(AttentionSource):
         received = self._received(layout)
         if bool((hidden_rows := ~received.block(range(weights.shape[2])).any(-1, keepdim=True)).any()):
             weights = weights.masked_fill(hidden_rows, 0.0)  # softmax may be uniform there
-        if self.weights.softmax.products > 1:
-            for innermost in innermost_calls(self.module_calls):
-                innermost.interceptor.on_left_out(innermost.path, WEIGHTS_USED_TWICE)
         has_one = self.weights.softmax.products <= 1
-        values = self._values_of_keys(layout) if has_one else None
-        has_out = out if has_one else None
-        handlers.observe_weights(weights, received, has_out, values, scores=lambda: (self._scores(layout), None))
-
-    def _scores(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries keys"] | None:
-        """Return the scores that entered the softmax; None if they were shifted so that the largest of each row is 0,
-        as a softmax by hand does.
-        """
-        scores = layout.by_head(self._arranged(self.weights.scores())).detach()
-        is_shifted = scores.numel() > 0 and bool((scores.amax(-1) == 0).all())
-        return None if is_shifted else scores
+        for innermost in () if has_one else innermost_calls(self.module_calls):
+            innermost.interceptor.on_left_out(innermost.path, WEIGHTS_USED_TWICE)
+        of_values = (out, self._values_of_keys(layout)) if has_one else (None, None)
+        scores = unshifted(layout.by_head(self._arranged(self.weights.scores())).detach())
+        handlers.observe_weights(weights, received, *of_values, scores=lambda: (scores, None))
 
     def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the output of each head under uniform attention to the visible keys."""

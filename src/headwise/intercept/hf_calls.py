@@ -67,11 +67,8 @@ def _intercepted_call(
     implementation: str, attention: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Compute a call of the `transformers` attention function `attention` inside an intercepted model and return its
-    result. The interceptors observe the attention weights and may change the head outputs.
-
-    Returns:
-        what the attention function returns: the output `(batch, queries, heads, value_dim)`, the weights or None, and
-        possibly more.
+    result: the output `(batch, queries, heads, value_dim)`, the weights or None, and possibly more. The interceptors
+    observe the attention weights and may change the head outputs.
     """
     module, (q, k, v), mask, options = _split_arguments(*args, **kwargs)
     others: list[Any] = [None]  # what the function returns in addition to the output
@@ -108,13 +105,14 @@ def _intercepted_call(
             if not torch.equal(state, random_state(q.device)):
                 undropped_out, weights = _without_dropout(attention, args, kwargs, q.device)
         if weights is not None:
-            weights = _zeros_in_hidden_rows(weights.detach(), mask)  # saves nothing for the backward pass
-            scores = partial(scores_behind, weights, read_problem)
-            handlers.observe_weights(weights, mask_source.read(), undropped_out, v, True, scores)
+            weights = _zeros_in_hidden_rows(weights.detach(), mask)
+            behind = partial(scores_behind, weights, read_problem)
+            handlers.observe_weights(weights, mask_source.read(), undropped_out, v, True, behind)
         else:
             handlers.answer(read_problem, lambda: Answer(undropped_out, None, None))
     else:
-        keeps_output = is_replaced or (bool(handlers.observations) and not is_uniform_where_hidden(added))
+        is_uniform = is_uniform_where_hidden(added)
+        keeps_output = is_replaced or handlers.keeps_output or (bool(handlers.observations) and not is_uniform)
         out = handlers.answer(read_problem, compute, keeps_output).out
         if not compute.cache_info().currsize and accelerated_modules.is_accelerated:
             accelerated_modules.record(OBSERVED)

@@ -166,7 +166,7 @@ class StatisticsObserver(Interceptor):
             self._heads.on_left_out(path, ATTENDS_AGAIN)
         # Further layers that one module computes have projections that it is not known for.
         value_dim = None if call.site.part else call.value_dim
-        if call.site.part:
+        if call.site.part and self._needs_projection:
             self._heads.on_left_out(path, NOT_CONFIRMED)
         tally = self._tally(call, observed, value_dim)
         index, continues = self._parts.sequences_of(call, observed.continues)
@@ -219,8 +219,7 @@ class StatisticsObserver(Interceptor):
         results of its site, since a mean over the other calls alone would be another statistic.
         """
         projected = call.site.path, call.grid.heads, value_dim
-        is_wanted = self._measured is None or "written_norm" in self._measured
-        gram = self._written_norms.gram(*projected) if is_wanted else None
+        gram = self._written_norms.gram(*projected) if self._needs_projection else None
         if self._further is None:
             return Tally(gram, observed.first_token, measured=self._measured)
         slices = None if self._further.unconfirmed is None else self._written_norms.slices(*projected)
@@ -254,6 +253,12 @@ class StatisticsObserver(Interceptor):
             self._heads.on_left_out(path, tally.further.refused)
 
     @property
+    def _needs_projection(self) -> bool:
+        """True if a statistic needs the output projection of the heads."""
+        is_measured = self._measured is None or "written_norm" in self._measured
+        return is_measured or (self._further is not None and self._further.unconfirmed is not None)
+
+    @property
     def _all_names(self) -> tuple[str, ...]:
         """Names of all statistics."""
         return (*STATISTICS, *(() if self._further is None else self._further.names))
@@ -279,6 +284,8 @@ class StatisticsObserver(Interceptor):
         """Remove `written_norm`, and further statistics that need the output projection, from the results of the
         attention module at `path`, and name the module.
         """
+        if not self._needs_projection:
+            return
         unconfirmed = None if self._further is None else self._further.unconfirmed
         names = () if self._further is None or unconfirmed is None else self._further.names
         for record in self._heads.records:

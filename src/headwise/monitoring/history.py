@@ -131,16 +131,15 @@ class History:
             settings = json.loads((path / SETTINGS_FILE).read_text(encoding="utf-8"))
             if settings.pop("format") != FORMAT:
                 raise ValueError("another format")
-        except (OSError, ValueError, KeyError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise InputError("folder", expected="a run folder of monitor", got=repr(str(folder))) from None
         history = History(settings, path)
         for file in sorted((path / STEPS_FOLDER).glob("*.parquet")):
             try:
                 rows = _parquet().read_table(file).to_pylist()
                 history._rows[int(file.stem)] = [_without_missing(row) for row in rows]
-            except (OSError, ValueError):  # the second also for damaged files
-                expected = "a run folder of monitor with readable steps"
-                raise InputError("folder", expected=expected, got=f"unreadable content in {str(file)!r}") from None
+            except (OSError, ValueError):  # Arrow's errors are among these
+                raise InputError("folder", expected="readable steps", got=f"a damaged file {str(file)!r}") from None
         return history
 
     @staticmethod

@@ -1,6 +1,5 @@
 """`monitor`: statistics of every head during training, at the cost of the steps that are observed."""
 
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -171,7 +170,7 @@ class Monitor:
         """Start to observe, if the next step is to be observed."""
         if self._next % self._every == 0:
             heads = Heads(self._model)
-            self._of_step.enter_context(observed_training(self._model, heads, self._statistics, self._sequences))
+            self._of_step.enter_context(observed_training(self._model, heads, self._recorded, self._sequences))
             self._heads = heads
 
     def _record(self, heads: Heads) -> list[Alarm]:

@@ -21,7 +21,7 @@ MEANINGS = {
     "induction": "Mean attention on the tokens after earlier copies of the query's token.",
     "received": "Largest mean attention that one token receives.",
     "max_logit": "Largest attention score of any query and visible key, as it enters the softmax.",
-    "max_logit_uncapped": "Largest attention score of any query and visible key, before the softcap and without the bias.",
+    "max_logit_uncapped": "Largest attention score of any query and visible key, before the softcap and the bias.",
     "output_norm": "Mean norm of the head's output, before the output projection.",
     "written_norm": "Mean norm of the head's output after its slice of the output projection.",
     "loss": "Mean loss of the model without the head.",

@@ -263,14 +263,15 @@ class RunningLargest:
 
 
 Summary = RunningMoments | RunningLargest
-"""What results keep of the values of a statistic."""
+"""Summary of the values of a statistic that results keep."""
 
 
 def merged(one: Summary, other: Summary) -> Summary:
     """Return the summary of two sets of values of one statistic together."""
     if isinstance(one, RunningLargest) and isinstance(other, RunningLargest):
         return one.merge(other)
-    assert isinstance(one, RunningMoments) and isinstance(other, RunningMoments), "two kinds of one statistic"
+    assert isinstance(one, RunningMoments)
+    assert isinstance(other, RunningMoments), "two kinds of one statistic"
     return one.merge(other)
 
 

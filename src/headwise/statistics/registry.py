@@ -164,7 +164,7 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
         _weight_after_copies("induction", 1),
         # max_j mean_i A_ij (Gu et al. 2024, equation 7)
         Statistic("received", "share", _received_sums, _largest_received, is_per_key=True),
-        # max_ij of the score of key j for query i, as it enters the softmax, and before the softcap and without the bias
+        # max_ij of the score of key j for query i: as it enters the softmax, and before a softcap and without the bias
         # (Kimi Team 2025, section 2.1; Zhai et al. 2023)
         _max_logit("max_logit", _largest_scores),
         _max_logit("max_logit_uncapped", _largest_uncapped_scores),
@@ -177,8 +177,8 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of the statistic called `name`, "nats", "tokens", "share", "norm" or "logit"; an empty text for a name
-    that is not in `STATISTICS`.
+    """Return the unit of the statistic called `name`, "nats", "tokens", "share", "norm" or "logit"; an empty text for
+    a name that is not in `STATISTICS`.
     """
     return STATISTICS[name].unit if name in STATISTICS else ""
 

@@ -1,0 +1,41 @@
+"""Site of an attention call: its module, the kind of its attention, and the number of the layer in the module."""
+
+from headwise.attention.masks.grid import Grid
+from headwise.intercept.attention_kind import UNKNOWN_KIND, is_cross_attention, may_be_cached
+from headwise.intercept.call_stack import call_stack
+from headwise.intercept.interceptor import SiteKey
+from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.origin import CallOrigins
+
+
+def site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | None) -> SiteKey:
+    """Return the site of an attention call in `module_call`. If its kind is neither derived nor stated by the
+    user, it counts as cross-attention, and the module is named to the interceptor.
+
+    Raises:
+        InputError: the user stated another kind or number of heads.
+    """
+    if module_call.stated is not None:
+        module_call.stated.require_heads(grid.heads)
+    is_cross = _is_cross(module_call, origins)
+    if is_cross is None and not call_stack.is_recomputing:
+        module_call.interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
+    cross = is_cross is not False
+    return SiteKey(module_call.path, cross, module_call.parts.index(cross, origins))
+
+
+def number_layer(module_call: ModuleCall, origins: CallOrigins) -> None:
+    """Number the layer of an attention call among those that the running module computes, when it attends. Later, the
+    calls are reported in the order in which the model uses their outputs.
+    """
+    module_call.parts.index(_is_cross(module_call, origins) is not False, origins)
+
+
+def _is_cross(module_call: ModuleCall, origins: CallOrigins | None) -> bool | None:
+    """Return True for cross-attention, False for self-attention, and None if that is neither derived nor stated."""
+    is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
+    if is_cross is None and origins is not None and may_be_cached(origins, call_stack.lineage):
+        is_cross = False if module_call.parts.was_self_attention(origins) else None
+    if is_cross is False and origins is not None:
+        module_call.parts.add_self_attention(origins)
+    return is_cross if module_call.stated is None else module_call.stated.resolved_cross(is_cross)

@@ -1,0 +1,100 @@
+"""The history of a monitored training in a run folder survives the end of the process, and resumes."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+from trained_models import decoder, token_batches, train
+
+import headwise as hw
+from headwise.monitoring.history import History
+from headwise.monitoring.monitor import monitor
+
+
+def test_a_run_folder_has_the_history(tmp_path):
+    _, run = train(decoder(), token_batches(4), every=2, out=tmp_path / "run")
+    loaded = History.load(tmp_path / "run")
+    assert loaded.steps == [0, 2]
+    assert loaded.rows() == run.history.rows()
+    assert loaded.table().equals(run.history.table())
+    assert loaded.statistics == ("entropy", "first", "max_logit", "output_norm")
+    assert repr(loaded) == "History(2 steps, the last is 2, 12 heads)"
+
+
+def test_a_resumed_training_continues_the_history(tmp_path):
+    model = decoder()
+    train(model, token_batches(4), every=2, out=tmp_path)
+    with pytest.raises(hw.InputError, match=r"^start: expected the number of the step at which the training resumes"):
+        train(model, token_batches(1), every=2, out=tmp_path)
+    _, run = train(model, token_batches(5), every=2, out=tmp_path, start=2)  # from a checkpoint before the last step
+    assert run.history.steps == [0, 2, 4, 6]
+    assert History.load(tmp_path).rows() == run.history.rows()
+
+
+def test_the_folder_of_another_run_is_refused(tmp_path):
+    train(decoder(), token_batches(1), every=1, out=tmp_path)
+    message = r"^out: expected an empty folder, or one of the same run, got a run with another statistics"
+    with pytest.raises(hw.InputError, match=message):
+        train(decoder(), token_batches(1), every=1, out=tmp_path, statistics=["entropy"], start=1)
+    with (
+        monitor(decoder(), out=tmp_path, start=1),
+        pytest.raises(hw.InputError, match="^out: expected a folder that no other run writes to"),
+    ):
+        monitor(decoder(), out=tmp_path, start=1).__enter__()
+
+
+def test_a_folder_without_a_history_is_refused(tmp_path):
+    message = "^folder: expected a run folder of monitor, got "
+    with pytest.raises(hw.InputError, match=message):
+        History.load(tmp_path)
+    (tmp_path / "monitor.json").write_text("[]")
+    with pytest.raises(hw.InputError, match=message):
+        History.load(tmp_path)
+
+
+def test_a_damaged_step_is_named(tmp_path):
+    train(decoder(), token_batches(1), every=1, out=tmp_path)
+    (tmp_path / "steps" / "000000000000.parquet").write_bytes(b"PAR1")
+    with pytest.raises(hw.InputError, match=r"^folder: expected readable steps, got a damaged file .*0.parquet'$"):
+        History.load(tmp_path)
+
+
+def _train_for_long(folder):
+    train(decoder(), token_batches(10_000), every=1, out=folder)
+
+
+def test_a_killed_training_loses_no_complete_step(tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=_train_for_long, args=(tmp_path,))
+    process.start()
+    steps = tmp_path / "steps"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(list(steps.glob("*.parquet"))) < 5:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    history = History.load(tmp_path)
+    assert len(history.steps) >= 5
+    assert history.steps == list(range(len(history.steps)))
+    assert all(len(history.rows(step)) == 12 for step in history.steps)
+    start = history.steps[-1] + 1
+    _, run = train(decoder(), token_batches(1), every=1, out=tmp_path, start=start)
+    assert run.history.steps == [*history.steps, start]
+
+
+def test_heads_that_changed_most_come_first():
+    history = History({})
+    row = {"layer": 0, "kv_head": 0, "module": "", "kind": "self", "sequences": 1, "nonfinite_rows": 0}
+    history.append(0, [{**row, "head": head, "entropy": value} for head, value in enumerate((1.0, 2.0, float("nan")))])
+    history.append(7, [{**row, "head": head, "entropy": value} for head, value in enumerate((1.5, 1.0, 3.0))])
+    assert history.changes("entropy") == [(0, 1, -1.0), (0, 0, 0.5)]
+    assert [values for _, _, values in history.series("entropy")][:2] == [[1.0, 1.5], [2.0, 1.0]]
+    with pytest.raises(hw.InputError, match=r"^statistic: expected one of entropy, got 'first'$"):
+        history.changes("first")
+    with pytest.raises(hw.InputError, match=r"^step: expected one of 2 observed steps, got 3; history.steps"):
+        history.rows(3)
+    one = History({})
+    one.append(0, [{**row, "head": 0, "entropy": 1.0}])
+    with pytest.raises(hw.InputError, match=r"^history: expected at least 2 observed steps, got 1$"):
+        one.changes("entropy")

@@ -1,0 +1,236 @@
+"""A monitored training has the bits of the same training without a monitor, and the statistics of the oracle."""
+
+import copy
+import math
+
+import pytest
+import torch
+from trained_models import BATCH, decoder, token_batches, train
+
+import headwise as hw
+import tiny
+from headwise.intercept.call_stack import CallStack
+from headwise.monitoring.alarms import AlarmLimits
+from headwise.monitoring.monitor import monitor
+from oracles import plain_attention, statistics_of
+
+KINDS = {
+    "plain": {},
+    "accumulation": {"micro": 3},
+    "checkpointing": {},
+    "reentrant checkpointing": {},
+    "bfloat16 autocast": {"autocast": True},
+    "dropout": {},
+}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("every", [1, 3])
+def test_losses_and_gradients_have_the_bits_of_those_without_a_monitor(kind, implementation, every):
+    model = decoder(implementation, **({"attention_dropout": 0.2} if kind == "dropout" else {}))
+    if "checkpointing" in kind:
+        model.gradient_checkpointing_enable({"use_reentrant": kind.startswith("reentrant")})
+        model.enable_input_require_grads()
+    other, results = copy.deepcopy(model), []
+    for trained, options in ((model, {}), (other, {"every": every})):
+        torch.manual_seed(5)
+        results.append(train(trained, token_batches(5), **KINDS[kind], **options))
+    assert all(torch.equal(one, two) for one, two in zip(results[0][0], results[1][0], strict=True))
+    history = results[1][1].history
+    assert history.steps == list(range(0, 5, every))
+    assert {row["sequences"] for row in history.rows()} == {BATCH}
+    assert len(history.rows(0)) == 12
+
+
+def test_a_compiled_model_runs_without_compilation_in_observed_steps():
+    model = decoder()
+    other = copy.deepcopy(model)
+    plain, _ = train(model, token_batches(4))
+    observed, run = train(other, token_batches(4), call=torch.compile(other, backend="aot_eager"), every=2)
+    for one, two in zip(plain, observed, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
+    assert run.history.steps == [0, 2]
+    assert run.history.rows(2)[0]["sequences"] == BATCH
+
+
+def test_no_hook_or_patch_is_there_between_observed_steps():
+    model, functions = decoder(), (torch.nn.functional.scaled_dot_product_attention, torch.softmax)
+    hooked = []
+
+    def look(number):
+        hooks = sum(len(each._forward_pre_hooks) + len(each._forward_hooks) for each in model.modules())
+        patched = (torch.nn.functional.scaled_dot_product_attention, torch.softmax) != functions
+        hooked.append((hooks > 0, patched, bool(CallStack.interceptions)))
+
+    train(model, token_batches(5), after_step=look, every=3)
+    before_step_3 = (True, True, True)
+    assert hooked == [(False, False, False)] * 2 + [before_step_3] + [(False, False, False)] * 2
+
+
+def test_statistics_equal_those_of_the_oracle():
+    """A model in float64, whose weights and outputs are computed from their formula."""
+    model, (ids,) = decoder().double(), token_batches(1)
+    names = (
+        "max_logit",
+        "entropy",
+        "evenness",
+        "confidence",
+        "distance",
+        "first",
+        "previous",
+        "output_norm",
+        "received",
+    )
+    _, run = train(copy.deepcopy(model), [ids], every=1, statistics=names)
+    expected = _expected(model, ids)
+    for row in run.history.rows():
+        of_sequences = expected[row["layer"]][row["head"]]
+        for name in names:
+            values = [each[name] for each in of_sequences]
+            value = max(values) if name == "max_logit" else sum(values) / len(values)
+            assert row[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+def _expected(model, ids):
+    """Return the oracle's statistics of each sequence, by layer and head."""
+    calls = []
+
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        visible = torch.ones(q.shape[2], k.shape[2]).tril().bool() if is_causal else attn_mask
+        calls.append(plain_attention(q, k, v, visible, scale=scale))
+        return calls[-1].out
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+        model(ids)
+    return [
+        [
+            [statistics_of(call.weights[b, h], out=call.out[b, h], scores=call.scores[b, h]) for b in range(len(ids))]
+            for h in range(call.weights.shape[1])
+        ]
+        for call in calls
+    ]
+
+
+def test_evaluation_between_steps_does_not_count():
+    model, (first, second) = decoder(), token_batches(2)
+    run = monitor(model, every=1)
+    with run:
+        model(input_ids=first, labels=first).loss.backward()
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=second)
+        model.train()
+        run.step()
+    assert {row["sequences"] for row in run.history.rows()} == {BATCH}
+
+
+def test_further_passes_are_not_observed_after_enough_sequences():
+    _, run = train(decoder(), token_batches(1, batch=8), micro=4, every=1, sequences=3)
+    assert {row["sequences"] for row in run.history.rows()} == {4}
+
+
+def test_only_the_chosen_layers_are_recorded():
+    _, run = train(decoder(), token_batches(1), every=1, layers=[1])
+    assert {row["layer"] for row in run.history.rows()} == {1}
+    with pytest.raises(hw.InputError, match=r"^layers: expected some of \[0, 1\], got \[7\]$"):
+        train(decoder(), token_batches(1), every=1, layers=[7])
+
+
+def test_several_models_are_monitored_at_once():
+    one, two = decoder(), decoder(num_hidden_layers=3)
+    with monitor(one, every=1) as of_one, monitor(two, every=2) as of_two:
+        for ids in token_batches(3):
+            (one(input_ids=ids, labels=ids).loss + two(input_ids=ids, labels=ids).loss).backward()
+            of_one.step()
+            of_two.step()
+    assert (of_one.history.steps, of_two.history.steps) == ([0, 1, 2], [0, 2])
+    assert (len(of_one.history.rows(0)), len(of_two.history.rows(0))) == (12, 18)
+
+
+def test_nothing_stays_after_an_error():
+    model = decoder()
+    with pytest.raises(ZeroDivisionError), monitor(model, every=1):
+        raise ZeroDivisionError
+    assert not any(each._forward_pre_hooks or each._forward_hooks for each in model.modules())
+    assert torch.compiler.is_compiling() is False
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend="eager", fullgraph=True)
+    compiled(torch.ones(2))
+
+
+REFUSED = {
+    "every": ({"every": 0}, r"^every: expected a whole number of 1 or more, got 0"),
+    "statistics": ({"statistics": ["heat"]}, r"^statistics: expected names among .*, got 'heat'$"),
+    "no statistics": ({"statistics": []}, r"^statistics: expected at least one name, got none$"),
+    "sequences": ({"sequences": 0}, r"^sequences: expected a whole number of 1 or more, got 0"),
+    "alarms": ({"alarms": 3}, r"^alarms: expected headwise.AlarmLimits or None, got int$"),
+    "start": ({"start": -1}, r"^start: expected a whole number of 0 or more, got -1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_arguments_are_refused(case):
+    options, message = REFUSED[case]
+    with pytest.raises(hw.InputError, match=message):
+        monitor(decoder(), **options)
+
+
+def test_a_model_without_visible_attention_is_refused():
+    model = torch.nn.Linear(3, 3)
+    with monitor(model, every=1) as run:
+        model(torch.ones(3))
+        with pytest.raises(hw.InputError, match=r"that can be seen, got none; call monitor.step\(\) after each step"):
+            run.step()
+    with monitor(model, every=1) as run, pytest.raises(hw.InputError, match="since the model did not run"):
+        run.step()
+
+
+# -- alarms -----------------------------------------------------------------------------------------------------------
+
+
+def test_heads_outside_of_the_limits_cause_alarms():
+    model = decoder()
+    attention = model.model.layers[1].self_attn
+    with torch.no_grad():
+        attention.q_proj.weight[20:30] *= 1e4  # head 2
+        attention.o_proj.weight.zero_()
+        model.model.layers[0].self_attn.v_proj.weight[:10] = 0.0  # the first group of three heads
+    received = []
+    run = monitor(model, every=1, alarms=AlarmLimits(max_logit=50.0, entropy=0.2), on_alarm=received.append)
+    train(model, token_batches(1), run=run)
+    kinds = {(alarm.kind, alarm.layer, alarm.head) for alarm in run.alarms}
+    assert {("high logit", 1, 2), ("dead head", 0, 0), ("dead head", 0, 1), ("dead head", 0, 2)} <= kinds
+    assert {alarm.head for alarm in run.alarms if alarm.kind == "high logit"} == {2}
+    assert received == run.alarms
+    high = next(alarm for alarm in run.alarms if alarm.kind == "high logit")
+    assert (high.statistic, high.limit, high.module) == ("max_logit", 50.0, "model.layers.1.self_attn")
+    assert high.value == next(r["max_logit"] for r in run.history.rows() if (r["layer"], r["head"]) == (1, 2))
+
+
+def test_non_finite_attention_causes_an_alarm():
+    model = decoder()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[0] = math.nan
+    _, run = train(model, token_batches(1), every=1)
+    assert {(alarm.kind, alarm.layer) for alarm in run.alarms} == {("non-finite", 1)}
+
+
+def test_the_limits_of_alarms_are_positive():
+    with pytest.raises(hw.InputError, match=r"^max_logit: expected a finite number above 0"):
+        AlarmLimits(max_logit=-1.0)
+    assert not list(
+        AlarmLimits(None, None, None).alarms([{"step": 0, "layer": 0, "head": 0, "module": "", "nonfinite_rows": 0}])
+    )
+
+
+def test_a_softcap_has_two_largest_logits():
+    model = tiny.family("gemma2, softcap", "eager").train()
+    ids = torch.randint(5, 90, (2, 9))
+    with monitor(model, every=1) as run:
+        model(input_ids=ids)
+        run.step()
+    cap = model.config.attn_logit_softcapping
+    for row in run.history.rows():
+        assert row["max_logit"] == pytest.approx(cap * math.tanh(row["max_logit_uncapped"] / cap), rel=1e-5)

@@ -1,0 +1,61 @@
+"""Two processes that train together have the statistics of one process on all sequences, and unchanged bits."""
+
+import multiprocessing
+import pickle
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from trained_models import decoder, token_batches, train
+
+from headwise.monitoring.monitor import monitor
+
+BATCHES = token_batches(3, batch=6)
+
+
+def _wrapped(kind):
+    """Return the model of one process, and what is called in its place."""
+    model = decoder()
+    if kind == "ddp":
+        return model, torch.nn.parallel.DistributedDataParallel(model)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model), None
+
+
+def _process(rank, kind, folder):
+    """Train with and without a monitor as one of two processes, and write the results."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    results = []
+    for options in ({}, {"every": 2, "out": folder / "run"}):
+        model, call = _wrapped(kind)
+        halves = [ids.chunk(2)[rank] for ids in BATCHES]
+        run = monitor(call or model, **options) if options else None
+        bits, _ = train(model, halves, call=call, run=run)
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in bits]
+        results.append((local, None if run is None else run.history.rows()))
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(results))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_have_the_statistics_of_one(kind, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_process, args=(rank, kind, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    (plain, _), (monitored, rows) = pickle.loads((tmp_path / "0.pickle").read_bytes())
+    assert all(torch.equal(one, two) for one, two in zip(plain, monitored, strict=True))
+    (_, _), (_, others) = pickle.loads((tmp_path / "1.pickle").read_bytes())
+    assert rows == others
+    _, alone = train(decoder(), BATCHES, every=2)
+    expected = alone.history.rows()
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, of_one in zip(rows, expected, strict=True):
+        assert row["sequences"] == 6
+        for name in ("max_logit", "entropy", "first", "output_norm"):
+            assert row[name] == pytest.approx(of_one[name], abs=1e-6 if row["step"] == 0 else 2e-4), name
