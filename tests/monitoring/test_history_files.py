@@ -1,8 +1,5 @@
 """A history in a folder is read unchanged."""
 
-import pytest
-
-import headwise as hw
 from headwise.monitoring.alarms import AlarmLimits
 from headwise.monitoring.history import History
 from histories import history, rows
@@ -19,15 +16,6 @@ def test_statistics_that_some_heads_lack_are_read_as_written(tmp_path):
     assert [head for head, _, _ in loaded.series("max_logit_uncapped")] == [(1, 0), (1, 1), (1, 2)]
     limits = AlarmLimits(max_logit=5.0)
     assert [(alarm.layer, alarm.head) for alarm in limits.alarms(loaded.rows(4))] == [(1, 0), (1, 1), (1, 2)]
-
-
-def test_a_damaged_step_is_named(tmp_path):
-    history(1, 2, (0, 5), lambda *_: 1.0, folder=tmp_path)
-    path = tmp_path / "steps" / "000000000005.parquet"
-    path.write_bytes(path.read_bytes()[:-8])
-    sentence = "folder: expected readable steps, got a damaged file '.*5.parquet'"
-    with pytest.raises(hw.InputError, match=sentence):
-        History.load(tmp_path)
 
 
 def test_the_step_that_is_being_written_is_not_read(tmp_path):

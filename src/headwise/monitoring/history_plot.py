@@ -135,12 +135,11 @@ def _draw_lines(axes: "Axes", lines: Sequence[Line], named: set[tuple[int, int]]
     """Draw the lines, those of the `named` heads above the others, and return the scale of colours."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import ListedColormap, Normalize
 
     layers = sorted({line.head[0] for line in lines})
     # The lightest colours of the map are hard to see on white.
-    colours = colormaps[SEQUENTIAL].resampled(256)
-    colours = type(colours)(colours(range(225)))
+    colours = ListedColormap(colormaps[SEQUENTIAL](range(225)))
     mappable: Any = ScalarMappable(Normalize(layers[0], layers[-1]), colours)
     few = len(layers) <= len(LINE_COLOURS)
     is_dense = len(lines) > 50
