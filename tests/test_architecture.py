@@ -149,6 +149,7 @@ def test_functions_are_short_and_take_few_arguments(module):
 OPTIONAL = [
     *("accelerate", "beartype", "conllu", "gguf", "huggingface_hub", "jaxtyping", "jinja2", "matplotlib", "optuna"),
     *("pandas", "pyarrow", "rich", "safetensors", "scipy", "sqlalchemy", "tokenizers", "transformers", "typer"),
+    *("lightning", "pytorch_lightning"),
 ]
 
 
@@ -192,7 +193,7 @@ def test_importing_headwise_imports_no_optional_dependency(run_in_new_process):
     assert result.stdout.strip() == "[]", result.stderr
 
 
-LAZY_PACKAGES = ["analysis", "cli", "data", "runs", "show", "studies"]
+LAZY_PACKAGES = ["analysis", "cli", "data", "monitoring", "runs", "show", "studies"]
 
 
 def test_importing_headwise_imports_no_package_that_runs_models_over_data(run_in_new_process):

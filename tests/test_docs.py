@@ -206,6 +206,43 @@ def test_the_code_of_the_pages_about_masks_and_conversion_runs():
         assert torch.equal(ours, theirs)
 
 
+def test_the_code_of_the_page_about_monitoring_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True}
+    arguments = transformers.TrainingArguments(output_dir="out", save_strategy="no", disable_tqdm=True, **options)
+    ids = torch.randint(256, (4, 11))
+    names: dict = {"arguments": arguments, "dataset": [{"input_ids": each, "labels": each} for each in ids]}
+    blocks = code_blocks("docs/monitor.md")
+    of_lightning = [block for block in blocks if "import lightning" in block[0]]
+    run([block for block in blocks if block not in of_lightning], names)
+    assert len(blocks) - len(of_lightning) == 5
+    assert headwise.History.load("run").steps == [0, 10, 20]
+    assert names["history"].steps == [0, 10, 20]
+    assert headwise.History.load("trainer-run").steps == names["callback"].monitor.history.steps == [0]
+    assert {path.name for path in Path("run").glob("*.png")} >= {"max_logit.png", "entropy.png"}
+
+
+def test_the_code_for_lightning_on_the_page_about_monitoring_runs(tmp_path, monkeypatch):
+    lightning = pytest.importorskip("lightning.pytorch")
+    monkeypatch.chdir(tmp_path)
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = tiny.model("decoder", top="ForCausalLM").train()
+
+        def training_step(self, ids, index):
+            return self.model(ids, labels=ids).loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    loader = torch.utils.data.DataLoader(list(torch.randint(5, 97, (4, 11))), batch_size=2)
+    (block,) = [block for block in code_blocks("docs/monitor.md") if "import lightning" in block[0]]
+    run([block], {"hw": headwise, "module": Module(), "loader": loader})
+    assert headwise.History.load("lightning-run").steps == [0]
+
+
 def test_the_code_of_the_tour_of_the_layer_runs():
     text = (ROOT / "docs" / "layer.md").read_text(encoding="utf-8")
     names: dict = {}

@@ -113,8 +113,10 @@ if TYPE_CHECKING:
     from headwise.data.texts import Texts
     from headwise.monitoring.alarms import Alarm, AlarmLimits
     from headwise.monitoring.history import History
+    from headwise.monitoring.lightning_callback import LightningMonitor
     from headwise.monitoring.monitor import Monitor, monitor
     from headwise.monitoring.qk_clip import ClippedHead, qk_clip
+    from headwise.monitoring.trainer_callback import MonitorCallback
     from headwise.studies.budget import StudyBudget
     from headwise.studies.corpus import TextOptions
     from headwise.studies.optuna_storage import OptunaOptions
@@ -140,9 +142,9 @@ _LAZY = {
     "ClippedHead": "headwise.monitoring.qk_clip",
     "Composition": "headwise.analysis.circuits.composition_table",
     "CompressionReport": "headwise.compression.report.report_result",
-    "DistanceCurve": "headwise.analysis.curves.distance_table",
     "DependencyAccuracy": "headwise.analysis.head_tests.dependency_table",
     "DependencyHeads": "headwise.analysis.head_tests.dependency_table",
+    "DistanceCurve": "headwise.analysis.curves.distance_table",
     "EmbeddingDistance": "headwise.analysis.losses",
     "FactoredMatrix": "headwise.analysis.circuits.factored",
     "Focus": "headwise.analysis.focus",
@@ -151,9 +153,11 @@ _LAZY = {
     "ImportanceScores": "headwise.compression.scores.measured",
     "InContextScores": "headwise.analysis.in_context.table",
     "LeastSquaresScores": "headwise.compression.scores.least_squares",
+    "LightningMonitor": "headwise.monitoring.lightning_callback",
     "MagnitudeScores": "headwise.compression.scores.magnitude",
     "MaskedTokenLoss": "headwise.analysis.losses",
     "Monitor": "headwise.monitoring.monitor",
+    "MonitorCallback": "headwise.monitoring.trainer_callback",
     "NameMovers": "headwise.analysis.head_tests.name_mover_table",
     "Needle": "headwise.analysis.head_tests.haystacks",
     "NormWeighted": "headwise.analysis.flow.norm_table",
@@ -287,6 +291,7 @@ __all__ = [
     "InputError",
     "LatentAttention",
     "LeastSquaresScores",
+    "LightningMonitor",
     "LinearScaling",
     "Llama3",
     "MagnitudeScores",
@@ -294,6 +299,7 @@ __all__ = [
     "MaskedTokenLoss",
     "MissingExtra",
     "Monitor",
+    "MonitorCallback",
     "MultiHeadAttention",
     "NameMovers",
     "Needle",

@@ -30,6 +30,7 @@ COMMANDS = ("view", "profile", "compare", "ablate", "importance", "prune", "comp
 NEW_COMMANDS = (
     *("merge", "localize", "circuits", "curve", "patch", "positions", "distances", "in-context"),
     *("retrieval", "sinks", "name-movers", "dependencies", "norm-weighted", "rollout"),
+    "monitor",
 )
 """Commands whose functions are tested elsewhere."""
 

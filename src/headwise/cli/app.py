@@ -23,6 +23,7 @@ from headwise.cli import (
     in_context,
     localize,
     merge,
+    monitor,
     name_movers,
     norm_weighted,
     patch,
@@ -159,7 +160,7 @@ _MODULES = (
         patch,
     ),
     *(retrieval, sinks, name_movers, dependencies),
-    *(prune, merge, compress, localize, study),
+    *(prune, merge, compress, localize, study, monitor),
 )
 
 for _module in _MODULES:

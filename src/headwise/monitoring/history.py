@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.checks import folder_path
 from headwise.errors import InputError, require
-from headwise.runs.files import replaced_file, write_atomically
+from headwise.runs.files import replaced_file, writable_folder, write_atomically
 from headwise.wording import counted
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ SETTINGS_FILE, STEPS_FOLDER, FORMAT = "monitor.json", "steps", 1
 
 IDENTIFIERS = ("step", "layer", "head", "kv_head", "module", "kind", "sequences", "nonfinite_rows")
 """Columns that come before the statistics."""
+
+PICTURE_DPI = 150
+"""Resolution of saved pictures."""
 
 Row = dict[str, Any]
 
@@ -96,7 +99,9 @@ class History:
             for step in (self.steps[0], self.steps[-1])
         )
         pairs = ((key, before, last.get(key)) for key, before in first.items())
-        changes = [(key[0], key[1], after - before) for key, before, after in pairs if None not in (before, after)]
+        changes = [
+            (key[0], key[1], after - before) for key, before, after in pairs if before is not None and after is not None
+        ]
         return sorted((each for each in changes if each[2] == each[2]), key=lambda each: -abs(each[2]))
 
     def append(self, step: int, rows: Iterable[Row]) -> None:
@@ -107,8 +112,10 @@ class History:
         if self.folder is not None:
             parquet, pyarrow = _parquet(), require("pyarrow", purpose="a run folder", extra="tables")
             path = self.folder / STEPS_FOLDER / f"{step:012d}.parquet"
+            columns = dict.fromkeys(name for row in rows for name in row)  # pyarrow reads those of the first row alone
+            table = pyarrow.Table.from_pylist([dict.fromkeys(columns) | row for row in rows])
             with replaced_file(path) as file:
-                parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+                parquet.write_table(table, file)
         self._rows[step] = rows
 
     @staticmethod
@@ -116,7 +123,7 @@ class History:
         """Return the history in a run folder, also while a training writes to it.
 
         Raises:
-            InputError: the folder has no history.
+            InputError: the folder has no history, or a step in it cannot be read.
             MissingExtra: pyarrow is not installed.
         """
         path = folder_path("folder", folder)
@@ -129,7 +136,8 @@ class History:
         history = History(settings, path)
         for file in sorted((path / STEPS_FOLDER).glob("*.parquet")):
             try:
-                history._rows[int(file.stem)] = _parquet().read_table(file).to_pylist()
+                rows = _parquet().read_table(file).to_pylist()
+                history._rows[int(file.stem)] = [_without_missing(row) for row in rows]
             except (OSError, ValueError):  # Arrow's errors are among these
                 raise InputError("folder", expected="readable steps", got=f"a damaged file {str(file)!r}") from None
         return history
@@ -175,6 +183,24 @@ class History:
         self._require_statistic(statistic)
         return draw_history(self, statistic, heads, ax)
 
+    def save_pictures(self, folder: str | Path) -> list[Path]:
+        """Write the plot of each statistic to a file in a folder, which is created if it does not exist, and return the
+        paths of the files. A file is called like its statistic, such as `entropy.png`, and replaces an earlier one.
+
+        Raises:
+            InputError: no step was observed, or the folder cannot be written.
+            MissingExtra: matplotlib is not installed.
+        """
+        if not self.steps:
+            raise InputError("history", expected="at least 1 observed step", got=0)
+        path, files = writable_folder(folder), []
+        for statistic in self.statistics:
+            figure = self.plot(statistic).figure
+            files.append(path / f"{statistic}.png")
+            with replaced_file(files[-1]) as file:
+                figure.savefig(file, format="png", dpi=PICTURE_DPI)
+        return files
+
     def series(self, statistic: str) -> Iterator[tuple[tuple[int, int], list[int], list[float]]]:
         """Yield, for each head, its layer and number, the steps in which `statistic` has a value, and the values."""
         of_heads: dict[tuple[str, str, int], tuple[tuple[int, int], list[int], list[float]]] = {}
@@ -190,6 +216,11 @@ class History:
         if statistic not in self.statistics:
             names = ", ".join(self.statistics) or "none, since no step was observed"
             raise InputError("statistic", expected=f"one of {names}", got=repr(statistic))
+
+
+def _without_missing(row: Row) -> Row:
+    """Return a row of a file without the statistics that other heads have and its head has not."""
+    return {name: value for name, value in row.items() if value is not None or name in IDENTIFIERS}
 
 
 def _parquet() -> Any:

@@ -83,9 +83,9 @@ def qk_clip(
             logits are missing or not finite. Nothing is scaled then.
 
     Example:
-        >>> optimizer.step()  # doctest: +SKIP
-        >>> monitor.step()  # doctest: +SKIP
-        >>> headwise.qk_clip(model, monitor)  # doctest: +SKIP
+        optimizer.step()
+        monitor.step()
+        clipped = hw.qk_clip(model, monitor)
     """
     model = inner_model(require_module(model))
     threshold = finite_number("threshold", threshold, above=0.0)

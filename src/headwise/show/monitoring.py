@@ -1,0 +1,91 @@
+"""State of a monitored training in a terminal, and as rows."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from headwise.monitoring.alarms import Alarm, AlarmLimits
+from headwise.monitoring.history import IDENTIFIERS, History
+from headwise.show.records import Records
+from headwise.wording import counted
+
+MOST_NAMED = 5
+"""Largest number of heads that are named for a kind of alarm."""
+
+
+def print_history(history: History, limits: AlarmLimits, console: Console, changed: int) -> None:
+    """Print the state of a training: its last observed step; for each statistic the smallest, the median and the
+    largest value of a head in this step, and the heads that changed most since the first step; and the alarms of the
+    last step by kind.
+
+    Args:
+        history: history with at least one step.
+        limits: limits of the alarms.
+        console: console to print on.
+        changed: number of heads to name for each statistic that changed most.
+    """
+    first, last = history.steps[0], history.steps[-1]
+    rows = history.rows(last)
+    model = str(history.settings.get("model", "model"))
+    observed = f"{counted(len(history.steps), 'observed step')}, the last is {last}"
+    console.print(Text(f"{model}: {counted(len(rows), 'head')}, {observed}", style="bold"), soft_wrap=True)
+    shown = RichTable(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+    for column in ("", "smallest", "median", "largest"):
+        shown.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    if last > first and changed:
+        shown.add_column(f"largest changes since step {first}", overflow="fold")
+    for statistic in history.statistics:
+        values = sorted(
+            (row[statistic], row["layer"], row["head"]) for row in rows if math.isfinite(row.get(statistic, math.nan))
+        )
+        places = [values[0], values[(len(values) - 1) // 2], values[-1]] if values else []
+        cells = [_with_head(*place) for place in places] or ["NaN"] * 3
+        changes = history.changes(statistic)[:changed] if last > first else []
+        moved = ", ".join(f"{layer}.{head} {change:+.3g}" for layer, head, change in changes)
+        shown.add_row(statistic, *cells, *([moved] if last > first and changed else []))
+    console.print()
+    console.print(shown)
+    console.print()
+    console.print(Text(_alarm_line(list(limits.alarms(rows)), last)), soft_wrap=True)
+
+
+def history_records(history: History, limits: AlarmLimits) -> Records:
+    """Return one row for each head in the last step: the columns of the history, and for each statistic its change
+    since the first step, with the suffix `_change`. The metadata are the settings of the run, the numbers of the
+    observed steps, and the alarms of the last step.
+    """
+    last = history.steps[-1]
+    names = history.statistics
+    changes: dict[tuple[str, int, int], float] = {}
+    if len(history.steps) > 1:
+        changes = {(name, layer, head): each for name in names for layer, head, each in history.changes(name)}
+    rows = []
+    for row in history.rows(last):
+        record: dict[str, Any] = {name: row[name] for name in IDENTIFIERS}
+        for name in names:
+            record |= {name: row.get(name), f"{name}_change": changes.get((name, row["layer"], row["head"]))}
+        rows.append(record)
+    alarms = [alarm._asdict() for alarm in limits.alarms(history.rows(last))]
+    return Records(rows, {**history.settings, "steps": history.steps, "alarms": alarms})
+
+
+def _with_head(value: float, layer: int, head: int) -> str:
+    """Return a number with the name of its head."""
+    return f"{value:z.4g} ({layer}.{head})"
+
+
+def _alarm_line(alarms: Sequence[Alarm], step: int) -> str:
+    """Return the number of alarms of each kind, with the first heads, the kinds with most alarms first."""
+    if not alarms:
+        return f"no alarms in step {step}"
+    kinds = []
+    for kind, number in Counter(alarm.kind for alarm in alarms).most_common():
+        heads = [f"{alarm.layer}.{alarm.head}" for alarm in alarms if alarm.kind == kind]
+        more = ", ..." if number > MOST_NAMED else ""
+        kinds.append(f"{number:,} {kind} ({', '.join(heads[:MOST_NAMED])}{more})")
+    return f"alarms in step {step}: {', '.join(kinds)}"
