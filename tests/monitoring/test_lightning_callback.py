@@ -2,6 +2,7 @@
 
 import math
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import headwise as hw
 import tiny
 from headwise.monitoring.history import History
 
-lightning = pytest.importorskip("lightning.pytorch")
+lightning: Any = pytest.importorskip("lightning.pytorch")
 pytorch_lightning = pytest.importorskip("pytorch_lightning")
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -62,7 +63,7 @@ def module_class(base):
     return Module
 
 
-Module = module_class(lightning.LightningModule)
+Module: Any = module_class(lightning.LightningModule)
 
 
 class Manual(Module):

@@ -318,9 +318,9 @@ class _Product(AttentionSource):
         has_one = self.weights.softmax.products <= 1
         for innermost in () if has_one else innermost_calls(self.module_calls):
             innermost.interceptor.on_left_out(innermost.path, WEIGHTS_USED_TWICE)
-        of_values = (out, self._values_of_keys(layout)) if has_one else (None, None)
+        values = self._values_of_keys(layout) if has_one else None
         scores = unshifted(layout.by_head(self._arranged(self.weights.scores())).detach())
-        handlers.observe_weights(weights, received, *of_values, scores=lambda: (scores, None))
+        handlers.observe_weights(weights, received, out if has_one else None, values, scores=lambda: (scores, None))
 
     def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the output of each head under uniform attention to the visible keys."""

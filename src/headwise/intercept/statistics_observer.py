@@ -153,7 +153,7 @@ class StatisticsObserver(Interceptor):
         """Record in the result of `watch` that some statistics of the module at `path` are left out, for `reason`."""
         self._heads.on_left_out(path, reason)
 
-    def observe(self, call: Call) -> Observation:
+    def observe(self, call: Call) -> Observation | None:
         """Return the functions that observe `call`, with the call's tokens and padding. One function adds up statistics
         of the attention weights during the call and, if a capture was requested, copies the chosen weights. The other
         adds the statistics to the result of `watch` at the end of the call, and stores the copied weights there.

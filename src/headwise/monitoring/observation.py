@@ -30,7 +30,7 @@ class TrainingObserver(StatisticsObserver):
     def __init__(self, model: nn.Module, heads: Heads, statistics: Collection[str], sequences: int | None) -> None:
         measured = frozenset(statistics) | INDICATORS
         super().__init__(model, heads, (), None, measured=measured, keeps_output=True)
-        self._modules, self._sequences = dict(model.named_modules()), sequences
+        self._modules, self._most_sequences = dict(model.named_modules()), sequences
         self._observed: dict[str, int] = {}
 
     def observe(self, call: Call) -> Observation | None:
@@ -40,7 +40,7 @@ class TrainingObserver(StatisticsObserver):
         path = call.site.path
         if call.is_recomputation or not self._modules[path].training:
             return None
-        if self._sequences is not None and self._observed.get(path, 0) >= self._sequences:
+        if self._most_sequences is not None and self._observed.get(path, 0) >= self._most_sequences:
             return None
         self._observed[path] = self._observed.get(path, 0) + call.grid.batch
         return super().observe(call)
