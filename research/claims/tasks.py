@@ -214,7 +214,6 @@ def _large() -> Task:
         "rows": 8,
         "length": 128,
         "steps": 800,
-        "search_seeds": 1,
         "seeds": 3,
     }
     options |= {"schemes": ("rotary", "spread"), "heads": FEWER_HEADS, "compares_heads": True}
