@@ -46,8 +46,8 @@ enum RowStatistic {
   kSpecial,
   kDuplicate,
   kInduction,
-  kLargestContent,  // largest weight on a key that is not special
-  kMaxLogit,        // largest score, after the softcap, with the bias
+  kLargestContent,    // largest weight on a key that is not special
+  kMaxLogit,          // largest score, after the softcap, with the bias
   kMaxLogitUncapped,  // largest score before the softcap, without the bias; minus infinity without a softcap
   kOutputNorm,
   kWrittenNorm,
