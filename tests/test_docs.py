@@ -215,7 +215,7 @@ def test_the_code_of_the_page_about_monitoring_runs(tmp_path, monkeypatch):
     blocks = code_blocks("docs/monitor.md")
     of_lightning = [block for block in blocks if "import lightning" in block[0]]
     run([block for block in blocks if block not in of_lightning], names)
-    assert len(blocks) - len(of_lightning) == 5
+    assert len(blocks) - len(of_lightning) == 6
     assert headwise.History.load("run").steps == [0, 10, 20]
     assert names["history"].steps == [0, 10, 20]
     assert headwise.History.load("trainer-run").steps == names["callback"].monitor.history.steps == [0]

@@ -158,7 +158,7 @@ class _LatestCall(NamedTuple):
         has_value = self.tally.has_value()
         values = {name: (means, has_value[name]) for name, means in self.tally.means().items()}
         return {
-            name: RunningLargest.from_values(numbers.double().cpu(), is_value.cpu())
+            name: RunningLargest.from_values(numbers.double().cpu(), is_value.cpu(), clusters)
             if is_largest(name)
             else RunningMoments.from_values(numbers.double().cpu(), is_value.cpu(), clusters)
             for name, (numbers, is_value) in (values | self.tally.further_values()).items()

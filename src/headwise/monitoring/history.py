@@ -181,7 +181,7 @@ class History:
         from headwise.monitoring.history_plot import draw_history
 
         self._require_statistic(statistic)
-        return draw_history(self, statistic, heads, ax)
+        return draw_history(self.series(statistic), statistic, str(self.settings.get("model", "")), heads, ax)
 
     def save_pictures(self, folder: str | Path) -> list[Path]:
         """Write the plot of each statistic to a file in a folder, which is created if it does not exist, and return the

@@ -1,7 +1,7 @@
 """Plot of a statistic of heads against the step of a training, one line for each head."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,9 @@ from headwise.wording import counted
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from headwise.monitoring.history import History
+HeadSeries = tuple[tuple[int, int], list[int], list[float]]
+"""Layer and number of a head, the steps in which a statistic has a value, and the values."""
+
 
 MOST_NAMED = 5
 """Largest number of lines with a name."""
@@ -68,7 +70,11 @@ class Line(NamedTuple):
 
 
 def draw_history(
-    history: "History", statistic: str, heads: Sequence[tuple[int, int]] | None = None, ax: Any = None
+    series: Iterable[HeadSeries],
+    statistic: str,
+    model: str,
+    heads: Sequence[tuple[int, int]] | None = None,
+    ax: Any = None,
 ) -> "Axes":
     """Draw a statistic of heads against the step, one line for each head, and return the axes. Lines have the colours
     of their layers. The heads that changed most from their first to their last value are named; up to five lines are
@@ -76,8 +82,9 @@ def draw_history(
     value, and lines have gaps there.
 
     Args:
-        history: history of the training.
+        series: layer and number of each head, the steps in which the statistic has a value, and the values.
         statistic: name of the statistic.
+        model: name of the model.
         heads: heads `(layer, head)` to draw; all by default.
         ax: matplotlib axes to draw on; those of a new figure by default.
 
@@ -86,7 +93,7 @@ def draw_history(
         MissingExtra: matplotlib is not installed.
     """
     lines = _chosen(
-        [Line(head, steps, [_or_nan(value) for value in values]) for head, steps, values in history.series(statistic)],
+        [Line(head, steps, [_or_nan(value) for value in values]) for head, steps, values in series],
         heads,
     )
     axes = axes_for(ax, 7.2, 3.8)
@@ -108,7 +115,7 @@ def draw_history(
     names = _write_names(axes, named)
     _add_layers(axes, lines, mappable, names)
     left_out = f" ({missing} with NaN or infinite values)" if missing else ""
-    set_title(axes, f"{statistic} of {counted(len(lines), 'head')}{left_out}", str(history.settings.get("model", "")))
+    set_title(axes, f"{statistic} of {counted(len(lines), 'head')}{left_out}", model)
     return axes
 
 

@@ -224,26 +224,29 @@ class RunningLargest:
     no standard error.
 
     Attributes:
-        documents: number of values.
+        counted: moments of the same values, which count them and their independent parts.
         largest: the largest one; -inf where there are none; NaN or infinite if a value is.
     """
 
-    documents: Float[Tensor, " heads"]
+    counted: RunningMoments
     largest: Float[Tensor, " heads"]
 
     @staticmethod
     def from_values(
-        values: Float[Tensor, "sequences heads"], is_value: Bool[Tensor, "sequences heads"]
+        values: Float[Tensor, "sequences heads"],
+        is_value: Bool[Tensor, "sequences heads"],
+        clusters: Clusters | None = None,
     ) -> "RunningLargest":
-        """Return the largest of each head's values at which `is_value` is True, also if they are NaN."""
+        """Return the largest of each head's values at which `is_value` is True, also if they are NaN. `clusters` are as
+        for `RunningMoments.from_values`.
+        """
         empty = values.new_full((1, values.shape[1]), -math.inf)
-        return RunningLargest(
-            is_value.sum(0).double(), torch.cat([empty, values.masked_fill(~is_value, -math.inf)]).amax(0)
-        )
+        largest = torch.cat([empty, values.masked_fill(~is_value, -math.inf)]).amax(0)
+        return RunningLargest(RunningMoments.from_values(values, is_value, clusters), largest)
 
     def merge(self, other: "RunningLargest") -> "RunningLargest":
         """Return the largest of two sets of values together, for the same heads."""
-        return RunningLargest(self.documents + other.documents, torch.maximum(self.largest, other.largest))
+        return RunningLargest(self.counted.merge(other.counted), torch.maximum(self.largest, other.largest))
 
     def of_unknown_clusters(self) -> "RunningLargest":
         """Return the same, since a largest value has no standard error."""
@@ -252,7 +255,12 @@ class RunningLargest:
     @property
     def count(self) -> Float[Tensor, " heads"]:
         """Number of each head's values."""
-        return self.documents
+        return self.counted.count
+
+    @property
+    def documents(self) -> Float[Tensor, " heads"]:
+        """Number of independent parts of each head's values."""
+        return self.counted.documents
 
     @property
     def value(self) -> Float[Tensor, " heads"]:
@@ -285,4 +293,6 @@ def merged(one: Summary, other: Summary) -> Summary:
 
 def summary_from_dict(fields: Mapping[str, Any]) -> Summary:
     """Return the summary of which `dataclasses.asdict` made a dictionary."""
-    return RunningLargest(**fields) if "largest" in fields else RunningMoments.from_dict(fields)
+    if "largest" in fields:
+        return RunningLargest(RunningMoments.from_dict(fields["counted"]), fields["largest"])
+    return RunningMoments.from_dict(fields)

@@ -18,7 +18,7 @@ VARIABLE = "HEADWISE_NATIVE"
 BUILD_COMMAND = f"python {LIBRARY.with_name('build.py')}"
 """Command that compiles the library."""
 
-ROW_STATISTICS = 14
+ROW_STATISTICS = 16
 """Number of statistics of each query row that the kernels compute."""
 
 
