@@ -12,6 +12,9 @@ from research.census.expected import Expected, Sites
 
 TOLERANCE = 2e-6
 OF_OUTPUTS = frozenset(("output_norm", "written_norm"))
+OF_SCORES = frozenset(("max_logit", "max_logit_uncapped"))
+"""Statistics of scores, which the truth does not record: it has weights and outputs. They are not compared."""
+
 LABELS = ("layer", "head", "kv_head", "module", "kind")
 
 
@@ -129,7 +132,7 @@ def _compare_site(
         findings.unverified.append(f"{where}: {', '.join(sorted(site.uncertain))}")
         return
     by_head = sorted(rows, key=lambda row: row["head"])
-    names = [name for name in rows[0] if name not in LABELS]
+    names = [name for name in rows[0] if name not in LABELS and name not in OF_SCORES]
     got = {name: [float(row.get(name, math.nan)) for row in by_head] for name in names}
     reported = {name for name, numbers in got.items() if not all(math.isnan(number) for number in numbers)}
     _compare_existence(site, where, kind, reported, warned, findings)
