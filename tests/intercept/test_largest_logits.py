@@ -111,3 +111,20 @@ def test_a_profile_has_the_largest_logit_without_a_standard_error(tmp_path):
         assert estimate.value == pytest.approx(max(of_texts), rel=1e-6)
         assert math.isnan(estimate.sem)
         assert (estimate.n, estimate.df) == (3, 0)
+
+
+@pytest.mark.parametrize("softcaps", [(None, 2.0), (2.0, None)], ids=["later", "earlier"])
+def test_logits_before_a_softcap_of_some_calls_alone_are_not_reported(softcaps):
+    class Capped(Attention):
+        softcap = None
+
+        def forward(self, x):
+            out = hw.attend(*self.project(x), mask=hw.causal(), softcap=self.softcap)
+            return self.out(out.transpose(1, 2).flatten(2))
+
+    model = Capped(None).double()
+    with hw.watch(model) as heads:
+        for model.softcap in softcaps:
+            model(inputs())
+    assert "max_logit_uncapped" not in heads.rows()[0]
+    assert math.isfinite(heads.rows()[0]["max_logit"])

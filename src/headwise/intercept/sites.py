@@ -14,7 +14,7 @@ from headwise.intercept.layer_index import innermost_attention_modules, is_insid
 from headwise.intercept.refusals import NOT_SEEN, REASONS_BESIDE_ATTENTION
 from headwise.shapes import Float
 from headwise.statistics.moments import Clusters, RunningLargest, RunningMoments, Summary, merged, with_several_values
-from headwise.statistics.registry import is_largest
+from headwise.statistics.registry import LARGEST
 from headwise.statistics.tally import Tally
 
 
@@ -159,7 +159,7 @@ class _LatestCall(NamedTuple):
         values = {name: (means, has_value[name]) for name, means in self.tally.means().items()}
         return {
             name: RunningLargest.from_values(numbers.double().cpu(), is_value.cpu(), clusters)
-            if is_largest(name)
+            if name in LARGEST
             else RunningMoments.from_values(numbers.double().cpu(), is_value.cpu(), clusters)
             for name, (numbers, is_value) in (values | self.tally.further_values()).items()
         }

@@ -23,7 +23,7 @@ from headwise.shapes import Float
 from headwise.statistics.attend_observed import WholeCall
 from headwise.statistics.further_sums import FurtherStatistics, FurtherSums
 from headwise.statistics.moments import Clusters
-from headwise.statistics.registry import STATISTICS
+from headwise.statistics.registry import LARGEST, STATISTICS
 from headwise.statistics.tally import Tally
 from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
 
@@ -244,18 +244,16 @@ class StatisticsObserver(Interceptor):
         return Tally(gram, observed.first_token, measured=self._measured, further=further)
 
     def _leave_out_unknown_scores(self, path: str, record: SiteRecord, tally: Tally) -> None:
-        """Remove the largest logits from the results of the module at `path` if they are unknown in a call, since the
-        largest of the other calls would be another number.
+        """Remove the largest logits that a call lacks from the results of the module at `path`, since the largest of
+        the other calls would be another number. Name the module unless the call lacks a softcap alone.
         """
-        has_rows, names = tally.row_sums is not None, ("max_logit", "max_logit_uncapped")
-        missing = [name for name in names if name not in tally.other_sums]
-        if not has_rows or not missing or (tally.measured is not None and not tally.measured & set(names)):
+        wanted = LARGEST if tally.measured is None else LARGEST & tally.measured
+        missing = wanted - tally.other_sums.keys()
+        if tally.row_sums is None or not missing:
             return
+        record.discard(*missing)
         if "max_logit" in missing:
             self._heads.on_left_out(path, OF_UNKNOWN_SCORES)
-            record.discard(*names)
-        elif any(name in record.statistics for name in missing):  # only some of the calls have a softcap
-            record.discard(*missing)
 
     def _leave_out_refused(self, path: str, record: SiteRecord, tally: Tally) -> None:
         """Remove the further statistics from the results of the module at `path`, and name it, if they could not be

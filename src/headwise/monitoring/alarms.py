@@ -39,8 +39,7 @@ class AlarmLimits:
     """Limits of statistics, outside of which a head causes an alarm; None for no limit.
 
     Attributes:
-        max_logit: largest accepted attention logit. Attention of float32 models usually works up to about 100, which
-            is the threshold of QK-clip (Kimi Team 2025).
+        max_logit: largest accepted attention logit, before a softcap; 100 is the threshold of QK-clip (Kimi Team 2025).
         entropy: smallest accepted mean entropy, in nats. Low entropy precedes instability (Zhai et al. 2023).
         output_share: smallest accepted norm of a head's output, as a share of the median norm in its layer. A head
             below is named dead.
@@ -96,9 +95,11 @@ def limits_of(argument: Any) -> AlarmLimits:
 
 
 def _layer_of(row: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the step and the module of a head."""
     return row["step"], row["module"]
 
 
 def _alarm(place: tuple[int, int, int, str], kind: str, statistic: str, value: float, limit: float) -> Alarm:
+    """Return the alarm of a head, from its step, layer, number and module."""
     step, layer, head, module = place
     return Alarm(step, kind, layer, head, module, statistic, float(value), limit)

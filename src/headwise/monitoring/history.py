@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SETTINGS_FILE, STEPS_FOLDER, FORMAT = "monitor.json", "steps", 1
+"""Names in a run folder, and version of its format."""
 
 IDENTIFIERS = ("step", "layer", "head", "kv_head", "module", "kind", "sequences", "nonfinite_rows")
 """Columns that come before the statistics."""
@@ -32,7 +33,7 @@ class History:
     """Statistics of every head in the observed steps of a training.
 
     Attributes:
-        settings: settings of the run, JSON-compatible: the model's class and heads, and the statistics.
+        settings: settings of the run, JSON-compatible: the class of the model, and the statistics.
         folder: the run folder; None if the history is in memory alone.
     """
 

@@ -1,21 +1,17 @@
 """`LightningMonitor`: a monitor for the `Trainer` of Lightning."""
 
 import sys
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from headwise.errors import MissingExtra, require
-from headwise.monitoring.alarms import AlarmLimits
-from headwise.monitoring.monitor import BY_DEFAULT, Monitor, OnAlarm
-from headwise.monitoring.scalars import LogHeads
-from headwise.monitoring.training_run import TrainingRun, with_bases
+from headwise.monitoring.training_run import TrainingCallback, with_bases
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The two packages of Lightning. Each has its own class of callbacks."""
 
 
-class LightningMonitor:
+class LightningMonitor(TrainingCallback):
     """Callback that observes every head while Lightning trains a model, as `headwise.monitor` does, and logs scalars to
     the loggers of the trainer. It works with the packages `lightning` and `pytorch_lightning`: its objects are also
     callbacks of those that are imported, or installed.
@@ -25,14 +21,7 @@ class LightningMonitor:
     number of the step, from which a resumed training continues. An error in the training closes the monitor.
 
     Args:
-        every: number of steps from one observed step to the next.
-        statistics: names of the statistics, as in `monitor`.
-        sequences: number of sequences in each process after which further forward passes of a step are not observed;
-            by default all are.
-        layers: numbers of the layers in the results; by default all.
-        out: run folder for the history; by default it is in memory alone.
-        alarms: limits outside of which a head causes an alarm.
-        on_alarm: function that is called with each `Alarm` of an observed step, in the first process.
+        every, statistics, sequences, layers, out, alarms, on_alarm: as for `headwise.monitor`, with the same defaults.
         log_heads: number of heads whose value is logged for each statistic, those that changed most since the first
             observed step; or the heads `(layer, head)` whose statistics are all logged. The statistics that cause
             alarms are logged, too, and summaries of each layer.
@@ -52,27 +41,8 @@ class LightningMonitor:
         made: LightningMonitor = object.__new__(cls if issubclass(cls, bases[0]) else with_bases(cls, bases))
         return made
 
-    def __init__(
-        self,
-        *,
-        every: int = 100,
-        statistics: Collection[str] = BY_DEFAULT,
-        sequences: int | None = None,
-        layers: Collection[int] | None = None,
-        out: str | Path | None = None,
-        alarms: AlarmLimits | None = None,
-        on_alarm: OnAlarm | None = None,
-        log_heads: LogHeads = 4,
-    ) -> None:
-        options = {"every": every, "statistics": statistics, "sequences": sequences, "layers": layers, "out": out}
-        self._run = TrainingRun(log_heads, **options, alarms=alarms, on_alarm=on_alarm)
-        self._restored: int | None = None
-        self._optimizer_steps = 0
-
-    @property
-    def monitor(self) -> Monitor | None:
-        """Monitor of the latest training, with its history and alarms; None before the first one."""
-        return self._run.monitor
+    _restored: int | None = None
+    _optimizer_steps = 0
 
     @property
     def state_key(self) -> str:
@@ -117,10 +87,6 @@ class LightningMonitor:
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop to observe, if the training ended in another way."""
         self.close()
-
-    def close(self) -> None:
-        """Stop to observe, and release the run folder. Nothing happens if the training ended."""
-        self._run.close()
 
 
 def _lightning_classes() -> tuple[type, ...]:

@@ -28,6 +28,7 @@ OF_TOKENS = frozenset({"special", "confidence_content", "duplicate", "induction"
 """Statistics that need the ids of special tokens, or of all tokens."""
 
 OnAlarm = Callable[[Alarm], None]
+"""Function that is called with each alarm."""
 
 
 def monitor(
@@ -225,6 +226,7 @@ class Monitor:
 
 
 def _names(statistics: Any) -> tuple[str, ...]:
+    """Return the names of statistics in the argument `statistics`, each once."""
     names = tuple(dict.fromkeys(collection_of("statistics", statistics, of="names of statistics")))
     available = STATISTICS.keys() - OF_TOKENS
     for name in names:
@@ -236,6 +238,7 @@ def _names(statistics: Any) -> tuple[str, ...]:
 
 
 def _layers(layers: Any) -> frozenset[int] | None:
+    """Return the numbers of layers in the argument `layers`; None for all."""
     if layers is None:
         return None
     numbers: Iterable[Any] = collection_of("layers", layers, of="numbers of layers")

@@ -2,21 +2,16 @@
 
 import sys
 import warnings
-from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from headwise.errors import require
-from headwise.monitoring.alarms import AlarmLimits
-from headwise.monitoring.monitor import BY_DEFAULT, Monitor, OnAlarm
-from headwise.monitoring.scalars import LogHeads
-from headwise.monitoring.training_run import TrainingRun, with_bases
+from headwise.monitoring.training_run import TrainingCallback, with_bases
 
 PRINTING = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 """Classes of callbacks of transformers that print all scalars in the terminal or the notebook."""
 
 
-class MonitorCallback:
+class MonitorCallback(TrainingCallback):
     """Callback that observes every head while a `transformers.Trainer` trains a model, as `headwise.monitor` does, and
     logs scalars to the dashboards in `report_to`, such as TensorBoard, W&B and MLflow. Its objects are also
     `transformers.TrainerCallback`.
@@ -26,14 +21,7 @@ class MonitorCallback:
     transformers calls no callback: call `close`, or use the callback as a context manager.
 
     Args:
-        every: number of steps from one observed step to the next.
-        statistics: names of the statistics, as in `monitor`.
-        sequences: number of sequences in each process after which further forward passes of a step are not observed;
-            by default all are.
-        layers: numbers of the layers in the results; by default all.
-        out: run folder for the history; by default it is in memory alone.
-        alarms: limits outside of which a head causes an alarm.
-        on_alarm: function that is called with each `Alarm` of an observed step, in the first process.
+        every, statistics, sequences, layers, out, alarms, on_alarm: as for `headwise.monitor`, with the same defaults.
         log_heads: number of heads whose value is logged for each statistic, those that changed most since the first
             observed step; or the heads `(layer, head)` whose statistics are all logged. The statistics that cause
             alarms are logged, too, and summaries of each layer.
@@ -53,30 +41,7 @@ class MonitorCallback:
         made: MonitorCallback = object.__new__(cls if issubclass(cls, base) else with_bases(cls, (base,)))
         return made
 
-    def __init__(
-        self,
-        *,
-        every: int = 100,
-        statistics: Collection[str] = BY_DEFAULT,
-        sequences: int | None = None,
-        layers: Collection[int] | None = None,
-        out: str | Path | None = None,
-        alarms: AlarmLimits | None = None,
-        on_alarm: OnAlarm | None = None,
-        log_heads: LogHeads = 4,
-    ) -> None:
-        options = {"every": every, "statistics": statistics, "sequences": sequences, "layers": layers, "out": out}
-        self._run = TrainingRun(log_heads, **options, alarms=alarms, on_alarm=on_alarm)
-        self._has_warned = False
-
-    @property
-    def monitor(self) -> Monitor | None:
-        """Monitor of the latest training, with its history and alarms; None before the first one."""
-        return self._run.monitor
-
-    def close(self) -> None:
-        """Stop to observe, and release the run folder. Nothing happens if the training ended."""
-        self._run.close()
+    _has_warned = False
 
     def __enter__(self) -> "MonitorCallback":
         return self

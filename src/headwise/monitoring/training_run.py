@@ -1,11 +1,14 @@
 """Monitor of a training that a library runs, for the callbacks of these libraries."""
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from headwise.monitoring.monitor import Monitor, monitor
-from headwise.monitoring.scalars import heads_to_log, step_scalars
+from headwise.monitoring.alarms import AlarmLimits
+from headwise.monitoring.monitor import BY_DEFAULT, Monitor, OnAlarm, monitor
+from headwise.monitoring.scalars import LogHeads, heads_to_log, step_scalars
 
 
 class TrainingRun:
@@ -55,6 +58,34 @@ class TrainingRun:
         if self.monitor is not None and self._is_open:
             self._is_open = False
             self.monitor.__exit__(None, None, None)
+
+
+class TrainingCallback:
+    """Base of the callbacks of training libraries: the options of a monitor, and the monitor of each training."""
+
+    def __init__(
+        self,
+        *,
+        every: int = 100,
+        statistics: Collection[str] = BY_DEFAULT,
+        sequences: int | None = None,
+        layers: Collection[int] | None = None,
+        out: str | Path | None = None,
+        alarms: AlarmLimits | None = None,
+        on_alarm: OnAlarm | None = None,
+        log_heads: LogHeads = 4,
+    ) -> None:
+        options = {"every": every, "statistics": statistics, "sequences": sequences, "layers": layers, "out": out}
+        self._run = TrainingRun(log_heads, **options, alarms=alarms, on_alarm=on_alarm)
+
+    @property
+    def monitor(self) -> Monitor | None:
+        """Monitor of the latest training, with its history and alarms; None before the first one."""
+        return self._run.monitor
+
+    def close(self) -> None:
+        """Stop to observe, and release the run folder. Nothing happens if the training ended."""
+        self._run.close()
 
 
 _MADE: dict[tuple[type, ...], type] = {}

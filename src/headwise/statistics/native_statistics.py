@@ -12,7 +12,7 @@ from headwise.attention.problem import Answer, Problem
 from headwise.shapes import Float, Int
 from headwise.statistics.further_sums import MeasuredRows
 from headwise.statistics.kernel_inputs import KernelInputs, kernel_inputs
-from headwise.statistics.registry import STATISTICS
+from headwise.statistics.registry import LARGEST, STATISTICS
 from headwise.statistics.tally import Tally
 
 ROWS = (
@@ -21,9 +21,6 @@ ROWS = (
     *("output_norm", "written_norm", "visible keys"),
 )
 """Names of the numbers that the kernels compute for each query row, in their order."""
-
-LARGEST = ("max_logit", "max_logit_uncapped")
-"""Names of the numbers whose largest one over the rows is the statistic."""
 
 COMPUTED = frozenset(ROWS) - {"visible keys"} | {"evenness", "received"}
 """Names of the statistics that the kernels' results give."""

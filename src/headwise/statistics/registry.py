@@ -183,7 +183,7 @@ def unit_of(name: str) -> str:
     return STATISTICS[name].unit if name in STATISTICS else ""
 
 
-def is_largest(name: str) -> bool:
-    """Return True if the value of the statistic called `name` over several sequences is the largest of theirs."""
-    statistic = STATISTICS.get(name)
-    return isinstance(statistic, Statistic) and statistic.is_largest
+LARGEST = frozenset(
+    name for name, statistic in STATISTICS.items() if isinstance(statistic, Statistic) and statistic.is_largest
+)
+"""Names of the statistics whose value over several sequences is the largest of theirs."""
