@@ -26,6 +26,7 @@ TITLES = {
     "accelerating": "Accelerating a model",
     "ablating": "Removing heads, one at a time",
     "pruned_attention": "Attention with half of the heads",
+    "monitoring": "Monitoring a training",
     "gpu": "On a GPU",
 }
 """Title of the section of each script, in the order of the document."""
@@ -35,8 +36,9 @@ the results of `make bench`.
 
 **Ratios.** Each ratio is the time (or memory) of the other implementation divided by that of headwise, both measured in
 the same round. Above 1, headwise is better. A cell shows the median over all rounds and, in brackets, the lowest and
-the highest ratio. Five kinds of ratio are headwise divided by the other: shares of a rate, growth, extra memory, a
-watched forward pass relative to a plain one, and attention with half of the heads relative to all of them.
+the highest ratio. Six kinds of ratio are headwise divided by the other: shares of a rate, growth, extra memory, a
+watched forward pass relative to a plain one, a monitored step of training relative to a plain one, and attention with
+half of the heads relative to all of them.
 
 **Regimes.** A regime is (batch, length, embed, heads), a mask, a dtype, and forward or training. The docstring of each
 script states the rest.

@@ -9,6 +9,7 @@ from benchmarks.attention_only import FLEX, SDPA
 from benchmarks.decoding import COMPILED, STEPS
 from benchmarks.measure import GEMM, Row
 from benchmarks.memory import LIMIT
+from benchmarks.monitoring import EVERY_1, EVERY_100
 from benchmarks.oracle import YARDSTICK
 from benchmarks.peers import FASTEST, TORCH_LAYER
 from benchmarks.pruned_attention import ALL, DECODING, PROMPT
@@ -146,6 +147,11 @@ def _pruned(phase: str) -> Callable[[str, Row], bool]:
     return lambda name, row: name == "pruned_attention" and row.against == ALL and row.note.startswith(phase)
 
 
+def _monitored(against: str) -> Callable[[str, Row], bool]:
+    """Return the condition for rows of a monitored training at this interval."""
+    return lambda name, row: (name, row.against) == ("monitoring", against)
+
+
 TARGETS = (
     Target(f"attention alone, against {SDPA}, float32, forward", 2.2, _alone("float32", training=False)),
     Target(f"attention alone, against {SDPA}, float32, training", 1.7, _alone("float32", training=True)),
@@ -220,6 +226,8 @@ TARGETS = (
     Target(
         "attention with half of the heads, decoding after 1,024, over all heads", 0.6, _pruned(DECODING), at_most=True
     ),
+    Target("training step monitored with every=100, over the plain step", 1.01, _monitored(EVERY_100), at_most=True),
+    Target("training step monitored with every=1, over the plain step", 1.5, _monitored(EVERY_1), at_most=True),
 )
 
 

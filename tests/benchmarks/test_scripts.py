@@ -21,6 +21,7 @@ from benchmarks import (
     gpu,
     layer,
     memory,
+    monitoring,
     observed_call,
     peak_memory,
     peers,
@@ -135,6 +136,24 @@ def test_wrong_output_of_an_accelerated_model_ends_the_script(monkeypatch):
     monkeypatch.setattr(accelerating, "forward", wrong)
     with pytest.raises(SystemExit, match="accelerated: out is off by .* and the SDPA block by"):
         accelerating.check(watched.model, watched.tokens, TINY)
+
+
+def test_steps_of_a_training_are_compared_with_both_intervals(capsys):
+    results = monitoring.main(["--tiny", "--rounds", "1", "--peers", "torch"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == results
+    assert [each["against"] for each in results["rows"]] == [monitoring.EVERY_1, monitoring.EVERY_100]
+
+
+def test_losses_that_a_monitor_changes_end_the_script(monkeypatch):
+    original = monitoring.training
+
+    def wrong(regime, every, stack):
+        step = original(regime, every, stack)
+        return (lambda: step() * 1.0000001) if every == 1 else step
+
+    monkeypatch.setattr(monitoring, "training", wrong)
+    with pytest.raises(SystemExit, match=r"\(1, 40, 48, 6\) .*: losses differ in step 0: {'plain': .*, 'observed': "):
+        monitoring.main(["--tiny", "--rounds", "1", "--peers", "torch"])
 
 
 def test_losses_that_differ_from_whole_forwards_end_the_script():

@@ -11,6 +11,7 @@ from benchmarks import (
     attention_only,
     measure,
     memory,
+    monitoring,
     oracle,
     peers,
     targets,
@@ -62,6 +63,8 @@ def test_bounds_of_all_targets():
         (1.8, False),  # every head removed
         (0.6, True),  # half of the heads, a prompt
         (0.6, True),  # and decoding
+        (1.01, True),  # monitored training, every=100
+        (1.5, True),  # and every=1
     ]
 
 
@@ -164,6 +167,13 @@ def test_compiled_steps_have_their_own_targets(dtype):
     for note, covering in (("SDPA block, StaticCache", eager), ("SDPA block, StaticCache, compiled", compiled)):
         rows = row(1.0, regime, peers.FASTEST, note)
         assert [target for target in (eager, compiled) if target.covers("decoding", rows)] == [covering]
+
+
+@pytest.mark.parametrize(("against", "bound"), [(monitoring.EVERY_100, 1.01), (monitoring.EVERY_1, 1.5)])
+def test_every_length_of_a_monitored_training_has_the_bound_of_its_interval(against, bound):
+    (target,) = [each for each in targets.TARGETS if each.covers("monitoring", row(1.0, monitoring.LLAMA, against))]
+    assert (target.bound, target.at_most) == (bound, True)
+    assert target.covers("monitoring", row(1.0, replace(monitoring.LLAMA, length=512), against))
 
 
 def test_no_regime_of_a_whole_layer_may_be_slower_on_any_machine():
