@@ -26,8 +26,8 @@ KINDS = {
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("every", [1, 3])
-def test_losses_and_gradients_have_the_bits_of_those_without_a_monitor(kind, implementation, every):
+@pytest.mark.parametrize(("steps", "every"), [(5, 1), (5, 3), pytest.param(200, 7, marks=pytest.mark.slow)])
+def test_losses_and_gradients_have_the_bits_of_those_without_a_monitor(kind, implementation, steps, every):
     model = decoder(implementation, **({"attention_dropout": 0.2} if kind == "dropout" else {}))
     if "checkpointing" in kind:
         model.gradient_checkpointing_enable({"use_reentrant": kind.startswith("reentrant")})
@@ -35,10 +35,10 @@ def test_losses_and_gradients_have_the_bits_of_those_without_a_monitor(kind, imp
     other, results = copy.deepcopy(model), []
     for trained, options in ((model, {}), (other, {"every": every})):
         torch.manual_seed(5)
-        results.append(train(trained, token_batches(5), **KINDS[kind], **options))
+        results.append(train(trained, token_batches(steps), **KINDS[kind], **options))
     assert all(torch.equal(one, two) for one, two in zip(results[0][0], results[1][0], strict=True))
     history = results[1][1].history
-    assert history.steps == list(range(0, 5, every))
+    assert history.steps == list(range(0, steps, every))
     assert {row["sequences"] for row in history.rows()} == {BATCH}
     assert len(history.rows(0)) == 12
 

@@ -10,7 +10,8 @@ from trained_models import decoder, token_batches, train
 
 from headwise.monitoring.monitor import monitor
 
-BATCHES = token_batches(3, batch=6)
+SEQUENCES = 6
+"""Number of sequences in a step, half of them in each process."""
 
 
 def _wrapped(kind):
@@ -23,14 +24,14 @@ def _wrapped(kind):
     return fully_shard(model), None
 
 
-def _process(rank, kind, folder):
+def _process(rank, kind, steps, folder):
     """Train with and without a monitor as one of two processes, and write the results."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = []
     for options in ({}, {"every": 2, "out": folder / "run"}):
         model, call = _wrapped(kind)
-        halves = [ids.chunk(2)[rank] for ids in BATCHES]
+        halves = [ids.chunk(2)[rank] for ids in token_batches(steps, batch=SEQUENCES)]
         run = monitor(call or model, **options) if options else None
         bits, _ = train(model, halves, call=call, run=run)
         local = [each.to_local() if hasattr(each, "to_local") else each for each in bits]
@@ -39,10 +40,11 @@ def _process(rank, kind, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("steps", [3, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_have_the_statistics_of_one(kind, tmp_path):
+def test_two_processes_have_the_statistics_of_one(kind, steps, tmp_path):
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_process, args=(rank, kind, tmp_path)) for rank in range(2)]
+    processes = [context.Process(target=_process, args=(rank, kind, steps, tmp_path)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -52,10 +54,12 @@ def test_two_processes_have_the_statistics_of_one(kind, tmp_path):
     assert all(torch.equal(one, two) for one, two in zip(plain, monitored, strict=True))
     (_, _), (_, others) = pickle.loads((tmp_path / "1.pickle").read_bytes())
     assert rows == others
-    _, alone = train(decoder(), BATCHES, every=2)
+    assert sorted({row["step"] for row in rows}) == list(range(0, steps, 2))
+    rows = [row for row in rows if row["step"] < 3]  # later weights differ from those of one process
+    _, alone = train(decoder(), token_batches(3, batch=SEQUENCES), every=2)
     expected = alone.history.rows()
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, of_one in zip(rows, expected, strict=True):
-        assert row["sequences"] == 6
+        assert row["sequences"] == SEQUENCES
         for name in ("max_logit", "entropy", "first", "output_norm"):
             assert row[name] == pytest.approx(of_one[name], abs=1e-6 if row["step"] == 0 else 2e-4), name
