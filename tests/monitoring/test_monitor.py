@@ -24,9 +24,16 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("implementation", "every"),
+    [
+        ("sdpa", 3),
+        ("eager", 1),
+        pytest.param("sdpa", 1, marks=pytest.mark.slow),
+        pytest.param("eager", 3, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("every", [1, 3])
 def test_losses_and_gradients_have_the_bits_of_those_without_a_monitor(kind, implementation, every):
     model = decoder(implementation, **({"attention_dropout": 0.2} if kind == "dropout" else {}))
     if "checkpointing" in kind:

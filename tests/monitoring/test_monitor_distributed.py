@@ -11,6 +11,7 @@ from trained_models import decoder, token_batches, train
 from headwise.monitoring.monitor import monitor
 
 BATCHES = token_batches(3, batch=6)
+KINDS = ("ddp", "fsdp2")
 
 
 def _wrapped(kind):
@@ -23,34 +24,41 @@ def _wrapped(kind):
     return fully_shard(model), None
 
 
-def _process(rank, kind, folder):
-    """Train with and without a monitor as one of two processes, and write the results."""
+def _process(rank, folder):
+    """Train with and without a monitor as one of two processes, and write the results of each kind."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    results = []
-    for options in ({}, {"every": 2, "out": folder / "run"}):
-        model, call = _wrapped(kind)
-        halves = [ids.chunk(2)[rank] for ids in BATCHES]
-        run = monitor(call or model, **options) if options else None
-        bits, _ = train(model, halves, call=call, run=run)
-        local = [each.to_local() if hasattr(each, "to_local") else each for each in bits]
-        results.append((local, None if run is None else run.history.rows()))
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(results))
-    torch.distributed.destroy_process_group()
+    for kind in KINDS:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{kind}", rank=rank, world_size=2)
+        results = []
+        for options in ({}, {"every": 2, "out": folder / f"run-{kind}"}):
+            model, call = _wrapped(kind)
+            halves = [ids.chunk(2)[rank] for ids in BATCHES]
+            run = monitor(call or model, **options) if options else None
+            bits, _ = train(model, halves, call=call, run=run)
+            local = [each.to_local() if hasattr(each, "to_local") else each for each in bits]
+            results.append((local, None if run is None else run.history.rows()))
+        (folder / f"{kind}-{rank}.pickle").write_bytes(pickle.dumps(results))
+        torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_have_the_statistics_of_one(kind, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_process, args=(rank, kind, tmp_path)) for rank in range(2)]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folder with the results of two processes, which train with each kind in turn since their start takes seconds."""
+    path, context = tmp_path_factory.mktemp("distributed"), multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_process, args=(rank, path)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]
-    (plain, _), (monitored, rows) = pickle.loads((tmp_path / "0.pickle").read_bytes())
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_have_the_statistics_of_one(kind, folder):
+    (plain, _), (monitored, rows) = pickle.loads((folder / f"{kind}-0.pickle").read_bytes())
     assert all(torch.equal(one, two) for one, two in zip(plain, monitored, strict=True))
-    (_, _), (_, others) = pickle.loads((tmp_path / "1.pickle").read_bytes())
+    (_, _), (_, others) = pickle.loads((folder / f"{kind}-1.pickle").read_bytes())
     assert rows == others
     _, alone = train(decoder(), BATCHES, every=2)
     expected = alone.history.rows()
