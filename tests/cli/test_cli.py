@@ -142,12 +142,6 @@ def test_a_mistake_in_a_new_process_is_one_sentence_and_status_2(arguments, stdi
     assert_one_sentence(headwise(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin), sentence)
 
 
-@pytest.mark.slow
-def test_a_missing_file_in_a_new_process_is_one_sentence_and_status_2():
-    sentence = "text: expected a readable file 'missing.txt', got No such file or"
-    assert_one_sentence(headwise("view", "@missing.txt"), sentence)
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
