@@ -6,7 +6,8 @@ default statistics of the monitor. Three copies of the model are trained in alte
 one that observes every step, and with one that observes none of the measured steps. Before they are timed, their losses
 must be the same bit by bit.
 
-The row "every=100" is the mean of 99 steps that are not observed and one that is, over the plain step of the same round.
+The row "every=100" is the mean of 99 steps that are not observed and one that is, over the plain step of the same
+round.
 A quick run has 512 tokens.
 
     python -m benchmarks.monitoring [--quick] [--rounds N] [--only "1, 2048"]

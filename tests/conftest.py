@@ -1,6 +1,7 @@
 """Fixtures of all tests; every test runs with the shapes in headwise's annotations checked at run time."""
 
 import functools
+import gc
 import sys
 from pathlib import Path
 
@@ -24,6 +25,17 @@ def modules_with_shapes() -> list[str]:
 # headwise.shapes defines placeholders; the tests replace them by jaxtyping before headwise is imported.
 sys.modules["headwise.shapes"] = jaxtyping
 jaxtyping.install_import_hook(modules_with_shapes(), "cached_beartype.check")
+
+# Importing torch, transformers and the tests creates millions of objects that are never freed. The garbage collector
+# would traverse all of them again and again. It is off during the imports, then ignores these objects and runs seldom.
+gc.disable()
+
+
+def pytest_collection_finish():
+    """Exclude the objects of all imported modules from garbage collection during the tests."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Forward passes of tiny language models written out by hand, with access to every head, for tests of path patching."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -112,12 +113,19 @@ def bert(model, ids, outputs, inputs, mlps, trace):
     return model.cls(x)
 
 
+@functools.lru_cache(maxsize=1)
+def unpatched_runs(model, direction):
+    """Return the runs of the prompts that patched values come from and of the patched prompts, once for all heads."""
+    source, destination = (CLEAN, CORRUPTED) if direction == "denoise" else (CORRUPTED, CLEAN)
+    return run(model, source), run(model, destination)
+
+
 def path_difference(model, direction, senders, receivers=(), names="", frozen_mlps=False):
     """Return the difference of logits of each pair if the paths from all `senders` to the receivers are patched: to the
     logits if there are no receivers. These are the steps of Wang et al. (2022, appendix B), one by one.
     """
-    source, destination = (CLEAN, CORRUPTED) if direction == "denoise" else (CORRUPTED, CLEAN)
-    new, unpatched = run(model, source), run(model, destination)
+    destination = CORRUPTED if direction == "denoise" else CLEAN
+    new, unpatched = unpatched_runs(model, direction)
     outputs = {layer: out.clone() for layer, out in enumerate(unpatched.outputs)}
     for layer, head in senders:
         outputs[layer][:, head] = new.outputs[layer][:, head]

@@ -2,10 +2,18 @@
 
 from contextlib import contextmanager
 
+import pytest
 import torch
 import transformers
 
 KINDS = ("llama", "gpt2", "bert")
+KINDS_AND_DIRECTIONS = [
+    pytest.param(kind, way, marks=() if (way == "noise") == (kind == "gpt2") else pytest.mark.slow)
+    for kind in KINDS
+    for way in ("denoise", "noise")
+]
+"""Each kind with each direction of patching; by default each kind with one of them."""
+
 HEADS, LAYERS = 6, 3
 CLEAN, CORRUPTED = torch.randint(5, 97, (2, 3, 11), generator=torch.Generator().manual_seed(3))
 ANSWER, WRONG = torch.tensor([[7, 11, 13], [17, 19, 23]])

@@ -261,7 +261,12 @@ STUDY = ["study", "--data", "x", "--out", "{page}"]
             'writing a page needs the package jinja2, .* "headwise[plot]"',
             marks=pytest.mark.slow,
         ),
-        ("gguf", ["view", "hi", "--model", "smollm2"], 'reading SmolLM2.* needs the package gguf, .* "headwise[gguf]"'),
+        pytest.param(
+            "gguf",
+            ["view", "hi", "--model", "smollm2"],
+            'reading SmolLM2.* needs the package gguf, .* "headwise[gguf]"',
+            marks=pytest.mark.slow,
+        ),
         pytest.param("optuna", STUDY, 'a study needs the package optuna, .* "headwise[study]"', marks=pytest.mark.slow),
         pytest.param("scipy", STUDY, 'a study needs the package scipy, .* "headwise[study]"', marks=pytest.mark.slow),
     ],

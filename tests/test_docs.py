@@ -68,6 +68,7 @@ def test_the_code_of_the_page_about_pages_runs(minilm, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "page.html", "compared.html"}
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_about_analyses_joins_tables(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.jsonl").write_text('{"text": "A cup of tea."}\n{"text": "And one of coffee."}\n')

@@ -4,6 +4,7 @@ Torch's compiler takes seconds for its imports and its first graph. A server the
 process for every piece of code. The pieces start from the same state, and cannot influence each other.
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -50,6 +51,7 @@ def _serve() -> None:
         torch.randn(2, 5, 12)
     )
     torch._dynamo.reset()
+    gc.freeze()  # a collection in a forked process would traverse, and copy, all objects of the imported modules
     for line in sys.stdin:
         receiver, sender = os.pipe()
         child = os.fork()

@@ -31,11 +31,11 @@ def causal():
 def losses_by_document(model, gates):
     """Return the mean next-token loss of each document with gates, by its number, computed one sequence at a time."""
     by_document, batches = {}, [row for batch in texts() for row in batch["input_ids"]]
-    for number, ids in zip(texts().document_numbers(), batches, strict=True):
-        if len(ids) > 1:
-            with hw.gate(model, gates):
+    with hw.gate(model, gates):
+        for number, ids in zip(texts().document_numbers(), batches, strict=True):
+            if len(ids) > 1:
                 logits = model(input_ids=ids[None]).logits[0, :-1]
-            by_document.setdefault(number, []).append(torch.nn.functional.cross_entropy(logits, ids[1:]).item())
+                by_document.setdefault(number, []).append(torch.nn.functional.cross_entropy(logits, ids[1:]).item())
     return {number: numbers.fmean(losses) for number, losses in sorted(by_document.items())}
 
 
@@ -59,9 +59,15 @@ def of(values):
 ONE_OUTLIER = [0.04, 0.05, 0.06, 0.03, 0.05, 3.59, 0.045, 0.055]
 
 
-def test_effects_of_documents_are_those_of_gates():
-    model = causal()
-    found = hw.ablate(model, texts(), hw.next_token_loss)
+@pytest.fixture(scope="module")
+def ablation_and_folder(tmp_path_factory):
+    """Effects of all heads on the documents, and the folder in which they are saved."""
+    out = tmp_path_factory.mktemp("ablation")
+    return hw.ablate(causal(), texts(), hw.next_token_loss, out=out), out
+
+
+def test_effects_of_documents_are_those_of_gates(ablation_and_folder):
+    model, (found, _) = causal(), ablation_and_folder
     whole = losses_by_document(model, {(0, 0): 1.0})
     effects = found.effects()
     assert effects.index.name == "document"
@@ -126,13 +132,13 @@ def test_scores_where_more_than_half_of_the_effects_are_equal():
     assert scores[9] == pytest.approx(1.0 / (0.1 * math.sqrt(math.pi / 2)), rel=1e-12)
 
 
-def test_effects_are_saved_and_loaded(tmp_path):
-    found = hw.ablate(causal(), texts(), hw.next_token_loss, out=tmp_path)
-    loaded = hw.Ablation.load(tmp_path)
+def test_effects_are_saved_and_loaded(ablation_and_folder):
+    found, folder = ablation_and_folder
+    loaded = hw.Ablation.load(folder)
     assert loaded == found
     assert loaded.effects().equals(found.effects())
     assert loaded.table().equals(found.table())
-    columns = pyarrow.parquet.read_table(tmp_path / "ablation.parquet").to_pydict()
+    columns = pyarrow.parquet.read_table(folder / "ablation.parquet").to_pydict()
     assert columns["cost_median"] == found.table()["cost_median"].tolist()
     assert columns["cost_outliers"] == found.table()["cost_outliers"].tolist()
 

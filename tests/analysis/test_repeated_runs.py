@@ -158,25 +158,30 @@ def new(kind):
 
 
 @torch.no_grad()
-def by_hand(kind, layer, head, data):
-    """Return the increase of each example's loss without one head; each run has a new model and the same seed."""
-    losses = {}
-    for factor in (1.0, 0.0):
-        losses[factor] = []
-        for batch in data:
-            model = new(kind)
-            with hw.gate(model, {(f"layers.{layer}.attn", head): factor}):
-                torch.manual_seed(11)
-                losses[factor] += square_loss(model, batch).tolist()
-    return [without - whole for without, whole in zip(losses[0.0], losses[1.0], strict=True)]
+def losses_by_hand(kind, data, layer=0, head=0, factor=1.0):
+    """Return the loss of each example with a gate at one head; each run has a new model and the same seed."""
+    losses = []
+    for batch in data:
+        model = new(kind)
+        with hw.gate(model, {(f"layers.{layer}.attn", head): factor}):
+            torch.manual_seed(11)
+            losses += square_loss(model, batch).tolist()
+    return losses
+
+
+def mean_cost_by_hand(kind, layer, head, data, dense):
+    """Return the mean increase of the examples' losses without one head over those of the dense model."""
+    without = losses_by_hand(kind, data, layer, head, 0.0)
+    return sum(loss - other for loss, other in zip(without, dense, strict=True)) / len(dense)
 
 
 def require_equal_to_hand(found, kind, data):
     rows = {(row.layer, row.head): row.statistics["cost"].value for row in found.rows}
     assert list(rows) == [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
+    dense = losses_by_hand(kind, data)
     for (layer, head), value in rows.items():
-        costs = by_hand(kind, layer, head, data)
-        assert value == pytest.approx(sum(costs) / len(costs), rel=1e-9, abs=1e-12), (layer, head)
+        cost = mean_cost_by_hand(kind, layer, head, data, dense)
+        assert value == pytest.approx(cost, rel=1e-9, abs=1e-12), (layer, head)
 
 
 @pytest.mark.parametrize("kind", [Persistent, Fresh, Optional, Hooked, Random])
@@ -201,10 +206,11 @@ def test_sets_of_heads_in_any_order_are_those_of_gates():
     names = {"d": [(3, 1)], "b": [(1, 2)], "e": [(4, 0), (2, 2)], "c": [(2, 0)], "a": [(3, 0)]}
     with pytest.warns(UserWarning, match="all runs were complete"):
         found = hw.ablate(new(Persistent), batches(), square_loss, units=names)
+    dense = losses_by_hand(Persistent, batches())
     for row in found.rows:
         if len(row.heads) == 1:
-            costs = by_hand(Persistent, *names[row.name][0], batches())
-            assert row.statistics["cost"].value == pytest.approx(sum(costs) / len(costs), rel=1e-9)
+            cost = mean_cost_by_hand(Persistent, *names[row.name][0], batches(), dense)
+            assert row.statistics["cost"].value == pytest.approx(cost, rel=1e-9)
 
 
 def test_buffers_and_random_numbers_are_left_unchanged():

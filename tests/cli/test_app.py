@@ -119,8 +119,19 @@ def test_the_page_describes_every_option_and_example(command, headwise):
         assert example.strip() in PAGE
 
 
-@pytest.mark.parametrize("shell", ["bash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zsh", "fish"))])
-def test_completion_scripts_are_shown(shell):
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_are_shown(shell, headwise, capsys, monkeypatch):
+    monkeypatch.setenv("_HEADWISE_COMPLETE", f"source_{shell}")
+    with pytest.raises(SystemExit, match="^0$"):
+        headwise()
+    printed = capsys.readouterr()
+    assert "_HEADWISE_COMPLETE" in printed.out
+    assert printed.err == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_are_shown_by_a_new_process(shell):
     result = in_new_process(env=os.environ | {"_HEADWISE_COMPLETE": f"source_{shell}"})
     assert result.returncode == 0, result.stderr
     assert "_HEADWISE_COMPLETE" in result.stdout
@@ -373,7 +384,15 @@ def test_a_reader_that_closes_the_output_gets_no_traceback(more, folder):
     assert (result.returncode, result.stderr) == (141, "")
 
 
-def test_a_closed_standard_output_is_no_error(folder):
+def test_a_closed_standard_output_is_no_error(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "argv", ["headwise", "compare", str(folder / "a"), str(folder / "b")])
+    assert cli.run() == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_a_closed_standard_output_of_a_new_process_is_no_error(folder):
     command = f"exec {shlex.quote(sys.executable)} -m headwise compare {folder / 'a'} {folder / 'b'} >&-"
     result = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False, timeout=120)
     assert (result.returncode, result.stderr) == (0, "")

@@ -24,9 +24,16 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("implementation", "steps", "every"),
+    [
+        ("sdpa", 5, 3),
+        ("eager", 5, 1),
+        pytest.param("sdpa", 200, 7, marks=pytest.mark.slow),
+        pytest.param("eager", 200, 7, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("steps", "every"), [(5, 1), (5, 3), pytest.param(200, 7, marks=pytest.mark.slow)])
 def test_losses_and_gradients_have_the_bits_of_those_without_a_monitor(kind, implementation, steps, every):
     model = decoder(implementation, **({"attention_dropout": 0.2} if kind == "dropout" else {}))
     if "checkpointing" in kind:

@@ -13,6 +13,8 @@ from headwise.monitoring.monitor import monitor
 SEQUENCES = 6
 """Number of sequences in a step, half of them in each process."""
 
+KINDS = ("ddp", "fsdp2")
+
 
 def _wrapped(kind):
     """Return the model of one process, and what is called in its place."""
@@ -24,35 +26,47 @@ def _wrapped(kind):
     return fully_shard(model), None
 
 
-def _process(rank, kind, steps, folder):
-    """Train with and without a monitor as one of two processes, and write the results."""
+def _process(rank, steps, folder):
+    """Train with and without a monitor as one of two processes, and write the results of each kind."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    results = []
-    for options in ({}, {"every": 2, "out": folder / "run"}):
-        model, call = _wrapped(kind)
-        halves = [ids.chunk(2)[rank] for ids in token_batches(steps, batch=SEQUENCES)]
-        run = monitor(call or model, **options) if options else None
-        bits, _ = train(model, halves, call=call, run=run)
-        local = [each.to_local() if hasattr(each, "to_local") else each for each in bits]
-        results.append((local, None if run is None else run.history.rows()))
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(results))
-    torch.distributed.destroy_process_group()
+    for kind in KINDS:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{kind}", rank=rank, world_size=2)
+        results = []
+        for options in ({}, {"every": 2, "out": folder / f"run-{kind}"}):
+            model, call = _wrapped(kind)
+            halves = [ids.chunk(2)[rank] for ids in token_batches(steps, batch=SEQUENCES)]
+            run = monitor(call or model, **options) if options else None
+            bits, _ = train(model, halves, call=call, run=run)
+            local = [each.to_local() if hasattr(each, "to_local") else each for each in bits]
+            results.append((local, None if run is None else run.history.rows()))
+        (folder / f"{kind}-{rank}.pickle").write_bytes(pickle.dumps(results))
+        torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_have_the_statistics_of_one(kind, steps, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_process, args=(rank, kind, steps, tmp_path)) for rank in range(2)]
+@pytest.fixture(scope="module", params=[3, pytest.param(200, marks=pytest.mark.slow)])
+def steps(request):
+    """Number of steps of a training."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(steps, tmp_path_factory):
+    """Folder with the results of two processes, which train with each kind in turn since their start takes seconds."""
+    path, context = tmp_path_factory.mktemp("distributed"), multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_process, args=(rank, steps, path)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]
-    (plain, _), (monitored, rows) = pickle.loads((tmp_path / "0.pickle").read_bytes())
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_have_the_statistics_of_one(kind, steps, folder):
+    (plain, _), (monitored, rows) = pickle.loads((folder / f"{kind}-0.pickle").read_bytes())
     assert all(torch.equal(one, two) for one, two in zip(plain, monitored, strict=True))
-    (_, _), (_, others) = pickle.loads((tmp_path / "1.pickle").read_bytes())
+    (_, _), (_, others) = pickle.loads((folder / f"{kind}-1.pickle").read_bytes())
     assert rows == others
     assert sorted({row["step"] for row in rows}) == list(range(0, steps, 2))
     rows = [row for row in rows if row["step"] < 3]  # later weights differ from those of one process

@@ -98,7 +98,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("plain", "accumulation") else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS],
+)
 def test_losses_and_gradients_of_200_steps_have_the_same_bits(name, tmp_path):
     results = []
     for callbacks in ([], [hw.MonitorCallback(every=13, statistics=("max_logit", "entropy", "received"))]):

@@ -208,12 +208,13 @@ def test_a_view_draws_words(coffee):
     assert coffee.plot(kind="ranking").get_ylabel() == "entropy (nats)"  # one text has no standard errors
 
 
-def test_received_attention_of_words_is_that_of_their_tokens(smollm2):
-    text = "Unbelievable antidisestablishmentarianism happened"
-    seen = hw.view(smollm2.model, smollm2.tokenizer, text)
+@pytest.mark.parametrize("name", ["minilm", pytest.param("smollm2", marks=pytest.mark.slow)])
+def test_received_attention_of_words_is_that_of_their_tokens(name, request):
+    text, loaded = "Unbelievable antidisestablishmentarianism happened", request.getfixturevalue(name)
+    seen = hw.view(loaded.model, loaded.tokenizer, text)
     assert len(seen.words) < seen.tokens
-    with hw.watch(smollm2.model) as watched:
-        smollm2.model(**smollm2.tokenizer(text, return_tensors="pt"))
+    with hw.watch(loaded.model) as watched:
+        loaded.model(**loaded.tokenizer(text, return_tensors="pt"))
     for place, of_tokens in watched.received().items():
         of_words = seen.head(*place).received
         torch.testing.assert_close(of_words.sum(), of_tokens.sum(), rtol=1e-4, atol=1e-6)

@@ -61,12 +61,8 @@ def treebank(sentences=52, seed=0, documents=True):
 
 def between_words(weights, word_of, words):
     """Return sums over the tokens of attended words, and means over those of attending words: (heads, words, words)."""
-    found = torch.zeros(len(weights), words, words, dtype=torch.float64)
-    for source, target in itertools.product(range(words), repeat=2):
-        rows = [row for row, word in enumerate(word_of) if word == source]
-        columns = [column for column, word in enumerate(word_of) if word == target]
-        found[:, source, target] = weights[:, rows][..., columns].sum(-1).mean(-1)
-    return found
+    is_in_word = (torch.tensor(word_of)[:, None] == torch.arange(words)).double()  # (tokens, words)
+    return (is_in_word / is_in_word.sum(0)).mT @ weights.double() @ is_in_word
 
 
 def expected_pairs(kind, model, text, start_token):

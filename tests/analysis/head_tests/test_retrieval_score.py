@@ -71,7 +71,7 @@ def test_forced_scores_are_those_of_whole_matrices(kind, haystack):
         assert row.statistics["score_60"].value == pytest.approx(of_short.mean().item())
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_generated_scores_are_those_of_the_greedy_answer(kind, haystack):
     model = language_model(kind)
 

@@ -170,7 +170,7 @@ def test_normalise_divides_by_the_norm_over_a_layer():
             assert got.sem == pytest.approx(expected.sem / float(layer.norm()), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "albert"])
+@pytest.mark.parametrize("name", ["bert", "t5", pytest.param("albert", marks=pytest.mark.slow)])
 def test_integrated_gradients_sum_to_the_effect_of_removing_all_heads(name):
     model, (batch,) = model_of(name), data(name)
     found = importance(model, data(name), wave, "integrated", steps=48)

@@ -60,7 +60,7 @@ def mean_output(model, projection, rows):
     return torch.cat(inputs).mean(0).unflatten(-1, (6, -1))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_scores_equal_those_of_logits(name):
     model = models(name)
     texts = hw.Texts(tiny.texts(40, 9, 20, 18), tiny.tokenizer("decoder"), context=20, documents="cut", batch=2)

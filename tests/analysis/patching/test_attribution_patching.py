@@ -13,7 +13,7 @@ from prompt_models import (
     CLEAN,
     CORRUPTED,
     HEADS,
-    KINDS,
+    KINDS_AND_DIRECTIONS,
     LAYERS,
     changed_outputs,
     difference,
@@ -53,8 +53,7 @@ def require_values(table, estimated, to_recovered):
             assert found.n == 3
 
 
-@pytest.mark.parametrize("direction", ["denoise", "noise"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "direction"), KINDS_AND_DIRECTIONS)
 def test_it_equals_derivatives_by_plain_hooks(kind, direction):
     model = language_model(kind)
     found = attribution_patching(model, CLEAN, CORRUPTED, **ASKED, direction=direction)
@@ -108,8 +107,7 @@ def test_small_changes_are_estimated_exactly():
         assert estimated.head(head.layer, head.head).statistics["recovered"].value == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("direction", ["denoise", "noise"])
+@pytest.mark.parametrize(("kind", "direction"), KINDS_AND_DIRECTIONS)
 def test_integrated_effects_add_up_to_those_of_layers(kind, direction):
     model = language_model(kind, std=0.1)
     few, many = (

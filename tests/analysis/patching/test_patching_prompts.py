@@ -116,7 +116,7 @@ def test_effects_are_tested_against_no_effect():
     torch.manual_seed(1)
     clean, corrupted = (torch.randint(13, (5, 6)) for _ in range(2))
     for direction, none in (("denoise", 0.0), ("noise", 1.0)):
-        options = {"answer": 3, "wrong": 4, "direction": direction}
+        options = {"answer": 3, "wrong": 4, "direction": direction, "heads": [(0, 1), (0, 4), (1, 0), (1, 5)]}
         table = hw.activation_patching(model, clean, corrupted, **options)
         single = [
             hw.activation_patching(model, clean[each : each + 1], corrupted[each : each + 1], **options)

@@ -36,7 +36,7 @@ def test_the_kernels_drop_the_weights_that_the_generator_selects():
     check_dropped_weights()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_results_with_dropout_are_within_the_error_budget(dtype):
     check_results(dtype, dropout=0.3)
 

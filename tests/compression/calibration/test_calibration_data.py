@@ -205,8 +205,15 @@ class Encoder(torch.nn.Module):
         return self.encoder(x, src_key_padding_mask=attention_mask == 0)
 
 
-@pytest.mark.parametrize("end", [7, 9], ids=["all rows end earlier", "one row is full"])
-@pytest.mark.parametrize("fitted", [True, False])
+@pytest.mark.parametrize(
+    ("fitted", "end"),
+    [
+        pytest.param(True, 7, id="fitted, all rows end earlier"),
+        pytest.param(True, 9, id="fitted, one row is full", marks=pytest.mark.slow),
+        pytest.param(False, 7, id="all rows end earlier", marks=pytest.mark.slow),
+        pytest.param(False, 9, id="one row is full"),
+    ],
+)
 def test_encoders_with_nested_tensors_have_the_same_scores(fitted, end):
     mask = torch.ones(3, 9, dtype=torch.long)
     mask[:, end:], mask[1, 4:] = 0, 0

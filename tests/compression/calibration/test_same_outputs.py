@@ -167,7 +167,9 @@ def test_logits_of_unused_tokens_do_not_count():
         plan_pruning(hw.MagnitudeScores(model, BATCH), keep=0.5, model=model)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5", "bert"])
 def test_models_in_low_precision_and_training_mode_are_accepted(name, dtype):
     model = families.model(name).to(dtype).train()

@@ -211,6 +211,7 @@ module.heal(*pair("encoder", ""), texts(kind="encoder"), 12, lr=1e-2, out={out!r
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_a_run_that_resumes_to_the_same_bits(tmp_path):
     code = KILLED.format(tests=str(TESTS), out=str(tmp_path))
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)

@@ -1,5 +1,6 @@
 """Merging of key/value heads, against attention computed from the dense weights, and against heads that are equal."""
 
+import functools
 from copy import deepcopy
 
 import pytest
@@ -98,12 +99,15 @@ def largest_change(model, changed, data):
     return max(changes)
 
 
-def models_and_data():
-    return [(family(name), batches()[0], name) for name in CONFIGS] + [(layer(name), xs()[0], name) for name in LAYERS]
+@functools.cache
+def model_and_data(name):
+    """Return a model, which tests copy before they change it, and the arguments of one call."""
+    return (family(name), batches()[0]) if name in CONFIGS else (layer(name), xs()[0])
 
 
-@pytest.mark.parametrize(("model", "data", "name"), models_and_data(), ids=[*CONFIGS, *LAYERS])
-def test_alignment_and_order_of_heads_leave_the_output_unchanged(model, data, name):
+@pytest.mark.parametrize("name", [*CONFIGS, *LAYERS])
+def test_alignment_and_order_of_heads_leave_the_output_unchanged(name):
+    model, data = model_and_data(name)
     generator, turned, ordered = torch.Generator().manual_seed(1), deepcopy(model), deepcopy(model)
     is_turned = []
     for module in mergeable_modules(model, 1).values():
@@ -166,9 +170,19 @@ def test_merged_attention_equals_attention_computed_from_the_dense_weights(metho
         assert (merged(x) - expected).abs().max() <= 1e-10
 
 
-@pytest.mark.parametrize(("model", "data", "name"), models_and_data(), ids=[*CONFIGS, *LAYERS])
+REPRESENTATIVES = ("llama", "qwen3", "phi, grouped", "phi3, half rotary")
+"""Models whose keys may be rotated in different ways, and whose projections are separate or fused."""
+
+
+def representatives_and_slow(names):
+    """Return parameters for the names of configurations, of which the representatives run by default."""
+    return [name if name in REPRESENTATIVES else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", [*representatives_and_slow(CONFIGS), *LAYERS])
 @pytest.mark.parametrize("grouping", [pytest.param("adjacent", marks=pytest.mark.slow), "similarity"])
-def test_heads_that_are_equal_up_to_a_rotation_are_merged_exactly(model, data, name, grouping):
+def test_heads_that_are_equal_up_to_a_rotation_are_merged_exactly(name, grouping):
+    model, data = model_and_data(name)
     present = next(iter(mergeable_modules(model, 1).values())).num_kv_heads
     groups = 2 if present % 2 == 0 and present > 2 else 1
     equal, generator = deepcopy(model), torch.Generator().manual_seed(1)
@@ -204,7 +218,7 @@ def make_equal(model, module, groups):
     average_heads(model, module, first, first)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt-oss"])
+@pytest.mark.parametrize("name", representatives_and_slow(name for name in CONFIGS if name != "gpt-oss"))
 def test_plain_transformers_loads_a_merged_model(name, tmp_path):
     model = family(name, transformers.AutoModelForCausalLM).float()
     count = 1 if model.config.num_key_value_heads % 2 else model.config.num_key_value_heads // 2
@@ -229,7 +243,7 @@ def test_a_merged_layer_equals_a_new_one_with_its_weights(name):
     assert new.qkv_widths == merged.qkv_widths
 
 
-@pytest.mark.parametrize("method", ["mean", "weighted_mean", "procrustes"])
+@pytest.mark.parametrize("method", ["mean", pytest.param("weighted_mean", marks=pytest.mark.slow), "procrustes"])
 @pytest.mark.parametrize("name", ["llama", pytest.param("phi", marks=pytest.mark.slow)])
 def test_least_squares_brings_each_module_closer_to_the_dense_one(name, method):
     model, data = family(name), batches(12)

@@ -71,7 +71,10 @@ def with_repeated_head(model, name):
     return dataclasses.replace(plan, modules=kept, identity=None)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "gpt_neox", "bart", "vit", "t5"])
+@pytest.mark.parametrize(
+    "name",
+    ["bert", "gpt2", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "bart", "vit"))],
+)
 def test_reconstruction_replaces_a_head_that_another_one_repeats(name, monkeypatch):
     monkeypatch.setattr(cross_validation, "DAMPINGS", (1e-10,))
     model = families.model(name)
