@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 import threading
 
 import pytest
@@ -245,14 +246,20 @@ def test_functions_and_hooks_are_restored_after_a_keyboard_interrupt():
 
 @torch.no_grad()
 def test_calls_in_other_threads_are_watched():
-    model = family("llama", "sdpa")
-    with hw.watch(model) as heads:
-        threads = [threading.Thread(target=torch.no_grad()(model), args=(TOKENS,)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert heads.records[0].statistics["entropy"].count.tolist() == [6.0] * 6
+    model, interval = family("llama", "sdpa"), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads interrupt each other often
+    try:
+        for _ in range(10):
+            with hw.watch(model) as heads:
+                threads = [threading.Thread(target=torch.no_grad()(model), args=(TOKENS,)) for _ in range(3)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            for name in ("entropy", "written_norm"):
+                assert heads.records[0].statistics[name].count.tolist() == [6.0] * 6
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_gradients_are_unchanged():

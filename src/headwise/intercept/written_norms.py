@@ -7,7 +7,10 @@ training mode, in which dropout changes both, a difference shows nothing; the ne
 there is none, the weights of the function that maps the heads' outputs decide.
 """
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +63,19 @@ class _HeadOutputs(NamedTuple):
     may_be_gated: bool
 
 
+@dataclass(frozen=True)
+class _ModelCall:
+    """What was seen of the current call of the model in one thread.
+
+    Attributes:
+        head_outputs: outputs of heads that wait for their projection, by the path of the attention module.
+        projection_calls: calls of modules that may be projections, by path.
+    """
+
+    head_outputs: dict[str, _HeadOutputs] = field(default_factory=dict)
+    projection_calls: dict[str, _ProjectionCall] = field(default_factory=dict)
+
+
 class WrittenNorms:
     """Matrices with which `written_norm` is computed from head outputs, for the attention modules of a model. The first
     call of each module confirms that the output projection which was found maps the head outputs.
@@ -74,8 +90,7 @@ class WrittenNorms:
         self._modules = dict(model.named_modules(remove_duplicate=False))  # one may be found by its other name
         self._projection_paths: dict[str, str | None] = {}
         self._grams: dict[str, tuple[Any, LinearMap, Tensor]] = {}
-        self._head_outputs: dict[str, _HeadOutputs] = {}
-        self._projection_calls: dict[str, _ProjectionCall] = {}
+        self._model_calls: defaultdict[int, _ModelCall] = defaultdict(_ModelCall)  # by thread
         self._settled: set[str] = set()  # paths of attention modules that are confirmed or left out
         self._left_out: set[str] = set()
         self._projected_by: dict[str, set[int]] = {}  # ids of the weights, by the path of the attention module
@@ -142,10 +157,10 @@ class WrittenNorms:
         return path not in self._settled
 
     def on_model_call(self) -> None:
-        """Leave out modules whose projection did not run after their attention in the last call of the model."""
-        for path in list(self._head_outputs):
-            self._settle(path, is_confirmed=False)
-        self._projection_calls = {}
+        """Leave out modules whose projection did not run after their attention in the last call of the model in this
+        thread.
+        """
+        self._end(threading.get_ident())
 
     def on_head_outputs(
         self, path: str, out: Float[Tensor, "batch heads queries value_dim"], *, may_be_gated: bool
@@ -153,10 +168,11 @@ class WrittenNorms:
         """Compare the head outputs of the first call of the attention module at `path` with the input of its
         projection, now or when the projection has run. With `may_be_gated`, an interceptor may change them before.
         """
-        self._head_outputs[path] = _HeadOutputs(out.transpose(1, 2).flatten(0, 1), may_be_gated)
-        call = self._projection_calls.get(self._projection_paths[path] or "")
+        model_call = self._model_calls[threading.get_ident()]
+        model_call.head_outputs[path] = _HeadOutputs(out.transpose(1, 2).flatten(0, 1), may_be_gated)
+        call = model_call.projection_calls.get(self._projection_paths[path] or "")
         if call is not None:
-            self._check(path, call)
+            self._check(path, call, model_call)
 
     def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
         """Record the weights by which the outputs of the attention module at `path` are mapped, parameters or views of
@@ -174,19 +190,21 @@ class WrittenNorms:
         that was called before. Otherwise keep some rows of them, if the module may be the projection of attention that
         is observed later.
         """
-        waiting = [each for each in self._head_outputs if self._projection_paths[each] == path]
+        model_call = self._model_calls[threading.get_ident()]
+        waiting = [each for each in model_call.head_outputs if self._projection_paths[each] == path]
         if waiting or _is_named_projection(path):
             call = _projection_call(self._modules[path], arguments.values(), output)
             if call is not None:
-                self._projection_calls[path] = call
+                model_call.projection_calls[path] = call
                 for attention_path in waiting:
-                    self._check(attention_path, call)
+                    self._check(attention_path, call, model_call)
 
     def finish(self) -> None:
         """Leave out the modules whose projection was not confirmed, at the end of the observation. If only calls in
         training mode were seen, these are the modules whose outputs were mapped by other weights alone.
         """
-        self.on_model_call()
+        for thread in list(self._model_calls):
+            self._end(thread)
         for path, weights in self._projected_by.items():
             projection = self._modules[self._projection_paths.get(path) or path]
             is_its_own = bool(weights.intersection(map(id, projection.parameters())))
@@ -196,9 +214,19 @@ class WrittenNorms:
             if weights and path not in self._left_out and path not in self._grams:
                 self._settle(path, is_confirmed=False)  # the projection has an unusual name or place
 
-    def _check(self, path: str, call: _ProjectionCall) -> None:
-        """Decide if `call`, of the projection found for the attention module at `path`, maps its head outputs."""
-        head_outputs, projection = self._head_outputs.pop(path), self._grams[path][1]
+    def _end(self, thread: int) -> None:
+        """Leave out modules whose projection did not run after their attention in the call of the model in a thread,
+        unless a call in another thread has confirmed it.
+        """
+        for path in self._model_calls.pop(thread, _ModelCall()).head_outputs:
+            if path not in self._settled:
+                self._settle(path, is_confirmed=False)
+
+    def _check(self, path: str, call: _ProjectionCall, model_call: _ModelCall) -> None:
+        """Decide if `call`, of the projection found for the attention module at `path`, maps its head outputs in the
+        same call of the model.
+        """
+        head_outputs, projection = model_call.head_outputs.pop(path), self._grams[path][1]
         is_confirmed = _consists_of(call, head_outputs) and _maps(projection, call)
         # Dropout changes inputs and outputs. Zeros of closed gates, and NaN, show nothing: the next call decides.
         if is_confirmed or not (call.is_training or _shows_nothing(call, head_outputs)):
@@ -206,7 +234,6 @@ class WrittenNorms:
 
     def _settle(self, path: str, *, is_confirmed: bool) -> None:
         """Record that the projection of the attention module at `path` is confirmed; or leave out `written_norm`."""
-        self._head_outputs.pop(path, None)
         self._settled.add(path)
         if not is_confirmed:
             self._left_out.add(path)
