@@ -66,6 +66,7 @@ def test_changes_are_those_of_the_same_module():
     rows = [("image", 0, 5.0), ("text", 1, 1.25)]
     history.append(1, [{**row, "layer": layer, "module": name, "entropy": value} for name, layer, value in rows])
     assert history.changes("entropy") == [(1, 0, 0.25)]
+    assert list(history.series("entropy")) == [((1, 0), [0, 1], [1.0, 1.25]), ((0, 0), [1], [5.0])]
     assert step_scalars(history, 1, [], 4).items() >= {"heads/1.0/entropy": 1.25}.items()
     assert "heads/0.0/entropy" not in step_scalars(history, 1, [], 4)
 

@@ -127,6 +127,33 @@ def test_evaluation_between_steps_does_not_count():
     assert {row["sequences"] for row in run.history.rows()} == {BATCH}
 
 
+def test_modules_in_evaluation_mode_are_left_out_without_a_warning():
+    """As the frozen part of a model: its attention is seen and does not count."""
+    model, (ids,) = decoder(), token_batches(1)
+    model.model.layers[0].eval()
+    with monitor(model, every=1) as run:
+        model(input_ids=ids)
+        run.step()
+        model.eval()(input_ids=ids)
+        with pytest.raises(
+            hw.InputError, match="got none, since the model did not run in this mode; call monitor.step"
+        ):
+            run.step()
+    assert {row["layer"] for row in run.history.rows()} == {1}
+
+
+def test_modules_whose_attention_is_not_seen_are_named():
+    class UnseenAttention(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(UnseenAttention(3, 3))
+    refused = pytest.raises(hw.InputError, match=r"got none; call monitor.step\(\) after each")
+    with monitor(model, every=1) as run:
+        model(torch.ones(3))
+        with pytest.warns(UserWarning, match="of these modules was not seen: 0$"), refused:
+            run.step()
+
+
 def test_further_passes_are_not_observed_after_enough_sequences():
     _, run = train(decoder(), token_batches(1, batch=8), micro=4, every=1, sequences=3)
     assert {row["sequences"] for row in run.history.rows()} == {4}

@@ -326,6 +326,20 @@ def test_projections_that_do_more():
     refuses(changed, "^model: expected projections with plain weights, got attention.kv_up without a parameter weight")
 
 
+def test_adapters_are_named():
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.further = base, nn.Linear(48, 48, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.base(x) + self.further(x)
+
+    changed = model("llama")
+    changed.layers[0].self_attn.q_proj = Adapter(changed.layers[0].self_attn.q_proj)
+    refuses(changed, "got layers.0.self_attn, where 'Adapter' object has no attribute 'out_features'$")
+
+
 def test_weights_without_values():
     match = "^model: expected weights that can be multiplied by a factor, got layers.0.self_attn.q_proj.weight, "
     refuses(model("llama").to("meta"), match + "a parameter of float64 on meta$")

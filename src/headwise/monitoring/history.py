@@ -211,13 +211,16 @@ class History:
 
     def series(self, statistic: str) -> Iterator[tuple[tuple[int, int], list[int], list[float]]]:
         """Yield, for each head, its layer and number, the steps in which `statistic` has a value, and the values."""
-        of_heads: dict[tuple[str, str, int], tuple[tuple[int, int], list[int], list[float]]] = {}
+        places: dict[tuple[str, str, int], tuple[int, int]] = {}
+        points: dict[tuple[str, str, int], tuple[list[int], list[float]]] = {}
         for row in self.rows():
             if row.get(statistic) is not None:
-                head = of_heads.setdefault(head_of(row), ((row["layer"], row["head"]), [], []))
-                head[1].append(row["step"])
-                head[2].append(row[statistic])
-        yield from of_heads.values()
+                places[head_of(row)] = row["layer"], row["head"]  # the number of the layer in the last step
+                steps, values = points.setdefault(head_of(row), ([], []))
+                steps.append(row["step"])
+                values.append(row[statistic])
+        for head, place in places.items():
+            yield (place, *points[head])
 
     def _require_statistic(self, statistic: str) -> None:
         if statistic not in self.statistics:

@@ -42,6 +42,11 @@ class TrainingObserver(StatisticsObserver):
         if self._limit is not None:
             self._limit.on_model_call()
 
+    def on_module_call(self, path: str) -> None:
+        """Record that a module in training mode ran. Attention of other modules is not missing in the results."""
+        if self._modules[path].training:
+            super().on_module_call(path)
+
     def observe(self, call: Call) -> Observation | None:
         """Return the functions that observe `call`; None if it is not part of training, repeats another, or if enough
         sequences were observed.
