@@ -5,12 +5,16 @@ import os
 import signal
 import time
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from trained_models import decoder, token_batches, train
 
 import headwise as hw
+import histories
 from headwise.monitoring.history import History
 from headwise.monitoring.monitor import monitor
+from headwise.monitoring.scalars import step_scalars
 
 
 def test_a_run_folder_has_the_history(tmp_path):
@@ -54,10 +58,55 @@ def test_a_folder_without_a_history_is_refused(tmp_path):
         History.load(tmp_path)
 
 
+def test_changes_are_those_of_the_same_module():
+    """The layer of a module may have another number in a step in which other modules ran."""
+    history = History({})
+    row = {"head": 0, "kind": "self", "sequences": 1, "nonfinite_rows": 0}
+    history.append(0, [{**row, "layer": 0, "module": "text", "entropy": 1.0}])
+    rows = [("image", 0, 5.0), ("text", 1, 1.25)]
+    history.append(1, [{**row, "layer": layer, "module": name, "entropy": value} for name, layer, value in rows])
+    assert history.changes("entropy") == [(1, 0, 0.25)]
+    assert list(history.series("entropy")) == [((1, 0), [0, 1], [1.0, 1.25]), ((0, 0), [1], [5.0])]
+    assert step_scalars(history, 1, [], 4).items() >= {"heads/1.0/entropy": 1.25}.items()
+    assert "heads/0.0/entropy" not in step_scalars(history, 1, [], 4)
+
+
 def test_a_damaged_step_is_named(tmp_path):
     train(decoder(), token_batches(1), every=1, out=tmp_path)
     (tmp_path / "steps" / "000000000000.parquet").write_bytes(b"PAR1")
     with pytest.raises(hw.InputError, match=r"^folder: expected readable steps, got a damaged file .*0.parquet'$"):
+        History.load(tmp_path)
+
+
+def test_damaged_bytes_change_no_number(tmp_path):
+    written = histories.history(1, 2, [0, 10], lambda layer, head, step: 1.0 + step + head, folder=tmp_path)
+    path = tmp_path / "steps" / "000000000010.parquet"
+    data, numbers = path.read_bytes(), [[*row.values()] for row in written.rows()]
+    refused = 0
+    for index in range(0, len(data), 7):
+        path.write_bytes(data[:index] + bytes([data[index] ^ 0x5A]) + data[index + 1 :])
+        try:
+            # Checksums are those of the numbers, not of the names of columns.
+            assert [[*row.values()] for row in History.load(tmp_path).rows()] == numbers
+        except hw.InputError:
+            refused += 1
+    assert refused > 20
+
+
+OTHER_CONTENT = {
+    "no rows": [],
+    "another table": [{"a": 1}],
+    "another step": [{"step": 11, **histories.rows(1, 1, lambda layer, head: {"entropy": 1.0})[0]}],
+    "text": [{"step": 10, **histories.rows(1, 1, lambda layer, head: {"entropy": "high"})[0]}],
+}
+
+
+@pytest.mark.parametrize("content", OTHER_CONTENT)
+def test_files_with_another_content_are_named(content, tmp_path):
+    histories.history(1, 1, [0], lambda layer, head, step: 1.0, folder=tmp_path)
+    path = tmp_path / "steps" / "000000000010.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(OTHER_CONTENT[content]), path)
+    with pytest.raises(hw.InputError, match=r"^folder: expected readable steps, got a damaged file .*10.parquet'$"):
         History.load(tmp_path)
 
 

@@ -134,9 +134,65 @@ def test_evaluation_between_steps_does_not_count():
     assert {row["sequences"] for row in run.history.rows()} == {BATCH}
 
 
+def test_modules_in_evaluation_mode_are_left_out_without_a_warning():
+    """As the frozen part of a model: its attention is seen and does not count."""
+    model, (ids,) = decoder(), token_batches(1)
+    model.model.layers[0].eval()
+    with monitor(model, every=1) as run:
+        model(input_ids=ids)
+        run.step()
+        model.eval()(input_ids=ids)
+        with pytest.raises(
+            hw.InputError, match="got none, since the model did not run in this mode; call monitor.step"
+        ):
+            run.step()
+    assert {row["layer"] for row in run.history.rows()} == {1}
+
+
+def test_modules_whose_attention_is_not_seen_are_named():
+    class UnseenAttention(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(UnseenAttention(3, 3))
+    refused = pytest.raises(hw.InputError, match=r"got none; call monitor.step\(\) after each")
+    with monitor(model, every=1) as run:
+        model(torch.ones(3))
+        with pytest.warns(UserWarning, match="of these modules was not seen: 0$"), refused:
+            run.step()
+
+
 def test_further_passes_are_not_observed_after_enough_sequences():
     _, run = train(decoder(), token_batches(1, batch=8), micro=4, every=1, sequences=3)
     assert {row["sequences"] for row in run.history.rows()} == {4}
+
+
+class _InChunks(torch.nn.Module):
+    """Attention module that attends with a few queries at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(12, 36)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return torch.cat([attend(part, k, v) for part in q.split(3, 2)], 2).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.filterwarnings("ignore:positions of queries")
+@pytest.mark.parametrize("sequences", [1, 2, 3])
+def test_a_pass_that_began_is_observed_to_its_end(sequences):
+    torch.manual_seed(0)
+    model, x = _InChunks().double().train(), torch.randn(2, 7, 12, dtype=torch.float64)
+    q, k, _ = model.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+    weights = (q @ k.mT / 2).softmax(-1)
+    expected = -(weights * weights.log()).sum(-1).mean((0, 2))
+    with monitor(model, every=1, sequences=sequences, statistics=["entropy"]) as run:
+        for _ in range(3):
+            model(x)
+        run.step()
+    assert {row["sequences"] for row in run.history.rows()} == {4 if sequences == 3 else 2}
+    assert [row["entropy"] for row in run.history.rows()] == pytest.approx(expected.tolist(), rel=1e-12)
 
 
 def test_only_the_chosen_layers_are_recorded():
@@ -155,6 +211,44 @@ def test_several_models_are_monitored_at_once():
             of_two.step()
     assert (of_one.history.steps, of_two.history.steps) == ([0, 1, 2], [0, 2])
     assert (len(of_one.history.rows(0)), len(of_two.history.rows(0))) == (12, 18)
+
+
+def test_observed_steps_of_several_models_overlap_in_any_order():
+    """The stance of the compiler is shared by all models: it is restored by the last of the monitors."""
+    one, two = decoder(), decoder()
+    calls = []
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend=lambda graph, _: calls.append(1) or graph.forward)
+    with monitor(one, every=2) as of_one, monitor(two, every=1) as of_two:
+        for ids in token_batches(2):
+            one(input_ids=ids)
+            two(input_ids=ids)
+            of_one.step()
+            compiled(torch.ones(2))
+            of_two.step()
+    assert not calls
+    compiled(torch.ones(2))
+    assert calls == [1]
+
+
+def test_a_monitor_that_is_not_entered_is_refused():
+    run = monitor(decoder(), every=1)
+    with pytest.raises(hw.InputError, match=r"^monitor: expected one that is entered as a context manager"):
+        run.step()
+    with run, pytest.raises(hw.InputError, match=r"^monitor: expected one that is not entered yet, got one that is in"):
+        run.__enter__()
+    with pytest.raises(hw.InputError, match=r"call monitor.step\(\) within `with hw.monitor\(...\) as monitor:`$"):
+        run.step()
+    assert not CallStack.interceptions
+
+
+def test_steps_are_counted_after_an_error():
+    model, (ids,) = decoder(), token_batches(1)
+    with monitor(model, every=1) as run:
+        with pytest.raises(hw.InputError, match="since the model did not run"):
+            run.step()
+        model(input_ids=ids)
+        run.step()
+    assert run.history.steps == [1]
 
 
 def test_nothing_stays_after_an_error():

@@ -159,6 +159,31 @@ def test_clipping_while_the_next_step_is_observed_adds_no_statistics():
     assert len(last) == 2 * HEADS
 
 
+def test_a_resumed_training_uses_the_logits_of_its_own_steps(tmp_path):
+    """The run folder has later steps, of weights that are not those of the checkpoint."""
+    trained, inputs = model("llama").train(), arguments("llama")
+    with hw.monitor(trained, statistics=["max_logit"], every=2, out=tmp_path) as monitor:
+        for _ in range(5):
+            trained(**inputs)
+            monitor.step()
+    with torch.no_grad():
+        for layer in trained.layers:
+            layer.self_attn.q_proj.weight *= 3.0
+            layer.self_attn.q_proj.bias *= 3.0
+    with hw.monitor(trained, statistics=["max_logit"], every=2, out=tmp_path, start=1) as monitor:
+        monitor.step()  # step 1 is not observed
+        assert hw.qk_clip(trained, monitor, 1.0) == []
+        trained(**inputs)
+        monitor.step()
+        logits = logits_of(monitor.history.rows(2))
+        threshold = sorted(logits.values())[4]
+        clipped = hw.qk_clip(trained, monitor, threshold)
+        assert {(each.module, each.head): each.logit for each in clipped} == {
+            head: logit for head, logit in logits.items() if logit > threshold
+        }
+    assert logits_of(hw.History.load(tmp_path).rows(4)) != logits  # that of the first training
+
+
 def test_hooks_of_projections_are_not_called():
     hooked, calls = model("llama"), []
     hooked.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
@@ -299,6 +324,20 @@ def test_projections_that_do_more():
     changed = model("latent")
     changed.attention.kv_up = nn.Sequential(changed.attention.kv_up)
     refuses(changed, "^model: expected projections with plain weights, got attention.kv_up without a parameter weight")
+
+
+def test_adapters_are_named():
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.further = base, nn.Linear(48, 48, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.base(x) + self.further(x)
+
+    changed = model("llama")
+    changed.layers[0].self_attn.q_proj = Adapter(changed.layers[0].self_attn.q_proj)
+    refuses(changed, "got layers.0.self_attn, where 'Adapter' object has no attribute 'out_features'$")
 
 
 def test_weights_without_values():

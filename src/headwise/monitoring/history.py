@@ -35,11 +35,16 @@ class History:
     Attributes:
         settings: settings of the run, JSON-compatible: the class of the model, and the statistics.
         folder: the run folder; None if the history is in memory alone.
+        latest: number of the step that was added last, or in a history that was loaded, of the last step. None if a
+            training that writes to the folder has not added a step yet, whatever the folder has from before.
+        begins_between: True if the training resumed at a step that is not observed.
     """
 
     def __init__(self, settings: Mapping[str, Any], folder: Path | None = None) -> None:
         self.settings, self.folder = dict(settings), folder
         self._rows: dict[int, list[Row]] = {}
+        self.latest: int | None = None
+        self.begins_between = False
 
     def __repr__(self) -> str:
         heads = counted(max((len(rows) for rows in self._rows.values()), default=0), "head")
@@ -96,12 +101,13 @@ class History:
         if len(self.steps) < 2:
             raise InputError("history", expected="at least 2 observed steps", got=len(self.steps))
         first, last = (
-            {(row["layer"], row["head"], row["kind"]): row.get(statistic) for row in self._rows[step]}
+            {head_of(row): row for row in self._rows[step] if row.get(statistic) is not None}
             for step in (self.steps[0], self.steps[-1])
         )
-        pairs = ((key, before, last.get(key)) for key, before in first.items())
         changes = [
-            (key[0], key[1], after - before) for key, before, after in pairs if before is not None and after is not None
+            (row["layer"], row["head"], row[statistic] - first[head][statistic])
+            for head, row in last.items()
+            if head in first
         ]
         return sorted((each for each in changes if each[2] == each[2]), key=lambda each: -abs(each[2]))
 
@@ -116,8 +122,8 @@ class History:
             columns = dict.fromkeys(name for row in rows for name in row)  # pyarrow reads those of the first row alone
             table = pyarrow.Table.from_pylist([dict.fromkeys(columns) | row for row in rows])
             with replaced_file(path) as file:
-                parquet.write_table(table, file)
-        self._rows[step] = rows
+                parquet.write_table(table, file, write_page_checksum=True)
+        self._rows[step], self.latest = rows, step
 
     @staticmethod
     def load(folder: str | Path) -> "History":
@@ -137,10 +143,10 @@ class History:
         history = History(settings, path)
         for file in sorted((path / STEPS_FOLDER).glob("*.parquet")):
             try:
-                rows = _parquet().read_table(file).to_pylist()
-                history._rows[int(file.stem)] = [_without_missing(row) for row in rows]
-            except (OSError, ValueError):  # Arrow's errors are among these
+                history._rows[int(file.stem)] = _rows_of_file(file)
+            except (OSError, ValueError, TypeError, NotImplementedError):  # Arrow's errors are among these
                 raise InputError("folder", expected="readable steps", got=f"a damaged file {str(file)!r}") from None
+        history.latest = max(history.steps, default=None)
         return history
 
     @staticmethod
@@ -158,6 +164,7 @@ class History:
                 if history.settings.get(name) != value:
                     got = f"a run with another {name} in {str(folder)!r}"
                     raise InputError("out", expected="an empty folder, or one of the same run", got=got)
+            history.latest = None
             return history
         (folder / STEPS_FOLDER).mkdir(exist_ok=True)
         write_atomically(folder / SETTINGS_FILE, json.dumps({"format": FORMAT, **settings}, indent=1).encode())
@@ -204,19 +211,46 @@ class History:
 
     def series(self, statistic: str) -> Iterator[tuple[tuple[int, int], list[int], list[float]]]:
         """Yield, for each head, its layer and number, the steps in which `statistic` has a value, and the values."""
-        of_heads: dict[tuple[str, str, int], tuple[tuple[int, int], list[int], list[float]]] = {}
+        places: dict[tuple[str, str, int], tuple[int, int]] = {}
+        points: dict[tuple[str, str, int], tuple[list[int], list[float]]] = {}
         for row in self.rows():
             if row.get(statistic) is not None:
-                key = row["module"], row["kind"], row["head"]
-                head = of_heads.setdefault(key, ((row["layer"], row["head"]), [], []))
-                head[1].append(row["step"])
-                head[2].append(row[statistic])
-        yield from of_heads.values()
+                places[head_of(row)] = row["layer"], row["head"]  # the number of the layer in the last step
+                steps, values = points.setdefault(head_of(row), ([], []))
+                steps.append(row["step"])
+                values.append(row[statistic])
+        for head, place in places.items():
+            yield (place, *points[head])
 
     def _require_statistic(self, statistic: str) -> None:
         if statistic not in self.statistics:
             names = ", ".join(self.statistics) or "none, since no step was observed"
             raise InputError("statistic", expected=f"one of {names}", got=repr(statistic))
+
+
+def head_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Return what identifies the head of a row in all steps: its module, the kind of attention, and its number. Numbers
+    of layers may differ between steps in which different modules ran.
+    """
+    return row["module"], row["kind"], row["head"]
+
+
+def _rows_of_file(file: Path) -> list[Row]:
+    """Return the rows of the step in a file, which is named like it.
+
+    Raises:
+        ValueError: the file has another content.
+        OSError, NotImplementedError: Arrow cannot read the file.
+    """
+    rows: list[Row] = _parquet().ParquetFile(file, page_checksum_verification=True).read().to_pylist()
+    for row in rows:
+        numbers = [value for name, value in row.items() if name not in ("module", "kind") and value is not None]
+        is_row = row.get("step") == int(file.stem) and all(row.get(name) is not None for name in IDENTIFIERS)
+        if not is_row or not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError("not a row of this step")
+    if not rows:
+        raise ValueError("no rows")
+    return [_without_missing(row) for row in rows]
 
 
 def _without_missing(row: Row) -> Row:

@@ -119,7 +119,7 @@ class Monitor:
         self._start, self._next = start, start or 0
         self._heads: Heads | None = None
         self._of_run, self._of_step = ExitStack(), ExitStack()
-        self._has_warned = False
+        self._has_warned = self._is_open = False
         self.history = History({})
         self.alarms: list[Alarm] = []
 
@@ -127,37 +127,48 @@ class Monitor:
         return f"Monitor(every {self._every} steps, next step {self._next}, {self.history!r})"
 
     def __enter__(self) -> "Monitor":
+        if self._is_open:
+            raise InputError("monitor", expected="one that is not entered yet", got="one that is in use")
         settings = {"model": type(self._model).__name__, "statistics": list(self._statistics)}
         folder = self._out if rank_and_world_size()[0] == 0 else None
         with ExitStack() as stack:
             recorded = broadcast_from_rank0(lambda: self._open(folder, settings, stack))
             if folder is None:
                 self.history = History(settings)
+            self.history.begins_between = self._next % self._every > 0
             if recorded and self._start is None:
                 got = f"None, with steps up to {recorded[-1]} in {str(self._out)!r}"
                 raise InputError("start", expected="the number of the step at which the training resumes", got=got)
-            self._of_run = stack.pop_all()
-        self._observe_if_due()
+            self._observe_if_due()
+            self._of_run, self._is_open = stack.pop_all(), True
         return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._of_step.close()
-        self._heads = None
-        self._of_run.close()
+        self._is_open, self._heads = False, None
+        try:
+            self._of_step.close()
+        finally:
+            self._of_run.close()
 
     def step(self) -> list[Alarm]:
         """End a step of the training, and return its alarms. Call it once after each step of the optimizer.
 
         Raises:
-            InputError: the step was to be observed, and no attention of the model was seen in training mode; or the
-                run folder cannot be written.
+            InputError: the monitor is not entered; the step was to be observed, and no attention of the model was seen
+                in training mode; or the run folder cannot be written.
         """
-        alarms = [] if self._heads is None else self._record(self._heads)
-        self._next += 1
-        self._observe_if_due()
-        return alarms
+        if not self._is_open:
+            remedy = "call monitor.step() within `with hw.monitor(...) as monitor:`"
+            raise InputError(
+                "monitor", expected="one that is entered as a context manager", got="another", remedy=remedy
+            )
+        try:
+            return [] if self._heads is None else self._record(self._heads)
+        finally:
+            self._next += 1
+            self._observe_if_due()
 
     def _open(self, folder: Path | None, settings: dict[str, Any], stack: ExitStack) -> list[int]:
         """Open the run folder, and return the numbers of the steps in it."""
@@ -182,13 +193,13 @@ class Monitor:
         registry = SiteRegistry(self._model)
         for records in gather_from_ranks(heads.records):
             registry.merge(records)
-        if not registry.records:
-            got = "none" if heads.ran else "none, since the model did not run"
-            remedy = "call monitor.step() after each step of the optimizer, with the model in training mode"
-            raise InputError("model", expected="attention in training mode that can be seen", got=got, remedy=remedy)
         if not self._has_warned:
             heads.warn_of_unread(stacklevel=4)
-            self._has_warned = True
+            self._has_warned = bool(registry.records)
+        if not registry.records:
+            got = "none" if heads.ran else "none, since the model did not run in this mode"
+            remedy = "call monitor.step() after each step of the optimizer, with the model in training mode"
+            raise InputError("model", expected="attention in training mode that can be seen", got=got, remedy=remedy)
         rows = self._rows(registry)
         broadcast_from_rank0(lambda: self.history.append(self._next, rows))
         if rank_and_world_size()[0] != 0:

@@ -1,7 +1,9 @@
 """Observation of the forward passes of one training step."""
 
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,14 +26,26 @@ class TrainingObserver(StatisticsObserver):
         model: the model.
         heads: results to add to.
         statistics: names of the statistics to compute.
-        sequences: number of sequences of each module after which further calls are not observed; None for no limit.
+        sequences: number of sequences of each module after which further calls of the model are not observed in it;
+            None for no limit. Calls of the model that have begun are observed to their end.
     """
 
     def __init__(self, model: nn.Module, heads: Heads, statistics: Collection[str], sequences: int | None) -> None:
         measured = frozenset(statistics) | INDICATORS
         super().__init__(model, heads, (), None, measured=measured, keeps_output=True)
-        self._modules, self._most_sequences = dict(model.named_modules()), sequences
-        self._observed: dict[str, int] = {}
+        self._modules = dict(model.named_modules())
+        self._limit = None if sequences is None else _SequenceLimit(sequences)
+
+    def on_model_call(self) -> None:
+        """Begin a call of the model."""
+        super().on_model_call()
+        if self._limit is not None:
+            self._limit.on_model_call()
+
+    def on_module_call(self, path: str) -> None:
+        """Record that a module in training mode ran. Attention of other modules is not missing in the results."""
+        if self._modules[path].training:
+            super().on_module_call(path)
 
     def observe(self, call: Call) -> Observation | None:
         """Return the functions that observe `call`; None if it is not part of training, repeats another, or if enough
@@ -40,10 +54,61 @@ class TrainingObserver(StatisticsObserver):
         path = call.site.path
         if call.is_recomputation or not self._modules[path].training:
             return None
-        if self._most_sequences is not None and self._observed.get(path, 0) >= self._most_sequences:
+        if self._limit is not None and not self._limit.admits(path, call.grid.batch):
             return None
-        self._observed[path] = self._observed.get(path, 0) + call.grid.batch
         return super().observe(call)
+
+
+class _SequenceLimit:
+    """Limit of the sequences of each module, which ends between calls of the model: a module may attend several times
+    to the same sequences in one call of the model.
+
+    Args:
+        most: number of sequences of a module after which further calls of the model do not count.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._counts = most, dict[str, int]()
+        self._of_thread = threading.local()
+
+    def on_model_call(self) -> None:
+        """Begin a call of the model in this thread, and add the sequences of the previous one."""
+        for path, sequences in vars(self._of_thread).pop("sequences", {}).items():
+            self._counts[path] = self._counts.get(path, 0) + sequences
+
+    def admits(self, path: str, sequences: int) -> bool:
+        """Return True if the running call of the model counts for a module, which attends to a number of sequences."""
+        if self._counts.get(path, 0) >= self._most:
+            return False
+        of_call = vars(self._of_thread).setdefault("sequences", dict[str, int]())
+        of_call[path] = max(of_call.get(path, 0), sequences)
+        return True
+
+
+class _ForcedEager:
+    """Context in which compiled modules run without compilation, in all threads. It may be entered again before it is
+    left, in any order; the last exit restores the stance of the compiler.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._depth = threading.Lock(), 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._depth:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                self._stance.__exit__(None, None, None)
+
+
+forced_eager = _ForcedEager()
+"""Context in which compiled modules run without compilation; the monitors of several models share it."""
 
 
 @contextmanager
@@ -57,12 +122,9 @@ def observed_training(
         model: the model.
         heads: results to add to.
         statistics: names of the statistics to compute.
-        sequences: number of sequences of each module after which further calls are not observed; None for no limit.
+        sequences: as for `TrainingObserver`.
     """
     observer = TrainingObserver(model, heads, statistics, sequences)
-    with (
-        torch.compiler.set_stance("force_eager"),
-        intercepted(model, observer, context="hw.monitor", runs_eagerly=True),
-    ):
+    with forced_eager, intercepted(model, observer, context="hw.monitor", runs_eagerly=True):
         yield
     observer.finish()

@@ -91,9 +91,9 @@ def qk_clip(
     threshold = finite_number("threshold", threshold, above=0.0)
     _require_own_parameters(model)
     history = logits.history if isinstance(logits, Monitor) else logits
+    used = _latest_step(history) if isinstance(history, History) else None
     if isinstance(history, History):
-        used = _last_step(history)
-        if _is_used(model, history, used):
+        if used is None or _is_used(model, history, used):
             return []
         head_logits = _of_rows(model, history.rows(used))
     else:
@@ -103,7 +103,7 @@ def qk_clip(
     factors = {piece: each.factor**piece.exponent for each in clipped for piece in slices_of[each.module][each.head]}
     require_scalable(model, factors)
     scale_slices(model, factors)
-    if isinstance(history, History):
+    if isinstance(history, History) and used is not None:
         _USED[model] = ref(history), used
     return clipped
 
@@ -125,16 +125,17 @@ def _require_own_parameters(model: nn.Module) -> None:
             module.reshard()
 
 
-def _last_step(history: History) -> int:
-    """Return the number of the last observed step.
+def _latest_step(history: History) -> int | None:
+    """Return the number of the step that was observed last, which a resumed training may observe again with a smaller
+    number than that of steps in its folder. Return None after it resumed, until it observes a step.
 
     Raises:
         InputError: no step was observed.
     """
-    if not history.steps:
+    if history.latest is None and not history.begins_between:
         remedy = "call monitor.step() first, after the step of the optimizer"
         raise InputError("logits", expected="a history with an observed step", got="none", remedy=remedy)
-    return history.steps[-1]
+    return history.latest
 
 
 def _is_used(model: nn.Module, history: History, step: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from headwise.checks import collection_of, is_whole, pair_of, whole_number
 from headwise.errors import InputError
 from headwise.monitoring.alarms import Alarm
-from headwise.monitoring.history import History, Row
+from headwise.monitoring.history import History, Row, head_of
 
 MOST_ALARMS = 32
 """Largest number of alarms of a step whose statistics are logged."""
@@ -84,14 +84,13 @@ def _chosen(history: History, step: int, log_heads: int | tuple[tuple[int, int],
     first = history.steps[0]
     if step == first:
         return []
-    before = {(row["layer"], row["head"]): row for row in history.rows(first)}
+    before = {head_of(row): row for row in history.rows(first)}
     chosen = []
     for statistic in history.statistics:
         changes = []
         for row in history.rows(step):
-            head = row["layer"], row["head"]
-            change = abs(row.get(statistic, math.nan) - before.get(head, {}).get(statistic, math.nan))
+            change = abs(row.get(statistic, math.nan) - before.get(head_of(row), {}).get(statistic, math.nan))
             if change > 0:  # False for NaN
-                changes.append((-change, *head))
+                changes.append((-change, row["layer"], row["head"]))
         chosen += [(layer, head, statistic) for _, layer, head in sorted(changes)[:log_heads]]
     return chosen

@@ -256,7 +256,8 @@ def head_module(model: nn.Module, path: str) -> HeadModule:
     try:
         found = family.read(model, path)
     except AttributeError as error:  # a projection of another class
-        raise InputError("model", expected=f"a {name} with the modules of its family", got=str(error)) from error
+        got = f"{path or 'the model'}, where {error}"
+        raise InputError("model", expected=f"a {name} with the modules of its family", got=got) from error
     require_plain_projections(model, found)
     return found
 
