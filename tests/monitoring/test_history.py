@@ -37,6 +37,18 @@ def test_a_resumed_training_continues_the_history(tmp_path):
     assert History.load(tmp_path).rows() == run.history.rows()
 
 
+def test_steps_that_a_resumed_training_makes_again_are_left_out_at_once(tmp_path):
+    _, run = train(decoder(), token_batches(7), every=2, out=tmp_path)
+    step_6 = run.history.rows(6)
+    _, resumed = train(decoder(), token_batches(1), every=2, out=tmp_path, start=2)
+    assert resumed.history.steps == History.load(tmp_path).steps == [0, 2]
+    assert [file.name for file in sorted((tmp_path / "abandoned").iterdir())] == [
+        f"{step:012d}.parquet" for step in (2, 4, 6)
+    ]
+    file = tmp_path / "abandoned" / "000000000006.parquet"
+    assert parquet.read_table(file).to_pylist()[0]["entropy"] == step_6[0]["entropy"]
+
+
 def test_the_folder_of_another_run_is_refused(tmp_path):
     train(decoder(), token_batches(1), every=1, out=tmp_path)
     message = r"^out: expected an empty folder, or one of the same run, got a run with another statistics"

@@ -318,6 +318,15 @@ def test_non_finite_attention_causes_an_alarm():
     assert {(alarm.kind, alarm.layer) for alarm in run.alarms} == {("non-finite", 1)}
 
 
+def test_norms_are_compared_with_those_of_the_same_kind_of_attention():
+    of_self = {"step": 0, "layer": 0, "module": "", "kind": "self", "nonfinite_rows": 0, "output_norm": 1e6}
+    of_cross = {**of_self, "kind": "cross", "output_norm": 1.0}
+    rows = [{**row, "head": head} for row in (of_self, of_cross) for head in range(3)]
+    assert not list(AlarmLimits().alarms(rows))
+    rows[-1]["output_norm"] = 1e-4
+    assert [(alarm.kind, alarm.head) for alarm in AlarmLimits().alarms(rows)] == [("dead head", 2)]
+
+
 def test_the_limits_of_alarms_are_positive():
     with pytest.raises(hw.InputError, match=r"^max_logit: expected a finite number above 0"):
         AlarmLimits(max_logit=-1.0)

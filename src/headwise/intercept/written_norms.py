@@ -65,7 +65,7 @@ class _HeadOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class _ModelCall:
-    """What was seen of the current call of the model in one thread.
+    """Attention and projections of the current call of the model in one thread.
 
     Attributes:
         head_outputs: outputs of heads that wait for their projection, by the path of the attention module.

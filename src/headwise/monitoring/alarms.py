@@ -61,7 +61,7 @@ class AlarmLimits:
             rows: one dict for each head and step, as `History.rows`.
         """
         rows = list(rows)
-        norms: dict[tuple[int, str], list[float]] = {}
+        norms: dict[tuple[Any, ...], list[float]] = {}
         for row in rows:
             norms.setdefault(_layer_of(row), []).append(row.get("output_norm", math.nan))
         for row in rows:
@@ -94,9 +94,9 @@ def limits_of(argument: Any) -> AlarmLimits:
     return argument
 
 
-def _layer_of(row: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the step and the module of a head."""
-    return row["step"], row["module"]
+def _layer_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the step, the module and the kind of attention of a head."""
+    return row["step"], row["module"], row.get("kind")
 
 
 def _alarm(place: tuple[int, int, int, str], kind: str, statistic: str, value: float, limit: float) -> Alarm:

@@ -17,8 +17,10 @@ from headwise.wording import counted
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SETTINGS_FILE, STEPS_FOLDER, FORMAT = "monitor.json", "steps", 1
-"""Names in a run folder, and version of its format."""
+SETTINGS_FILE, STEPS_FOLDER, ABANDONED_FOLDER, FORMAT = "monitor.json", "steps", "abandoned", 1
+"""Names in a run folder, and version of its format. Steps that a training made again after it resumed from an earlier
+checkpoint are in the folder of abandoned ones.
+"""
 
 IDENTIFIERS = ("step", "layer", "head", "kv_head", "module", "kind", "sequences", "nonfinite_rows")
 """Columns that come before the statistics."""
@@ -118,12 +120,26 @@ class History:
         rows = [{"step": step, **row} for row in rows]
         if self.folder is not None:
             parquet, pyarrow = _parquet(), require("pyarrow", purpose="a run folder", extra="tables")
-            path = self.folder / STEPS_FOLDER / f"{step:012d}.parquet"
             columns = dict.fromkeys(name for row in rows for name in row)  # pyarrow reads those of the first row alone
             table = pyarrow.Table.from_pylist([dict.fromkeys(columns) | row for row in rows])
-            with replaced_file(path) as file:
+            with replaced_file(self._file(step)) as file:
                 parquet.write_table(table, file, write_page_checksum=True)
         self._rows[step], self.latest = rows, step
+
+    def abandon(self, step: int) -> None:
+        """Leave out the steps from `step` on, which a resumed training makes again. Their files remain in the run
+        folder, in a folder of their own.
+        """
+        for number in [each for each in self.steps if each >= step]:
+            if self.folder is not None:
+                (self.folder / ABANDONED_FOLDER).mkdir(exist_ok=True)
+                self._file(number).replace(self.folder / ABANDONED_FOLDER / self._file(number).name)
+            del self._rows[number]
+
+    def _file(self, step: int) -> Path:
+        """Return the path of the file of a step in the run folder."""
+        assert self.folder is not None
+        return self.folder / STEPS_FOLDER / f"{step:012d}.parquet"
 
     @staticmethod
     def load(folder: str | Path) -> "History":

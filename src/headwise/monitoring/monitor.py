@@ -171,13 +171,16 @@ class Monitor:
             self._observe_if_due()
 
     def _open(self, folder: Path | None, settings: dict[str, Any], stack: ExitStack) -> list[int]:
-        """Open the run folder, and return the numbers of the steps in it."""
+        """Open the run folder, and return the numbers of the steps that it had."""
         if folder is None:
             return []
         folder = writable_folder(folder)
         stack.enter_context(locked_folder(folder))
         self.history = History.create(folder, settings)
-        return self.history.steps
+        recorded = self.history.steps
+        if self._start is not None:
+            self.history.abandon(self._start)
+        return recorded
 
     def _observe_if_due(self) -> None:
         """Start to observe, if the next step is to be observed."""
