@@ -6,8 +6,14 @@ default statistics of the monitor. Three copies of the model are trained in alte
 one that observes every step, and with one that observes none of the measured steps. Before they are timed, their losses
 must be the same bit by bit.
 
-The row "every=100" is the mean of 99 steps that are not observed and one that is, over the plain step of the same
-round.
+The rows:
+
+- "every=1": the observed step over the plain step of the same round.
+- "between observed steps": the same for a step that is not observed, as 99 of 100 are with every=100. The monitor has
+  no hook and no patch there; all that it runs is `monitor.step()`, which counts. So this ratio shows the noise.
+- "every=100": the cost of one observed step and of 99 calls of `monitor.step()` that count, added to 100 plain steps,
+  over these.
+
 A quick run has 512 tokens.
 
     python -m benchmarks.monitoring [--quick] [--rounds N] [--only "1, 2048"]
@@ -15,9 +21,11 @@ A quick run has 512 tokens.
 
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -33,8 +41,11 @@ VOCABULARY = 4096
 PLAIN, OBSERVED, BETWEEN = "plain", "observed", "between"
 """Names of the three copies: no monitor, every step observed, and the steps between observed ones."""
 
-EVERY_1, EVERY_100 = "plain step, every=1", "plain step, every=100"
+EVERY_1, EVERY_100, UNOBSERVED = (f"plain step, {what}" for what in ("every=1", "every=100", "between observed steps"))
 """Names in `Row.against`."""
+
+COUNTED = 1000
+"""Number of calls of `monitor.step()` that are timed together."""
 
 INTERVALS = {PLAIN: None, OBSERVED: 1, BETWEEN: sys.maxsize}
 """Argument `every` of each copy; None for no monitor."""
@@ -42,12 +53,21 @@ INTERVALS = {PLAIN: None, OBSERVED: 1, BETWEEN: sys.maxsize}
 CHECKED = 3
 """First steps, which are not timed, and in which the losses must be the same."""
 
-Step = Callable[[], float]
-"""Function that makes a step of training, and returns its loss."""
+
+class Training(NamedTuple):
+    """Training of one copy of the model.
+
+    Attributes:
+        step: makes a step, and returns its loss.
+        monitor: its monitor; None for no monitor.
+    """
+
+    step: Callable[[], float]
+    monitor: hw.Monitor | None
 
 
-def training(regime: Regime, every: int | None, stack: ExitStack) -> Step:
-    """Return the step of a new model, which is the same in every call.
+def training(regime: Regime, every: int | None, stack: ExitStack) -> Training:
+    """Return the training of a new model, which has the same weights in every call.
 
     Args:
         regime: sizes of the model and of its input.
@@ -80,24 +100,30 @@ def training(regime: Regime, every: int | None, stack: ExitStack) -> Step:
             monitor.step()
         return loss.item()
 
-    return step
+    return Training(step, monitor)
 
 
 def rows_of(regime: Regime, rounds: int) -> list[Row]:
     """Return the rows of one length. Exit with a message if the losses differ."""
     with ExitStack() as stack:
-        steps = {name: training(regime, every, stack) for name, every in INTERVALS.items()}
+        trainings = {name: training(regime, every, stack) for name, every in INTERVALS.items()}
         for number in range(CHECKED):
-            losses = {name: step() for name, step in steps.items()}
+            losses = {name: each.step() for name, each in trainings.items()}
             if len(set(losses.values())) > 1:
                 raise SystemExit(f"{regime.name}: losses differ in step {number}: {losses}")
-        samples = interleaved({name: Call(step) for name, step in steps.items()}, rounds)
-    pairs = zip(samples[BETWEEN], samples[OBSERVED], strict=True)
-    every_100 = [(99 * between + observed) / 100 for between, observed in pairs]
+        samples = interleaved({name: Call(each.step) for name, each in trainings.items()}, rounds)
+        counting = Call(trainings[BETWEEN].monitor.step).seconds(COUNTED, time.perf_counter)
+    pairs = zip(samples[PLAIN], samples[OBSERVED], strict=True)
+    of_100_steps = [100 * plain + (observed - plain) + 99 * counting for plain, observed in pairs]
+    measured = {
+        EVERY_1: samples[OBSERVED],
+        UNOBSERVED: samples[BETWEEN],
+        EVERY_100: [seconds / 100 for seconds in of_100_steps],
+    }
     plain = statistics.median(samples[PLAIN])
     return [
         Row(regime, against, Ratio.of(ours, samples[PLAIN]), statistics.median(ours), plain, "default statistics")
-        for against, ours in ((EVERY_1, samples[OBSERVED]), (EVERY_100, every_100))
+        for against, ours in measured.items()
     ]
 
 
@@ -108,9 +134,10 @@ def main(command_line: Sequence[str] | None = None) -> dict:
     lengths = [base.length] if options.tiny else LENGTHS[:1] if options.quick else LENGTHS
     for regime in (replace(base, length=length) for length in lengths):
         if options.wants(regime):
-            rows += rows_of(regime, options.rounds)
-            for row in rows[-2:]:
+            of_length = rows_of(regime, options.rounds)
+            for row in of_length:
                 show(row)
+            rows += of_length
     return report("monitoring", rows, options)
 
 

@@ -141,15 +141,17 @@ def test_wrong_output_of_an_accelerated_model_ends_the_script(monkeypatch):
 def test_steps_of_a_training_are_compared_with_both_intervals(capsys):
     results = monitoring.main(["--tiny", "--rounds", "1", "--peers", "torch"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == results
-    assert [each["against"] for each in results["rows"]] == [monitoring.EVERY_1, monitoring.EVERY_100]
+    ratios = {each["against"]: each["ratio"]["median"] for each in results["rows"]}
+    assert list(ratios) == [monitoring.EVERY_1, monitoring.UNOBSERVED, monitoring.EVERY_100]
+    assert ratios[monitoring.EVERY_100] == pytest.approx(1 + (ratios[monitoring.EVERY_1] - 1) / 100, abs=0.002)
 
 
 def test_losses_that_a_monitor_changes_end_the_script(monkeypatch):
     original = monitoring.training
 
     def wrong(regime, every, stack):
-        step = original(regime, every, stack)
-        return (lambda: step() * 1.0000001) if every == 1 else step
+        step, monitor = original(regime, every, stack)
+        return monitoring.Training((lambda: step() * 1.0000001) if every == 1 else step, monitor)
 
     monkeypatch.setattr(monitoring, "training", wrong)
     with pytest.raises(SystemExit, match=r"\(1, 40, 48, 6\) .*: losses differ in step 0: {'plain': .*, 'observed': "):
