@@ -16,7 +16,7 @@ from headwise.data.batches import evaluation_mode
 from headwise.shapes import Bool, Float, Int
 from headwise.studies.training import build_seeded
 from research.formation.decoder import Decoder, Shape
-from research.formation.text import Text, with_quotes
+from research.formation.text import COPIED, Copies, Text, held_out_rows
 
 MONITORED = ("previous", "max_logit", "entropy", "output_norm")
 """Statistics of the monitor."""
@@ -37,29 +37,28 @@ class Plan:
         warmup: first steps over which the learning rate rises linearly.
     """
 
-    steps: int = 1200
+    steps: int = 800
     every: int = 20
     batch: int = 32
     rate: float = 1e-2
     warmup: int = 50
 
 
-def measured_training(text: Text, shape: Shape, plan: Plan, seed: int, *, is_quoting: bool) -> dict[str, Any]:
+def measured_training(text: Text, shape: Shape, plan: Plan, seed: int, kind: str) -> dict[str, Any]:
     """Train a decoder and return the measurements as JSON-compatible values.
 
     Args:
         text: rows of tokens.
         shape: sizes of the decoder.
         plan: numbers of the training.
-        seed: seed of the weights, of the order of the rows and of the quotes.
-        is_quoting: if True, the training rows contain quotes; otherwise they are unchanged. The held-out rows have
-            quotes in both cases.
+        seed: seed of the weights, of the order of the rows and of the copies.
+        kind: "repeats", "quotes", or "plain" for unchanged training rows.
     """
     start, processor = time.monotonic(), time.process_time()
     model = build_seeded(lambda: Decoder(shape), seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    measurements = Measurements(text, shape.vocabulary)
-    batches = training_batches(text, plan, seed, is_quoting=is_quoting)
+    measurements = Measurements(held_out_rows(text, kind), shape.vocabulary)
+    batches = training_batches(text, plan, seed, kind)
     with hw.monitor(model, every=plan.every, statistics=MONITORED) as monitor:
         for step in range(plan.steps + 1):
             if step % plan.every == 0:
@@ -73,7 +72,7 @@ def measured_training(text: Text, shape: Shape, plan: Plan, seed: int, *, is_quo
             monitor.step()
     return {
         "seed": seed,
-        "is_quoting": is_quoting,
+        "kind": kind,
         "shape": asdict(shape),
         "plan": asdict(plan),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -86,54 +85,53 @@ def measured_training(text: Text, shape: Shape, plan: Plan, seed: int, *, is_quo
     }
 
 
-def training_batches(
-    text: Text, plan: Plan, seed: int, *, is_quoting: bool
-) -> Iterator[Int[torch.Tensor, "batch length"]]:
-    """Yield batches of training rows without end, each row once before any is used again. Quotes are drawn anew each
-    time.
+def training_batches(text: Text, plan: Plan, seed: int, kind: str) -> Iterator[Int[torch.Tensor, "batch length"]]:
+    """Yield batches of training rows without end, each row once before any is used again. Copies are drawn anew
+    each time.
     """
     generator = torch.Generator().manual_seed(seed)
     while True:
         for indices in torch.randperm(len(text.training), generator=generator).split(plan.batch):
             ids = text.training[indices]
-            yield with_quotes(ids, generator)[0] if is_quoting else ids
+            yield COPIED[kind](ids, generator)[0] if kind in COPIED else ids
 
 
 class Measurements:
     """Measurements of a model in evaluation mode, at several steps of its training.
 
     Attributes:
-        curves: `steps`; `loss`, the mean loss on the held-out tokens in quotes ("quoted") and on all other tokens
-            ("other"), in nats; and `induction`, the score of every head by its name.
+        curves: `steps`; `loss`, the mean loss on the copied tokens of held-out rows ("copied") and on all other
+            tokens ("new"), in nats; and `induction`, the score of every head by its name.
     """
 
-    def __init__(self, text: Text, vocabulary: int) -> None:
-        self._text, self._repeats = text, hw.random_repeats(vocabulary)
-        self.curves: dict[str, Any] = {"steps": [], "loss": {"quoted": [], "other": []}, "induction": {}}
+    def __init__(self, held_out: Copies, vocabulary: int) -> None:
+        self._ids, self._is_copied = held_out
+        self._repeats = hw.random_repeats(vocabulary)
+        self.curves: dict[str, Any] = {"steps": [], "loss": {"copied": [], "new": []}, "induction": {}}
 
     def measure(self, model: nn.Module, step: int) -> None:
         """Add the measurements at a step to the curves."""
         with torch.no_grad(), evaluation_mode(model):
-            losses = next_token_losses(model, self._text.held_out)
+            losses = next_token_losses(model, self._ids)
             with hw.watch(model) as heads:
                 model(self._repeats)
-        quoted = self._text.is_quoted[:, 1:]
+        copied = self._is_copied[:, 1:]
         self.curves["steps"].append(step)
-        for name, mask in {"quoted": quoted, "other": ~quoted}.items():
+        for name, mask in {"copied": copied, "new": ~copied}.items():
             self.curves["loss"][name].append(losses[mask].mean().item())
         for row in heads.rows():
             self.curves["induction"].setdefault(f"{row['layer']}.{row['head']}", []).append(row["induction"])
 
     def costs(self, model: nn.Module) -> dict[str, float]:
-        """Return how much the loss on quoted tokens rises without each head, in nats, by its name."""
-        batch = {"input_ids": self._text.held_out, "is_quoted": self._text.is_quoted}
-        ablation = hw.ablate(model, [batch], quoted_loss)
+        """Return how much the loss on copied tokens rises without each head, in nats, by its name."""
+        batch = {"input_ids": self._ids, "is_copied": self._is_copied}
+        ablation = hw.ablate(model, [batch], copied_loss)
         return {row.name: row.statistics["cost"].value for row in ablation.rows}
 
 
-def quoted_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Float[torch.Tensor, " batch"]:
-    """Return the mean loss on the quoted tokens of each row."""
-    mask: Bool[torch.Tensor, "batch length"] = batch["is_quoted"][:, 1:]
+def copied_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Float[torch.Tensor, " batch"]:
+    """Return the mean loss on the copied tokens of each row."""
+    mask: Bool[torch.Tensor, "batch length"] = batch["is_copied"][:, 1:]
     losses = next_token_losses(model, batch["input_ids"])
     return losses.where(mask, 0.0).sum(1) / mask.sum(1)
 
