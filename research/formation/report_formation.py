@@ -132,10 +132,12 @@ def agreement(found: Sequence[Changes]) -> str:
         f"half {_spread(previous)} steps before the score."
     )
     first = sum(difference > 0 for difference in halves)
-    return (
-        f"{text} The gain reaches its half before the score in {first} of {len(halves)} seeds. The score is "
-        "measured on random tokens, which do not occur in training, and the gain on real text."
-    )
+    text += f" The gain reaches its half before the score in {first} of {len(halves)} seeds."
+    pairs = [(change.score_half, change.gain_half) for change in formed]
+    if len(pairs) > 2:
+        correlation = statistics.correlation(*zip(*pairs, strict=True))
+        text += f" Over the seeds, the correlation of these two steps is {correlation:.2f}."
+    return f"{text} The score is measured on random tokens, which do not occur in training, and the gain on real text."
 
 
 def differences(found: Sequence[Changes], later: str, earlier: str) -> list[float]:

@@ -61,7 +61,7 @@ def trainings(results: Mapping[str, Mapping[str, Any]]) -> Figure:
                     if step is not None:
                         axes.axvline(step, color="tab:green", linestyle=style, linewidth=1.0, zorder=0)
     panels[0][0].set_ylabel("loss, nats")
-    panels[1][0].set_ylabel("induction score")
+    panels[1][0].set_ylabel("induction score,\nshare of attention")
     above, below = panels[0][-1], panels[1][-1]
     for layer, name in enumerate(("first", "second")):
         below.plot([], [], color=OF_LAYER[layer], label=f"heads of the\n{name} layer")
