@@ -21,7 +21,7 @@ INTRODUCTION = """\
 # Watch induction heads form
 
 Use this page to see what [`hw.monitor`](monitor.md) and [`hw.watch`](watch.md) show of a training. In the first part,
-induction heads form in a small decoder within two minutes, and the loss falls at the same steps. In the second part, a
+induction heads form in a small decoder within a minute, and the loss falls at the same steps. In the second part, a
 training with a learning rate that is too high fails; the monitor flags it long before, and
 [`hw.qk_clip`](monitor.md#clipping-logits) rescues it.
 

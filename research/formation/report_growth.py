@@ -22,8 +22,8 @@ projections, which is too high. There is no clipping of gradients. The products 
 numbers, which end at 65,504. With {head_dim} features of a head, this is a logit of {limit:,.0f}. Above it, the
 weights of the row become NaN, and so does the loss.
 
-The monitor observes every step. The second training differs in one call after each step: `hw.qk_clip(model, monitor,
-threshold={threshold:.0f})`. Weights, data and their order are the same."""
+The monitor observes every step. The second training differs in one call of `hw.qk_clip` after each step, with a
+threshold of {threshold:.0f}. Initial weights, data and their order are the same."""
 
 
 def section(growing: Sequence[Mapping[str, Any]], clipped: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -96,6 +96,12 @@ def conclusion(growing: Sequence[Mapping[str, Any]], clipped: Sequence[Mapping[s
             f" In {len(warned)} of the {len(failed)} failed trainings, the alarm `high logit` comes first, "
             f"{min(warned)} to "
             f"{max(warned)} steps before the loss is NaN. At that step, nothing is visible in the loss."
+        )
+    named = [one for one in failed if (one["first_nonfinite_alarm"] or {}).get("step") == one["nonfinite_step"]]
+    if named:
+        text += (
+            f" In {len(named)} of them, the alarm `non-finite` names a head in the step in which the loss is NaN, and "
+            "none before."
         )
     return (
         f"{text} QK-clip acts after a step, so the logits of the next step can be above the threshold. An alarm "

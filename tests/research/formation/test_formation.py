@@ -154,3 +154,7 @@ def test_the_page_has_the_numbers_of_the_results(results, tmp_path, monkeypatch)
     assert names == {f"formation{name}.png" for name in ("", "-seeds", "-quotes", "-logits")}
     assert all(f"pictures/{name}" in page for name in names)
     assert all(len(line) <= 120 or line.startswith("|") for line in page.splitlines())
+
+
+def test_the_page_in_docs_is_that_of_the_saved_results():
+    assert (report.ROOT / "docs" / "formation.md").read_text(encoding="utf-8") == report.page(report.RESULTS)
