@@ -13,7 +13,7 @@ SANITIZED := $(VENV)/_sanitized.so
 RESEARCH_TESTS := tests/research tests/benchmarks
 KERNEL_TESTS := tests/attention tests/nn tests/statistics tests/intercept/test_watch.py
 
-.PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint pictures tables census findings check-errors pruning claims bench bench-quick clean
+.PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint pictures tables census findings formation check-errors pruning claims bench bench-quick clean
 
 demo: $(NATIVE)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -76,6 +76,10 @@ findings: $(INSTALLED)  ## measure the importance of heads of two real models an
 	$(BIN)/python -m research.findings
 	$(BIN)/python research/findings/check_errors.py
 	$(BIN)/python -m research.findings.report
+
+formation: $(INSTALLED)  ## train small decoders in which induction heads form and write docs/formation.md (15 minutes)
+	$(BIN)/python -m research.formation
+	$(BIN)/python -m research.formation.report
 
 check-errors: $(INSTALLED)  ## check the standard errors of the findings by a bootstrap over documents
 	$(BIN)/python research/findings/check_errors.py

@@ -88,6 +88,12 @@ def test_the_code_of_the_pages_about_norms_and_rollout_runs(minilm, tmp_path, mo
     assert names["rolled"].weights.sum(-1).tolist() == pytest.approx([1.0, 1.0])
 
 
+def test_the_code_of_the_page_about_the_formation_of_heads_runs():
+    names: dict = {}
+    assert len(run(code_blocks("docs/formation.md"), names).splitlines()) == 2
+    assert names["monitor"].history.steps == [0, 20]
+
+
 def test_the_recipe_of_the_page_about_pruning_runs(tmp_path):
     (recipe,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/prune.md").read_text(encoding="utf-8"), re.DOTALL)
     tiny.model("decoder", top="ForCausalLM").save_pretrained(tmp_path / "tiny")

@@ -8,6 +8,8 @@ from torch import nn
 
 import headwise as hw
 import tiny
+from headwise.attention.problem import Problem
+from headwise.intercept.scores_behind_weights import scores_behind
 from oracles import plain_attention
 
 BATCH, HEADS, LENGTH, DIM = 2, 3, 7, 5
@@ -96,6 +98,38 @@ def test_eager_models_have_the_logits_of_their_problems(name):
             model(tiny.TOKENS)
         of_ways.append([row["max_logit"] for row in heads.rows()])
     assert of_ways[0] == pytest.approx(of_ways[1], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1, 8, 20])
+def test_eager_models_have_large_logits_in_mixed_precision(dtype, factor):
+    """The rounding of a large score changes the weights by far more than their own rounding."""
+    of_ways = []
+    for implementation in ("eager", "sdpa"):
+        model = tiny.family("llama", implementation)
+        for layer in model.layers:
+            layer.self_attn.q_proj.weight.data.mul_(factor)
+            layer.self_attn.k_proj.weight.data.mul_(factor)
+        with hw.watch(model) as heads, torch.no_grad(), torch.autocast("cpu", dtype):
+            model(tiny.TOKENS)
+        of_ways.append([row["max_logit"] for row in heads.rows() if row["layer"] == 0])
+    assert of_ways[0] == pytest.approx(of_ways[1], rel=4 * torch.finfo(dtype).eps)
+    assert max(of_ways[0]) > factor**2
+
+
+@pytest.mark.parametrize("size", [1, 10, 100, 1000])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_other_scores_are_not_confirmed(dtype, size):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, BATCH, HEADS, LENGTH, DIM, generator=generator)
+    problem = Problem.checked(q * size, k, v, mask=hw.causal())
+    scores = (problem.q @ problem.k.mT / math.sqrt(DIM)).masked_fill(torch.ones(LENGTH, LENGTH).triu(1) > 0, -math.inf)
+    # A multiple of large scores has the same weights, so it cannot be distinguished.
+    for factor, is_confirmed in ((1.0, True), (-1.0, False)):
+        weights = (scores.to(dtype) * factor).where(scores > -math.inf, -math.inf).float().softmax(-1).to(dtype)
+        found, _ = scores_behind(weights, lambda: problem)
+        assert (found is not None) == is_confirmed, factor
 
 
 def test_a_profile_has_the_largest_logit_without_a_standard_error(tmp_path):
