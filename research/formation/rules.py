@@ -1,4 +1,4 @@
-"""Rules that state the step at which a curve of a training changes. They were fixed before the measured runs."""
+"""Rules that state the step at which a curve of a training changes. The page states when they were fixed."""
 
 from collections.abc import Sequence
 
