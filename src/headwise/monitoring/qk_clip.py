@@ -126,8 +126,8 @@ def _require_own_parameters(model: nn.Module) -> None:
 
 
 def _latest_step(history: History) -> int | None:
-    """Return the number of the step that was observed last, which a resumed training may observe again with a smaller
-    number than that of steps in its folder. Return None after it resumed, until it observes a step.
+    """Return the number of the step that the training observed last. Return None after it resumed between observed
+    steps, until it observes one: the logits in its folder were used before the checkpoint.
 
     Raises:
         InputError: no step was observed.
