@@ -45,10 +45,11 @@ def test_the_code_of_the_readme_runs_and_prints_the_shown_output(minilm, tmp_pat
     (tmp_path / "corpus.jsonl").write_text('{"text": "A cup of tea."}\n{"text": "And one of coffee."}\n')
     names = {}
     blocks = code_blocks("README.md")
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     assert run(blocks, names) == "".join(output for _, output in blocks)
     assert len(names["table"]) == len(names["effects"].table()) == len(names["scores"].table()) == 72
     assert names["out"].shape == (1, 8, 4096, 64)
+    assert names["monitor"].history.steps == [0, 10]
 
 
 def test_the_code_of_the_page_about_view_runs(minilm, tmp_path, monkeypatch):
