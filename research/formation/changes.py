@@ -10,7 +10,6 @@ AFTER = 100
 """Step after which the loss on copied tokens may change. Before it, the model learns how frequent tokens are, and all
 losses fall."""
 
-
 FORMED = 0.2
 """Least final score of an induction head. Without one, a training has no steps of change."""
 

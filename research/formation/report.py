@@ -11,7 +11,7 @@ from typing import Any
 from research.claims.result_files import read_json
 from research.formation import report_formation, report_growth, report_pictures
 from research.formation.changes import changes
-from research.formation.paragraphs import wrap
+from research.markdown import wrap
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -22,8 +22,8 @@ INTRODUCTION = """\
 
 Use this page to see what [`hw.monitor`](monitor.md) and [`hw.watch`](watch.md) show of a training. In the first part,
 induction heads form in a small decoder within a minute, and the loss falls at the same steps. In the second part, a
-training with a learning rate that is too high fails; the monitor flags it long before, and
-[`hw.qk_clip`](monitor.md#clipping-logits) rescues it.
+training with a learning rate that is too high fails, long after an alarm of the monitor. With
+[`hw.qk_clip`](monitor.md#clipping-logits) it does not fail.
 
 The measurements of your own training look like this:
 

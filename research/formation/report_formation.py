@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from research.formation.changes import AFTER, FORMED, Changes, changes, final, gain_of, largest
-from research.formation.paragraphs import wrap
 from research.formation.rules import LAST, WINDOW
 from research.formation.text import HELD_OUT, LENGTH
-from research.markdown import markdown_table
+from research.markdown import markdown_table, wrap
 
 Result = Mapping[str, Any]
 
@@ -127,9 +126,8 @@ def agreement(found: Sequence[Changes]) -> str:
     steepest = differences(formed, "score_steepest", "loss_steepest")
     previous = differences(formed, "score_half", "previous_half")
     text = (
-        f"All columns but the first two are steps. Induction heads formed in {len(formed)} of {len(found)} seeds, "
-        "and score and loss "
-        f"change together in each. The score reaches half of its final value at steps {min(scores):.0f} to "
+        f"All columns but the first two are steps. Induction heads formed in {len(formed)} of {len(found)} seeds. "
+        f"The score reaches half of its final value at steps {min(scores):.0f} to "
         f"{max(scores):.0f}, {_spread(halves)} steps after the gain. Its steepest rise is {_spread(steepest)} steps "
         "after the steepest fall of the loss on copied tokens. The attention to the previous token reaches its "
         f"half {_spread(previous)} steps before the score."
@@ -206,7 +204,7 @@ def one_copy(quotes: Sequence[Result], found: Sequence[Changes]) -> str:
         f"These rows are nearer to ordinary text: one passage of {LENGTH // 4} to {LENGTH // 2} tokens of the row "
         "replaces the tokens at a random later place, and the distance between its two occurrences is random. "
         f"Induction heads form in {len(formed)} of {len(found)} seeds within {plan['steps']:,} steps. In the other "
-        "seeds, the loss on copied tokens falls slowly, and it is unknown when the heads would form."
+        "seeds, it is unknown when the heads would form."
     )
 
 

@@ -5,8 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from research.formation.paragraphs import wrap
-from research.markdown import markdown_table
+from research.markdown import markdown_table, wrap
 
 LARGEST_FLOAT16 = 65504
 """Largest number in float16."""
@@ -94,8 +93,7 @@ def conclusion(growing: Sequence[Mapping[str, Any]], clipped: Sequence[Mapping[s
     if warned:
         text += (
             f" In {len(warned)} of the {len(failed)} failed trainings, the alarm `high logit` comes first, "
-            f"{min(warned)} to "
-            f"{max(warned)} steps before the loss is NaN. At that step, nothing is visible in the loss."
+            f"{min(warned)} to {max(warned)} steps before the loss is NaN."
         )
     named = [one for one in failed if (one["first_nonfinite_alarm"] or {}).get("step") == one["nonfinite_step"]]
     if named:
@@ -104,11 +102,9 @@ def conclusion(growing: Sequence[Mapping[str, Any]], clipped: Sequence[Mapping[s
             "none before."
         )
     return (
-        f"{text} QK-clip acts after a step, so the logits of the next step can be above the threshold. An alarm "
-        "here does "
-        "not predict by itself that a training fails: in float32 or bfloat16, whose largest numbers are far "
-        "larger, the "
-        "same logits do not overflow. QK-clip bounds the logits. It does not correct the learning rate."
+        f"{text} QK-clip acts after a step, so the logits of the next step can be above the threshold. An alarm here "
+        "does not predict by itself that a training fails: in float32 or bfloat16, whose largest numbers are far "
+        "larger, the same logits do not overflow. QK-clip bounds the logits. It does not correct the learning rate."
     )
 
 

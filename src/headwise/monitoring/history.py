@@ -39,14 +39,15 @@ class History:
         folder: the run folder; None if the history is in memory alone.
         latest: number of the step that was added last, or in a history that was loaded, of the last step. None if a
             training that writes to the folder has not added a step yet, whatever the folder has from before.
-        begins_between: True if the training resumed at a step that is not observed.
+        begins_unobserved: True if the first step of a training that writes to the history is not observed, as where it
+            resumed between observed steps.
     """
 
     def __init__(self, settings: Mapping[str, Any], folder: Path | None = None) -> None:
         self.settings, self.folder = dict(settings), folder
         self._rows: dict[int, list[Row]] = {}
         self.latest: int | None = None
-        self.begins_between = False
+        self.begins_unobserved = False
 
     def __repr__(self) -> str:
         heads = counted(max((len(rows) for rows in self._rows.values()), default=0), "head")

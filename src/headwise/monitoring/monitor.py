@@ -135,7 +135,7 @@ class Monitor:
             recorded = broadcast_from_rank0(lambda: self._open(folder, settings, stack))
             if folder is None:
                 self.history = History(settings)
-            self.history.begins_between = self._next % self._every > 0
+            self.history.begins_unobserved = self._next % self._every > 0
             if recorded and self._start is None:
                 got = f"None, with steps up to {recorded[-1]} in {str(self._out)!r}"
                 raise InputError("start", expected="the number of the step at which the training resumes", got=got)

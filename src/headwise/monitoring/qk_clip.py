@@ -132,7 +132,7 @@ def _latest_step(history: History) -> int | None:
     Raises:
         InputError: no step was observed.
     """
-    if history.latest is None and not history.begins_between:
+    if history.latest is None and not history.begins_unobserved:
         remedy = "call monitor.step() first, after the step of the optimizer"
         raise InputError("logits", expected="a history with an observed step", got="none", remedy=remedy)
     return history.latest
