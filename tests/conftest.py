@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +22,9 @@ def modules_with_shapes() -> list[str]:
     files = [file for file in SOURCES.rglob("*.py") if "headwise.shapes import" in file.read_text(encoding="utf-8")]
     return [".".join(file.relative_to(SOURCES).with_suffix("").parts) for file in files]
 
+
+# Triton reads this when it is first imported: its interpreter runs the kernels on tensors of the CPU.
+os.environ["TRITON_INTERPRET"] = "1"
 
 # headwise.shapes defines placeholders; the tests replace them by jaxtyping before headwise is imported.
 sys.modules["headwise.shapes"] = jaxtyping
@@ -63,6 +67,15 @@ def tracing_server():
     """Server whose `run` runs code in a new process without shape checks, which torch's compiler cannot trace."""
     with TracingServer() as server:
         yield server
+
+
+@pytest.fixture
+def statistics_in_triton(monkeypatch):
+    """Let the Triton kernels compute the statistics of attention, as on a GPU."""
+    from headwise.statistics import kernel_statistics
+
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernel_statistics, "is_on_gpu", lambda problem: True)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.problem import Problem
-from headwise.statistics import native_statistics
+from headwise.statistics import kernel_statistics
 from headwise.statistics.tally import Tally
 from research.native_kernels.problems import Draw, DrawnProblem
 from tests.oracles import plain_attention
@@ -93,8 +93,8 @@ def _output_with_statistics(problem: DrawnProblem, tensors: list[Tensor]) -> Ten
     """Return the output of the operator that also computes the statistics; None if it refuses the problem."""
     options = {**problem.attend_options, "scale": problem.scale, "sinks": problem.sinks}
     call, context = Problem.checked(*tensors[:3], **options), CallContext()
-    if problem.dropout or native_statistics.why_not(call, context) is not None:
+    if problem.dropout or kernel_statistics.why_not(call, context) is not None:
         return None
-    answer = native_statistics.attend_tallied(call, context, Tally())
+    answer = kernel_statistics.attend_tallied(call, context, Tally())
     assert answer is not None, "a finite problem has rows that are not finite"
     return answer.out

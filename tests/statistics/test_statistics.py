@@ -13,7 +13,7 @@ from headwise.attention.backends.native.library import why_not_loaded
 from headwise.attention.masks import key_ranges
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
-from headwise.statistics import native_statistics, row_blocks
+from headwise.statistics import kernel_statistics, row_blocks
 from headwise.statistics.attend_observed import attend_observed
 from headwise.statistics.registry import STATISTICS
 from headwise.statistics.row_blocks import row_blocks_of_problem
@@ -61,15 +61,28 @@ def in_native_kernels(attention_problem: Problem, context: CallContext | None = 
     if why_not_loaded():
         pytest.skip(why_not_loaded())
     context, tally = context or CallContext(), Tally(gram)
-    reason = native_statistics.why_not(attention_problem, context)
+    reason = kernel_statistics.why_not(attention_problem, context)
     if reason:
         pytest.skip(reason)
-    assert native_statistics.attend_tallied(attention_problem, context, tally) is not None
+    assert kernel_statistics.attend_tallied(attention_problem, context, tally) is not None
+    return tally
+
+
+def in_triton_kernels(attention_problem: Problem, context: CallContext | None = None, gram=None) -> Tally:
+    """Return the statistics that the Triton kernels compute, as on a GPU, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    tally = Tally(gram)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_statistics, "is_on_gpu", lambda problem: True)
+        reason = kernel_statistics.why_not(attention_problem, context or CallContext())
+        if reason:
+            pytest.skip(reason)
+        assert kernel_statistics.attend_tallied(attention_problem, context or CallContext(), tally) is not None
     return tally
 
 
 WAYS = pytest.mark.parametrize(
-    "way", [from_weight_rows, during_attention, in_native_kernels], ids=lambda way: way.__name__
+    "way", [from_weight_rows, during_attention, in_native_kernels, in_triton_kernels], ids=lambda way: way.__name__
 )
 
 
@@ -317,14 +330,14 @@ def test_kernels_have_the_statistics_of_row_blocks(name, monkeypatch):
 def test_visible_keys_without_a_position_are_left_to_row_blocks():
     attention_problem, context = PLACED["fewer positions than keys"]()
     seen = Problem.checked(attention_problem.q, attention_problem.k, attention_problem.v)
-    assert native_statistics.why_not(seen, context) is None
+    assert kernel_statistics.why_not(seen, context) is None
     tally = Tally()
-    assert native_statistics.attend_tallied(seen, context, tally) is None
+    assert kernel_statistics.attend_tallied(seen, context, tally) is None
     assert not tally.means()
 
 
 @NATIVE
 def test_positions_that_do_not_ascend_one_by_one_are_refused():
     positions = {"query_positions": torch.arange(17), "key_positions": torch.arange(KEYS) * 2}
-    reason = native_statistics.why_not(problem(**positions), CallContext())
-    assert reason == "the native kernels know positions that ascend one by one"
+    reason = kernel_statistics.why_not(problem(**positions), CallContext())
+    assert reason == "the kernels know positions that ascend one by one"

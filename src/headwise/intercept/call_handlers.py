@@ -69,9 +69,12 @@ class CallHandlers(NamedTuple):
                         self._observe_checked(row_blocks_of_problem(problem, self._call_context, True), answer.out)
                 elif problem.dropout > 0 or keeps_output or self.keeps_output:
                     answer = compute()
+                    known = {} if problem.dropout > 0 else {"compute": lambda _: answer}
                     with torch.no_grad():
                         attend_observed(
-                            problem.without_dropout(), self._observe, self._call_context, whole_call=self._whole_call
+                            *(problem.without_dropout(), self._observe, self._call_context),
+                            **known,
+                            whole_call=self._whole_call,
                         )
                 else:
                     answer = attend_observed(

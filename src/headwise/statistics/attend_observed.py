@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 from headwise.attention.autocast import without_autocast
-from headwise.attention.backends import reference
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer
 from headwise.attention.nonfinite import has_nonfinite_keys_or_values
 from headwise.attention.problem import Answer, Problem
 from headwise.shapes import Float
-from headwise.statistics import native_statistics
+from headwise.statistics import kernel_statistics
+from headwise.statistics.kernel_statistics import fastest_or_reference
 from headwise.statistics.row_blocks import row_blocks_of_problem
 from headwise.statistics.tally import Tally
 
 
 class WholeCall(NamedTuple):
-    """Effect of an observer that needs no weights of single rows. The native kernels may then have the same effect for
-    the whole call at once, without row blocks.
+    """Effect of an observer that needs no weights of single rows. Kernels may then have the same effect for the whole
+    call at once, without row blocks.
 
     Attributes:
         tally: the sums to which the observer adds each row block.
@@ -36,7 +36,7 @@ def attend_observed(
     problem: Problem,
     observer: Observer,
     call_context: CallContext | None = None,
-    compute: Callable[[Problem], Answer] = reference.run,
+    compute: Callable[[Problem], Answer] = fastest_or_reference,
     whole_call: WholeCall | None = None,
 ) -> Answer:
     """Compute one attention call and return its answer: the output, and the other results that the problem requests.
@@ -45,8 +45,9 @@ def attend_observed(
     backend does not support the problem, if the weights are requested, if there is no query or no key, or if a key or
     value is NaN or infinite, which blockwise attention would spread to rows that do not attend to it.
 
-    If `whole_call` is passed, the observer does nothing but what this states. Then the native kernels compute answer
-    and statistics in one pass where they can, and `observer` is not called.
+    If `whole_call` is passed, the observer does nothing but what this states. Then kernels compute the statistics where
+    they can, and `observer` is not called: on a CPU, native kernels in the pass that computes the answer; on a GPU,
+    Triton kernels beside `compute`, which computes the answer.
 
     Row blocks are observed while blockwise attention computes them, from scores in float32 at least, at about the cost
     of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately.
@@ -55,12 +56,12 @@ def attend_observed(
         problem: the attention call.
         observer: function that receives each row block.
         call_context: tokens and padding of the call.
-        compute: function that answers problems that blockwise attention cannot solve.
+        compute: function that answers problems on a GPU, and those that blockwise attention cannot solve.
         whole_call: what `observer` does with the row blocks, if it needs no weights of single rows.
     """
     context = call_context or CallContext()
-    if whole_call is not None and native_statistics.why_not(problem, context) is None:
-        tallied = native_statistics.attend_tallied(problem, context, whole_call.tally)
+    if whole_call is not None and kernel_statistics.why_not(problem, context) is None:
+        tallied = kernel_statistics.attend_tallied(problem, context, whole_call.tally, compute)
         if tallied is not None:
             if whole_call.on_output is not None:
                 whole_call.on_output(tallied.out)

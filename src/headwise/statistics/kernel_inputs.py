@@ -1,4 +1,4 @@
-"""Tokens, padding and positions of an attention call in the form that the native kernels read for their statistics."""
+"""Tokens, padding and positions of an attention call in the form that kernels read for their statistics."""
 
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
@@ -85,14 +85,15 @@ def _make(context: CallContext, positions: Grid, grid: Grid) -> KernelInputs | N
         positions: grid whose positions the statistics use; it may have fewer keys than the call.
         grid: sizes of the call.
     """
-    of_queries = positions.query_position(torch.arange(grid.queries)[:, None]).reshape(-1, grid.queries)
-    has_position = torch.arange(grid.keys)[None] < positions.keys
+    query, key = (torch.arange(count, device=grid.device) for count in (grid.queries, grid.keys))
+    of_queries = positions.query_position(query[:, None]).reshape(-1, grid.queries)
+    has_position = key[None] < positions.keys
     if positions.key_positions is not None:
         of_keys = torch.nn.functional.pad(positions.key_positions, (0, grid.keys - positions.keys), value=-1)
         has_position = of_keys >= 0
         first = has_position.int().argmax(1, keepdim=True)
         shift = first - of_keys.gather(1, first)
-        if not torch.equal(of_keys + shift, torch.where(has_position, torch.arange(grid.keys), of_keys + shift)):
+        if not torch.equal(of_keys + shift, torch.where(has_position, key, of_keys + shift)):
             return None
         of_queries = of_queries + shift
     inputs = KernelInputs(
@@ -132,7 +133,7 @@ def _first_key(
         return is_first.int().argmax(1, keepdim=True).masked_fill(~is_first.any(1, keepdim=True), -1)
     if context.real_keys is not None:
         return context.real_keys.int().argmax(1, keepdim=True)
-    return torch.zeros(1, 1, dtype=torch.int64)
+    return torch.zeros(1, 1, dtype=torch.int64, device=of_queries.device)
 
 
 def _has_key(

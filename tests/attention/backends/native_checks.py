@@ -20,7 +20,7 @@ from headwise.attention.backends.native.backend import arguments
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import visible_keys
 from headwise.attention.problem import Problem
-from headwise.statistics import native_statistics
+from headwise.statistics import kernel_statistics
 from headwise.statistics.attend_observed import attend_observed
 from headwise.statistics.tally import Tally
 from oracles import distance, kept_by_dropout, plain_attention
@@ -174,8 +174,8 @@ def check_statistics(dtype: torch.dtype) -> None:
     for mask in (None, hw.causal(), hw.causal() & (hw.window(30) | hw.prefix(4)), hw.dense(torch.rand(211, 331) < 0.5)):
         problem = Problem.checked(q, k, v, mask=mask, softcap=None if mask is None else 3.0)
         ours, theirs = Tally(gram @ gram.mT), Tally(gram @ gram.mT)
-        assert native_statistics.why_not(problem, context) is None
-        assert native_statistics.attend_tallied(problem, context, ours) is not None
+        assert kernel_statistics.why_not(problem, context) is None
+        assert kernel_statistics.attend_tallied(problem, context, ours) is not None
         attend_observed(problem, theirs.add, context)
         assert ours.means().keys() == theirs.means().keys()
         for name, value in ours.means().items():
@@ -200,7 +200,7 @@ def check_threads() -> None:
         tally = Tally()
         with torch.no_grad():
             problem = Problem.checked(q, k, v, mask=hw.causal())
-            native_statistics.attend_tallied(problem, CallContext(), tally)
+            kernel_statistics.attend_tallied(problem, CallContext(), tally)
         gradients = (torch.autograd.grad(result.sum(), (q, k, v)) for result in (out, dropped))
         return [out, dropped, *steps(), *chain(*gradients), *tally.means().values()]
 

@@ -1,0 +1,197 @@
+"""Statistics of the attention weights of a call on a GPU, from two Triton kernels.
+
+The output comes from whichever engine computed it. The kernels read the queries and keys alone, so they serve every
+engine, and calls whose output is differentiated.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.gpu.spans import spans_of_keys, spans_of_rows
+from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall, output_norms
+from headwise.attention.problem import Problem
+from headwise.checks import has_own_class, makes_plain_tensors
+from headwise.shapes import Float, Int
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of queries and keys that the kernels read."""
+
+
+class Tiles(NamedTuple):
+    """Sizes of what a program of the kernels works on at a time.
+
+    Attributes:
+        rows: query rows.
+        keys: keys.
+        features: features of a head; more are read in several steps.
+        warps: groups of 32 threads.
+    """
+
+    rows: int
+    keys: int
+    features: int
+    warps: int
+
+
+class WeightStatistics(NamedTuple):
+    """Results of the kernels.
+
+    Attributes:
+        lse: log-sum-exp of each row.
+        rows: the numbers of `ROWS` for each row.
+        received: sum of the weights on each key over counted rows, in units of `RECEIVED_UNIT`.
+        seen_by: number of counted rows that may attend to each key.
+    """
+
+    lse: Float[Tensor, "batch heads queries"]
+    rows: Float[Tensor, "numbers batch heads queries"]
+    received: Int[Tensor, "batch heads keys"]
+    seen_by: Int[Tensor, "batch heads keys"]
+
+
+def why_not(problem: Problem) -> str | None:
+    """Return one sentence that says why the kernels cannot compute the statistics of a problem; None if they can."""
+    if problem.talking is not None:
+        return "the kernels keep heads apart, and talking_heads mixes them"
+    if problem.q.dtype not in DTYPES:
+        return f"the kernels compute in float16, bfloat16 and float32, and q is in {problem.q.dtype}"
+    if not makes_plain_tensors() or not all(map(has_own_class, (problem.q, problem.k, problem.v))):
+        return "the kernels read plain tensors, outside of transforms and modes of torch"
+    return why_no_triton()
+
+
+@cache
+def why_no_triton() -> str | None:
+    """Return the reason that Triton cannot be imported, in one sentence; None if it can."""
+    return None if find_spec("triton") else "the statistics on a GPU need Triton: pip install triton"
+
+
+def tiles_of(head_dim: int, dtype: torch.dtype, reads_matrix: bool) -> Tiles:
+    """Return the sizes of tiles. They were chosen so that no register is spilled, and that two programs fit the shared
+    memory of a multiprocessor (docs/reports/gpu_kernels.md); no time has been measured.
+
+    Args:
+        head_dim: number of features of a head.
+        dtype: dtype of queries and keys.
+        reads_matrix: True with a dense mask or a bias, whose addresses need registers.
+    """
+    features = max(1 << (head_dim - 1).bit_length(), 16)
+    if dtype == torch.float32:
+        return Tiles(rows=32, keys=16, features=min(features, 32), warps=8)
+    if features > 128:
+        return Tiles(rows=32, keys=16 if reads_matrix else 32, features=64, warps=8)
+    size = 32 if reads_matrix else 64
+    return Tiles(rows=size, keys=size, features=features, warps=8)
+
+
+def weight_statistics(call: StatisticsCall, out: Float[Tensor, "batch heads queries value_dim"]) -> WeightStatistics:
+    """Return the statistics of a call's attention weights and of its output.
+
+    Args:
+        call: the attention call.
+        out: its output.
+    """
+    tiles = tiles_of(call.q.shape[-1], call.q.dtype, call.dense is not None or call.bias is not None)
+    batch, heads, queries, _ = call.q.shape
+    keys = call.k.shape[2]
+    lse = call.q.new_empty(batch, heads, queries, dtype=torch.float32)
+    rows = lse.new_empty(len(ROWS), batch, heads, queries)
+    received = lse.new_empty(batch, heads, keys)
+    seen_by = lse.new_empty(batch, heads, keys, dtype=torch.int32)
+    with _device(call.q):
+        _launch(call, tiles, lse, rows, received, seen_by)
+    rows[-3:-1] = output_norms(out, call.gram)
+    return WeightStatistics(lse, rows, (received.double() / RECEIVED_UNIT).long(), seen_by)
+
+
+def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, received: Tensor, seen_by: Tensor) -> None:
+    """Run the kernels, which write the log-sum-exp, the numbers of the rows, and the sums of the keys."""
+    from headwise.attention.backends.gpu.key_statistics import KeySums, key_kernel
+    from headwise.attention.backends.gpu.row_statistics import Results, Tokens, row_kernel
+    from headwise.attention.backends.gpu.score_tiles import Spans
+
+    batch, heads, queries, head_dim = call.q.shape
+    keys = call.k.shape[2]
+    row_blocks, key_blocks = -(-queries // tiles.rows), -(-keys // tiles.keys)
+    of_rows = of_keys = Spans(None, None)
+    if call.ranges is not None:
+        spans = spans_of_rows(call.ranges, keys, tiles.rows, tiles.keys)
+        of_rows = Spans(spans, _strides(spans)[:3])
+        spans = spans_of_keys(spans, key_blocks)
+        of_keys = Spans(spans, _strides(spans)[:3])
+    arguments = _kernel_call(call)
+    tokens = Tokens(
+        positions=call.positions,
+        first_key=call.first_key,
+        special=_as_bytes(call.special),
+        key_tokens=None if call.query_tokens is None else call.key_tokens,
+        query_tokens=None if call.key_tokens is None else call.query_tokens,
+    )
+    ranges = 0 if call.ranges is None else call.ranges.shape[3]
+    row_kernel[(row_blocks * batch * heads,)](
+        *(arguments, tokens, of_rows, Results(lse, rows, batch * heads * queries)),
+        head_dim=head_dim,
+        ranges=ranges,
+        span_count=max(ranges, 1),
+        block_rows=tiles.rows,
+        block_keys=tiles.keys,
+        features=tiles.features,
+        num_warps=tiles.warps,
+    )
+    key_kernel[(key_blocks * batch * heads,)](
+        *(arguments, of_keys, KeySums(lse, _as_bytes(call.counted), received, seen_by)),
+        head_dim=head_dim,
+        ranges=ranges,
+        block_rows=tiles.rows,
+        block_keys=tiles.keys,
+        features=tiles.features,
+        num_warps=tiles.warps,
+    )
+
+
+def _kernel_call(call: StatisticsCall) -> Any:
+    """Return the tensors, sizes and strides that the kernels read of a call."""
+    from headwise.attention.backends.gpu.score_tiles import Call
+
+    ranges = None if call.ranges is None else call.ranges.contiguous()
+    dense = _as_bytes(call.dense)
+    return Call(
+        q=call.q,
+        k=call.k,
+        q_strides=call.q.stride(),
+        k_strides=call.k.stride(),
+        heads=call.q.shape[1],
+        group=call.q.shape[1] // call.k.shape[1],
+        queries=call.q.shape[2],
+        keys=call.k.shape[2],
+        scale=call.scale,
+        head_scale=call.head_scale,
+        softcap=call.softcap or None,
+        sinks=call.sinks,
+        ranges=ranges,
+        ranges_strides=None if ranges is None else _strides(ranges)[:3],
+        dense=dense,
+        dense_strides=None if dense is None else _strides(dense),
+        bias=call.bias,
+        bias_strides=None if call.bias is None else _strides(call.bias),
+    )
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor, 0 for axes of size 1, along which it repeats."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _as_bytes(values: Tensor | None) -> Tensor | None:
+    """Return booleans as bytes, without a copy."""
+    return None if values is None else values.view(torch.uint8)
+
+
+def _device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which kernels run on the device of a tensor."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
