@@ -13,6 +13,7 @@ from headwise.attention.autocast import without_autocast
 from headwise.attention.backend_choice import choose_fastest
 from headwise.attention.backends import reference
 from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.gpu import operator as gpu_operator
 from headwise.attention.backends.gpu import statistics as gpu
 from headwise.attention.backends.native import backend as native
 from headwise.attention.backends.native.parts import Options
@@ -40,7 +41,7 @@ def why_not(problem: Problem, context: CallContext) -> str | None:
         return "a statistic was added or removed, and the kernels compute the others"
     if problem.return_weights or 0 in (*problem.q.shape, *problem.k.shape):
         return "there are no rows of weights to compute, or the matrix is asked for"
-    reason = gpu.why_not(problem) if is_on_gpu(problem) else _why_not_native(problem)
+    reason = _why_not_gpu(problem) if is_on_gpu(problem) else _why_not_native(problem)
     if reason is None and kernel_inputs(context, problem) is None:
         return "the kernels know positions that ascend one by one"
     return reason
@@ -49,6 +50,11 @@ def why_not(problem: Problem, context: CallContext) -> str | None:
 def is_on_gpu(problem: Problem) -> bool:
     """Return True if the Triton kernels are those for a problem."""
     return problem.q.device.type == "cuda"
+
+
+def _why_not_gpu(problem: Problem) -> str | None:
+    """Return the reason that the Triton kernels cannot compute the statistics of a problem; None if they can."""
+    return gpu.why_not(problem) or gpu_operator.why_not_registered()
 
 
 def _why_not_native(problem: Problem) -> str | None:

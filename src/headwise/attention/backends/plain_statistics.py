@@ -1,6 +1,7 @@
 """The operator of attention with statistics in plain torch: the definition of what the kernels compute.
 
-Some rows of the score matrix exist at a time, with all their keys. Scores and sums are in float32.
+Some rows of the score matrix exist at a time, with all their keys. Scores and sums are in float32, and for tensors in
+float64 in float64.
 """
 
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 from headwise.attention.backends.reference import attention_weights, grouped_matmul, log_sum_exp
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.in_ranges import InRanges
+from headwise.attention.problem import score_dtype
 from headwise.shapes import Bool, Float, Int
 
 ROWS = (
@@ -89,7 +91,8 @@ def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
     batch, heads, queries, _ = call.q.shape
     keys = call.k.shape[2]
     out = call.q.new_empty(batch, queries, heads, call.v.shape[3]).transpose(1, 2)
-    lse = call.q.new_empty(batch, heads, queries, dtype=torch.float32)
+    dtype = score_dtype(call.q)
+    lse = call.q.new_empty(batch, heads, queries, dtype=dtype)
     rows = lse.new_empty(len(ROWS), batch, heads, queries)
     received = lse.new_zeros(batch, heads, keys, dtype=torch.float64)
     seen_by = lse.new_zeros(batch, heads, keys, dtype=torch.int32)
@@ -98,7 +101,7 @@ def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
         part = slice(start, start + step)
         uncapped, scores = _scores(call, part)
         weights = attention_weights(scores, _column(call.sinks))
-        of_rows = grouped_matmul(weights, call.v.float())
+        of_rows = grouped_matmul(weights, call.v.to(dtype))
         out[:, :, part] = of_rows.to(out.dtype)
         lse[:, :, part] = log_sum_exp(scores, _column(call.sinks))
         rows[:-3, :, :, part] = _numbers(call, part, weights, scores, uncapped, lse[:, :, part])
@@ -117,7 +120,7 @@ def output_norms(
     """Return the norm of each row's head output, and that after the head's slice of the output projection: the root of
     `o G o` with the matrix `gram` of the head. The latter is 0 where the matrix is unknown.
     """
-    out = out.float()
+    out = out.to(score_dtype(out))
     norms = out.norm(dim=-1)
     if gram is None:
         return torch.stack([norms, torch.zeros_like(norms)])
@@ -130,7 +133,8 @@ def _scores(
     """Return the scores of some rows before the softcap and the bias, and those that enter the softmax, both -inf at
     hidden keys.
     """
-    products = grouped_matmul(call.q[:, :, part].float(), call.k.float().mT) * call.scale
+    dtype = score_dtype(call.q)
+    products = grouped_matmul(call.q[:, :, part].to(dtype), call.k.to(dtype).mT) * call.scale
     uncapped = products if call.head_scale is None else products * call.head_scale[:, None, None]
     scores = call.softcap * torch.tanh(uncapped / call.softcap) if call.softcap else uncapped
     visible = torch.ones_like(scores, dtype=torch.bool)

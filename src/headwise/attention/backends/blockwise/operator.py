@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.attention.backends import plain_statistics
 from headwise.attention.backends.blockwise import scores_fp32
 from headwise.attention.backends.blockwise.attention import BlockwiseAttention, BlockwiseBackward
 from headwise.attention.backends.blockwise.call_options import CallOptions
@@ -35,6 +36,7 @@ SCHEMAS = {
     "attend_backward": f"({_UPSTREAM}, {_PROBLEM}, {_DROPOUT}) "
     "-> (Tensor q_gradient, Tensor k_gradient, Tensor v_gradient)",
     "attend_bias_gradient": f"({_UPSTREAM}, {_PROBLEM}, {_DROPOUT}) -> Tensor",
+    "attend_statistics": plain_statistics.SCHEMA,
 }
 """Arguments and results of the operators, as in `native/cpp/operators.cpp`."""
 
@@ -61,6 +63,7 @@ def _register() -> str | None:
         "attend": _attend,
         "attend_backward": _attend_backward,
         "attend_bias_gradient": _attend_bias_gradient,
+        "attend_statistics": plain_statistics.attend_statistics,
     }
     for name, function in functions.items():
         fragment.define(name + SCHEMAS[name])  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """Triton kernel for the sums of the attention weights on each key, and the number of rows that may attend to it.
 
 A program has a block of keys of one head, and reads the blocks of query rows of which some row sees one of its keys.
-The weights follow from the log-sum-exp of each row. The rows are added up in one order, without atomic additions, so
-the sums have the same bits in every run.
+The weights follow from the largest score and the largest weight of each row. The rows are added up in one order,
+without atomic additions, so the sums have the same bits in every run; those of blocks are added in float64.
 """
 
 from typing import Any, NamedTuple
@@ -26,13 +26,15 @@ class KeySums(NamedTuple):
     """What the kernel reads of the rows, and what it writes.
 
     Attributes:
-        lse: log-sum-exp of each row, `(batch, heads, queries)`.
+        top: largest score of each row, `(batch, heads, queries)`.
+        share: weight of the largest score; 0 in a row without a key.
         counted: one byte for each query, 1 at those that count, `(batch, queries)`; None for all.
         received: sum of the weights on each key over counted rows, `(batch, heads, keys)`.
         seen_by: number of counted rows that may attend to each key.
     """
 
-    lse: Any
+    top: Any
+    share: Any
     counted: Any
     received: Any
     seen_by: Any
@@ -53,7 +55,7 @@ def key_kernel(
     program, head = block_and_head(call, tl.cdiv(call.keys, block_keys))
     key = program * block_keys + tl.arange(0, block_keys)
     k = key_features(call, head, key, 0, head_dim, features)
-    received, seen_by = tl.zeros([block_keys], tl.float32), tl.zeros([block_keys], tl.int32)
+    received, seen_by = tl.zeros([block_keys], tl.float64), tl.zeros([block_keys], tl.int32)
     first, stop = span_edges(spans, head, program, 0, tl.cdiv(call.queries, block_rows))
     for block in range(first, stop):
         row = block * block_rows + tl.arange(0, block_rows)
@@ -66,8 +68,10 @@ def key_kernel(
         if sums.counted is not None:
             at = sums.counted + head.sequence * call.queries + row
             visible = visible & (tl.load(at, row < call.queries, other=0) != 0)[:, None]
-        lse = tl.load(sums.lse + head.index * call.queries + row, row < call.queries, other=0.0)
-        received += tl.sum(tl.where(visible, tl.exp(scores - lse[:, None]), 0.0), 0)
+        at = head.index * call.queries + row
+        top = tl.load(sums.top + at, row < call.queries, other=0.0)
+        share = tl.load(sums.share + at, row < call.queries, other=0.0)
+        received += tl.sum(tl.where(visible, tl.exp(scores - top[:, None]) * share[:, None], 0.0), 0).to(tl.float64)
         seen_by += tl.sum(visible.to(tl.int32), 0)
     at = head.index * call.keys + key
     tl.store(sums.received + at, received, key < call.keys)

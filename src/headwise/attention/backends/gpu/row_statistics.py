@@ -7,8 +7,7 @@ With s the scores of a row over its visible keys, t their largest, and l the log
 
 A program has a block of query rows of one head, reads the blocks with a visible key, and carries t and the sums along
 (Milakov and Gimelshein 2018). So it needs no log-sum-exp of an attention kernel, and returns its own. No term of the
-entropy is negative, so nothing cancels. The weights of single keys (the own, the previous, the next and the first) are
-computed from the rows of these keys. All sums are in float32.
+entropy is negative, so nothing cancels. All sums are in float32.
 """
 
 from typing import Any, NamedTuple
@@ -28,14 +27,17 @@ from headwise.attention.backends.gpu.score_tiles import (
 )
 from headwise.attention.backends.plain_statistics import ROWS
 
-ENTROPY, CONFIDENCE, DISTANCE, SELF, SPECIAL, DUPLICATE, INDUCTION, CONTENT, MAX_LOGIT, UNCAPPED, VISIBLE = (
+ENTROPY, CONFIDENCE, DISTANCE, SELF, PREVIOUS, NEXT, FIRST, SPECIAL, DUPLICATE, INDUCTION, CONTENT = (
     tl.constexpr(ROWS.index(name))
     for name in (
-        *("entropy", "confidence", "distance", "self", "special", "duplicate", "induction", "confidence_content"),
-        *("max_logit", "max_logit_uncapped", "visible keys"),
+        *("entropy", "confidence", "distance", "self", "previous", "next", "first"),
+        *("special", "duplicate", "induction", "confidence_content"),
     )
 )
-"""Index of each number of a row; "previous", "next" and "first" follow "self"."""
+MAX_LOGIT, UNCAPPED, VISIBLE = (
+    tl.constexpr(ROWS.index(name)) for name in ("max_logit", "max_logit_uncapped", "visible keys")
+)
+"""Index of each number of a row."""
 
 HIDDEN = tl.constexpr(float("-inf"))
 """Score of a key that a row may not attend to."""
@@ -86,6 +88,10 @@ class RowSums(NamedTuple):
         powers: sum of e.
         below: sum of e times the distance of the score from `top`.
         distances: sum of e times the distance between query and key.
+        own: e of the key at the position of the row.
+        previous: e of the key before it.
+        following: e of the key after it.
+        first: e of the key of the first token.
         special: sum of e over special tokens.
         duplicates: sum of e over earlier copies of the query's token.
         inductions: sum of e over the keys after them.
@@ -98,6 +104,10 @@ class RowSums(NamedTuple):
     powers: Any
     below: Any
     distances: Any
+    own: Any
+    previous: Any
+    following: Any
+    first: Any
     special: Any
     duplicates: Any
     inductions: Any
@@ -110,14 +120,28 @@ class Rows(NamedTuple):
     Attributes:
         row: their indices.
         position: index of the key at the position of each.
+        first_key: index of the key of the first token for each.
         token: number of the token of each; 0 where tokens are unknown.
-        at: place of each in tensors `(batch, queries)`.
     """
 
     row: Any
     position: Any
+    first_key: Any
     token: Any
-    at: Any
+
+
+class Normalizer(NamedTuple):
+    """What divides the powers of each row.
+
+    Attributes:
+        share: weight of the largest score; 0 in a row without a key.
+        above: log-sum-exp minus the largest score, at most about `FARTHEST`; 0 in a row without a key.
+        lse: log-sum-exp; the sink logit, or -inf without one, in a row without a key.
+    """
+
+    share: Any
+    above: Any
+    lse: Any
 
 
 @triton.jit
@@ -147,14 +171,8 @@ def row_kernel(
             k = key_features(call, head, key, 0, head_dim, features)
             products = tile_products(call, head, rows.row, key, q, k, head_dim, features)
             sums = _add_tile(sums, call, tokens, head, rows, key, products, ranges)
-    lse = _log_sum_exp(call, head, sums)
-    _write_sums(call, head, rows, results, sums, lse, ranges)
-    first_key = tl.load(tokens.first_key + rows.at, rows.row < call.queries, other=-1)
-    at = results.rows + head.index * call.queries + rows.row
-    for number in tl.static_range(4):
-        key = first_key if number == 3 else rows.position + (0 if number == 0 else (-1 if number == 1 else 1))
-        weight = _weight_of_key(call, head, rows.row, key, lse, head_dim, ranges, 16)
-        tl.store(at + (SELF + number) * results.plane, weight, rows.row < call.queries)
+    normalizer = _normalizer(call, head, sums)
+    _write_sums(call, head, rows, results, sums, normalizer, ranges)
 
 
 @triton.jit
@@ -162,10 +180,11 @@ def _rows(call: "Call", tokens: "Tokens", head: "Head", row: "tl.tensor") -> "Ro
     """Return the query rows of a program."""
     at = head.sequence * call.queries + row
     position = tl.load(tokens.positions + at, row < call.queries, other=0)
+    first_key = tl.load(tokens.first_key + at, row < call.queries, other=-1)
     token = row * 0
     if tokens.query_tokens is not None:
         token = tl.load(tokens.query_tokens + at, row < call.queries, other=-1)
-    return Rows(row, position, token, at)
+    return Rows(row, position, first_key, token)
 
 
 @triton.jit
@@ -173,7 +192,7 @@ def _start(block_rows: tl.constexpr) -> "RowSums":
     """Return the sums over no key."""
     top = tl.full([block_rows], HIDDEN, tl.float32)
     zeros = tl.zeros([block_rows], tl.float32)
-    return RowSums(top, top, top, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
+    return RowSums(top, top, top, *(zeros, zeros, zeros, zeros, zeros, zeros, zeros), zeros, zeros, zeros, zeros)
 
 
 @triton.jit
@@ -202,6 +221,7 @@ def _add_tile(
     powers = tl.where(visible, tl.exp(scores - shift[:, None]), 0.0)
     below = tl.minimum(shift[:, None] - scores, FARTHEST)
     distance = tl.abs(rows.position[:, None] - column).to(tl.float32)
+    single = _single_keys(rows, key, powers)
     copies = _copy_sums(call, tokens, head, rows, key, powers)
     content = _content(call, tokens, head, key, powers, scores)
     top_uncapped = sums.top_uncapped
@@ -217,11 +237,38 @@ def _add_tile(
         factor * sums.powers + tl.sum(powers, 1),
         factor * (sums.below + raised * sums.powers) + tl.sum(powers * below, 1),
         factor * sums.distances + tl.sum(powers * distance, 1),
+        factor * sums.own + single[0],
+        factor * sums.previous + single[1],
+        factor * sums.following + single[2],
+        factor * sums.first + single[3],
         factor * sums.special + content[0],
         factor * sums.duplicates + copies[0],
         factor * sums.inductions + copies[1],
         visible_keys,
     )
+
+
+@triton.jit
+def _single_keys(rows: "Rows", key: "tl.tensor", powers: "tl.tensor") -> "tuple[tl.tensor, ...]":
+    """Return the powers of the own, the previous, the next and the first key of each row; 0 for keys that are not in
+    the tile. Most tiles have none of them.
+    """
+    own = tl.zeros_like(rows.position).to(tl.float32)
+    previous, following, first = own, own, own
+    start, stop = tl.min(key), tl.max(key)
+    if (start <= tl.max(rows.position) + 1) & (stop >= tl.min(rows.position) - 1):
+        own = _power_at(key, rows.position, powers)
+        previous = _power_at(key, rows.position - 1, powers)
+        following = _power_at(key, rows.position + 1, powers)
+    if (start <= tl.max(rows.first_key)) & (stop >= tl.min(rows.first_key)):
+        first = _power_at(key, rows.first_key, powers)
+    return own, previous, following, first
+
+
+@triton.jit
+def _power_at(key: "tl.tensor", chosen: "tl.tensor", powers: "tl.tensor") -> "tl.tensor":
+    """Return the power of the chosen key of each row; 0 where it is not in the tile."""
+    return tl.sum(tl.where(key[None, :] == chosen[:, None], powers, 0.0), 1)
 
 
 @triton.jit
@@ -257,16 +304,21 @@ def _copy_sums(
 
 
 @triton.jit
-def _log_sum_exp(call: "Call", head: "Head", sums: "RowSums") -> "tl.tensor":
-    """Return the log-sum-exp of each row, the sink logit included; -inf in a row without a key and a sink."""
+def _normalizer(call: "Call", head: "Head", sums: "RowSums") -> "Normalizer":
+    """Return what divides the powers of each row, the sink of the head included."""
     is_empty = sums.powers == 0.0
-    lse = tl.where(is_empty, HIDDEN, sums.top + tl.log(tl.where(is_empty, 1.0, sums.powers)))
+    powers = tl.where(is_empty, 1.0, sums.powers)
+    largest, share_of_sink = sums.top, 0.0
     if call.sinks is not None:
         sink = tl.load(call.sinks + head.head)
-        larger, smaller = tl.maximum(lse, sink), tl.minimum(lse, sink)
-        larger_or_0 = tl.where(larger == HIDDEN, 0.0, larger)
-        lse = larger + tl.log(1.0 + tl.exp(smaller - larger_or_0))
-    return lse
+        largest = tl.maximum(sums.top, sink)
+        share_of_sink = tl.exp(tl.where(largest == HIDDEN, 0.0, sink - largest))
+    # 0 in a row whose scores are all far below the sink
+    below = tl.exp(tl.where(is_empty, 0.0, sums.top - largest))
+    total = tl.where(is_empty, 1.0, powers * below + share_of_sink)
+    log_total = tl.log(total)
+    above = tl.where(is_empty, 0.0, tl.minimum(largest - sums.top, FARTHEST) + log_total)
+    return Normalizer(tl.where(is_empty, 0.0, below / total), above, largest + log_total)
 
 
 @triton.jit
@@ -276,26 +328,27 @@ def _write_sums(
     rows: "Rows",
     results: "Results",
     sums: "RowSums",
-    lse: "tl.tensor",
+    normalizer: "Normalizer",
     ranges: tl.constexpr,
 ) -> None:
-    """Write the log-sum-exp and the statistics of each row but the weights of single keys. `share` is the weight of the
-    largest score.
-    """
-    is_empty, is_row = sums.powers == 0.0, rows.row < call.queries
-    share = tl.where(is_empty, 0.0, tl.exp(sums.top - lse))
-    entropy = share * (sums.below + tl.where(is_empty, 0.0, lse - sums.top) * sums.powers)
-    content = tl.where(sums.top_content == HIDDEN, 0.0, tl.exp(sums.top_content - lse))
+    """Write the log-sum-exp and the statistics of each row but the weights of single keys."""
+    share, is_row = normalizer.share, rows.row < call.queries
+    entropy = share * (sums.below + normalizer.above * sums.powers)
+    content = share * tl.exp(tl.where(sums.top_content == HIDDEN, HIDDEN, sums.top_content - sums.top))
     visible = sums.visible
     if call.dense is None and call.bias is None:
         visible = _count_keys(call, head, rows.row, ranges).to(tl.float32)
     # A maximum leaves out NaN, a sum does not.
     is_number = sums.powers == sums.powers
     at = results.rows + head.index * call.queries + rows.row
-    tl.store(results.lse + head.index * call.queries + rows.row, lse, is_row)
+    tl.store(results.lse + head.index * call.queries + rows.row, normalizer.lse, is_row)
     tl.store(at + ENTROPY * results.plane, entropy, is_row)
     tl.store(at + CONFIDENCE * results.plane, share, is_row)
     tl.store(at + DISTANCE * results.plane, share * sums.distances, is_row)
+    tl.store(at + SELF * results.plane, share * sums.own, is_row)
+    tl.store(at + PREVIOUS * results.plane, share * sums.previous, is_row)
+    tl.store(at + NEXT * results.plane, share * sums.following, is_row)
+    tl.store(at + FIRST * results.plane, share * sums.first, is_row)
     tl.store(at + SPECIAL * results.plane, share * sums.special, is_row)
     tl.store(at + DUPLICATE * results.plane, share * sums.duplicates, is_row)
     tl.store(at + INDUCTION * results.plane, share * sums.inductions, is_row)
@@ -319,25 +372,3 @@ def _count_keys(call: "Call", head: "Head", row: "tl.tensor", ranges: tl.constex
             stop = tl.minimum(tl.load(at + 2 * number + 1, row < call.queries, other=0), call.keys)
             count += tl.maximum(stop - start, 0)
     return count
-
-
-@triton.jit
-def _weight_of_key(
-    call: "Call",
-    head: "Head",
-    row: "tl.tensor",
-    key: "tl.tensor",
-    lse: "tl.tensor",
-    head_dim: tl.constexpr,
-    ranges: tl.constexpr,
-    features: tl.constexpr,
-) -> "tl.tensor":
-    """Return the weight of one key of each row; 0 where there is no such key or where it is hidden."""
-    products = tl.zeros_like(lse)
-    for begin in range(0, head_dim, features):
-        q = query_features(call, head, row, begin, head_dim, features).to(tl.float32)
-        k = key_features(call, head, key, begin, head_dim, features).to(tl.float32)
-        products += tl.sum(q * k, 1)
-    visible = is_visible(call, head, row, key, ranges)
-    scores = finish_scores(call, head, row, key, scale_products(call, head, products), visible)
-    return tl.where(scores == HIDDEN, 0.0, tl.exp(scores - lse))

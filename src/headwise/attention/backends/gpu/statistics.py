@@ -101,12 +101,12 @@ def weight_statistics(call: StatisticsCall, out: Float[Tensor, "batch heads quer
     keys = call.k.shape[2]
     lse = call.q.new_empty(batch, heads, queries, dtype=torch.float32)
     rows = lse.new_empty(len(ROWS), batch, heads, queries)
-    received = lse.new_empty(batch, heads, keys)
+    received = lse.new_empty(batch, heads, keys, dtype=torch.float64)
     seen_by = lse.new_empty(batch, heads, keys, dtype=torch.int32)
     with _device(call.q):
         _launch(call, tiles, lse, rows, received, seen_by)
     rows[-3:-1] = output_norms(out, call.gram)
-    return WeightStatistics(lse, rows, (received.double() / RECEIVED_UNIT).long(), seen_by)
+    return WeightStatistics(lse, rows, (received / RECEIVED_UNIT).long(), seen_by)
 
 
 def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, received: Tensor, seen_by: Tensor) -> None:
@@ -133,6 +133,7 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
         query_tokens=None if call.key_tokens is None else call.query_tokens,
     )
     ranges = 0 if call.ranges is None else call.ranges.shape[3]
+    top, share = (rows[ROWS.index(name)] for name in ("max_logit", "confidence"))
     row_kernel[(row_blocks * batch * heads,)](
         *(arguments, tokens, of_rows, Results(lse, rows, batch * heads * queries)),
         head_dim=head_dim,
@@ -144,7 +145,7 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
         num_warps=tiles.warps,
     )
     key_kernel[(key_blocks * batch * heads,)](
-        *(arguments, of_keys, KeySums(lse, _as_bytes(call.counted), received, seen_by)),
+        *(arguments, of_keys, KeySums(top, share, _as_bytes(call.counted), received, seen_by)),
         head_dim=head_dim,
         ranges=ranges,
         block_rows=tiles.rows,

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from headwise.attention.backends.native import gradients
 from headwise.attention.backends.native.build import INSTRUCTION_SETS, LIBRARY, sources_checksum
+from headwise.attention.backends.plain_statistics import ROWS
 
 VARIABLE = "HEADWISE_NATIVE"
 """Environment variable that names the instruction set to use, such as "avx2", or "off"."""
 
 BUILD_COMMAND = f"python {LIBRARY.with_name('build.py')}"
 """Command that compiles the library."""
-
-ROW_STATISTICS = 16
-"""Number of statistics of each query row that the kernels compute."""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -112,7 +110,7 @@ def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tenso
     sums = (batch, heads, k.shape[2])
     return (
         *_fake_forward(q, k, v)[:2],
-        q.new_empty(ROW_STATISTICS, batch, heads, queries, dtype=torch.float32),
+        q.new_empty(len(ROWS), batch, heads, queries, dtype=torch.float32),
         q.new_empty(sums, dtype=torch.int64),
         q.new_empty(sums, dtype=torch.int32),
     )

@@ -1,0 +1,1 @@
+"""Comparison of the three implementations of the operator of attention with statistics."""
