@@ -18,23 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-SEEDS_AT_ONCE = 20
-"""Seeds that a process compares at a time."""
-
-
-def _start() -> None:
-    """Choose Triton's interpreter in a new process, before it imports the kernels."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
-
-
-def _compare(first: int) -> dict:
-    """Return the agreements of some seeds."""
-    from research.statistics_operator.agreement import compare
-
-    return compare(range(first, first + SEEDS_AT_ONCE))
+from research.statistics_operator.worker import SEEDS_AT_ONCE, compare_seeds, start
 
 
 def main() -> int:
@@ -44,12 +28,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file for the results")
     options = parser.parse_args()
     total: dict = {}
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _start) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), start) as pool:
         first, at_once = 0, 4 * (os.cpu_count() or 1)
         with tqdm(total=options.calls, unit="call", disable=None) as progress:
             while not total or total["plain"].calls < options.calls:
                 starts = range(first, first + at_once * SEEDS_AT_ONCE, SEEDS_AT_ONCE)
-                for part in pool.map(_compare, starts):
+                for part in pool.map(compare_seeds, starts):
                     progress.update(part["plain"].calls)
                     for name, agreement in part.items():
                         total[name].merge(agreement) if name in total else total.update({name: agreement})

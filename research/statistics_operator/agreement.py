@@ -83,10 +83,9 @@ def bounds(call: StatisticsCall) -> dict[str, Tensor | float]:
     q, k = call.q.double().abs(), call.k.double().abs().repeat_interleave(group, 1)
     scale = abs(call.scale) if call.head_scale is None else (call.scale * call.head_scale).abs()[:, None].double()
     size = (q @ k.mT).amax(-1) * scale
-    terms = [size] + [
-        each.abs().where(each.isfinite(), 0.0).amax().double() for each in (call.bias, call.sinks) if each is not None
-    ]
-    of_score = (head_dim + 8) * eps * (1 + sum(terms))
+    others = [each.double().abs() for each in (call.bias, call.sinks) if each is not None]
+    largest = 1 + size + sum(each.where(each.isfinite(), 0.0).amax() for each in others)
+    of_score = (head_dim + 8) * eps * largest
     share, most = 2 * of_score + keys * eps, call.v.double().abs().amax() * call.v.shape[3] ** 0.5
     farthest = float((call.positions[:, :, None] - torch.arange(keys)).abs().max())
     entropy = share * (1 + math.log(keys) + 2 * largest)
