@@ -82,7 +82,7 @@ class StaticCache(Cache):
         """True if `prepare_update` may leave out the slots beyond the length of the longest sequence. For that it has
         to read the lengths, so this is True only on a CPU, and not while compiling or under `torch.func`.
         """
-        return _is_cheap_to_read(self.lengths)
+        return has_readable_values(self.lengths)
 
     def next_positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
@@ -97,14 +97,15 @@ class StaticCache(Cache):
         step = torch.arange(new, device=device)
         positions = self.lengths[:, None] + step
         if lengths is not None:
-            counts = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence").to(device)
+            counts = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence")
             if counts.shape != (batch,):
                 raise InputError("lengths", expected=f"one for each of {batch} sequences", got=tuple(counts.shape))
             if has_readable_values(counts) and ((counts < 0) | (counts > new)).any():
                 raise InputError("lengths", expected=f"numbers from 0 to {new}, the tokens", got=counts.tolist())
+            counts = counts.to(device, non_blocking=True)
             positions = torch.where(step < counts[:, None], positions, -1)
         # Where positions are not read, the index check of the device still rejects a token beyond the capacity.
-        if _is_cheap_to_read(positions) and positions.numel():
+        if has_readable_values(positions) and positions.numel():
             last = int(positions.max())
             if last >= self.capacity:
                 raise InputError("cache", expected=f"room for {last + 1} tokens", got=f"a capacity of {self.capacity}")
@@ -192,7 +193,7 @@ class StaticCache(Cache):
 
     def crop(self, length: int | Int[Tensor, " batch"] | Sequence[int]) -> None:
         """Remove all but the first `length` tokens of each sequence. `length` is one number for all sequences, or one
-        number for each, `(batch,)`.
+        number for each, `(batch,)`. A negative number on a GPU, where it is not read, counts as 0.
         """
         if not isinstance(length, Tensor | Sequence):
             length = min(whole_number("length", length, least=0), self.capacity)
@@ -202,7 +203,8 @@ class StaticCache(Cache):
         if lengths.shape != self.lengths.shape or (has_readable_values(lengths) and (lengths < 0).any()):
             expected = f"a number of 0 or more, or one for each of {len(self.lengths)} sequences"
             raise InputError("length", expected=expected, got=lengths.tolist())
-        self._crop_to(torch.minimum(self.lengths, lengths.to(self.lengths.device)))
+        lengths = lengths.to(self.lengths.device, non_blocking=True)
+        self._crop_to(torch.minimum(self.lengths, lengths.clamp(min=0)))
 
     def reset(self) -> None:
         """Remove all tokens of all sequences and fill their slots with zeros; the memory stays allocated."""
@@ -250,10 +252,3 @@ def _common_span(positions: Int[Tensor, "batch new"]) -> range | None:
     first, last = (int(position) for position in positions.aminmax())
     is_shared = first >= 0 and last - first + 1 == positions.shape[1]
     return range(first, last + 1) if is_shared else None
-
-
-def _is_cheap_to_read(values: Tensor) -> bool:
-    """Return True if Python can read the values without waiting for a device: on a CPU, unless a graph is being
-    compiled or `torch.func` transforms the call.
-    """
-    return values.device.type == "cpu" and has_readable_values(values)
