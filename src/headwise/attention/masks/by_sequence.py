@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.device_copies import DeviceCopies
 from headwise.attention.masks.grid import Coverage, Grid
-from headwise.checks import has_readable_values
+from headwise.checks import has_readable_values, has_values
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
 
@@ -56,7 +56,7 @@ class Padding(Mask):
 
     def lengths_on(self, device: torch.device) -> Int[Tensor, " batch"]:
         """Return the lengths on a device; a copy is made once."""
-        return self._copies.on(device)
+        return self._copies.on(device) if has_values(self.lengths) else self.lengths.to(device)
 
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
@@ -155,7 +155,7 @@ class Segments(Mask):
 
     def ids_on(self, device: torch.device) -> Int[Tensor, "#batch keys"]:
         """Return the document ids on a device; a copy is made once."""
-        return self._copies.on(device)
+        return self._copies.on(device) if has_values(self.ids) else self.ids.to(device)
 
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checks import has_values
 from headwise.shapes import Int
 
 
@@ -22,11 +21,11 @@ class DeviceCopies:
         self._copies: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Int[Tensor, "..."]:
-        """Return the tensor, or its copy on another device."""
+        """Return the tensor, or its copy on another device. While compiling or tracing, a copy would have no values, so
+        that this method must not be called.
+        """
         if self._tensor.device == device:
             return self._tensor
-        if not has_values(self._tensor):
-            return self._tensor.to(device)  # while compiling or tracing, a cached copy would have no values
         if device not in self._copies:
             with torch.inference_mode(False):  # later calls may need gradients
                 self._copies[device] = self._tensor.to(device, non_blocking=True)
