@@ -17,6 +17,7 @@ from headwise.checks import (
     collection_of,
     float_dtype,
     has_readable_values,
+    has_values,
     pair_of,
     size_argument,
     whole_number,
@@ -27,8 +28,8 @@ from headwise.shapes import Int
 
 
 class StaticCache(Cache):
-    """Cache with preallocated slots for `capacity` tokens of each sequence. The slots never change their shape, so
-    decoding compiles once.
+    """Cache with preallocated slots for `capacity` tokens of each sequence. The slots never change their shape or their
+    address, so decoding compiles once, and a step of decoding on a GPU can be captured in a CUDA graph.
 
     Each sequence has its own length. Prompts of different lengths are padded on the right and come with `lengths`;
     later tokens are appended to each sequence at its end. Tokens are written in place, so they take no gradient.
@@ -65,6 +66,8 @@ class StaticCache(Cache):
         self.slots = tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._has_uncommitted_writes = False
+        if self.lengths.is_cuda and has_values(self.lengths):
+            keep_addresses((*self.slots, self.lengths))
 
     @property
     def tensors(self) -> CachedTensors:
@@ -91,7 +94,7 @@ class StaticCache(Cache):
         sequence has cached. If `lengths` is passed, only the first `lengths[b]` new tokens of sequence b are real, and
         the padding after them has position -1. Raises `InputError` if `lengths` is not one number from 0 to `new` for
         each sequence, or if `batch` is not that of the cache. A token beyond the capacity raises it too, on a CPU and
-        not while compiling.
+        not while compiling. On a GPU `lengths` are not read: numbers out of range count as 0 or as `new`.
         """
         require_same_batch(self.slots, batch)
         step = torch.arange(new, device=device)
@@ -233,6 +236,16 @@ class StaticCache(Cache):
 
     def __repr__(self) -> str:
         return f"StaticCache(capacity={self.capacity}, lengths={self.lengths.tolist()})"
+
+
+def keep_addresses(tensors: Sequence[Tensor]) -> None:
+    """Tell the compiler that these tensors stay at their addresses. With `mode="reduce-overhead"` it captures a CUDA
+    graph of a step of decoding only then, since the step writes to them.
+    """
+    import torch._dynamo  # takes long to import
+
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def _checked_sizes(tensor_sizes: Any) -> list[tuple[int, int]]:
