@@ -52,6 +52,19 @@ def test_masks_can_be_created_inside_a_compiled_function(run):
     run("masks_made_inside_compile()", "masks_padding_while_compiling()")
 
 
+def test_a_compiled_decoder_writes_the_same_tokens_from_one_graph(run):
+    run("decodes_the_same_tokens_in_one_graph(backend='aot_eager')")
+
+
+@pytest.mark.slow
+def test_a_decoder_compiled_for_cuda_graphs_writes_the_same_tokens(run):
+    run("decodes_the_same_tokens_in_one_graph(mode='reduce-overhead')")
+
+
+def test_packed_sequences_compile_with_a_tensor_of_offsets(run):
+    run("packs_sequences_while_compiling()")
+
+
 @pytest.mark.slow
 def test_code_generated_by_inductor_computes_the_same(run):
     run(

@@ -14,6 +14,7 @@ import torch
 from torch.export import Dim
 
 import headwise as hw
+from headwise.attention.caches.static import keep_addresses
 
 BATCH, EMBED, HEADS = 2, 24, 6
 
@@ -103,6 +104,45 @@ def decodes_without_recompiling(name: str, backend: str = "aot_eager"):
     close(y[:, comparable], expected[:, comparable])
 
 
+def decodes_the_same_tokens_in_one_graph(**how: str):
+    """Check that a greedy decoder with static caches, compiled as `torch.compile` is told by `how`, writes the same
+    tokens as without compiling, from one graph for all steps and for two sets of caches, at constant addresses.
+    """
+    torch.manual_seed(0)
+    embedding, head = torch.nn.Embedding(50, EMBED), torch.nn.Linear(EMBED, 50)
+    layers = [layer_with(name).eval() for name in ("decoder", "window")]
+    compiled_steps = torch._dynamo.utils.counters["stats"]
+
+    def step(token, caches):
+        x = embedding(token)
+        for layer, cache in zip(layers, caches, strict=True):
+            x = x + layer(x, cache=cache)
+        return head(x[:, -1]).argmax(-1, keepdim=True)
+
+    def decode(run):
+        caches = [layer.static_cache(BATCH, 16) for layer in layers]
+        for cache in caches:
+            keep_addresses((*cache.slots, cache.lengths))  # as on a GPU
+        addresses = [[slots.data_ptr() for slots in (*cache.slots, cache.lengths)] for cache in caches]
+        token = step(torch.arange(8).view(BATCH, 4), caches)
+        tokens = [token]
+        for _ in range(10):
+            token = run(token, caches)
+            tokens.append(token.clone())
+        assert addresses == [[slots.data_ptr() for slots in (*cache.slots, cache.lengths)] for cache in caches]
+        return torch.cat(tokens, 1)
+
+    with torch.no_grad():
+        expected = decode(step)
+        compiled = torch.compile(step, fullgraph=True, dynamic=False, **how)
+        compiled_steps.clear()
+        assert decode(compiled).tolist() == expected.tolist()
+        forbid_recompiles()
+        assert decode(compiled).tolist() == expected.tolist()
+    assert compiled_steps["unique_graphs"] == 1
+    assert len(expected.unique()) > 2
+
+
 def nan_does_not_survive_a_reset_of_the_cache():
     """Check that after NaN inputs and `reset`, a compiled step with a static cache has the output of a new cache.
 
@@ -151,6 +191,16 @@ def masks_made_inside_compile():
 def decodes_without_recompiling_with_inductor():
     """Check decoding with the code that the default compiler, inductor, generates for a decoder layer."""
     decodes_without_recompiling("decoder", backend="inductor")
+
+
+def packs_sequences_while_compiling():
+    """Check that packed sequences compile to one graph if their offsets are a tensor."""
+    layer = layer_with("decoder")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+    x = torch.randn(11, EMBED)
+    for offsets in ([0, 4, 11], [0, 0, 11]):
+        close(compiled(x, offsets=torch.tensor(offsets)), layer(x, offsets=offsets))
+        forbid_recompiles()
 
 
 def exports(name: str):

@@ -219,8 +219,22 @@ _TRACING_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchMo
 
 
 def has_readable_values(tensor: Tensor) -> bool:
-    """Return True if Python code may read the tensor's values: torch is neither compiling nor tracing operators, as
-    with fake tensors, and the tensor is neither on the meta device nor wrapped by a transform of `torch.func`.
+    """Return True if Python code may read the tensor's values during a forward or backward pass: it has values
+    (`has_values`), and is on the CPU. A read from another device would wait for all unfinished work of that device.
+    """
+    return has_values(tensor) and tensor.device.type == "cpu"
+
+
+def may_read_once(tensor: Tensor) -> bool:
+    """Return True if Python code may read the tensor's values once, when an object is made from it outside of a pass:
+    it has values, and no CUDA graph is being captured. On another device than a CPU the read waits for that device.
+    """
+    return has_values(tensor) and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return True if the tensor has values on its device: torch is neither compiling nor tracing operators, as with
+    fake tensors, and the tensor is neither on the meta device nor wrapped by a transform of `torch.func`.
     """
     if torch.compiler.is_compiling() or tensor.is_meta:
         return False

@@ -62,7 +62,7 @@ def _can_check(tensor: Tensor) -> bool:
     """Return True if the sum of a tensor can be read without waiting for a device: on a CPU, and neither while
     compiling or tracing nor inside a transform of `torch.func`.
     """
-    return tensor.device.type == "cpu" and has_readable_values(tensor) and not torch._C._is_tracing()
+    return has_readable_values(tensor) and not torch._C._is_tracing()
 
 
 def _has_finite_sum(tensor: Tensor) -> bool:

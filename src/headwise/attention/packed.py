@@ -11,28 +11,40 @@ from headwise.checks import has_readable_values, whole_numbers
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
 
-Offsets = tuple[list[int], list[int]]
-"""Offsets of the queries and of the keys: index of the first token of each sequence, then the number of tokens.
 
-Other libraries call them `cu_seqlens`.
-"""
+class Offsets(NamedTuple):
+    """Offsets of the queries and of the keys: index of the first token of each sequence, then the number of tokens.
+    Other libraries call them `cu_seqlens`.
+
+    Attributes:
+        queries: offsets among the queries: a list, or a tensor that cannot be read, as on a GPU.
+        keys: offsets among the keys, of the same type.
+    """
+
+    queries: list[int] | Int[Tensor, " sequences_and_1"]
+    keys: list[int] | Int[Tensor, " sequences_and_1"]
 
 
-def offsets_as_list(name: str, offsets: Tensor | Sequence[int], total: int) -> list[int]:
+def checked_offsets(
+    name: str, offsets: Tensor | Sequence[int], total: int, device: torch.device
+) -> list[int] | Int[Tensor, " sequences_and_1"]:
     """Return the offsets of packed sequences as a list, or raise `InputError` unless they start at 0, never decrease
-    and end with `total`. They are the index of the first token of each sequence, then the number of tokens.
+    and end with `total`. They are the index of the first token of each sequence, then the number of tokens. A tensor
+    that cannot be read, as on a GPU, is returned as an int64 tensor on `device`, and its numbers are not checked.
 
     Args:
         name: name of the argument, for the error.
         offsets: `(sequences + 1,)`.
         total: number of tokens.
+        device: of the tokens.
 
     Raises:
         InputError: offsets that do not begin with 0, that decrease, or that do not end with the number of tokens.
     """
-    numbers: list[int] = whole_numbers(
-        name, offsets, dimensions=(1,), shape="one more than there are sequences"
-    ).tolist()
+    tensor = whole_numbers(name, offsets, dimensions=(1,), shape="one more than there are sequences")
+    if not has_readable_values(tensor) and len(tensor) > 1:
+        return tensor.to(device)
+    numbers: list[int] = tensor.tolist()
     is_rising = all(start <= stop for start, stop in pairwise(numbers))
     if not numbers or numbers[0] != 0 or numbers[-1] != total or not is_rising:
         raise InputError(name, expected=f"numbers that rise from 0 to {total}, the tokens", got=numbers)
@@ -53,6 +65,7 @@ class PaddedBatch(NamedTuple):
     @staticmethod
     def from_lengths(lengths: Tensor | Sequence[int], x: Float[Tensor, "*batch queries width"]) -> "PaddedBatch":
         """Return the `PaddedBatch` of a tensor `x` that is padded on the right, given the length of each sequence.
+        Lengths on a GPU are not read: a negative one counts as 0, and one above the number of tokens as that number.
 
         Raises:
             InputError: an `x` without a batch axis, or lengths that are not one number from 0 to the number of tokens
@@ -60,17 +73,18 @@ class PaddedBatch(NamedTuple):
         """
         if x.ndim != 3:
             raise InputError("lengths", expected="x of shape (batch, queries, width)", got=tuple(x.shape))
-        numbers = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence").to(x.device)
+        numbers = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence")
         if len(numbers) != len(x):
             raise InputError("lengths", expected=f"one for each of {len(x)} sequences", got=len(numbers))
         if has_readable_values(numbers) and ((numbers < 0) | (numbers > x.shape[1])).any():
             raise InputError("lengths", expected=f"numbers from 0 to {x.shape[1]}, the tokens", got=numbers.tolist())
+        numbers = numbers.to(x.device, non_blocking=True)
         return PaddedBatch(numbers, torch.arange(x.shape[1], device=x.device) < numbers[:, None])
 
     @property
     def should_pack(self) -> bool:
         """True if at least 1/16 of the tokens is padding, so that packing saves work. False if the lengths cannot be
-        read, as while compiling.
+        read, as on a GPU and while compiling.
         """
         return has_readable_values(self.lengths) and 16 * int(self.lengths.sum()) <= 15 * self.is_real.numel()
 
@@ -106,13 +120,14 @@ def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Te
 
     Raises:
         InputError: a tensor of another kind, gaps between sequences, or a value context whose sequences have other
-            lengths than those of the context.
+            lengths than those of the context. The lengths are not compared where they cannot be read, as on a GPU.
     """
     for name, tensor in inputs.items():
         _require_jagged(name, tensor)
     offsets: dict[str, Tensor] = {name: tensor.offsets() for name, tensor in inputs.items()}
     has_both = {"context", "value_context"} <= offsets.keys()
-    if has_both and not torch.equal(offsets["context"], offsets["value_context"]):
+    is_compared = has_both and all(map(has_readable_values, offsets.values()))
+    if is_compared and not torch.equal(offsets["context"], offsets["value_context"]):
         lengths = {name: starts.diff().tolist() for name, starts in offsets.items()}
         expected = f"sequences of lengths {lengths['context']} like context"
         raise InputError("value_context", expected=expected, got=lengths["value_context"])
@@ -136,20 +151,41 @@ def _require_jagged(name: str, tensor: Any) -> None:
         raise InputError(name, expected=expected, got="one with gaps", remedy="call contiguous() on it")
 
 
-def sequence_slices(offsets: Sequence[int]) -> list[slice]:
-    """Return for each sequence the slice of its tokens among all packed tokens, given the offsets."""
+def sequence_slices(offsets: Any) -> list[slice]:
+    """Return for each sequence the slice of its tokens among all packed tokens, given the offsets as a list."""
     return [slice(start, stop) for start, stop in pairwise(offsets)]
 
 
 def positions_in_sequences(
-    query_offsets: Sequence[int], key_offsets: Sequence[int], device: torch.device
+    offsets: Offsets, queries: int, keys: int, device: torch.device
 ) -> tuple[Int[Tensor, "1 queries"], Int[Tensor, "1 keys"]]:
     """Return the position of each packed query and of each packed key within its own sequence, as `(1, tokens)` each.
     In every sequence the last query is aligned with the last key.
+
+    Args:
+        offsets: of the sequences.
+        queries: number of all packed queries.
+        keys: number of all packed keys.
+        device: of the result.
     """
-    query_positions, key_positions = [torch.arange(0, device=device)], [torch.arange(0, device=device)]
-    for query_slice, key_slice in zip(sequence_slices(query_offsets), sequence_slices(key_offsets), strict=True):
-        queries, keys = query_slice.stop - query_slice.start, key_slice.stop - key_slice.start
-        query_positions.append(torch.arange(keys - queries, keys, device=device))
-        key_positions.append(torch.arange(keys, device=device))
-    return torch.cat(query_positions)[None], torch.cat(key_positions)[None]
+    if isinstance(offsets.queries, Tensor) and isinstance(offsets.keys, Tensor):
+        of_queries, of_keys = sequence_numbers(offsets.queries, queries), sequence_numbers(offsets.keys, keys)
+        shifts = offsets.keys.diff() - offsets.queries.diff()
+        query_positions = torch.arange(queries, device=device) - offsets.queries[of_queries] + shifts[of_queries]
+        return query_positions[None], (torch.arange(keys, device=device) - offsets.keys[of_keys])[None]
+    positions = [torch.arange(0, device=device)], [torch.arange(0, device=device)]
+    for query_slice, key_slice in zip(*map(sequence_slices, offsets), strict=True):
+        length = key_slice.stop - key_slice.start
+        positions[0].append(torch.arange(length - (query_slice.stop - query_slice.start), length, device=device))
+        positions[1].append(torch.arange(length, device=device))
+    query_positions, key_positions = map(torch.cat, positions)
+    return query_positions[None], key_positions[None]
+
+
+def sequence_numbers(offsets: Int[Tensor, " sequences_and_1"], tokens: int) -> Int[Tensor, " tokens"]:
+    """Return the number of the sequence of each of `tokens` packed tokens, on the device of the offsets. Tokens after
+    the last offset count as tokens of the last sequence.
+    """
+    index = torch.arange(tokens, device=offsets.device)
+    numbers = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
+    return numbers.clamp(max=max(len(offsets) - 2, 0))

@@ -13,6 +13,7 @@ from headwise.attention import packed
 from headwise.attention.caches.base import Cache, CachedTensors, CacheUpdate
 from headwise.attention.masks.grid import Grid
 from headwise.attention.rotary import Rotary
+from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
 
@@ -142,7 +143,7 @@ def _positions(
     if cache is not None:
         query_positions = new_positions = cache.next_positions(q.shape[0], queries, lengths, device)
     elif offsets is not None:
-        query_positions, new_positions = packed.positions_in_sequences(*offsets, device)
+        query_positions, new_positions = packed.positions_in_sequences(offsets, queries, keys, device)
     else:
         query_positions = new_positions = torch.arange(keys, device=device)[None]
         if torch.compiler.is_compiling() or queries != keys:  # while compiling, lengths may be symbols
@@ -159,6 +160,9 @@ def _rotated_by_length(rotary: Rotary, inputs: AttentionInputs, offsets: packed.
     """
     if offsets is None:
         texts = [(slice(None), slice(None))]
+    elif isinstance(offsets.queries, Tensor):
+        expected = "a list or a tensor on the CPU with a Rotary that depends on the length of each sequence"
+        raise InputError("offsets", expected=expected, got=f"a tensor on {offsets.queries.device}")
     else:
         texts = list(zip(*map(packed.sequence_slices, offsets), strict=True))
     if not texts:

@@ -21,7 +21,7 @@ from headwise.attention.backends.native.speed import why_slower
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
 from headwise.attention.problem import DTYPES, Problem
-from headwise.checks import has_own_class, has_readable_values
+from headwise.checks import has_own_class, has_values
 from headwise.intercept.accelerated_modules import accelerated_modules
 from headwise.intercept.foreign_functions import SDPA, call_replaced, is_foreign
 from headwise.shapes import Float, Int
@@ -122,8 +122,8 @@ def _answer(call: SDPACall) -> Float[Tensor, "*batch queries value_dim"] | str:
 
 
 def _is_usual(tensor: Tensor) -> bool:
-    """Return True if a tensor is of torch's own class and its values can be read."""
-    return has_own_class(tensor) and not tensor.is_nested and has_readable_values(tensor)
+    """Return True if a tensor is of torch's own class and has values."""
+    return has_own_class(tensor) and not tensor.is_nested and has_values(tensor)
 
 
 def _problem_of(call: SDPACall, mask: Mask | None = None) -> Problem:

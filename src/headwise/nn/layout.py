@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention import packed
-from headwise.attention.masks.factories import padding
+from headwise.attention.masks.by_sequence import Padding
 from headwise.checks import has_readable_values
 from headwise.errors import InputError
 from headwise.nn.call import LayerCall
@@ -145,12 +145,12 @@ def unpack_padded(
             positions = positions.expand(x.shape[:2])[padded.is_real][None]
         return (
             padded.pack(x)[None],
-            replace(call, positions=positions, offsets=(offsets, offsets)),
+            replace(call, positions=positions, offsets=packed.Offsets(offsets, offsets)),
             PackedPadding(padded),
         )
     if not (has_readable_values(padded.lengths) and bool(padded.is_real.all())):
         x = x.masked_fill(~padded.is_real[..., None], 0.0)
-    is_real = padding(padded.lengths)
+    is_real = Padding(padded.lengths, "right")  # `padding` would read lengths on a GPU
     return x, replace(call, mask=is_real if call.mask is None else is_real & call.mask), MaskedPadding(padded)
 
 

@@ -315,10 +315,10 @@ class MultiHeadAttention(QKVProjection):
     def _attend_packed(
         self, inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
     ) -> tuple[Float[Tensor, "1 heads queries value_dim"], None]:
-        """Return the output of each head for packed sequences, and None in place of the weights. Each sequence attends
-        to itself alone, or in cross-attention to the context sequence of the same index.
+        """Return each head's output for packed sequences, and None in place of weights. Each sequence attends to itself
+        alone, or in cross-attention to the context sequence of the same index.
         """
-        check_packed_options(call, sequences=len(offsets[0]) - 1, num_heads=self.num_heads, like=inputs.q)
+        check_packed_options(call, sequences=len(offsets.queries) - 1, num_heads=self.num_heads, like=inputs.q)
         heads: list[Tensor] = [inputs.q.new_zeros(1, 0, self.num_heads, self.value_dim)]
         for sequence, options in each_sequence(inputs, call, offsets):
             head_outputs, _ = self._attend(sequence, options)

@@ -7,6 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from headwise.attention import packed
+from headwise.attention.masks.by_sequence import Segments
+from headwise.attention.masks.in_sequences import InSequences
+from headwise.attention.masks.key_ranges import is_constant
 from headwise.attention.prepare import AttentionInputs
 from headwise.checks import float_tensor
 from headwise.errors import InputError
@@ -39,14 +42,17 @@ def query_and_key_offsets(
     if x.ndim == 3:
         expected = f"x of shape (tokens, {x.shape[-1]}), its sequences end to end"
         raise InputError("offsets", expected=expected, got=f"x of shape {tuple(x.shape)}")
-    query_offsets = packed.offsets_as_list("offsets", offsets, len(x))
+    query_offsets = packed.checked_offsets("offsets", offsets, len(x), x.device)
     if not cross:
-        return query_offsets, query_offsets
-    key_offsets = packed.offsets_as_list("context_offsets", context_offsets, num_keys)
+        return packed.Offsets(query_offsets, query_offsets)
+    key_offsets = packed.checked_offsets("context_offsets", context_offsets, num_keys, x.device)
+    if type(key_offsets) is not type(query_offsets):
+        remedy = "pass both as lists or on the CPU, or both on a GPU"
+        raise InputError("context_offsets", expected="numbers where those of offsets are", got="others", remedy=remedy)
     if len(key_offsets) != len(query_offsets):
         expected = f"{len(query_offsets)} numbers like offsets"
         raise InputError("context_offsets", expected=expected, got=len(key_offsets))
-    return query_offsets, key_offsets
+    return packed.Offsets(query_offsets, key_offsets)
 
 
 def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, like: Tensor) -> None:
@@ -72,12 +78,44 @@ def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, lik
         raise InputError("mask", expected=expected, got=f"one for each of {call.mask.natural_grid().batch}")
 
 
+def _as_one_call(
+    inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
+) -> tuple[AttentionInputs, LayerCall]:
+    """Return inputs and options of one attention call for all packed sequences, whose offsets are tensors that cannot
+    be read, as on a GPU. A mask keeps the sequences apart.
+
+    Raises:
+        InputError: a mask that may differ between the sequences or has a fixed number of keys.
+    """
+    assert isinstance(offsets.queries, Tensor)
+    assert isinstance(offsets.keys, Tensor)
+    mask = call.mask
+    if mask is not None and not is_constant(mask):
+        expected = "a list or a tensor on the CPU with a mask that is not made of numbers alone"
+        raise InputError("offsets", expected=expected, got=f"a tensor on {offsets.queries.device}")
+    of_queries = packed.sequence_numbers(offsets.queries, inputs.q.shape[2])
+    if offsets.keys is offsets.queries and (mask is None or mask.depends_on_distance_only):
+        documents = Segments(of_queries[None], known_one_piece=True)
+        mask = documents if mask is None else documents & mask
+    else:
+        of_keys = packed.sequence_numbers(offsets.keys, inputs.k.shape[2])
+        positions = packed.positions_in_sequences(offsets, len(of_queries), len(of_keys), of_queries.device)
+        mask = InSequences(of_queries, of_keys, *positions, mask)
+    gate = call.gate
+    if gate is not None and gate.ndim == 2:
+        gate = gate[of_queries].T[None]
+    return inputs, replace(call, mask=mask, gate=gate, offsets=None)
+
+
 def each_sequence(
     inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
 ) -> Iterator[tuple[AttentionInputs, LayerCall]]:
     """Yield, for one packed sequence after the other, its queries, keys and values and its call options, as for a batch
-    of one sequence.
+    of one sequence. If the offsets are tensors that cannot be read, as on a GPU, yield one call for all sequences.
     """
+    if isinstance(offsets.queries, Tensor):
+        yield _as_one_call(inputs, call, offsets)
+        return
     for index, (queries, keys) in enumerate(zip(*map(packed.sequence_slices, offsets), strict=True)):
         one_input = inputs._replace(
             q=inputs.q[:, :, queries],

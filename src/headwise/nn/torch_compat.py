@@ -234,7 +234,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         lengths = [len(sequence) for sequence in x.unbind()]
         padded = x.to_padded_tensor(0.0)  # (batch, length, embed)
         position = torch.arange(padded.shape[1], device=padded.device)
-        is_padding = position >= torch.tensor(lengths, device=padded.device)[:, None]  # (batch, length)
+        is_padding = position >= torch.tensor(lengths).to(padded.device, non_blocking=True)[:, None]  # (batch, length)
         y, weights = self.forward(padded, padded, padded, is_padding, need_weights, None, average)
         if weights is not None:
             weights = weights.masked_fill(is_padding[:, :, None] if average else is_padding[:, None, :, None], 0.0)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.checks import has_own_class, has_readable_values
+from headwise.checks import has_own_class, has_values
 from headwise.shapes import Bool, Float
 
 BLOCK = 32
@@ -37,7 +37,7 @@ def quantisation_of(model: nn.Module) -> str | None:
         name = "a method without a name" if method is None else getattr(method, "value", method)
         return f"quantised by {name}"
     weights = [weight for weight in model.parameters() if weight.ndim in (2, 3) and min(weight.shape[-2:]) >= BLOCK]
-    if not all(has_own_class(weight) and has_readable_values(weight) for weight in weights):
+    if not all(has_own_class(weight) and has_values(weight) for weight in weights):
         return None
     by_bits: dict[int, int] = {}
     for weight in weights:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headwise.attention.backends import reference
 from headwise.attention.masks.factories import causal
+from headwise.attention.masks.key_ranges import unexpanded
 from headwise.attention.problem import Answer, Problem
 from headwise.shapes import Bool, Float
 
@@ -277,11 +278,14 @@ def _attn_mask(
     mask, bias, grid = problem.mask, problem.bias, problem.grid
     if uses_is_causal(problem):
         return None, True
-    if bias is None:
-        return None if mask is None else mask.block(grid), False
+    allowed = None if mask is None else mask.block(grid)
     if grid.device.type != "cpu":
-        bias = bias.to(problem.q.dtype)  # other kernels need the dtype of q
-    return bias if mask is None else bias.masked_fill(~mask.block(grid), -torch.inf), False
+        # Torch converts a boolean mask to the dtype of q, so axes that repeat must not be expanded.
+        allowed = None if allowed is None else unexpanded(allowed)
+        bias = None if bias is None else bias.to(problem.q.dtype)  # other kernels need the dtype of q
+    if bias is None or allowed is None:
+        return (allowed if bias is None else bias), False
+    return bias.masked_fill(~allowed, -torch.inf), False
 
 
 def _as_rows(

@@ -117,10 +117,11 @@ def reordered(tensors: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
     """Return copies of the tensors in which sequence b is sequence `index[b]` of the original tensors. The first axis
     of each tensor is the batch.
     """
-    sequences = whole_numbers("index", index, dimensions=(1,), shape="one for each sequence").to(tensors[0].device)
+    sequences = whole_numbers("index", index, dimensions=(1,), shape="one for each sequence")
     batch = tensors[0].shape[0]
     if has_readable_values(sequences) and ((sequences < 0) | (sequences >= batch)).any():
         raise InputError("index", expected=f"numbers from 0 to {batch - 1}, the sequences", got=sequences.tolist())
+    sequences = sequences.to(tensors[0].device, non_blocking=True)
     return tuple(tensor[sequences] for tensor in tensors)
 
 

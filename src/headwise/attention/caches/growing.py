@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.caches.base import Cache, CachedTensors, first_tokens, reordered, require_same_batch
-from headwise.checks import has_readable_values
+from headwise.checks import has_values
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -106,7 +106,7 @@ def _may_write_in_place(new: CachedTensors) -> bool:
     """Return True if new tokens may be written into buffers in place: gradients are disabled, and each tensor is a
     `torch.Tensor`, not of a subclass. Returns False while compiling, under `torch.func`, and for meta tensors.
     """
-    return not torch.is_grad_enabled() and all(type(tensor) is Tensor and has_readable_values(tensor) for tensor in new)
+    return not torch.is_grad_enabled() and all(type(tensor) is Tensor and has_values(tensor) for tensor in new)
 
 
 def _are_writable(buffers: CachedTensors) -> bool:

@@ -17,6 +17,7 @@ from headwise.checks import (
     collection_of,
     float_dtype,
     has_readable_values,
+    has_values,
     pair_of,
     size_argument,
     whole_number,
@@ -27,8 +28,8 @@ from headwise.shapes import Int
 
 
 class StaticCache(Cache):
-    """Cache with preallocated slots for `capacity` tokens of each sequence. The slots never change their shape, so
-    decoding compiles once.
+    """Cache with preallocated slots for `capacity` tokens of each sequence. The slots never change their shape or their
+    address, so decoding compiles once, and a step of decoding on a GPU can be captured in a CUDA graph.
 
     Each sequence has its own length. Prompts of different lengths are padded on the right and come with `lengths`;
     later tokens are appended to each sequence at its end. Tokens are written in place, so they take no gradient.
@@ -65,6 +66,8 @@ class StaticCache(Cache):
         self.slots = tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._has_uncommitted_writes = False
+        if self.lengths.is_cuda and has_values(self.lengths):
+            keep_addresses((*self.slots, self.lengths))
 
     @property
     def tensors(self) -> CachedTensors:
@@ -82,7 +85,7 @@ class StaticCache(Cache):
         """True if `prepare_update` may leave out the slots beyond the length of the longest sequence. For that it has
         to read the lengths, so this is True only on a CPU, and not while compiling or under `torch.func`.
         """
-        return _is_cheap_to_read(self.lengths)
+        return has_readable_values(self.lengths)
 
     def next_positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
@@ -91,20 +94,21 @@ class StaticCache(Cache):
         sequence has cached. If `lengths` is passed, only the first `lengths[b]` new tokens of sequence b are real, and
         the padding after them has position -1. Raises `InputError` if `lengths` is not one number from 0 to `new` for
         each sequence, or if `batch` is not that of the cache. A token beyond the capacity raises it too, on a CPU and
-        not while compiling.
+        not while compiling. On a GPU `lengths` are not read: numbers out of range count as 0 or as `new`.
         """
         require_same_batch(self.slots, batch)
         step = torch.arange(new, device=device)
         positions = self.lengths[:, None] + step
         if lengths is not None:
-            counts = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence").to(device)
+            counts = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence")
             if counts.shape != (batch,):
                 raise InputError("lengths", expected=f"one for each of {batch} sequences", got=tuple(counts.shape))
             if has_readable_values(counts) and ((counts < 0) | (counts > new)).any():
                 raise InputError("lengths", expected=f"numbers from 0 to {new}, the tokens", got=counts.tolist())
+            counts = counts.to(device, non_blocking=True)
             positions = torch.where(step < counts[:, None], positions, -1)
         # Where positions are not read, the index check of the device still rejects a token beyond the capacity.
-        if _is_cheap_to_read(positions) and positions.numel():
+        if has_readable_values(positions) and positions.numel():
             last = int(positions.max())
             if last >= self.capacity:
                 raise InputError("cache", expected=f"room for {last + 1} tokens", got=f"a capacity of {self.capacity}")
@@ -192,7 +196,7 @@ class StaticCache(Cache):
 
     def crop(self, length: int | Int[Tensor, " batch"] | Sequence[int]) -> None:
         """Remove all but the first `length` tokens of each sequence. `length` is one number for all sequences, or one
-        number for each, `(batch,)`.
+        number for each, `(batch,)`. A negative number on a GPU, where it is not read, counts as 0.
         """
         if not isinstance(length, Tensor | Sequence):
             length = min(whole_number("length", length, least=0), self.capacity)
@@ -202,7 +206,8 @@ class StaticCache(Cache):
         if lengths.shape != self.lengths.shape or (has_readable_values(lengths) and (lengths < 0).any()):
             expected = f"a number of 0 or more, or one for each of {len(self.lengths)} sequences"
             raise InputError("length", expected=expected, got=lengths.tolist())
-        self._crop_to(torch.minimum(self.lengths, lengths.to(self.lengths.device)))
+        lengths = lengths.to(self.lengths.device, non_blocking=True)
+        self._crop_to(torch.minimum(self.lengths, lengths.clamp(min=0)))
 
     def reset(self) -> None:
         """Remove all tokens of all sequences and fill their slots with zeros; the memory stays allocated."""
@@ -233,6 +238,16 @@ class StaticCache(Cache):
         return f"StaticCache(capacity={self.capacity}, lengths={self.lengths.tolist()})"
 
 
+def keep_addresses(tensors: Sequence[Tensor]) -> None:
+    """Tell the compiler that these tensors stay at their addresses. With `mode="reduce-overhead"` it captures a CUDA
+    graph of a step of decoding only then, since the step writes to them.
+    """
+    import torch._dynamo  # takes long to import
+
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor, guard=False)
+
+
 def _checked_sizes(tensor_sizes: Any) -> list[tuple[int, int]]:
     """Return the heads and width of each stored tensor as pairs of ints; raise `InputError` for anything else."""
     expected = "a pair (heads, width) for each stored tensor"
@@ -250,10 +265,3 @@ def _common_span(positions: Int[Tensor, "batch new"]) -> range | None:
     first, last = (int(position) for position in positions.aminmax())
     is_shared = first >= 0 and last - first + 1 == positions.shape[1]
     return range(first, last + 1) if is_shared else None
-
-
-def _is_cheap_to_read(values: Tensor) -> bool:
-    """Return True if Python can read the values without waiting for a device: on a CPU, unless a graph is being
-    compiled or `torch.func` transforms the call.
-    """
-    return values.device.type == "cpu" and has_readable_values(values)

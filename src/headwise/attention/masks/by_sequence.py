@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from headwise.attention.masks.base import Mask
+from headwise.attention.masks.device_copies import DeviceCopies
 from headwise.attention.masks.grid import Coverage, Grid
-from headwise.checks import has_readable_values
+from headwise.checks import has_readable_values, has_values
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
 
@@ -24,20 +25,38 @@ class Padding(Mask):
         side: of the padding.
         bounded: whether a length above the number of keys is an error: True for padding, False for a prefix, which
             may be longer than the text so far.
+        known_extremes: smallest and largest of `lengths`, if they were read when the mask was made; None otherwise.
     """
 
     lengths: Int[Tensor, " batch"]
     side: Literal["right", "left"]
     bounded: bool = True
+    known_extremes: tuple[int, int] | None = None
+
+    @property
+    def _extremes(self) -> tuple[int, int] | None:
+        """Smallest and largest of `lengths`, the numbers of real keys of the sequences; None if they are unknown, since
+        the lengths cannot be read, as on a GPU.
+        """
+        if torch.compiler.is_compiling():
+            return None  # a comparison with the number of keys would fix it
+        if self.known_extremes is None and has_readable_values(self.lengths):
+            return self._read_extremes
+        return self.known_extremes
 
     @cached_property
-    def _shortest_and_longest(self) -> tuple[int, int]:
-        """Smallest and largest of `lengths`, the numbers of real keys of the sequences; (0, 0) for an empty batch. Both
-        are cached, since reading a number from a GPU waits for its unfinished work.
-        """
-        if not self.lengths.numel():
-            return 0, 0
-        return int(self.lengths.min()), int(self.lengths.max())
+    def _read_extremes(self) -> tuple[int, int]:
+        """Smallest and largest of `lengths`, read from the CPU."""
+        return extremes_of(self.lengths)
+
+    @cached_property
+    def _copies(self) -> DeviceCopies:
+        """The lengths on every device that the mask was used on."""
+        return DeviceCopies(self.lengths)
+
+    def lengths_on(self, device: torch.device) -> Int[Tensor, " batch"]:
+        """Return the lengths on a device; a copy is made once."""
+        return self._copies.on(device) if has_values(self.lengths) else self.lengths.to(device)
 
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
@@ -45,17 +64,18 @@ class Padding(Mask):
         """Return a tensor that is True, for each sequence, at the keys in `j` that are real and not padding. Every
         query may attend to these.
         """
-        lengths = self.lengths.to(grid.device)[:, None, None, None]
+        lengths = self.lengths_on(grid.device)[:, None, None, None]
         return grid.key_position(j) < lengths if self.side == "right" else j >= grid.keys - lengths
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are real (not padding), counted over all
-        sequences. PARTIAL may also mean unknown: on a grid with explicit positions, or if the lengths cannot be read,
-        as while compiling.
+        sequences. PARTIAL may also mean unknown: on a grid with explicit positions, or if the extreme lengths are
+        unknown, as while compiling.
         """
-        if not grid.uses_default_positions or not has_readable_values(self.lengths):
+        extremes = self._extremes if grid.uses_default_positions else None
+        if extremes is None:
             return Coverage.PARTIAL
-        shortest, longest = self._shortest_and_longest
+        shortest, longest = extremes
         # Counted from the side of the real tokens, so that one comparison serves both sides.
         first, last = columns.start, columns.stop - 1
         if self.side == "left":
@@ -67,8 +87,8 @@ class Padding(Mask):
     def check(self, grid: Grid) -> None:
         """Raise `InputError` unless the mask has one length for each sequence of the grid. Raise it also if
         the mask pads on the left and the grid has explicit positions. If the mask's attribute `bounded` is True, raise
-        it also for a length above the grid's number of keys, unless the grid has explicit positions or the lengths
-        cannot be read, as while compiling.
+        it also for a length above the grid's number of keys, unless the grid has explicit positions or the largest
+        length is unknown, as while compiling. Such a length then counts as the number of keys.
         """
         if len(self.lengths) != grid.batch:
             raise InputError(
@@ -78,10 +98,9 @@ class Padding(Mask):
             raise InputError(
                 "padding(side)", expected="'right' where keys have positions of their own, as in a cache", got="'left'"
             )
-        is_checked = self.bounded and grid.uses_default_positions and has_readable_values(self.lengths)
-        if is_checked and self._shortest_and_longest[1] > grid.keys:
-            got = self._shortest_and_longest[1]
-            raise InputError("padding(lengths)", expected=f"lengths of 0 to {grid.keys} (the keys)", got=got)
+        extremes = self._extremes if self.bounded and grid.uses_default_positions else None
+        if extremes is not None and extremes[1] > grid.keys:
+            raise InputError("padding(lengths)", expected=f"lengths of 0 to {grid.keys} (the keys)", got=extremes[1])
 
     def for_sequence(self, index: int) -> Mask:
         """Return the padding mask of sequence `index` alone, for a grid whose batch is 1."""
@@ -89,9 +108,10 @@ class Padding(Mask):
 
     def natural_grid(self) -> Grid:
         """Return a grid with one sequence for each length, and with the largest length as number of keys. It has 1 key
-        if the lengths cannot be read, as while compiling.
+        if that is unknown, as while compiling.
         """
-        keys = self._shortest_and_longest[1] if has_readable_values(self.lengths) else 1
+        extremes = self._extremes
+        keys = 1 if extremes is None else extremes[1]
         return Grid(len(self.lengths), 0, 0, keys, _drawing_device(self.lengths))
 
     def __repr__(self) -> str:
@@ -109,9 +129,33 @@ class Segments(Mask):
 
     Attributes:
         ids: document of each key, `(batch, keys)`, or `(1, keys)` for the same documents in every sequence.
+        known_one_piece: True if the keys of every document are known to be adjacent, False if they are not, None if
+            that was not read when the mask was made.
     """
 
     ids: Int[Tensor, "#batch keys"]
+    known_one_piece: bool | None = None
+
+    @property
+    def is_one_piece_each(self) -> bool:
+        """True if the keys of every document are known to be adjacent, so that a query attends to one range of keys."""
+        if self.known_one_piece is None and has_readable_values(self.ids):
+            return self._read_one_piece
+        return self.known_one_piece is True
+
+    @cached_property
+    def _read_one_piece(self) -> bool:
+        """True if the keys of every document are adjacent, read from the CPU."""
+        return are_one_piece_each(self.ids)
+
+    @cached_property
+    def _copies(self) -> DeviceCopies:
+        """The document ids on every device that the mask was used on."""
+        return DeviceCopies(self.ids)
+
+    def ids_on(self, device: torch.device) -> Int[Tensor, "#batch keys"]:
+        """Return the document ids on a device; a copy is made once."""
+        return self._copies.on(device) if has_values(self.ids) else self.ids.to(device)
 
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
@@ -128,7 +172,7 @@ class Segments(Mask):
         """Return the document id at each position in each sequence. A position before the first id or after the last
         one gets the nearest id.
         """
-        ids = self.ids.to(positions.device)
+        ids = self.ids_on(positions.device)
         positions = positions.flatten(0, -2).clamp(0, ids.shape[1] - 1)
         # torch.take_along_dim would fix the lengths while compiling.
         batch = ids.shape[0] if positions.shape[0] == 1 else positions.shape[0]
@@ -137,8 +181,8 @@ class Segments(Mask):
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY for a block if, in every sequence, the document ids of the block's queries are all smaller, or
         all larger, than those of its keys. Return FULL if, in every sequence, all queries and keys of the block have
-        the same id. Otherwise return PARTIAL, also for explicit positions and where ids cannot be read, as while
-        compiling.
+        the same id. Otherwise return PARTIAL, also for explicit positions and where ids cannot be read, as on a GPU
+        and while compiling.
         """
         if not grid.uses_default_positions or not has_readable_values(self.ids):
             return Coverage.PARTIAL
@@ -166,7 +210,7 @@ class Segments(Mask):
 
     def for_sequence(self, index: int) -> Mask:
         """Return the document mask of sequence `index` alone, for a grid whose batch is 1."""
-        return self if self.ids.shape[0] == 1 else Segments(self.ids[index : index + 1])
+        return self if self.ids.shape[0] == 1 else Segments(self.ids[index : index + 1], self.known_one_piece or None)
 
     def natural_grid(self) -> Grid:
         """Return a grid with one sequence for each row of document ids and one key for each id of a row. If all
@@ -177,6 +221,20 @@ class Segments(Mask):
 
     def __repr__(self) -> str:
         return f"segments({_shown(self.ids)})"
+
+
+def extremes_of(lengths: Int[Tensor, " batch"]) -> tuple[int, int]:
+    """Return the smallest and the largest of some lengths, (0, 0) if there are none, by reading their values."""
+    if not lengths.numel():
+        return 0, 0
+    shortest, longest = torch.stack(torch.aminmax(lengths)).cpu().tolist()
+    return shortest, longest
+
+
+def are_one_piece_each(ids: Int[Tensor, "batch keys"]) -> bool:
+    """Return True if the keys of every document are adjacent, by reading the document ids."""
+    pieces, documents = ((values.diff(dim=1) != 0).sum(1) for values in (ids, ids.sort(1).values))
+    return ids.shape[1] > 0 and torch.equal(pieces, documents)
 
 
 def _drawing_device(values: Int[Tensor, "..."]) -> torch.device:

@@ -20,9 +20,9 @@ from headwise.attention.masks.arbitrary import Dense, MaskRule
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.by_head import PerHead
 from headwise.attention.masks.by_position import Band, Chunked, Prefix
-from headwise.attention.masks.by_sequence import Padding, Segments
+from headwise.attention.masks.by_sequence import Padding, Segments, are_one_piece_each, extremes_of
 from headwise.attention.masks.grid import with_four_axes
-from headwise.checks import has_readable_values, whole_number, whole_numbers
+from headwise.checks import may_read_once, whole_number, whole_numbers
 from headwise.errors import InputError
 from headwise.shapes import Int
 
@@ -85,14 +85,16 @@ def prefix(length: int | Sequence[int] | Tensor) -> Mask:
     attention sinks in addition to a window (Xiao et al. 2023).
 
     Args:
-        length: number of keys for all sequences, or one number for each sequence.
+        length: number of keys for all sequences, or one number for each sequence. A tensor is copied; one on a GPU is
+            read once.
 
     Raises:
         InputError: lengths that are not whole numbers of 0 or more.
     """
     if not isinstance(length, Sequence | Tensor):
         return Prefix(whole_number("prefix(length)", length, least=0))
-    return Padding(_lengths("prefix(length)", length), "right", bounded=False)
+    lengths, extremes = _lengths("prefix(length)", length)
+    return Padding(lengths, "right", bounded=False, known_extremes=extremes)
 
 
 def padding(lengths: Sequence[int] | Tensor, side: Literal["right", "left"] = "right") -> Mask:
@@ -100,7 +102,7 @@ def padding(lengths: Sequence[int] | Tensor, side: Literal["right", "left"] = "r
     keys are the first ones with `side="right"`, where the padding comes last, and the last ones with `side="left"`.
 
     Args:
-        lengths: number of real keys of each sequence, `(batch,)`.
+        lengths: number of real keys of each sequence, `(batch,)`. They are copied; a tensor on a GPU is read once.
         side: of the padding: the real keys are the first ones with "right", the last ones with "left".
 
     Raises:
@@ -108,7 +110,8 @@ def padding(lengths: Sequence[int] | Tensor, side: Literal["right", "left"] = "r
     """
     if side not in ("right", "left"):
         raise InputError("padding(side)", expected="'right' or 'left', where the padding is", got=repr(side))
-    return Padding(_lengths("padding(lengths)", lengths), side)
+    numbers, extremes = _lengths("padding(lengths)", lengths)
+    return Padding(numbers, side, known_extremes=extremes)
 
 
 def segments(ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Mask:
@@ -125,13 +128,14 @@ def segments(ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Mask:
 
     Args:
         ids: whole numbers, the document of each key, `(batch, keys)`; or `(keys,)` for the same documents in every
-            sequence.
+            sequence. They are copied; a tensor on a GPU is read once.
 
     Raises:
         InputError: ids that are not whole numbers in one or two dimensions.
     """
     ids = whole_numbers("segments(ids)", ids, dimensions=(1, 2), shape="(keys,) or (batch, keys)")
-    return Segments(ids if ids.ndim == 2 else ids[None])
+    ids = ids if ids.ndim == 2 else ids[None]
+    return Segments(ids, are_one_piece_each(ids) if may_read_once(ids) else None)
 
 
 def chunked(size: int) -> Mask:
@@ -205,12 +209,15 @@ def _require_four_arguments(rule: Callable[..., Any]) -> None:
         raise InputError("mask_rule(rule)", expected=RULE, got=f"a function {signature}") from None
 
 
-def _lengths(argument: str, lengths: Any) -> Int[Tensor, " batch"]:
-    """Return `lengths`, one number for each sequence, converted to an int64 tensor `(batch,)`. Raises `InputError` for
-    numbers that are negative or not whole, and for another number of axes than one; `argument` is the name in its
-    message.
+def _lengths(argument: str, lengths: Any) -> tuple[Int[Tensor, " batch"], tuple[int, int] | None]:
+    """Return `lengths`, one number for each sequence, converted to an int64 tensor `(batch,)`, and the smallest and the
+    largest of them, or None if they cannot be read, as while compiling. Raises `InputError` for numbers that are
+    negative or not whole, and for another number of axes than one; `argument` is the name in its message.
     """
     tensor = whole_numbers(argument, lengths, dimensions=(1,), shape="one for each sequence")
-    if has_readable_values(tensor) and (tensor < 0).any():
-        raise InputError(argument, expected="lengths of 0 or more", got=int(tensor.min()))
-    return tensor
+    if not may_read_once(tensor):
+        return tensor, None
+    extremes = extremes_of(tensor)
+    if extremes[0] < 0:
+        raise InputError(argument, expected="lengths of 0 or more", got=extremes[0])
+    return tensor, extremes

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Coverage, Grid
+from headwise.checks import has_readable_values
 from headwise.shapes import Bool, Int
 
 
@@ -29,8 +30,10 @@ class InRanges(Mask):
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY if no range of the query rows has a key of the block, FULL if each row has a range with all of
-        them, otherwise PARTIAL.
+        them, otherwise PARTIAL. Return PARTIAL also where the ranges cannot be read, as on a GPU.
         """
+        if not has_readable_values(self.ranges):
+            return Coverage.PARTIAL
         starts, stops = self.ranges[:, :, rows.start : rows.stop].unbind(-1)
         if ((starts <= columns.start) & (stops >= columns.stop)).any(-1).all():
             return Coverage.FULL

@@ -30,7 +30,7 @@ from headwise.attention.masks.position_ranges import (
     position_ranges,
     query_positions,
 )
-from headwise.checks import has_readable_values
+from headwise.checks import has_readable_values, has_values
 from headwise.shapes import Bool, Float, Int
 
 Ranges32 = Int[Tensor, "#batch #heads queries ranges 2"]
@@ -125,18 +125,18 @@ class VisibleKeys:
         if len(self.others) == 0:
             return None
         if self.stores_matrix:
-            return _unexpanded(self.others[0].block(self.grid))
-        if not _can_read(self.grid):
+            return unexpanded(self.others[0].block(self.grid))
+        if not _can_evaluate(self.grid):
             return self._evaluate(None, None)
         is_small = self.grid.heads * self.grid.queries * self.grid.keys <= CACHED_ELEMENTS
-        if is_small and self.grid.uses_default_positions and all(map(_is_constant, self.others)):
+        if is_small and self.grid.uses_default_positions and all(map(is_constant, self.others)):
             return _constant_matrix(self.others, self.grid)
         return self._evaluate_in_pieces(Part(range(self.grid.queries), range(self.grid.keys)))
 
     def _part(self, rows: range) -> Part:
         """Return the part of the score matrix with some rows, and the keys that their ranges show."""
         first, stop = 0, self.grid.keys
-        if self.ranges is not None and _can_read(self.grid):
+        if self.ranges is not None and has_readable_values(self.ranges):
             starts, stops = self.ranges[:, :, rows.start : rows.stop].unbind(-1)
             is_empty = stops <= starts
             first = int(starts.masked_fill(is_empty, self.grid.keys).amin())
@@ -147,13 +147,13 @@ class VisibleKeys:
 
     def _evaluate(self, rows: range | None, columns: range | None) -> Matrix:
         """Return the matrix of the further masks for some rows and columns, without repetitions on an axis."""
-        return reduce(torch.logical_and, (_unexpanded(mask.block(self.grid, rows, columns)) for mask in self.others))
+        return reduce(torch.logical_and, (unexpanded(mask.block(self.grid, rows, columns)) for mask in self.others))
 
     def _evaluate_in_pieces(self, part: Part) -> Matrix:
         """Return the matrix of the further masks for a part, evaluated for few rows at a time, and only for the columns
         that the ranges of these show.
         """
-        if not _can_read(self.grid) or self.grid.batch == 0:
+        if not _can_evaluate(self.grid) or self.grid.batch == 0:
             return self._evaluate(*part)
         (first, last), origin = (part.rows.start, part.rows.stop), part.columns.start
         matrix = torch.zeros(1, 1, len(part.rows), len(part.columns), dtype=torch.bool, device=self.grid.device)
@@ -178,7 +178,7 @@ def visible_keys(mask: Mask | None, grid: Grid) -> VisibleKeys:
     """
     if mask is None:
         return VisibleKeys(None, (), grid)
-    if _can_read(grid) and grid.uses_default_positions and _is_constant(mask):
+    if _can_evaluate(grid) and grid.uses_default_positions and is_constant(mask):
         return _constant_visible_keys(mask, grid)
     return _visible_keys(mask, grid)
 
@@ -274,7 +274,7 @@ def _as_tensor(ranges: Ranges, grid: Grid) -> Ranges32:
     return stacked.view(*stacked.shape[:3], len(ranges), 2).contiguous()
 
 
-def _unexpanded(matrix: Matrix) -> Matrix:
+def unexpanded(matrix: Matrix) -> Matrix:
     """Return a view of a matrix with one element on each axis along which `expand` repeats it."""
     for axis, stride in enumerate(matrix.stride()):
         if stride == 0 and matrix.shape[axis] > 1:
@@ -291,15 +291,15 @@ def _is_too_large(elements: int) -> bool:
     return elements > MATRIX_ELEMENTS
 
 
-def _can_read(grid: Grid) -> bool:
+def _can_evaluate(grid: Grid) -> bool:
     """Return True if masks can be evaluated now: torch is neither compiling nor tracing."""
-    return has_readable_values(torch.empty(0, device=grid.device))
+    return has_values(torch.empty(0, device=grid.device))
 
 
-def _is_constant(mask: Mask) -> bool:
+def is_constant(mask: Mask) -> bool:
     """Return True if a mask is made of numbers alone, not of tensors, whose values may change, or functions."""
     if isinstance(mask, And | Or | Not):
-        return all(_is_constant(part) for part in mask.parts)
+        return all(is_constant(part) for part in mask.parts)
     if isinstance(mask, PerHead):
-        return all(_is_constant(part) for part in mask.masks)
+        return all(is_constant(part) for part in mask.masks)
     return isinstance(mask, Band | Prefix | Chunked)

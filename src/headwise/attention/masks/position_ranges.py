@@ -56,11 +56,11 @@ def position_ranges(mask: Mask, grid: Grid) -> Ranges | None:
         chunk = query_positions(grid).div(size, rounding_mode="floor")
         ranges = [Range(chunk * size, (chunk + 1) * size)]
     elif isinstance(mask, Padding):
-        lengths = mask.lengths.to(grid.device)[:, None, None]
+        lengths = mask.lengths_on(grid.device)[:, None, None]
         zeros, keys = torch.zeros_like(lengths), torch.full_like(lengths, grid.keys)
         ranges = [Range(zeros, lengths) if mask.side == "right" else Range(keys - lengths, keys)]
     elif isinstance(mask, Segments):
-        ranges = _hull_of_segments(mask, grid) if _is_one_piece_each(mask) else None
+        ranges = _hull_of_segments(mask, grid) if mask.is_one_piece_each else None
     elif isinstance(mask, PerHead):
         ranges = _ranges_per_head(mask, grid)
     elif isinstance(mask, And | Or | Not):
@@ -102,18 +102,9 @@ def _hull_of_band(mask: Band, grid: Grid) -> Ranges:
     return [Range(position - min((mask.width - 1) * mask.dilation, MAX_DISTANCE), position + ahead + 1)]
 
 
-def _is_one_piece_each(mask: Segments) -> bool:
-    """Return True if every document is known to be in one piece. While compiling, ids cannot be read."""
-    ids = mask.ids
-    if not has_readable_values(ids) or ids.shape[1] == 0:
-        return False
-    pieces, documents = ((values.diff(dim=1) != 0).sum(1) for values in (ids, ids.sort(1).values))
-    return torch.equal(pieces, documents)
-
-
 def _hull_of_segments(mask: Segments, grid: Grid) -> Ranges:
     """Return the range from the first to the last position of each query's document."""
-    ids = mask.ids.to(grid.device)
+    ids = mask.ids_on(grid.device)
     sorted_ids, order = ids.sort(dim=1, stable=True)
     index = torch.arange(ids.shape[1], device=grid.device).expand_as(ids)
     changes = sorted_ids.diff(dim=1) != 0

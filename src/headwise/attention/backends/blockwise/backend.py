@@ -26,7 +26,8 @@ from headwise.attention.backends.blockwise.row_block_emitter import RowBlockEmit
 from headwise.attention.backends.blockwise.tiles import threads_of
 from headwise.attention.backends.native import backend as native
 from headwise.attention.problem import Answer, Problem
-from headwise.checks import has_readable_values, whole_number
+from headwise.checks import has_readable_values, has_values, whole_number
+from headwise.shapes import Float
 
 name = "blockwise"
 
@@ -45,7 +46,7 @@ def why_not(problem: Problem) -> str | None:
         return "blocks hold some heads at a time, and talking_heads mixes all"
     if torch.compiler.is_compiling():
         return _why_not_compiled(problem)
-    if not has_readable_values(problem.q):
+    if not has_values(problem.q):
         return UNREADABLE
     return None
 
@@ -102,7 +103,7 @@ def run(
         bfloat16_scores=bfloat16_scores,
         scale=scale,
         softcap=problem.softcap,
-        bias_hides=problem.bias is not None and bool(problem.bias.amin() == -torch.inf),
+        bias_hides=problem.bias is not None and _may_hide(problem.bias),
         dropout=problem.dropout,
         threads=threads_of(problem.dropout),
         seed=int(torch.randint(2**62, (), device="cpu")) if problem.dropout > 0 else 0,
@@ -162,8 +163,9 @@ def plan_blocks(problem: Problem, rows: int | None = None, most_rows: int = MOST
 
 def uses_bfloat16_scores(problem: Problem) -> bool:
     """Return True if blockwise attention without an observer (a function that receives the weights) computes the scores
-    of an attention problem in bfloat16. It does if q is in bfloat16, the scale is one positive number, and softcap,
-    bias, sinks, dropout and log-sum-exp are not used.
+    of an attention problem in bfloat16. It does on a CPU if q is in bfloat16, the scale is one positive number, and
+    softcap, bias, sinks, dropout and log-sum-exp are not used. Such scores are checked by reading numbers, for which
+    another device would wait.
     """
     needs_exact_scores = (
         problem.softcap is not None
@@ -173,4 +175,9 @@ def uses_bfloat16_scores(problem: Problem) -> bool:
         or problem.dropout > 0
         or not problem.scale_is_positive
     )
-    return problem.q.dtype == torch.bfloat16 and not needs_exact_scores
+    return problem.q.is_cpu and problem.q.dtype == torch.bfloat16 and not needs_exact_scores
+
+
+def _may_hide(bias: Float[Tensor, "#batch #heads #queries #keys"]) -> bool:
+    """Return True if a bias is -inf somewhere, or if that cannot be read, as on a GPU."""
+    return not has_readable_values(bias) or bool(bias.amin() == -torch.inf)

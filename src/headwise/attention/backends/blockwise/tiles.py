@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headwise.attention.backends.blockwise.plan import BlockwisePlan, KeyRange, MaskGroup, PlannedBlock
 from headwise.attention.masks.grid import Grid
+from headwise.checks import has_readable_values
 from headwise.shapes import Bool, Float
 
 LOG2_E = math.log2(math.e)
@@ -299,7 +300,7 @@ def _ceilings(
 ) -> tuple[list[Ceiling], Bool[Tensor, "#batch #heads rows 1"] | None]:
     """Return a block's ceilings, which are upper bounds that hide scores, and a boolean mask that is True at rows with
     a visible key. Keys are hidden by the mask, and where `hiding_bias` is -inf. The boolean mask is None if all rows
-    have a visible key.
+    are known to have a visible key.
     """
     visible, offset = [], 0
     for columns, masked in block.parts:
@@ -314,7 +315,7 @@ def _ceilings(
     has_key = None
     if len(visible) == len(block.parts):
         has_key = reduce(torch.logical_or, (part.any(-1, keepdim=True) for _, part in visible))
-    if has_key is not None and bool(has_key.all()):
+    if has_key is not None and has_readable_values(has_key) and bool(has_key.all()):
         has_key = None
     inf = torch.full((), torch.inf, dtype=q.dtype, device=q.device)
     lowest = score_of_hidden_key(q.dtype)
