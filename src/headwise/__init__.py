@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.attention.attend import attend, explain, why_not
 from headwise.attention.backends.blockwise.backend import Blockwise
+from headwise.attention.backends.gpu.flex import Flex
 from headwise.attention.caches.base import Cache
 from headwise.attention.caches.dynamic import DynamicCache
 from headwise.attention.caches.sliding import SlidingCache
@@ -282,6 +283,7 @@ __all__ = [
     "DynamicNTK",
     "EmbeddingDistance",
     "FactoredMatrix",
+    "Flex",
     "Focus",
     "HeadwiseError",
     "History",

@@ -244,6 +244,15 @@ def has_values(tensor: Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def known_to_be_true(condition: bool) -> bool:
+    """Return True if a condition on sizes is true, and, while compiling for any size, if it is true for all of them."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to import
+
+        return statically_known_true(condition)
+    return condition
+
+
 def makes_plain_tensors() -> bool:
     """Return True if an operator called now computes an ordinary tensor, which later calls may use too: torch is not
     compiling or tracing, no transform of `torch.func` is active, and no mode receives the operators.

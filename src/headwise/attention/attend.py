@@ -11,7 +11,7 @@ from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype, without
 from headwise.attention.backend_choice import Choice, choose_fastest, choose_named
 from headwise.attention.backends import fused, reference
 from headwise.attention.backends.blockwise import backend as blockwise
-from headwise.attention.backends.blockwise.backend import Blockwise
+from headwise.attention.backends.gpu import flex
 from headwise.attention.backends.native import backend as native
 from headwise.attention.masks.base import Mask
 from headwise.attention.nonfinite import run_contained
@@ -22,7 +22,7 @@ from headwise.shapes import Bool, Float, Int
 interception_hook: Callable[[Problem, Callable[[Problem], Answer]], Answer] | None = None
 """Hook that answers attention problems in place of the chosen backend while a model is intercepted; otherwise None."""
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (fused, blockwise, native, reference)}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (fused, flex, blockwise, native, reference)}
 """All backends, by name."""
 
 
@@ -43,7 +43,7 @@ def attend(
     dropout: float = 0.0,
     return_lse: bool = False,
     return_weights: bool = False,
-    backend: str | Blockwise | None = None,
+    backend: str | Backend | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"] | tuple[Tensor, ...]:
     """Return the scaled dot-product attention of each head for queries q, keys k and values v (Vaswani et al. 2017,
     equation 1). With `return_lse`, `return_weights` or both, return a tuple instead: the output, then the log-sum-exp
@@ -84,8 +84,8 @@ def attend(
         return_lse: also return the log-sum-exp of each row's scores, `(batch, heads, queries)`, in nats, in float32 at
             least. It is differentiable.
         return_weights: also return the weights `(batch, heads, queries, keys)`, which takes memory for the matrix.
-        backend: "native", "fused", "blockwise", "reference", or `Blockwise(rows=128)`. By default the fastest one of
-            the first three is chosen; `explain` returns the choice. A backend that you name is never replaced.
+        backend: "native", "fused", "flex", "blockwise", "reference", `Blockwise(rows=128)` or `Flex("triton")`. By
+            default the fastest is chosen; `explain` returns the choice. A backend that you name is never replaced.
 
     Returns:
         The output `(batch, heads, queries, value_dim)`. With `return_lse` or `return_weights`, a tuple of the output,
@@ -129,7 +129,7 @@ def attend(
 
 
 def why_not(
-    backend: str | Blockwise,
+    backend: str | Backend,
     q: Float[Tensor, "batch heads queries head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
@@ -138,7 +138,7 @@ def why_not(
     """Return the reason that a backend cannot compute `attend(q, k, v, **options)`, in one sentence; None if it can.
 
     Args:
-        backend: "fused", "blockwise", "reference" or a `Blockwise`.
+        backend: "native", "fused", "flex", "blockwise", "reference", a `Blockwise` or a `Flex`.
         q: queries, as in `attend`.
         k: keys, as in `attend`.
         v: values, as in `attend`.
@@ -159,7 +159,7 @@ def explain(
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     *,
-    backend: str | Blockwise | None = None,
+    backend: str | Backend | None = None,
     **options: Any,
 ) -> Choice:
     """Return a `Choice`: the name of the backend that `attend(q, k, v, **options)` would use, and the reason. `print`
@@ -191,7 +191,7 @@ def explain(
     return _choice(Problem.checked(*_cast(q, k, v), **options), backend)
 
 
-def _choice(problem: Problem, backend: str | Blockwise | None) -> Choice:
+def _choice(problem: Problem, backend: str | Backend | None) -> Choice:
     """Return the `Choice` of the backend that the caller named, or of the one expected to be fastest if `backend` is
     None. Raises `InputError` if that backend, or every backend to choose from, cannot compute the problem.
     """
@@ -209,14 +209,14 @@ def _cast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(tensor.to(dtype) if cast else tensor for tensor, cast in zip(tensors, casts, strict=True))
 
 
-def backend_named(backend: str | Blockwise) -> Backend:
-    """Return the backend with the name "fused", "blockwise" or "reference", or a `Blockwise` object unchanged; raise
-    `InputError` for anything else.
+def backend_named(backend: str | Backend) -> Backend:
+    """Return the backend with a name such as "fused", or an object that is a backend, such as a `Blockwise` or a
+    `Flex`, unchanged; raise `InputError` for anything else.
 
     Raises:
         InputError: there is no such backend.
     """
-    if isinstance(backend, Blockwise):
+    if isinstance(backend, Backend):
         return backend
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise InputError("backend", expected=f"one of {', '.join(BACKENDS)}", got=repr(backend))

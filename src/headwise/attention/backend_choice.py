@@ -5,8 +5,11 @@ On a CPU the native kernels are chosen wherever they can compute the problem, wi
 unit of cost is the time in which torch's kernel computes one score. On a CPU this kernel computes every score, or the
 share `CAUSAL_FLAG_SHARE` under its causal flag. Where torch keeps the whole matrix, a score costs `FULL_MATRIX_COST`.
 Blockwise attention computes only the blocks that the mask leaves, at `FLOAT32_SCORE_COST` or `BFLOAT16_SCORE_COST` for
-a score, plus an overhead for each block. All figures were measured on two cores with AVX-512 (docs/lab-notes.md). On
-other devices than a CPU, `fused` is chosen wherever it can: nothing has been measured there yet.
+a score, plus an overhead for each block. All figures were measured on two cores with AVX-512 (docs/lab-notes.md).
+
+On a GPU, the choice follows from what the kernels compute, since nothing has been measured there yet: `fused` where
+torch's kernels leave out what the mask hides, and for few queries, and `flex` elsewhere. On other devices, `fused` is
+chosen wherever it can.
 """
 
 from collections.abc import Callable
@@ -14,15 +17,17 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from headwise.attention.backends import fused
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise import scores_bf16, scores_fp32
 from headwise.attention.backends.blockwise.plan import BlockwisePlan, cost_of, score_count
+from headwise.attention.backends.gpu import flex
 from headwise.attention.backends.native import backend as native
 from headwise.attention.backends.native.speed import why_slower
 from headwise.attention.problem import Answer, Backend, Problem
-from headwise.checks import has_own_class
+from headwise.checks import has_own_class, known_to_be_true
 from headwise.errors import InputError
 
 CAUSAL_FLAG_SHARE = 0.6
@@ -37,8 +42,15 @@ FLOAT32_SCORE_COST, BFLOAT16_SCORE_COST = 1.2, 0.8
 MATRIX = "the matrix is asked for, which every backend makes alike"
 """Reason for calls with `return_weights`."""
 
+EXPORTED = "an exported program that calls torch's kernel runs without headwise"
+"""Reason for programs that are being exported."""
+
 SMALLEST_PLANNED = 2**20
 """Number of scores below which no plan of blocks is made."""
+
+
+FEW_QUERIES = 8
+"""Number of queries up to which the matrix of a mask is small, as in a step of decoding."""
 
 
 class Candidate(NamedTuple):
@@ -97,6 +109,8 @@ def choose_fastest(problem: Problem) -> Choice:
     Raises:
         InputError: no backend can do the problem; the message contains all reasons.
     """
+    if problem.q.device.type == "cuda":
+        return _choose_on_gpu(problem)
     reasons = {backend.name: backend.why_not(problem) for backend in (native, fused, blockwise)}
     if None not in reasons.values():
         raise _refusal(reasons)
@@ -114,6 +128,42 @@ def choose_fastest(problem: Problem) -> Choice:
     if unplanned is not None:
         return Choice("fused", unplanned, candidates, fused.run)
     return _choose_by_cost(problem, candidates)
+
+
+def _choose_on_gpu(problem: Problem) -> Choice:
+    """Return the `Choice` between the backends `fused`, `flex` and `blockwise` on a GPU; raise `InputError` if none can
+    compute the problem.
+    """
+    backends = (fused, flex, blockwise)
+    candidates = tuple(Candidate(backend.name, backend.why_not(problem)) for backend in backends)
+    reasons = {candidate.name: candidate.reason for candidate in candidates}
+    possible = [backend for backend in backends if reasons[backend.name] is None]
+    if not possible:
+        raise _refusal(reasons)
+    if fused not in possible:
+        because = "torch's kernels cannot, and FlexAttention can" if flex in possible else "torch's kernels cannot"
+        return Choice(possible[0].name, because, candidates, possible[0].run)
+    because = _why_fused_on_gpu(problem) or ("FlexAttention cannot" if flex not in possible else None)
+    if because is None:
+        because = "torch's kernels would read the mask and bias as a matrix and compute every score"
+        return Choice("flex", because, candidates, flex.run)
+    return Choice("fused", because, candidates, fused.run)
+
+
+def _why_fused_on_gpu(problem: Problem) -> str | None:
+    """Return the reason to choose torch's fused kernels on a GPU where FlexAttention could compute the problem, too, in
+    one sentence; None if there is none.
+    """
+    if problem.return_weights:
+        return MATRIX
+    if torch.compiler.is_exporting():
+        return EXPORTED
+    hides_nothing = problem.mask is None or fused.uses_is_causal(problem)
+    if hides_nothing and problem.bias is None and problem.sinks is None and not isinstance(problem.scale, Tensor):
+        return "nothing is hidden, or the causal flag says what is"
+    if known_to_be_true(problem.grid.queries <= FEW_QUERIES):
+        return f"the mask of {FEW_QUERIES} queries or fewer is a small matrix"
+    return None
 
 
 def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, Candidate, Candidate]) -> Choice:
@@ -138,7 +188,7 @@ def _why_not_native(problem: Problem) -> str | None:
     if problem.return_weights:
         return MATRIX
     if torch.compiler.is_exporting():
-        return "an exported program that calls torch's kernel runs without headwise"
+        return EXPORTED
     if not torch.compiler.is_compiling() and not all(map(has_own_class, (problem.q, problem.k, problem.v))):
         return "torch's kernel knows subclasses of tensors, and the native kernels do not"
     return why_slower(problem, hides_nothing=problem.mask is None or fused.uses_is_causal(problem))

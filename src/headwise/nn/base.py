@@ -7,13 +7,12 @@ from torch import Tensor, nn
 
 from headwise.attention.attend import attend, backend_named
 from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
-from headwise.attention.backends.blockwise.backend import Blockwise
 from headwise.attention.caches.base import Cache
 from headwise.attention.caches.static import StaticCache
 from headwise.attention.masks.base import Mask
 from headwise.attention.position_bias import PositionBias
 from headwise.attention.prepare import AttentionInputs, prepare_qkv
-from headwise.attention.problem import mask_and_bias
+from headwise.attention.problem import Backend, mask_and_bias
 from headwise.attention.rotary import Rotary
 from headwise.checks import float_dtype, positions_argument
 from headwise.errors import InputError
@@ -85,7 +84,7 @@ class AttentionLayer(nn.Module):
     scores: Scores | None
     mask: Mask | None
     dropout: float
-    backend: str | Blockwise | None
+    backend: str | Backend | None
 
     sinks: nn.Parameter | None
     temperature: nn.Parameter | None

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.backends.blockwise.backend import Blockwise
 from headwise.attention.caches.base import Cache
 from headwise.attention.masks.base import Mask
 from headwise.attention.prepare import AttentionInputs
+from headwise.attention.problem import Backend
 from headwise.attention.rotary import Rotary
 from headwise.checks import finite_number, flag, float_dtype, probability, size_argument
 from headwise.errors import InputError
@@ -101,7 +101,7 @@ class LatentAttention(AttentionLayer):
         norm_eps: float = 1e-6,
         mask: Mask | None = None,
         dropout: float = 0.0,
-        backend: str | Blockwise | None = None,
+        backend: str | Backend | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):

@@ -24,13 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention import packed
-from headwise.attention.backends.blockwise.backend import Blockwise
 from headwise.attention.caches.base import Cache
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import require_broadcast
 from headwise.attention.position_bias import PositionBias
 from headwise.attention.prepare import AttentionInputs
-from headwise.attention.problem import score_dtype
+from headwise.attention.problem import Backend, score_dtype
 from headwise.attention.rotary import Rotary
 from headwise.checks import flag, float_dtype, probability
 from headwise.errors import InputError
@@ -115,7 +114,7 @@ class MultiHeadAttention(QKVProjection):
         output_gate: OutputGate | None = None,
         mask: Mask | None = None,
         dropout: float = 0.0,
-        backend: str | Blockwise | None = None,
+        backend: str | Backend | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):

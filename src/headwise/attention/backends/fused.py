@@ -54,14 +54,14 @@ def run(problem: Problem) -> Answer:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
     q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
     if 0 in (*q.shape, *k.shape, *v.shape):
-        return _empty_result(problem)
+        return empty_result(problem)
     if isinstance(scale, Tensor):
         # The kernels have one scale for all heads, so q is multiplied, in float32 so that no score is rounded.
         dtype = problem.score_dtype
         q, k, v, scale = q.to(dtype) * scale, k.to(dtype), v.to(dtype), 1.0
     # The kernels need equal widths of keys and values, and rows of unit stride. Zeros change no product.
     width = max(q.shape[-1], v.shape[-1])
-    q, k, v = (_widen(tensor, width) for tensor in (q, k, v))
+    q, k, v = (widen(tensor, width) for tensor in (q, k, v))
     attn_mask, is_causal = _attn_mask(problem)
     needs_lse = _needs_lse(problem)
     if problem.sinks is not None and not needs_lse:
@@ -252,7 +252,7 @@ class _FlashWithLseBackward(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         if grad_lse is not None:
-            q, k, v, out, grad_out = (_widen(tensor, width + 1) for tensor in (q, k, v, out, grad_out))
+            q, k, v, out, grad_out = (widen(tensor, width + 1) for tensor in (q, k, v, out, grad_out))
             grad_out[..., width], out[..., width] = 1.0, -grad_lse
         grads = _flash_backward(grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=added, scale=scale)
         return tuple(grad[..., :width] for grad in grads)
@@ -303,14 +303,14 @@ def _as_rows(
     return q.reshape(batch, kv_heads, heads // kv_heads, width), attn_mask
 
 
-def _widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*axes want"]:
+def widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*axes want"]:
     """Return a tensor whose last axis is padded with zeros to `width` and has stride 1; copied only if necessary."""
     if tensor.shape[-1] < width:
         tensor = F.pad(tensor, (0, width - tensor.shape[-1]))  # may keep a channels-last layout
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _empty_result(problem: Problem) -> Answer:
+def empty_result(problem: Problem) -> Answer:
     """Return the result for an attention problem in which q, k or v has an axis of length 0 (such as no keys), on which
     torch's operator would crash. The output is 0. The log-sum-exp, if asked for, is each head's sink logit, or -inf
     without sinks.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.base import Mask
+from headwise.attention.masks.base import Index, Mask
 from headwise.attention.masks.grid import Coverage, Grid, require_broadcast
 from headwise.checks import has_readable_values
 from headwise.errors import InputError
@@ -29,6 +29,10 @@ class Dense(Mask):
     ) -> Bool[Tensor, "#batch #heads rows columns"]:
         """Return the stored values of all pairs of a query row in `i` and a key in `j`; True means "attends"."""
         return self.values.expand(-1, -1, grid.queries, grid.keys)[..., i, j]
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        indices = (b, h, i, j)
+        return self.values[tuple(n if size > 1 else n * 0 for n, size in zip(indices, self.values.shape, strict=True))]
 
     def block(
         self, grid: Grid, rows: range | None = None, columns: range | None = None
@@ -114,6 +118,10 @@ class MaskRule(Mask):
         except RuntimeError:
             expected = f"a result that broadcasts to {shape}"
             raise InputError("mask_rule(rule)", expected=expected, got=tuple(allowed.shape)) from None
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        positions = grid.position_of_query(b, i), grid.position_of_key(b, j)
+        return self.rule(b + self.first_sequence, h + self.first_head, *positions)
 
     def for_sequence(self, index: int) -> Mask:
         """Return the mask of sequence `index` alone; the rule still receives that index, not 0, as its sequence."""

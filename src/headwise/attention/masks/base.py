@@ -18,11 +18,15 @@ from headwise.attention.masks.grid import Coverage, Grid
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
 
+Index = Int[Tensor, "..."]
+"""Indices of sequences, heads, query rows or keys."""
+
 
 class Mask(ABC):
     """Rule that states for each query the keys it attends to; it is evaluated for one block of scores at a time.
 
-    A new mask must define `allowed`. The other methods have defaults that are correct for every mask.
+    A new mask must define `allowed`, and `allows` for the backend `flex`. The other methods have defaults that are
+    correct for every mask.
 
     Attributes:
         depends_on_distance_only: True if the mask allows a query-key pair by the difference of their positions
@@ -39,6 +43,13 @@ class Mask(ABC):
 
         A mask that goes by positions reads them from `grid.query_position(i)` and `grid.key_position(j)`.
         """
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        """Return True where query row `i` attends to key `j` in sequence `b` and head `h`, for indices that broadcast,
+        or that are single numbers. FlexAttention compiles this rule into its kernel. Unlike `allowed`, it makes no
+        matrix for a batch or for heads.
+        """
+        raise NotImplementedError
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some of the query-key pairs of a block. PARTIAL
@@ -191,6 +202,9 @@ class And(_Combined):
         """
         return self.left.allowed(grid, i, j) & self.right.allowed(grid, i, j)
 
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        return self.left.allows(grid, b, h, i, j) & self.right.allows(grid, b, h, i, j)
+
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return the coverage of a block by `left & right` from the coverages by `left` and by `right`: EMPTY (no
         query-key pair is allowed) if at least one of the two is EMPTY, FULL (all pairs are allowed) if both are FULL,
@@ -220,6 +234,9 @@ class Or(_Combined):
         """
         return self.left.allowed(grid, i, j) | self.right.allowed(grid, i, j)
 
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        return self.left.allows(grid, b, h, i, j) | self.right.allows(grid, b, h, i, j)
+
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return the coverage of a block by `left | right` from the coverages by `left` and by `right`: FULL (all
         query-key pairs are allowed) if at least one of the two is FULL, EMPTY (no pair is allowed) if both are EMPTY,
@@ -247,6 +264,9 @@ class Not(_Combined):
         `j`.
         """
         return ~self.mask.allowed(grid, i, j)
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        return ~self.mask.allows(grid, b, h, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return the coverage of a block by `~mask` from the coverage by `mask`: FULL (all query-key pairs are allowed)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.base import Mask
+from headwise.attention.masks.base import Index, Mask
 from headwise.attention.masks.grid import Coverage, Grid
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
@@ -32,6 +32,13 @@ class PerHead(Mask):
         blocks = [block[(None,) * (4 - block.ndim)].expand(-1, -1, i.shape[0], j.shape[1]) for block in blocks]
         batch = grid.batch if any(block.shape[0] == grid.batch for block in blocks) else 1
         return torch.cat([block.expand(batch, -1, -1, -1) for block in blocks], dim=1)
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        one_head = replace(grid, heads=1)
+        allows = self.for_head(0).allows(one_head, b, h * 0, i, j) & (h == 0)
+        for head in range(1, len(self.masks)):
+            allows = allows | (self.for_head(head).allows(one_head, b, h * 0, i, j) & (h == head))
+        return allows
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return the coverage of a block (EMPTY, PARTIAL or FULL) if all heads have the same one, otherwise PARTIAL."""

@@ -1,11 +1,12 @@
 """Masks that go by the positions of query and key alone: the same in every sequence and head, for any length."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from headwise.attention.masks.base import Mask
+from headwise.attention.masks.base import Index, Mask
 from headwise.attention.masks.grid import Coverage, Grid
 from headwise.shapes import Bool, Int
 
@@ -13,8 +14,29 @@ MAX_DISTANCE = 2**62
 """Bound above every position and distance: a larger number limits nothing, and would overflow int64 arithmetic."""
 
 
+class ByPosition(Mask):
+    """Base class of masks that go by the positions of query and key alone; they define `allows_positions`."""
+
+    @abstractmethod
+    def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        """Return True where a query at the first position attends to a key at the second, for positions that broadcast,
+        or that are single numbers.
+        """
+
+    def allowed(
+        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
+    ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
+        """Return True where a query row in `i` attends to a key in `j`. Position -1, which marks padding and empty
+        slots of a cache, is compared like any other, except by `HasPosition`, which `attend` adds to hide them.
+        """
+        return self.allows_positions(grid.query_position(i), grid.key_position(j))
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        return self.allows_positions(grid.position_of_query(b, i), grid.position_of_key(b, j))
+
+
 @dataclass(frozen=True)
-class Band(Mask):
+class Band(ByPosition):
     """Causal or sliding-window mask: the query at position p attends to the keys `{p - width + 1, ..., p + ahead}`; if
     `width` is None, to all keys up to `p + ahead`. With a dilation d above 1, it attends to
     `{p - (width - 1) d, ..., p - d, p, p + d, ..., p + ahead d}` instead.
@@ -31,15 +53,11 @@ class Band(Mask):
 
     depends_on_distance_only: ClassVar[bool] = True
 
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return True where a key in `j` is in the window of a query row in `i`. The window has `width` keys up to the
-        query's own (all of them if `width` is None) and `ahead` keys after it. Neighbouring keys of the window are
-        `dilation` positions apart. Position -1, which marks padding, is compared like any other: `attend` hides
-        padding with a separate mask.
+    def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        """Return True where the key is in the window of the query: `width` keys up to the query's own (all of them if
+        `width` is None) and `ahead` keys after it. Neighbouring keys of the window are `dilation` positions apart.
         """
-        distance_back = grid.query_position(i) - grid.key_position(j)
+        distance_back = query - key
         inside = distance_back >= -min(self.ahead * self.dilation, MAX_DISTANCE)
         if self.width is not None:
             inside = inside & (distance_back < min(self.width * self.dilation, MAX_DISTANCE))
@@ -70,7 +88,7 @@ class Band(Mask):
 
 
 @dataclass(frozen=True)
-class Prefix(Mask):
+class Prefix(ByPosition):
     """Mask of the first keys: every query attends to the keys at positions `{0, ..., length - 1}`.
 
     Attributes:
@@ -79,13 +97,9 @@ class Prefix(Mask):
 
     length: int
 
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return True where a key in `j` has a position below `length`; this is the same for all query rows. Position
-        -1, which marks padding, counts as below `length`: `attend` hides padding with a separate mask.
-        """
-        return grid.key_position(j) < min(self.length, MAX_DISTANCE)
+    def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        """Return True where the key has a position below `length`; this is the same for all queries."""
+        return key < min(self.length, MAX_DISTANCE)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are among the first `length` keys.
@@ -102,7 +116,7 @@ class Prefix(Mask):
 
 
 @dataclass(frozen=True)
-class Chunked(Mask):
+class Chunked(ByPosition):
     """Mask of equal chunks: the query at position p attends to the keys k with `k // size == p // size`.
 
     Attributes:
@@ -111,14 +125,12 @@ class Chunked(Mask):
 
     size: int
 
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return True where a query row in `i` and a key in `j` have positions in the same chunk of `size` positions.
-        The chunks are `{0, ..., size - 1}`, `{size, ..., 2 size - 1}` and so on.
+    def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        """Return True where query and key have positions in the same chunk of `size` positions. The chunks are
+        `{0, ..., size - 1}`, `{size, ..., 2 size - 1}` and so on.
         """
         size = min(self.size, MAX_DISTANCE)
-        return grid.query_position(i) // size == grid.key_position(j) // size
+        return query // size == key // size
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY, FULL or PARTIAL: in none, all or some of a block's query-key pairs, query and key are in the
@@ -137,17 +149,13 @@ class Chunked(Mask):
 
 
 @dataclass(frozen=True)
-class HasPosition(Mask):
+class HasPosition(ByPosition):
     """Mask that excludes empty slots and padding, which have position -1: a query attends to a key if the positions of
     both are 0 or more.
 
     A query at position -1 attends to no key. `attend` adds this mask wherever positions are explicit.
     """
 
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return True where a query row in `i` and a key in `j` both have a position of 0 or more. Position -1 marks
-        padding and empty slots of a cache, which neither attend nor are attended to.
-        """
-        return (grid.query_position(i) >= 0) & (grid.key_position(j) >= 0)
+    def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        """Return True where both query and key have a position of 0 or more."""
+        return (query >= 0) & (key >= 0)

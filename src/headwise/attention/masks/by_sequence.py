@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.base import Mask
+from headwise.attention.masks.base import Index, Mask
 from headwise.attention.masks.device_copies import DeviceCopies
 from headwise.attention.masks.grid import Coverage, Grid
 from headwise.checks import has_readable_values, has_values
@@ -66,6 +66,10 @@ class Padding(Mask):
         """
         lengths = self.lengths_on(grid.device)[:, None, None, None]
         return grid.key_position(j) < lengths if self.side == "right" else j >= grid.keys - lengths
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        length = self.lengths_on(grid.device)[b]
+        return grid.position_of_key(b, j) < length if self.side == "right" else j >= grid.keys - length
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are real (not padding), counted over all
@@ -177,6 +181,14 @@ class Segments(Mask):
         # torch.take_along_dim would fix the lengths while compiling.
         batch = ids.shape[0] if positions.shape[0] == 1 else positions.shape[0]
         return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))[:, None, None]
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        ids, query, key = self.ids_on(grid.device), grid.position_of_query(b, i), grid.position_of_key(b, j)
+        sequence, last = b if len(ids) > 1 else b * 0, ids.shape[1] - 1
+        if last < 0:
+            return key < 0
+        own, other = (ids[sequence, position.clamp(0, last)] for position in (query, key))
+        return (own == other) & (query >= 0) & (query <= last) & (key <= last)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY for a block if, in every sequence, the document ids of the block's queries are all smaller, or

@@ -60,6 +60,18 @@ class Grid:
             return j
         return self.key_positions[:, None, None, j[0]]
 
+    def position_of_query(self, b: Int[Tensor, "..."], i: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Return the position of query row `i` in sequence `b`, for indices that broadcast or are single numbers."""
+        if self.query_positions is None:
+            return i + self.offset
+        return self.query_positions[b if len(self.query_positions) > 1 else b * 0, i]
+
+    def position_of_key(self, b: Int[Tensor, "..."], j: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Return the position of key `j` in sequence `b`, for indices that broadcast or are single numbers."""
+        if self.key_positions is None:
+            return j
+        return self.key_positions[b if len(self.key_positions) > 1 else b * 0, j]
+
 
 class Coverage(Enum):
     """Share of the query-key pairs of a block that a mask allows: none (EMPTY), all (FULL), or some (PARTIAL).

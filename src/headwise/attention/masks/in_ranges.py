@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headwise.attention.masks.base import Mask
+from headwise.attention.masks.base import Index, Mask
 from headwise.attention.masks.grid import Coverage, Grid
 from headwise.checks import has_readable_values
 from headwise.shapes import Bool, Int
@@ -27,6 +27,15 @@ class InRanges(Mask):
         starts, stops = self.ranges[:, :, i[:, 0]].unbind(-1)
         key = j[..., None]
         return ((key >= starts[..., None, :]) & (key < stops[..., None, :])).any(-1)
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        batch, heads, rows, count, _ = self.ranges.shape
+        sequence, head, row = b if batch > 1 else b * 0, h if heads > 1 else h * 0, i if rows > 1 else i * 0
+        inside = j < 0
+        for number in range(count):
+            start, stop = (self.ranges[sequence, head, row, number, edge] for edge in (0, 1))
+            inside = inside | ((j >= start) & (j < stop))
+        return inside
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY if no range of the query rows has a key of the block, FULL if each row has a range with all of

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from headwise.attention.masks.base import Mask
+from headwise.attention.masks.base import Index, Mask
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Bool, Int
 
@@ -39,6 +39,13 @@ class InSequences(Mask):
             return is_shared
         by_position = replace(grid, query_positions=self.query_positions, key_positions=self.key_positions)
         return is_shared & self.mask.allowed(by_position, i, j)
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        is_shared = self.query_sequences[i] == self.key_sequences[j]
+        if self.mask is None:
+            return is_shared
+        by_position = replace(grid, query_positions=self.query_positions, key_positions=self.key_positions)
+        return is_shared & self.mask.allows(by_position, b * 0, h, i, j)
 
     def for_head(self, index: int) -> Mask:
         """Return the mask of head `index` alone, for a grid with one head."""

@@ -30,7 +30,7 @@ from headwise.attention.masks.position_ranges import (
     position_ranges,
     query_positions,
 )
-from headwise.checks import has_readable_values, has_values
+from headwise.checks import has_readable_values, has_values, known_to_be_true
 from headwise.shapes import Bool, Float, Int
 
 Ranges32 = Int[Tensor, "#batch #heads queries ranges 2"]
@@ -96,7 +96,7 @@ class VisibleKeys:
         grid, queries = self.grid, self.grid.queries
         if self.stores_matrix or not _is_too_large(grid.batch * grid.heads * queries * grid.keys):
             return None
-        batch, heads, rows, keys = self._evaluate(range(2), None).shape
+        batch, heads, rows, keys = self.evaluate(range(2), None).shape
         if rows == 1 or not _is_too_large(batch * heads * queries * keys):
             return None
         parts, stop, step = [], 0, ROW_STEP
@@ -127,7 +127,7 @@ class VisibleKeys:
         if self.stores_matrix:
             return unexpanded(self.others[0].block(self.grid))
         if not _can_evaluate(self.grid):
-            return self._evaluate(None, None)
+            return self.evaluate(None, None)
         is_small = self.grid.heads * self.grid.queries * self.grid.keys <= CACHED_ELEMENTS
         if is_small and self.grid.uses_default_positions and all(map(is_constant, self.others)):
             return _constant_matrix(self.others, self.grid)
@@ -145,7 +145,7 @@ class VisibleKeys:
         first = max(min(first, stop) - 1, 0) // COLUMN_STEP * COLUMN_STEP
         return Part(rows, range(first, max(stop, first)))
 
-    def _evaluate(self, rows: range | None, columns: range | None) -> Matrix:
+    def evaluate(self, rows: range | None, columns: range | None = None) -> Matrix:
         """Return the matrix of the further masks for some rows and columns, without repetitions on an axis."""
         return reduce(torch.logical_and, (unexpanded(mask.block(self.grid, rows, columns)) for mask in self.others))
 
@@ -154,13 +154,13 @@ class VisibleKeys:
         that the ranges of these show.
         """
         if not _can_evaluate(self.grid) or self.grid.batch == 0:
-            return self._evaluate(*part)
+            return self.evaluate(*part)
         (first, last), origin = (part.rows.start, part.rows.stop), part.columns.start
         matrix = torch.zeros(1, 1, len(part.rows), len(part.columns), dtype=torch.bool, device=self.grid.device)
         step = max(PIECE_ELEMENTS // (self.grid.batch * self.grid.heads * len(part.columns) + 1), 1)
         while first < last:
             rows, columns = self._part(range(first, min(first + step, last)))
-            piece = self._evaluate(rows, columns)
+            piece = self.evaluate(rows, columns)
             batch, heads = (max(sizes) for sizes in zip(matrix.shape[:2], piece.shape[:2], strict=True))
             if matrix.shape[:2] != (batch, heads):
                 matrix = matrix.expand(batch, heads, -1, -1).contiguous()
@@ -284,11 +284,7 @@ def unexpanded(matrix: Matrix) -> Matrix:
 
 def _is_too_large(elements: int) -> bool:
     """Return True if a matrix of so many elements is known to be too large to be evaluated at once."""
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to import
-
-        return statically_known_true(elements > MATRIX_ELEMENTS)
-    return elements > MATRIX_ELEMENTS
+    return known_to_be_true(elements > MATRIX_ELEMENTS)
 
 
 def _can_evaluate(grid: Grid) -> bool:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from headwise.attention.backends.gpu.score_tiles import (
+    Call,
+    Spans,
     block_and_head,
     finish_scores,
     is_visible,

@@ -112,7 +112,8 @@ def weight_statistics(call: StatisticsCall, out: Float[Tensor, "batch heads quer
 def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, received: Tensor, seen_by: Tensor) -> None:
     """Run the kernels, which write the log-sum-exp, the numbers of the rows, and the sums of the keys."""
     from headwise.attention.backends.gpu.key_statistics import KeySums, key_kernel
-    from headwise.attention.backends.gpu.row_statistics import Results, Tokens, row_kernel
+    from headwise.attention.backends.gpu.row_statistics import Results, row_kernel
+    from headwise.attention.backends.gpu.row_sums import Tokens
     from headwise.attention.backends.gpu.score_tiles import Spans
 
     batch, heads, queries, head_dim = call.q.shape
