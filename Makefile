@@ -13,7 +13,7 @@ SANITIZED := $(VENV)/_sanitized.so
 RESEARCH_TESTS := tests/research tests/benchmarks
 KERNEL_TESTS := tests/attention tests/nn tests/statistics tests/intercept/test_watch.py
 
-.PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint pictures tables census findings formation check-errors pruning claims bench bench-quick clean
+.PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint pictures tables census findings formation check-errors pruning claims bench bench-quick gpu clean
 
 demo: $(NATIVE)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -101,6 +101,9 @@ bench: $(BENCH)  ## measure speed and memory against other libraries and write d
 
 bench-quick: $(BENCH)  ## the same up to length 1,024, in fewer rounds, without saving results
 	$(BIN)/python -m benchmarks.all --quick
+
+gpu:  ## check and time attention, layers and statistics on a GPU and write docs/reports/gpu.md (9 minutes)
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu
 
 clean:
 	rm -rf $(VENV)

@@ -4,7 +4,7 @@
 
 The results of each script are saved in `benchmarks/results/`, from which `benchmarks.report` writes the report. Those
 of `--quick`, `--tiny`, `--only` and `--peers torch` are not saved.
-The GPU benchmark runs only on a machine with a GPU; otherwise its saved results remain. The last line is JSON: for each
+The benchmarks on a GPU have a command of their own, `python -m benchmarks.gpu`. The last line is JSON: for each
 target its bound, the worst median ratio, and true if every regime reaches the bound.
 """
 
@@ -13,8 +13,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from benchmarks.command_line import checked_options, option_parser, require
 from benchmarks.targets import HEADERS, rows_by_target, table
@@ -48,18 +46,17 @@ def run(script: str, command_line: Sequence[str]) -> dict | None:
 def main(command_line: Sequence[str] | None = None) -> None:
     """Run all scripts, and print the table of targets and a line of JSON; exit with status 1 if a script failed."""
     parser = option_parser(__doc__)
-    available = (*SCRIPTS, *(["gpu"] if torch.cuda.is_available() else []))
-    parser.add_argument("scripts", nargs="*", help=f"any of {', '.join(available)}; all by default")
+    parser.add_argument("scripts", nargs="*", help=f"any of {', '.join(SCRIPTS)}; all by default")
     chosen = parser.parse_args(command_line)
-    if unknown := sorted(set(chosen.scripts) - set(available)):
-        parser.error(f"scripts: expected any of {', '.join(available)}, got {', '.join(unknown)}")
+    if unknown := sorted(set(chosen.scripts) - set(SCRIPTS)):
+        parser.error(f"scripts: expected any of {', '.join(SCRIPTS)}, got {', '.join(unknown)}")
     options = checked_options(parser, chosen)
     require("tabulate")
     from tabulate import tabulate
 
     save = not (options.quick or options.tiny or options.only or options.peers == "torch")
     all_results, failed = [], []
-    for script in chosen.scripts or available:
+    for script in chosen.scripts or SCRIPTS:
         print(f"\n== {script}", flush=True)
         results = run(script, options.command_line)
         if results is None:

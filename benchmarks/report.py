@@ -27,7 +27,6 @@ TITLES = {
     "ablating": "Removing heads, one at a time",
     "pruned_attention": "Attention with half of the heads",
     "monitoring": "Monitoring a training",
-    "gpu": "On a GPU",
 }
 """Title of the section of each script, in the order of the document."""
 INTRODUCTION = """\
@@ -47,8 +46,9 @@ script states the rest.
 
 
 def load(folder: Path) -> list[dict]:
-    """Return the saved results of each script, in the order of the document."""
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    """Return the saved results of each script, in the order of the document. Those of the GPU have their own page."""
+    paths = [path for path in folder.glob("*.json") if path.stem in TITLES]
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     return sorted(results, key=lambda result: list(TITLES).index(result["benchmark"]))
 
 
@@ -119,13 +119,7 @@ def document(results: Sequence[dict]) -> str:
     ]
     for result in results:
         lines += section(result)
-    if "gpu" not in {result["benchmark"] for result in results}:
-        lines += [
-            f"## {TITLES['gpu']}",
-            "",
-            "Nothing has run on a GPU yet. `python -m benchmarks.gpu` runs these benchmarks.",
-            "",
-        ]
+    lines += ["## On a GPU", "", "[The page about GPUs](gpu.md) has the benchmarks that `make gpu` runs.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

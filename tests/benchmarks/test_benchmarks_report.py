@@ -11,9 +11,7 @@ def test_report_states_date_machine_versions_and_what_was_left_out():
     assert "- a peer, a regime: has no backward" in text
     few = make_benchmarks.document([results(row(1.6)) | {"rounds": 9, "long_rounds": 3, "peers": "fast"}])
     assert "9 rounds, 3 where a round takes seconds; torch 2.13.0. Only the peers of `--peers fast`." in few
-    assert "Nothing has run on a GPU yet" in text
-    on_gpu = make_benchmarks.document([results(row(1.6), benchmark="gpu")])
-    assert "Nothing has run on a GPU yet" not in on_gpu
+    assert "[The page about GPUs](gpu.md)" in text
 
 
 def test_report_in_docs_is_written_from_the_saved_results():

@@ -18,7 +18,6 @@ from benchmarks import (
     attention_only,
     command_line,
     decoding,
-    gpu,
     layer,
     memory,
     monitoring,
@@ -39,7 +38,7 @@ from benchmarks.regime import Regime
 from benchmarks.watched_model import TINY, watched_model
 from benchmarks.watching_methods import EAGER, METHODS, OURS, PLAIN, checked_methods
 
-SCRIPTS = [attention, layer, windows, memory, watching, accelerating, ablating, pruned_attention, gpu]
+SCRIPTS = [attention, layer, windows, memory, watching, accelerating, ablating, pruned_attention]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
