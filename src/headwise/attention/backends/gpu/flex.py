@@ -74,7 +74,7 @@ def _without_rule(mask: Mask) -> Mask | None:
     parts = mask.parts if isinstance(mask, And | Or | Not) else mask.masks if isinstance(mask, PerHead) else ()
     if not parts:
         return mask if type(mask).allows is Mask.allows else None
-    return next(filter(None, map(_without_rule, parts)), None)
+    return next((unknown for unknown in map(_without_rule, parts) if unknown is not None), None)
 
 
 def _why_not_transformed(problem: Problem) -> str | None:
@@ -96,6 +96,8 @@ def _why_not_on_cpu(problem: Problem, kernel: Kernel) -> str | None:
         return "FlexAttention returns no log-sum-exp on a CPU, which sinks need too"
     if torch.is_grad_enabled() and any(each.requires_grad for each in _tensors(problem)):
         return "FlexAttention has no gradients on a CPU"
+    if torch.compiler.is_compiling() and problem.mask is not None:
+        return "while compiling for a CPU, FlexAttention cannot read the ranges of a mask that the program computes"
     return None
 
 
@@ -166,7 +168,9 @@ def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
 
     if torch.compiler.is_compiling():
         return flex_attention(q, k, v, **options)
-    with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, accumulated_recompile_limit=MOST_COMPILED):
+    # A scale or softcap that is a variable of the kernel cannot be compiled.
+    limits = {"recompile_limit": MOST_COMPILED, "accumulated_recompile_limit": MOST_COMPILED}
+    with torch._dynamo.config.patch(**limits, specialize_float=True):
         return compiled()(q, k, v, **options)
 
 

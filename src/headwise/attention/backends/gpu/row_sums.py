@@ -113,7 +113,7 @@ def add_tile(
     top = tl.maximum(sums.top, tl.max(scores, 1))
     shift = tl.where(top == HIDDEN, 0.0, top)
     # Earlier sums are relative to the largest score so far.
-    raised = tl.where(sums.top == HIDDEN, 0.0, shift - sums.top)
+    raised = tl.where(sums.top == HIDDEN, 0.0, tl.minimum(shift - sums.top, FARTHEST))
     factor = tl.exp(-raised)
     powers = tl.where(visible, tl.exp(scores - shift[:, None]), 0.0)
     below = tl.minimum(shift[:, None] - scores, FARTHEST)
