@@ -179,7 +179,7 @@ def _numbers(
         *((weights * chosen).sum(-1) for chosen in (is_special, is_copy, is_after_copy)),
         torch.zeros_like(content) if call.special is None else content,
         scores.amax(-1),
-        uncapped.amax(-1),
+        uncapped.amax(-1) if call.softcap else torch.full_like(content, -torch.inf),
     )
     return torch.stack(numbers)
 

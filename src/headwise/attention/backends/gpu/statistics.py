@@ -15,7 +15,7 @@ from torch import Tensor
 from headwise.attention.backends.gpu.spans import spans_of_keys, spans_of_rows
 from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall, output_norms
 from headwise.attention.problem import Problem
-from headwise.checks import has_own_class, makes_plain_tensors
+from headwise.checks import has_own_class, has_values
 from headwise.shapes import Float, Int
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -60,8 +60,9 @@ def why_not(problem: Problem) -> str | None:
         return "the kernels keep heads apart, and talking_heads mixes them"
     if problem.q.dtype not in DTYPES:
         return f"the kernels compute in float16, bfloat16 and float32, and q is in {problem.q.dtype}"
-    if not makes_plain_tensors() or not all(map(has_own_class, (problem.q, problem.k, problem.v))):
-        return "the kernels read plain tensors, outside of transforms and modes of torch"
+    tensors = (problem.q, problem.k, problem.v)
+    if torch._C._is_tracing() or not all(has_values(each) and has_own_class(each) for each in tensors):
+        return "the kernels read plain tensors with values, outside of transforms of torch"
     return why_no_triton()
 
 
@@ -83,10 +84,11 @@ def tiles_of(head_dim: int, dtype: torch.dtype, reads_matrix: bool) -> Tiles:
     features = max(1 << (head_dim - 1).bit_length(), 16)
     if dtype == torch.float32:
         return Tiles(rows=32, keys=16, features=min(features, 32), warps=8)
-    if features > 128:
-        return Tiles(rows=32, keys=16 if reads_matrix else 32, features=64, warps=8)
-    size = 32 if reads_matrix else 64
-    return Tiles(rows=size, keys=size, features=features, warps=8)
+    is_wide = features > 128
+    features = 64 if is_wide else features
+    if reads_matrix:
+        return Tiles(rows=16, keys=16 if is_wide else 32, features=features, warps=8)
+    return Tiles(rows=64, keys=32, features=features, warps=8)
 
 
 def weight_statistics(call: StatisticsCall, out: Float[Tensor, "batch heads queries value_dim"]) -> WeightStatistics:
