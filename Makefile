@@ -13,7 +13,7 @@ SANITIZED := $(VENV)/_sanitized.so
 RESEARCH_TESTS := tests/research tests/benchmarks
 KERNEL_TESTS := tests/attention tests/nn tests/statistics tests/intercept/test_watch.py
 
-.PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint pictures tables census findings formation check-errors pruning claims bench bench-quick gpu clean
+.PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint pictures tables census findings formation check-errors pruning claims bench bench-quick gpu gpu-kernels statistics-operator clean
 
 demo: $(NATIVE)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -101,6 +101,12 @@ bench: $(BENCH)  ## measure speed and memory against other libraries and write d
 
 bench-quick: $(BENCH)  ## the same up to length 1,024, in fewer rounds, without saving results
 	$(BIN)/python -m benchmarks.all --quick
+
+gpu-kernels: $(INSTALLED)  ## compile the Triton kernels for three generations of GPUs and write docs/reports/gpu_kernels.md
+	$(BIN)/python -W ignore -m research.tables.gpu_kernels
+
+statistics-operator: $(NATIVE)  ## compare the three implementations of the statistics on 2,000 drawn calls (15 minutes)
+	$(BIN)/python -W ignore -m research.statistics_operator --out research/statistics_operator/results.json
 
 gpu:  ## check and time attention, layers and statistics on a GPU and write docs/reports/gpu.md (9 minutes)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu

@@ -71,7 +71,7 @@ def results_of(call: StatisticsCall, results: tuple[Tensor, ...]) -> Results:
 
 def exact_results(call: StatisticsCall) -> Results:
     """Return the results of the plain implementation in float64."""
-    exact = StatisticsCall(*(each.double() if _is_float(each) else each for each in call))
+    exact = (each.double() if isinstance(each, Tensor) and each.is_floating_point() else each for each in call)
     return results_of(call, plain_statistics.attend_statistics(*exact))
 
 
@@ -188,11 +188,6 @@ def compare(seeds: range, dtype: torch.dtype = torch.float32, most: int | None =
                 ours.pop("out")  # it is rounded to float16
             agreements[name].add(f"seed {seed}", ours, {key: exact[key] for key in ours}, bound)
     return agreements
-
-
-def _is_float(value: object) -> bool:
-    """Return True for a tensor of floating-point numbers."""
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _wide(value: object) -> object:

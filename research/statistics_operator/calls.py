@@ -41,7 +41,7 @@ def draw_call(seed: int, dtype: torch.dtype) -> StatisticsCall | None:
         width = drawn.sizes.value_dim
         projection = torch.randn(drawn.sizes.heads, width, 5, generator=torch.Generator().manual_seed(seed))
         gram = projection @ projection.mT
-    call = StatisticsCall(*arguments, *inputs.arguments(whole), gram)
+    call = StatisticsCall(*(*arguments, *inputs.arguments(whole)))._replace(gram=gram)
     return call if _tile_count(call) <= MOST_TILES else None
 
 

@@ -29,7 +29,7 @@ from headwise.attention.backends.gpu.key_statistics import KeySums, key_kernel
 from headwise.attention.backends.gpu.row_statistics import Results, row_kernel
 from headwise.attention.backends.gpu.row_sums import Tokens
 from headwise.attention.backends.gpu.score_tiles import Call, Spans
-from headwise.attention.backends.gpu.statistics import tiles_of
+from headwise.attention.backends.gpu.statistics import REGISTERS, tiles_of
 from research.markdown import markdown_table, wrap
 
 REPORT = Path(__file__).parent.parent.parent / "docs" / "reports" / "gpu_kernels.md"
@@ -90,6 +90,7 @@ def signature_of(variant: Variant) -> tuple[dict[str, Any], dict[str, Any], int]
         k=element,
         q_strides=unit,
         k_strides=unit,
+        head_dim="i32",
         heads="i32",
         group="i32",
         queries="i32",
@@ -133,7 +134,7 @@ def compile_variant(variant: Variant) -> Resources:
         constants |= _constants(types.get(name, ()), (place,))
     source = ASTSource(fn=kernel, signature=types | dict.fromkeys(numbers, ABSENT), constexprs=constants)
     target = GPUTarget("cuda", variant.target, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": warps})
+    compiled = triton.compile(source, target=target, options={"num_warps": warps, "maxnreg": REGISTERS})
     assembly = compiled.asm["ptx"]
     architecture = re.search(r"\.target (\w+)", assembly)
     assert architecture is not None
@@ -169,7 +170,7 @@ def why_bad(variant: Variant, needs: Resources) -> str | None:
 
 def table(measured: dict[Variant, Resources]) -> list[str]:
     """Return the lines of the table: one row for each kernel and variant, and three numbers for each GPU."""
-    rows = {}
+    rows: dict[Variant, dict[int, str]] = {}
     for variant, needs in measured.items():
         row = rows.setdefault(variant._replace(target=0), {})
         row[variant.target] = f"{needs.registers}, {needs.spilled}, {needs.shared:,}"

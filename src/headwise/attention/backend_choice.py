@@ -143,11 +143,11 @@ def _choose_on_gpu(problem: Problem) -> Choice:
     if fused not in possible:
         because = "torch's kernels cannot, and FlexAttention can" if flex in possible else "torch's kernels cannot"
         return Choice(possible[0].name, because, candidates, possible[0].run)
-    because = _why_fused_on_gpu(problem) or ("FlexAttention cannot" if flex not in possible else None)
-    if because is None:
+    why_fused = _why_fused_on_gpu(problem) or ("FlexAttention cannot" if flex not in possible else None)
+    if why_fused is None:
         because = "torch's kernels would read the mask and bias as a matrix and compute every score"
         return Choice("flex", because, candidates, flex.run)
-    return Choice("fused", because, candidates, fused.run)
+    return Choice("fused", why_fused, candidates, fused.run)
 
 
 def _why_fused_on_gpu(problem: Problem) -> str | None:

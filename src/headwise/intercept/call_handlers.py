@@ -27,6 +27,7 @@ from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, Receive
 from headwise.intercept.unreadable_tensors import why_not_observed
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import WholeCall, attend_observed
+from headwise.statistics.kernel_statistics import fastest_or_reference
 from headwise.statistics.row_blocks import row_blocks_of_problem, row_blocks_of_weights
 
 
@@ -69,12 +70,11 @@ class CallHandlers(NamedTuple):
                         self._observe_checked(row_blocks_of_problem(problem, self._call_context, True), answer.out)
                 elif problem.dropout > 0 or keeps_output or self.keeps_output:
                     answer = compute()
-                    known = {} if problem.dropout > 0 else {"compute": lambda _: answer}
+                    # Statistics are those without dropout, also those of the output.
+                    known = fastest_or_reference if problem.dropout > 0 else lambda _: answer
                     with torch.no_grad():
                         attend_observed(
-                            *(problem.without_dropout(), self._observe, self._call_context),
-                            **known,
-                            whole_call=self._whole_call,
+                            problem.without_dropout(), self._observe, self._call_context, known, self._whole_call
                         )
                 else:
                     answer = attend_observed(

@@ -135,7 +135,7 @@ def _gpu_part(
     gram: Float[Tensor, "heads _ _"] | None,
 ) -> tuple[Tensor, ...]:
     """Return the numbers of rows and the sums of keys of a part from the Triton kernels. `out` is the whole output."""
-    _, *results = gpu.weight_statistics(StatisticsCall(*arguments, gram), part.rows_of(out))
+    _, *results = gpu.weight_statistics(StatisticsCall(*arguments)._replace(gram=gram), part.rows_of(out))
     return tuple(results)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.attention.backends.gpu.flex_rules import visibility_rule
-from headwise.attention.backends.gpu.spans import spans_of_rows
+from headwise.attention.backends.gpu.spans import in_blocks, spans_of_rows
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import VisibleKeys, is_constant, visible_keys
@@ -97,8 +97,8 @@ def _blocks_of_ranges(ranges: Int[Tensor, "#batch #heads queries ranges 2"], key
     some = ((block >= first) & (block < stop)).any(3)
     starts, stops = ranges.clamp(0, keys).unbind(-1)
     missing = -starts.shape[2] % BLOCK
-    latest = F.pad(starts, (0, 0, 0, missing)).unflatten(2, (-1, BLOCK)).amax(3)[..., None]
-    earliest = F.pad(stops, (0, 0, 0, missing), value=keys).unflatten(2, (-1, BLOCK)).amin(3)[..., None]
+    latest = in_blocks(F.pad(starts, (0, 0, 0, missing)), 2, BLOCK).amax(3)[..., None]
+    earliest = in_blocks(F.pad(stops, (0, 0, 0, missing), value=keys), 2, BLOCK).amin(3)[..., None]
     every = ((block * BLOCK >= latest) & ((block + 1) * BLOCK <= earliest)).any(3)
     return some, every
 
@@ -118,7 +118,7 @@ def _evaluated_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks] | None:
     for start in range(0, grid.queries, step):
         matrix = visible.evaluate(range(start, min(start + step, grid.queries)))
         matrix = F.pad(matrix, (0, -grid.keys % BLOCK, 0, -matrix.shape[2] % BLOCK))
-        blocks = matrix.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+        blocks = in_blocks(in_blocks(matrix, 3, BLOCK), 2, BLOCK)
         parts.append((blocks.any(5).any(3), blocks.all(5).all(3)))
     some, every = (torch.cat(each, 2) for each in zip(*parts, strict=True))
     return some, every

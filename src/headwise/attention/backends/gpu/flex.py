@@ -169,8 +169,8 @@ def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling():
         return flex_attention(q, k, v, **options)
     # A scale or softcap that is a variable of the kernel cannot be compiled.
-    limits = {"recompile_limit": MOST_COMPILED, "accumulated_recompile_limit": MOST_COMPILED}
-    with torch._dynamo.config.patch(**limits, specialize_float=True):
+    changes = {"recompile_limit": MOST_COMPILED, "accumulated_recompile_limit": MOST_COMPILED, "specialize_float": True}
+    with torch._dynamo.config.patch(changes):
         return compiled()(q, k, v, **options)
 
 

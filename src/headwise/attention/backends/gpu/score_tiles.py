@@ -20,7 +20,8 @@ class Call(NamedTuple):
     Attributes:
         q, k: queries and keys.
         q_strides, k_strides: strides of sequences, heads, tokens and features.
-        heads, group, queries, keys: numbers of query heads, of query heads for each key/value head, of rows and keys.
+        head_dim, heads, group, queries, keys: numbers of features of a head, of query heads, of query heads for each
+            key/value head, of rows and of keys.
         scale: factor of the scores.
         head_scale: further factor for each head.
         softcap: limit of the scores.
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     k: Any
     q_strides: Any
     k_strides: Any
+    head_dim: Any
     heads: Any
     group: Any
     queries: Any
@@ -145,10 +147,12 @@ def tile_products(
     """
     # "ieee": products of float32 numbers are not rounded to TF32.
     products = tl.dot(q, tl.trans(k), input_precision="ieee")
-    for begin in range(features, head_dim, features):
-        q = query_features(call, head, row, begin, head_dim, features)
-        k = key_features(call, head, key, begin, head_dim, features)
-        products = tl.dot(q, tl.trans(k), products, input_precision="ieee")
+    if features < head_dim:
+        # The number of steps is not a constant, so that they are not unrolled, which would need too many registers.
+        for begin in range(features, call.head_dim, features):
+            q = query_features(call, head, row, begin, head_dim, features)
+            k = key_features(call, head, key, begin, head_dim, features)
+            products = tl.dot(q, tl.trans(k), products, input_precision="ieee")
     return products
 
 

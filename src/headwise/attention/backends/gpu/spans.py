@@ -12,6 +12,12 @@ from headwise.shapes import Int
 Ranges = Int[Tensor, "#batch #heads queries ranges 2"]
 
 
+def in_blocks(tensor: Tensor, axis: int, size: int) -> Tensor:
+    """Return a tensor with one of its axes divided into blocks of `size` elements, which become a further axis."""
+    blocks: Tensor = tensor.unflatten(axis, (-1, size))  # type: ignore[no-untyped-call]
+    return blocks
+
+
 def spans_of_rows(
     ranges: Ranges, keys: int, block_rows: int, block_keys: int
 ) -> Int[Tensor, "#batch #heads row_blocks ranges 2"]:
@@ -30,7 +36,7 @@ def spans_of_rows(
     missing = -starts.shape[2] % block_rows
     starts = F.pad(starts.masked_fill(is_empty, keys), (0, 0, 0, missing), value=keys)
     stops = F.pad(stops.masked_fill(is_empty, 0), (0, 0, 0, missing))
-    starts, stops = (each.unflatten(2, (-1, block_rows)) for each in (starts, stops))
+    starts, stops = (in_blocks(each, 2, block_rows) for each in (starts, stops))
     first, order = (starts.amin(3) // block_keys).sort(dim=-1)
     stop = ((stops.amax(3) + block_keys - 1) // block_keys).gather(-1, order)
     # In the order of their first blocks, each span begins where all spans before it have stopped.

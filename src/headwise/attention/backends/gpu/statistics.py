@@ -22,6 +22,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of queries and keys that the kernels read."""
 
 
+REGISTERS = 255
+"""Largest number of registers of a thread, on all GPUs. Without this number, the assembler sometimes spills a few
+registers to let more programs run at once.
+"""
+
+
 class Tiles(NamedTuple):
     """Sizes of what a program of the kernels works on at a time.
 
@@ -146,6 +152,7 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
         block_keys=tiles.keys,
         features=tiles.features,
         num_warps=tiles.warps,
+        maxnreg=REGISTERS,
     )
     key_kernel[(key_blocks * batch * heads,)](
         *(arguments, of_keys, KeySums(top, share, _as_bytes(call.counted), received, seen_by)),
@@ -155,6 +162,7 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
         block_keys=tiles.keys,
         features=tiles.features,
         num_warps=tiles.warps,
+        maxnreg=REGISTERS,
     )
 
 
@@ -169,6 +177,7 @@ def _kernel_call(call: StatisticsCall) -> Any:
         k=call.k,
         q_strides=call.q.stride(),
         k_strides=call.k.stride(),
+        head_dim=call.q.shape[3],
         heads=call.q.shape[1],
         group=call.q.shape[1] // call.k.shape[1],
         queries=call.q.shape[2],
