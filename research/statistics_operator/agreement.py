@@ -46,7 +46,7 @@ def native(call: StatisticsCall) -> tuple[Tensor, ...]:
 
 
 def triton(call: StatisticsCall) -> tuple[Tensor, ...]:
-    """Return the results of the Triton kernels, beside the plain output."""
+    """Return the results of the Triton kernels, in addition to the plain output."""
     out = plain_statistics.attend_statistics(*(_wide(each) for each in call))[0]
     return out, *weight_statistics(call, out)
 

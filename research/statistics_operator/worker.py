@@ -1,4 +1,4 @@
-"""What a process of the comparison does: it runs the Triton kernels in Triton's interpreter."""
+"""Work of one process of the comparison, which runs the Triton kernels in Triton's interpreter."""
 
 import os
 

@@ -67,7 +67,7 @@ class Variant(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel needs.
+    """Registers and memory that a compiled kernel needs.
 
     Attributes:
         registers: registers of a thread.

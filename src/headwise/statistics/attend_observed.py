@@ -47,7 +47,7 @@ def attend_observed(
 
     If `whole_call` is passed, the observer does nothing but what this states. Then kernels compute the statistics where
     they can, and `observer` is not called: on a CPU, native kernels in the pass that computes the answer; on a GPU,
-    Triton kernels beside `compute`, which computes the answer.
+    Triton kernels in addition to `compute`, which computes the answer.
 
     Row blocks are observed while blockwise attention computes them, from scores in float32 at least, at about the cost
     of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately.

@@ -1,5 +1,5 @@
 """All statistics of an attention call from kernels that keep no weights: native ones on a CPU, in the pass that
-computes the output, and Triton kernels on a GPU, beside the engine that computes the output.
+computes the output, and Triton kernels on a GPU, next to the engine that computes the output.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What FlexAttention compiles into its kernel: rules for the keys that are visible, and for the scores.
+"""Rules that FlexAttention compiles into its kernel: for the keys that are visible, and for the scores.
 
 The rules read tensors. Numbers that differ between calls, such as the width of a window, would each need a kernel of
 their own, so a mask is passed as the ranges of keys of each query wherever it is ranges.

@@ -25,7 +25,7 @@ from headwise.attention.backends.gpu.score_tiles import (
 
 
 class KeySums(NamedTuple):
-    """What the kernel reads of the rows, and what it writes.
+    """Numbers of rows that the kernel reads, and sums of keys that it writes.
 
     Attributes:
         top: largest score of each row, `(batch, heads, queries)`.

@@ -50,7 +50,7 @@ MAX_LOGIT, UNCAPPED, VISIBLE = (
 
 
 class Results(NamedTuple):
-    """What the kernel writes.
+    """Results that the kernel writes.
 
     Attributes:
         lse: log-sum-exp of each row, `(batch, heads, queries)`.
@@ -64,7 +64,7 @@ class Results(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """What divides the powers of each row.
+    """Divisor of the powers of each row, and its logarithm.
 
     Attributes:
         share: weight of the largest score; 0 in a row without a key.
