@@ -10,9 +10,11 @@ from test_flex import OPTIONS
 import headwise as hw
 from headwise.attention.backends.gpu import block_mask
 from headwise.attention.backends.gpu.block_mask import block_mask_of, visible_blocks
+from headwise.attention.backends.gpu.flex_rules import visibility_rule
 from headwise.attention.backends.gpu.spans import spans_of_keys, spans_of_rows
+from headwise.attention.masks.by_sequence import Padding
 from headwise.attention.masks.grid import Grid
-from headwise.attention.masks.key_ranges import visible_keys
+from headwise.attention.masks.key_ranges import VisibleKeys, visible_keys
 from pretend_device import NoReads
 from strategies import masks
 from without_a_gpu import as_on_a_gpu
@@ -90,6 +92,15 @@ def test_blocks_are_found_without_reading_a_value(name, evaluates, monkeypatch):
         for axis, size in enumerate((2, 4, 150, 200))
     )
     assert torch.equal(found.mask_mod(*indices).expand(2, 4, 150, 200), matrix)
+
+
+def test_a_rule_reads_the_numbers_of_masks_on_the_device_of_the_kernel():
+    mask = (hw.padding([3, 2]) & hw.window(2)) | hw.per_head([hw.segments([0, 0, 1]), ~hw.padding([1, 3])])
+    grid = Grid(2, 2, 3, 3, torch.device("meta"))
+    rule = visibility_rule(VisibleKeys(None, (mask,), grid))
+    assert rule(*(each.to("meta") for each in indices(2, 2, 3, 3))).device.type == "meta"
+    with pytest.raises(RuntimeError, match="device"):  # tensors on the CPU would be mixed with those of the kernel
+        Padding.allows(hw.padding([3, 2]), Grid(2, 2, 3, 3), *(each.to("meta") for each in indices(2, 2, 3, 3)))
 
 
 def test_a_long_window_makes_no_matrix():

@@ -284,7 +284,7 @@ def test_limits_of_kernels_on_a_gpu_are_named():
             torch.use_deterministic_algorithms(False)
         assert hw.Flex("flash").why_not(bias) == "FlashAttention has no gradients of a bias or of scales"
         assert "log-sum-exp" in hw.Flex("flash").why_not(on_gpu(return_lse=True))
-        assert "pip install flash-attn-4" in hw.Flex("flash").why_not(on_gpu())
+        assert "pip install --pre flash-attn-4" in hw.Flex("flash").why_not(on_gpu())
         assert "float16 and bfloat16" in hw.Flex("flash").why_not(on_gpu(torch.float32))
 
 

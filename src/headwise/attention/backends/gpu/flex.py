@@ -119,7 +119,7 @@ def _why_no_flash(problem: Problem) -> str | None:
     if _needs_lse(problem):
         return "the log-sum-exp of FlexAttention's flash kernel was wrong in some versions of torch, and sinks need it"
     if not _has_flash_package():
-        return "the package of FlashAttention 4 is not installed: pip install flash-attn-4"
+        return "the package of FlashAttention 4 is not installed: pip install --pre flash-attn-4"
     if torch.cuda.get_device_capability(problem.q.device)[0] not in (9, 10):
         return "FlashAttention 4 is for GPUs of compute capability 9 and 10"
     return None

@@ -5,11 +5,15 @@ their own, so a mask is passed as the ranges of keys of each query wherever it i
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from headwise.attention.masks.base import And, Mask, Not, Or
+from headwise.attention.masks.by_head import PerHead
+from headwise.attention.masks.by_sequence import Padding, Segments
 from headwise.attention.masks.in_ranges import InRanges
 from headwise.attention.masks.key_ranges import VisibleKeys
 from headwise.attention.problem import Problem
@@ -24,7 +28,7 @@ ScoreRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 def visibility_rule(visible: VisibleKeys) -> Rule:
     """Return the rule of a mask: a key is visible if it is in one of the ranges and all further masks allow it."""
     masks = [*([] if visible.ranges is None else [InRanges(visible.ranges)]), *visible.others]
-    rules = [partial(mask.allows, visible.grid) for mask in masks]
+    rules = [partial(on_device(mask, visible.grid.device).allows, visible.grid) for mask in masks]
     if len(rules) == 1:
         return rules[0]
 
@@ -35,6 +39,19 @@ def visibility_rule(visible: VisibleKeys) -> Rule:
         return allowed
 
     return allows
+
+
+def on_device(mask: Mask, device: torch.device) -> Mask:
+    """Return a mask whose numbers are on a device. A kernel reads them there, and cannot copy them."""
+    if isinstance(mask, And | Or | Not):
+        return type(mask)(*(on_device(part, device) for part in mask.parts))
+    if isinstance(mask, PerHead):
+        return PerHead(tuple(on_device(part, device) for part in mask.masks))
+    if isinstance(mask, Padding):
+        return replace(mask, lengths=mask.lengths_on(device))
+    if isinstance(mask, Segments):
+        return replace(mask, ids=mask.ids_on(device))
+    return mask
 
 
 def score_rule(problem: Problem) -> ScoreRule | None:
