@@ -511,7 +511,7 @@ MISTAKES = {
     "bias type": ((Q, K, K, {"bias": 0.5}), "bias: expected a float tensor, added to the scores, got float"),
     "backend type": (
         (Q, K, K, {"backend": ["fused"]}),
-        r"backend: expected one of fused, blockwise, native, reference, got \['fused'\]",
+        r"backend: expected one of fused, flex, blockwise, native, reference, got \['fused'\]",
     ),
     "padding mask": (
         (Q, K, K, {"mask": zeros(2, 11, dtype=torch.bool)}),
@@ -555,7 +555,7 @@ MISTAKES = {
     ),
     "backend": (
         (Q, K, K, {"backend": "flash"}),
-        "backend: expected one of fused, blockwise, native, reference, got 'flash'",
+        "backend: expected one of fused, flex, blockwise, native, reference, got 'flash'",
     ),
 }
 

@@ -478,7 +478,7 @@ def test_output_equals_deepseek_of_transformers(family, q_rank, rope, absorbed):
         ({"dropout": 1.0}, "dropout: expected a probability of 0 or more and less than 1, got 1.0"),
         *MISTAKES_OF_EVERY_LAYER,
         ({"norm_eps": -1.0}, "norm_eps: expected a finite number above 0, got -1.0"),
-        ({"backend": "flash"}, "backend: expected one of fused, blockwise, native, reference, got 'flash'"),
+        ({"backend": "flash"}, "backend: expected one of fused, flex, blockwise, native, reference, got 'flash'"),
     ],
 )
 def test_unusable_layer_options_are_refused(arguments, message):

@@ -378,7 +378,7 @@ def test_repr_shows_sizes_and_mask():
             r"fused_qkv: expected contexts of width 12 like x, got widths \(10, 10\)",
         ),
         ({"num_heads": True}, "num_heads: expected a whole number of 1 or more, got True"),
-        ({"backend": "flash"}, "backend: expected one of fused, blockwise, native, reference, got 'flash'"),
+        ({"backend": "flash"}, "backend: expected one of fused, flex, blockwise, native, reference, got 'flash'"),
         *MISTAKES_OF_EVERY_LAYER,
         ({"fused_qkv": "no"}, "fused_qkv: expected True or False, got 'no'"),
     ],
