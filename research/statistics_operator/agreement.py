@@ -48,7 +48,8 @@ def native(call: StatisticsCall) -> tuple[Tensor, ...]:
 def triton(call: StatisticsCall) -> tuple[Tensor, ...]:
     """Return the results of the Triton kernels, in addition to the plain output."""
     out = plain_statistics.attend_statistics(*(_wide(each) for each in call))[0]
-    return out, *weight_statistics(call, out)
+    lse, rows, received, seen_by = weight_statistics(call, out)
+    return out, lse, rows, received / RECEIVED_UNIT, seen_by
 
 
 IMPLEMENTATIONS: dict[str, Callable[[StatisticsCall], tuple[Tensor, ...]]] = {

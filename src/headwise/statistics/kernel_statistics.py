@@ -124,8 +124,8 @@ def _native_part(
     _part: Part, arguments: tuple[Any, ...], gram: Float[Tensor, "heads _ _"] | None
 ) -> tuple[Tensor, ...]:
     """Return the results of the native operator for a part: output, log-sum-exp, numbers of rows, and sums of keys."""
-    results: tuple[Tensor, ...] = torch.ops.headwise.attend_statistics(*arguments, gram)
-    return results
+    *results, received, seen_by = torch.ops.headwise.attend_statistics(*arguments, gram)
+    return *results, received.double().mul_(RECEIVED_UNIT), seen_by
 
 
 def _gpu_part(
@@ -158,7 +158,7 @@ def _in_parts(problem: Problem, inputs: KernelInputs, compute: OfPart) -> tuple[
         return of_part(whole, visible.ranges, visible.matrix())
     by_rows = []
     sizes = (*q.shape[:2], k.shape[2])
-    sums = [torch.zeros(sizes, dtype=dtype, device=q.device) for dtype in (torch.int64, torch.int32)]
+    sums = [torch.zeros(sizes, dtype=dtype, device=q.device) for dtype in (torch.float64, torch.int32)]
     for part in parts:
         *results, received, seen_by = of_part(part, *visible.of_part(part))
         by_rows.append(results)
@@ -170,7 +170,7 @@ def _in_parts(problem: Problem, inputs: KernelInputs, compute: OfPart) -> tuple[
 
 def _tally(
     values: dict[str, Float[Tensor, "batch heads queries"]],
-    received: Int[Tensor, "batch heads keys"],
+    received: Float[Tensor, "batch heads keys"],
     seen_by: Int[Tensor, "batch heads keys"],
     context: CallContext,
     inputs: KernelInputs,
@@ -188,6 +188,8 @@ def _tally(
     missing |= set() if context.is_special is not None else {"special", "confidence_content"}
     missing |= set() if inputs.key_tokens is not None else {"duplicate", "induction"}
     missing |= set() if like.gram is not None else {"written_norm"}
+    indicators = [values[name] for name in ("entropy", "output_norm", "written_norm") if name not in missing]
+    nonfinite = (~torch.stack(indicators).sum(0).isfinite() & counted).sum()
     largest = {name: values.pop(name) for name in LARGEST if name in values}
     names = tuple(name for name in STATISTICS if name in values and name not in missing)
     has_value = {**inputs.has_value, "evenness": visible > 1}
@@ -196,6 +198,7 @@ def _tally(
     of_rows = torch.stack([values[name] for name in names])
     sums = of_rows.double().masked_fill(~in_mean, 0.0).sum(-1)
     tally = Tally(like.gram, like.first_token, names, torch.stack([sums, in_mean.sum(-1).double()]))
+    tally.nonfinite_rows = nonfinite
     if like.further is not None:
         batch, heads, queries = of_rows.shape[1:]
         like.further.add(MeasuredRows(names, of_rows, in_mean, slice(0, batch), slice(0, heads), range(queries)), None)
@@ -203,7 +206,7 @@ def _tally(
         if name not in missing:
             tally.other_sums[name] = (of_rows.double().masked_fill(~counted, -torch.inf).amax(-1),)
     if "received" not in missing:
-        tally.other_sums["received"] = received.double().mul_(RECEIVED_UNIT), seen_by.double()
+        tally.other_sums["received"] = received, seen_by.double()
     return tally
 
 

@@ -23,6 +23,15 @@ from removal import families
 TESTS = Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def _own_accelerator(monkeypatch):
+    """Forget the precision that a trainer of another test chose for the whole process."""
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def pair(kind="decoder", top="ForCausalLM", **options):
     """Return a model, and a copy of it without half of its groups of heads."""
     teacher = tiny.model(kind, top=top, **options)

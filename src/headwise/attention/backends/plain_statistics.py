@@ -104,7 +104,7 @@ def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
         of_rows = grouped_matmul(weights, call.v.to(dtype))
         out[:, :, part] = of_rows.to(out.dtype)
         lse[:, :, part] = log_sum_exp(scores, _column(call.sinks))
-        rows[:-3, :, :, part] = _numbers(call, part, weights, scores, uncapped, lse[:, :, part])
+        rows[:-3, :, :, part] = _numbers(call, part, weights, scores, uncapped)
         rows[-3:-1, :, :, part] = output_norms(of_rows, call.gram)
         visible = scores != -torch.inf
         rows[-1, :, :, part] = visible.sum(-1)
@@ -157,12 +157,10 @@ def _numbers(
     weights: Float[Tensor, "batch heads rows keys"],
     scores: Float[Tensor, "batch heads rows keys"],
     uncapped: Float[Tensor, "batch heads rows keys"],
-    lse: Float[Tensor, "batch heads rows"],
 ) -> Float[Tensor, "numbers batch heads rows"]:
     """Return the first numbers of `ROWS` for some rows."""
     key = torch.arange(weights.shape[3], device=weights.device)
     position, first_key = (each[:, None, part, None].long() for each in (call.positions, call.first_key))
-    below = (lse[..., None] - scores).where(weights > 0, 0.0)
     no_key = weights.new_zeros(1, dtype=torch.bool)
     is_special = no_key if call.special is None else call.special[:, None, None]
     is_copy = is_after_copy = no_key
@@ -172,7 +170,7 @@ def _numbers(
         is_after_copy = F.pad(is_copy, (1, -1))
     content = weights.masked_fill(is_special, 0.0).amax(-1)
     numbers = (
-        (weights * below).sum(-1).clamp(min=0.0),
+        -torch.special.xlogy(weights, weights).sum(-1),
         weights.amax(-1),
         (weights * (position - key).abs()).sum(-1),
         *((weights * (key == each)).sum(-1) for each in (position, position - 1, position + 1, first_key)),

@@ -10,7 +10,7 @@ from headwise.attention.backend_choice import choose_fastest
 from headwise.attention.backends.blockwise import operator
 from headwise.attention.backends.gpu.statistics import weight_statistics
 from headwise.attention.backends.native import library
-from headwise.attention.backends.plain_statistics import StatisticsCall
+from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, StatisticsCall
 from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.in_ranges import InRanges
@@ -41,7 +41,8 @@ def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
     """
     call = StatisticsCall(*arguments)
     out = _output(call)
-    return out, *weight_statistics(call, out)
+    lse, rows, received, seen_by = weight_statistics(call, out)
+    return out, lse, rows, (received / RECEIVED_UNIT).long(), seen_by
 
 
 def _output(call: StatisticsCall) -> Float[Tensor, "batch heads queries value_dim"]:

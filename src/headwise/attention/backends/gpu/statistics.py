@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends.gpu.spans import spans_of_keys, spans_of_rows
-from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall, output_norms
+from headwise.attention.backends.plain_statistics import ROWS, StatisticsCall, output_norms
 from headwise.attention.problem import Problem
 from headwise.checks import has_own_class, has_values
 from headwise.shapes import Float, Int
@@ -50,13 +50,13 @@ class WeightStatistics(NamedTuple):
     Attributes:
         lse: log-sum-exp of each row.
         rows: the numbers of `ROWS` for each row.
-        received: sum of the weights on each key over counted rows, in units of `RECEIVED_UNIT`.
+        received: sum of the weights on each key over counted rows, in float64.
         seen_by: number of counted rows that may attend to each key.
     """
 
     lse: Float[Tensor, "batch heads queries"]
     rows: Float[Tensor, "numbers batch heads queries"]
-    received: Int[Tensor, "batch heads keys"]
+    received: Float[Tensor, "batch heads keys"]
     seen_by: Int[Tensor, "batch heads keys"]
 
 
@@ -114,7 +114,7 @@ def weight_statistics(call: StatisticsCall, out: Float[Tensor, "batch heads quer
     with _device(call.q):
         _launch(call, tiles, lse, rows, received, seen_by)
     rows[-3:-1] = output_norms(out, call.gram)
-    return WeightStatistics(lse, rows, (received / RECEIVED_UNIT).long(), seen_by)
+    return WeightStatistics(lse, rows, received, seen_by)
 
 
 def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, received: Tensor, seen_by: Tensor) -> None:

@@ -49,10 +49,10 @@ struct Divisor {
   Divisor(double shift, double powers, double sink) : lse(sink * kLn2Exact) {
     if (powers == 0) return;
     const double top = sink > shift ? sink : shift, below = __builtin_exp2(shift - top);
-    const double sum = powers * below + __builtin_exp2(sink - top), log2_sum = top + __builtin_log2(sum);
+    const double sum = powers * below + __builtin_exp2(sink - top), log2_sum = __builtin_log2(sum);
     inverse = float(below / sum);
-    log2 = log2_sum - shift;
-    lse = top == kNoScore ? top : log2_sum * kLn2Exact;
+    log2 = (top - shift) + log2_sum;  // next to a large shift, the sum of all three would lose the logarithm
+    lse = top == kNoScore ? top : (top + log2_sum) * kLn2Exact;
   }
 };
 
