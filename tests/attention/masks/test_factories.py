@@ -243,3 +243,9 @@ def test_masks_of_an_empty_batch():
         assert hw.attend(q, q, q, mask=mask).shape == q.shape
     assert hw.segments([]).block(Grid(2, 1, 0, 0)).shape == (1, 1, 0, 0)
     assert repr(hw.padding([])) == "padding([], side='right')"
+
+
+def test_one_rule_within_the_rule_of_a_head():
+    grid = Grid(1, 2, 3, 3)
+    nested = hw.per_head([hw.causal(), hw.per_head([hw.window(1)])])
+    assert torch.equal(nested.block(grid), hw.per_head([hw.causal(), hw.window(1)]).block(grid))

@@ -63,7 +63,8 @@ class PerHead(Mask):
 
     def for_head(self, index: int) -> Mask:
         """Return the mask of head `index` alone, for a grid with one head."""
-        return self.masks[index].for_head(index)
+        own = index if len(self.masks) > 1 else 0  # one rule within the rule of a head
+        return self.masks[own].for_head(index)
 
     def natural_grid(self) -> Grid:
         """Return a grid with the number of heads, and for other axes the largest size that a head's mask prescribes."""

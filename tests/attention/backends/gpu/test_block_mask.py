@@ -103,6 +103,15 @@ def test_a_rule_reads_the_numbers_of_masks_on_the_device_of_the_kernel():
         Padding.allows(hw.padding([3, 2]), Grid(2, 2, 3, 3), *(each.to("meta") for each in indices(2, 2, 3, 3)))
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 150, 1), (2, 1, 1, 200), (1, 4, 1, 1), (2, 4, 150, 200)])
+@pytest.mark.parametrize("at_once", [1, 2**24])
+def test_blocks_of_a_matrix_that_repeats_along_an_axis(shape, at_once, monkeypatch):
+    monkeypatch.setattr(block_mask, "EVALUATED_AT_ONCE", at_once)
+    mask, grid = hw.dense(torch.rand(shape) < 0.9), Grid(2, 4, 150, 200)
+    for size in (16, 128):
+        check_blocks(mask, grid, mask.block(grid).expand(2, 4, 150, 200), monkeypatch, size)
+
+
 def test_a_long_window_makes_no_matrix():
     grid = Grid(1, 8, 65_536, 65_536)
     window = block_mask_of(hw.window(4096), grid)

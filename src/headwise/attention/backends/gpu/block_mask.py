@@ -108,20 +108,30 @@ def _evaluated_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks] | None:
     rows at a time; None if that would take long, or while compiling.
     """
     grid = visible.grid
-    row = visible.evaluate(range(1))
-    batch, heads, _, keys = row.shape
-    per_row = batch * heads * keys
-    if not has_values(row) or per_row * grid.queries > MOST_EVALUATED:
+    first = visible.evaluate(range(2))
+    batch, heads, rows, _ = first.shape
+    per_row = batch * heads * grid.keys
+    if not has_values(first) or per_row * grid.queries > MOST_EVALUATED:
         return None
+    if rows == 1:  # the same for all queries
+        blocks = in_blocks(_with_whole_blocks(first, grid.keys), 3, BLOCK)
+        return blocks.any(4), blocks.all(4)
     step = max(EVALUATED_AT_ONCE // per_row // BLOCK, 1) * BLOCK
     parts = []
     for start in range(0, grid.queries, step):
         matrix = visible.evaluate(range(start, min(start + step, grid.queries)))
-        matrix = F.pad(matrix, (0, -grid.keys % BLOCK, 0, -matrix.shape[2] % BLOCK))
+        matrix = F.pad(_with_whole_blocks(matrix, grid.keys), (0, 0, 0, -matrix.shape[2] % BLOCK))
         blocks = in_blocks(in_blocks(matrix, 3, BLOCK), 2, BLOCK)
         parts.append((blocks.any(5).any(3), blocks.all(5).all(3)))
     some, every = (torch.cat(each, 2) for each in zip(*parts, strict=True))
     return some, every
+
+
+def _with_whole_blocks(
+    matrix: Bool[Tensor, "#batch #heads rows #keys"], keys: int
+) -> Bool[Tensor, "#batch #heads rows padded_keys"]:
+    """Return a matrix for all keys, with hidden keys at its end that complete the last block."""
+    return F.pad(matrix.expand(-1, -1, -1, keys), (0, -keys % BLOCK))
 
 
 def _ordered(
