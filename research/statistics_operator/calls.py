@@ -15,7 +15,7 @@ from headwise.attention.problem import Problem
 from headwise.statistics.kernel_inputs import kernel_inputs
 from research.native_kernels.problems import Draw, draw_problem
 
-MOST_TILES = 64
+MOST_TILES = 40
 """Largest number of tiles of a call, since Triton's interpreter takes milliseconds for each."""
 
 
