@@ -9,6 +9,7 @@ import headwise as hw
 from headwise.attention.backends.blockwise import plan as block_plan
 from headwise.attention.backends.blockwise import tiles
 from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.gpu import statistics as gpu
 from headwise.attention.backends.native.library import why_not_loaded
 from headwise.attention.masks import key_ranges
 from headwise.attention.masks.grid import Grid
@@ -96,6 +97,8 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(block_plan, "COLUMNS", 4)
     monkeypatch.setattr(tiles, "TILE_BYTES", 2**10)
     monkeypatch.setattr(row_blocks, "ROW_BLOCK_BYTES", 4 * 4 * BATCH * HEADS * KEYS)  # 4 rows
+    monkeypatch.setattr(kernel_statistics, "ROWS_AT_ONCE", 5 * BATCH * HEADS)
+    monkeypatch.setattr(gpu, "OUTPUTS_AT_ONCE", 3 * BATCH * HEADS * 13)
 
 
 def exact(attention_problem: Problem):

@@ -20,14 +20,19 @@ from headwise.attention.backends.native.parts import Options
 from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall
 from headwise.attention.masks.key_ranges import Matrix, Part, Ranges32, visible_keys
 from headwise.attention.problem import Answer, Problem
-from headwise.shapes import Float, Int
+from headwise.shapes import Bool, Float, Int
 from headwise.statistics.further_sums import MeasuredRows
 from headwise.statistics.kernel_inputs import KernelInputs, kernel_inputs
 from headwise.statistics.registry import LARGEST, STATISTICS
-from headwise.statistics.tally import Tally
+from headwise.statistics.tally import NOT_FINITE, Tally
 
 COMPUTED = frozenset(ROWS) - {"visible keys"} | {"evenness", "received"}
 """Names of the statistics that the kernels' results give."""
+
+ROWS_AT_ONCE = 2**16
+"""Largest number of query rows of all sequences and heads whose statistics are added up at a time, in float64, unless
+there are more sequences and heads.
+"""
 
 
 def why_not(problem: Problem, context: CallContext) -> str | None:
@@ -107,8 +112,7 @@ def attend_tallied(
         if inputs.has_position is not None and bool((seen_by * ~inputs.has_position[:, None]).any()):
             return None
         values = dict(zip(ROWS, rows.unbind(0), strict=True))
-        indicators = ("entropy", "output_norm") if gram is None else ("entropy", "output_norm", "written_norm")
-        if not on_gpu and not all(bool(values[name].sum().isfinite()) for name in indicators):
+        if not on_gpu and not all(bool(values[name].sum().isfinite()) for name in NOT_FINITE):
             return None
         if problem.softcap is None:
             del values["max_logit_uncapped"]
@@ -179,35 +183,47 @@ def _tally(
     """Return the sums of every statistic over the query rows of a call, from the numbers of each row and key. Further
     sums of the tally `like` are added to it.
     """
-    visible = values.pop("visible keys")
-    values["evenness"] = values["entropy"] / visible.clamp(min=2.0).log()
-    counted = visible > 0
+    counted = values["visible keys"] > 0
     if context.real_queries is not None:
         counted &= context.real_queries[:, None]
     missing = set(context.left_out)
     missing |= set() if context.is_special is not None else {"special", "confidence_content"}
     missing |= set() if inputs.key_tokens is not None else {"duplicate", "induction"}
     missing |= set() if like.gram is not None else {"written_norm"}
-    indicators = [values[name] for name in ("entropy", "output_norm", "written_norm") if name not in missing]
-    nonfinite = (~torch.stack(indicators).sum(0).isfinite() & counted).sum()
-    largest = {name: values.pop(name) for name in LARGEST if name in values}
-    names = tuple(name for name in STATISTICS if name in values and name not in missing)
-    has_value = {**inputs.has_value, "evenness": visible > 1}
-    in_mean = torch.stack([counted & has_value[name] if name in has_value else counted for name in names])
-    # In float64, since thousands of rows in float32 would lose the digits in which heads differ.
-    of_rows = torch.stack([values[name] for name in names])
-    sums = of_rows.double().masked_fill(~in_mean, 0.0).sum(-1)
-    tally = Tally(like.gram, like.first_token, names, torch.stack([sums, in_mean.sum(-1).double()]))
-    tally.nonfinite_rows = nonfinite
-    if like.further is not None:
-        batch, heads, queries = of_rows.shape[1:]
-        like.further.add(MeasuredRows(names, of_rows, in_mean, slice(0, batch), slice(0, heads), range(queries)), None)
-    for name, of_rows in largest.items():
-        if name not in missing:
-            tally.other_sums[name] = (of_rows.double().masked_fill(~counted, -torch.inf).amax(-1),)
+    measured = (values.keys() | {"evenness"}) - missing
+    tally = Tally(like.gram, like.first_token)
+    names = tuple(name for name in STATISTICS if name in measured - LARGEST - {"received"})
+    batch, heads, queries = counted.shape
+    step = max(ROWS_AT_ONCE // (batch * heads), 1)
+    for start in range(0, queries, step):
+        rows = _rows(names, values, counted, inputs, range(start, min(start + step, queries)))
+        if like.further is not None:
+            like.further.add(rows, None)
+        tally.add_rows(rows, batch, heads)
+    for name in LARGEST & measured:
+        tally.other_sums[name] = (values[name].masked_fill(~counted, -torch.inf).amax(-1).double(),)
     if "received" not in missing:
         tally.other_sums["received"] = received, seen_by.double()
     return tally
+
+
+def _rows(
+    names: tuple[str, ...],
+    values: dict[str, Float[Tensor, "batch heads queries"]],
+    counted: Bool[Tensor, "batch heads queries"],
+    inputs: KernelInputs,
+    rows: range,
+) -> MeasuredRows:
+    """Return the statistics in `names` of some query rows, given the numbers of each row and the rows that count."""
+    part = slice(rows.start, rows.stop)
+    of_rows = {name: each[..., part] for name, each in values.items()}
+    visible, counted = of_rows["visible keys"], counted[..., part]
+    of_rows["evenness"] = of_rows["entropy"] / visible.clamp(min=2.0).log()
+    has_value = {name: each[..., part] for name, each in inputs.has_value.items()} | {"evenness": visible > 1}
+    in_mean = [counted & has_value[name] if name in has_value else counted for name in names]
+    batch, heads, _ = visible.shape
+    measured = torch.stack([of_rows[name] for name in names]), torch.stack(in_mean)
+    return MeasuredRows(names, *measured, slice(0, batch), slice(0, heads), rows)
 
 
 def _needs_grad(problem: Problem) -> bool:

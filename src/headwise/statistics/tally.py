@@ -1,6 +1,6 @@
 """Sums of every statistic over the row blocks of one attention call, or of calls that continue its sequences."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,6 +13,9 @@ from headwise.shapes import Bool, Float, Int
 from headwise.statistics.further_sums import FurtherSums, MeasuredRows, Values
 from headwise.statistics.registry import STATISTICS
 from headwise.statistics.statistic import MeanOfRows, RowValues, Statistic, Sums
+
+NOT_FINITE = ("entropy", "output_norm", "written_norm")
+"""Statistics that are NaN or infinite in a query row whose attention weights or head output are."""
 
 
 @dataclass
@@ -49,13 +52,10 @@ class Tally:
         measured = _measured(row_block, left_out)
         names, counted = tuple(measured), _counted_rows(row_block.visibility, tuple(measured))
         values = torch.stack(list(measured.values()))
-        sums = _sums_of_means(values, counted)
-        self.nonfinite_rows = self.nonfinite_rows + _nonfinite_rows(measured, row_block.visibility)
+        rows = MeasuredRows(names, values, counted, sequences, heads, row_block.rows)
         if self.further is not None:
-            self.further.add(MeasuredRows(names, values, counted, sequences, heads, row_block.rows), row_block)
-        if self.row_sums is None:
-            self.mean_names, self.row_sums = names, sums.new_zeros(*sums.shape[:2], grid.batch, grid.heads)
-        self.row_sums[:, :, sequences, heads] += sums
+            self.further.add(rows, row_block)
+        self.add_rows(rows, grid.batch, grid.heads)
         for statistic in _other_statistics(left_out):
             contribution = statistic.contribute(row_block)
             if contribution is None:
@@ -66,6 +66,14 @@ class Tally:
                 )
             for total, part in zip(self.other_sums[statistic.name], contribution, strict=True):
                 total[sequences, heads] = statistic.merge(total[sequences, heads], part)
+
+    def add_rows(self, rows: MeasuredRows, batch: int, heads: int) -> None:
+        """Add the sums of the means over query rows, of a call with `batch` sequences and `heads` heads, in place."""
+        self.nonfinite_rows = self.nonfinite_rows + _nonfinite_rows(rows)
+        sums = _sums_of_means(rows.values, rows.counted)
+        if self.row_sums is None:
+            self.mean_names, self.row_sums = rows.names, sums.new_zeros(*sums.shape[:2], batch, heads)
+        self.row_sums[:, :, rows.sequences, rows.heads] += sums
 
     def merge(self, other: "Tally") -> None:
         """Add to this tally, in place, the sums of `other`, a tally of other query rows of the same sequences.
@@ -179,14 +187,14 @@ def _sums_of_means(
     return torch.stack([sums, counted.sum(-1).double().expand_as(sums)])
 
 
-def _nonfinite_rows(measured: Mapping[str, RowValues], visibility: TileVisibility) -> Int[Tensor, ""]:
+def _nonfinite_rows(rows: MeasuredRows) -> Int[Tensor, ""]:
     """Return the number of counted query rows, over all sequences and heads, whose attention weights or head output are
     NaN or infinite. They are recognised by the entropy of the weights, and by the norms of the output and of its
     projection.
     """
-    indicators = [measured[name] for name in ("entropy", "output_norm", "written_norm") if name in measured]
-    is_finite = torch.stack(indicators).sum(0).isfinite()
-    return (~is_finite & visibility.counted_rows).sum()
+    indicators = [index for index, name in enumerate(rows.names) if name in NOT_FINITE]
+    is_finite = rows.values[indicators].sum(0).isfinite()
+    return (~is_finite & rows.counted[indicators].any(0)).sum()
 
 
 def _counted_rows(visibility: TileVisibility, names: tuple[str, ...]) -> Bool[Tensor, "means #batch #heads rows"]:

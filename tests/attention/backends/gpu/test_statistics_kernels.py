@@ -12,12 +12,14 @@ import torch
 import headwise as hw
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.gpu import operator, statistics
+from headwise.attention.backends.gpu.spans import spans_of_keys, spans_of_rows
 from headwise.attention.backends.native import library
 from headwise.attention.backends.plain_statistics import ROWS, SCHEMA, StatisticsCall, attend_statistics
 from headwise.attention.masks import key_ranges
-from headwise.attention.problem import Problem
+from headwise.attention.problem import Answer, Problem
 from headwise.statistics import kernel_statistics
 from headwise.statistics.tally import Tally
+from live_memory import LiveMemory
 from research.statistics_operator.agreement import compare
 from tiny import model, texts, tokenizer
 
@@ -200,6 +202,26 @@ def test_large_masks_are_measured_in_parts(statistics_in_triton, monkeypatch):
     kernel_statistics.attend_tallied(problem, CallContext(), parts)
     for name, value in whole.means().items():
         torch.testing.assert_close(parts.means()[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_statistics_of_131072_tokens_and_16_heads_need_less_than_200_mb(projected, statistics_in_triton, monkeypatch):
+    def launch(call, tiles, *results):
+        spans_of_keys(spans_of_rows(call.ranges, 131072, tiles.rows, tiles.keys), 131072 // tiles.keys)
+        for each in results:
+            each.zero_()
+
+    monkeypatch.setattr(statistics, "_launch", launch)  # the kernels themselves keep nothing
+    q = torch.zeros(1, 131072, 16, 32, dtype=torch.bfloat16).transpose(1, 2)
+    problem = Problem.checked(q, q, q, mask=hw.causal())
+    ids = torch.arange(131072)[None] % 1000
+    tally = Tally(torch.zeros(16, 32, 32) if projected else None)
+    with torch.no_grad(), LiveMemory() as memory:
+        kernel_statistics.attend_tallied(
+            problem, CallContext(ids, is_special=ids == 0), tally, lambda problem: Answer(q, None, None)
+        )
+    assert tally.counts()["entropy"].sum() == 0  # no visible key was counted
+    assert 100e6 < memory.peak < 200e6
 
 
 def compiled_for_gpus(*options: str) -> str:

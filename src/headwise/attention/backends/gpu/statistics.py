@@ -21,11 +21,13 @@ from headwise.shapes import Float, Int
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of queries and keys that the kernels read."""
 
-
 REGISTERS = 255
 """Largest number of registers of a thread, on all GPUs. Without this number, the assembler sometimes spills a few
 registers to let more programs run at once.
 """
+
+OUTPUTS_AT_ONCE = 2**21
+"""Largest number of outputs whose norms are computed at a time, in float32, unless those of one row are more."""
 
 
 class Tiles(NamedTuple):
@@ -113,7 +115,10 @@ def weight_statistics(call: StatisticsCall, out: Float[Tensor, "batch heads quer
     seen_by = lse.new_empty(batch, heads, keys, dtype=torch.int32)
     with _device(call.q):
         _launch(call, tiles, lse, rows, received, seen_by)
-    rows[-3:-1] = output_norms(out, call.gram)
+    step = max(OUTPUTS_AT_ONCE // (batch * heads * out.shape[3]), 1)
+    for start in range(0, queries, step):
+        part = slice(start, start + step)
+        rows[-3:-1, :, :, part] = output_norms(out[:, :, part], call.gram)
     return WeightStatistics(lse, rows, received, seen_by)
 
 
