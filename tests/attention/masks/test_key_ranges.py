@@ -1,5 +1,7 @@
 """Masks as ranges of keys against the masks themselves."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -49,14 +51,21 @@ def test_ranges_and_matrix_are_the_mask(drawn):
     assert torch.equal(allowed_by(visible_keys(mask, Grid(*sizes)), sizes), expected)
 
 
+@contextmanager
+def small_parts():
+    """Divide the score matrix into small parts."""
+    limits = {"MATRIX_ELEMENTS": 8, "PIECE_ELEMENTS": 16, "ROW_STEP": 2, "COLUMN_STEP": 3, "CACHED_ELEMENTS": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in limits.items():
+            patch.setattr(key_ranges, name, limit)
+        yield
+
+
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(masks_on_grids())
 def test_parts_are_the_mask_too(drawn):
     sizes, mask, expected = drawn
-    limits = {"MATRIX_ELEMENTS": 40, "PIECE_ELEMENTS": 16, "ROW_STEP": 2, "COLUMN_STEP": 3, "CACHED_ELEMENTS": 0}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, limit in limits.items():
-            patch.setattr(key_ranges, name, limit)
+    with small_parts():
         assert torch.equal(allowed_by(visible_keys(mask, Grid(*sizes)), sizes), expected)
 
 
@@ -91,6 +100,8 @@ def test_ranges_of_explicit_positions_are_the_mask(drawn, kind, is_shared):
     except hw.InputError:  # padding on the left has no meaning here
         return
     assert torch.equal(allowed_by(visible_keys(mask, grid), expected.shape), expected)
+    with small_parts():
+        assert torch.equal(allowed_by(visible_keys(mask, grid), expected.shape), expected)
 
 
 def test_ascending_positions_need_no_matrix():

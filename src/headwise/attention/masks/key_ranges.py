@@ -96,7 +96,7 @@ class VisibleKeys:
         grid, queries = self.grid, self.grid.queries
         if self.stores_matrix or not _is_too_large(grid.batch * grid.heads * queries * grid.keys):
             return None
-        batch, heads, rows, keys = self.evaluate(range(2), None).shape
+        batch, heads, rows, keys = self.evaluate(range(min(2, queries)), None).shape
         if rows == 1 or not _is_too_large(batch * heads * queries * keys):
             return None
         parts, stop, step = [], 0, ROW_STEP

@@ -66,7 +66,15 @@ def check_blocks(mask: hw.Mask, grid: Grid, matrix: torch.Tensor, monkeypatch, s
 def check_drawn_blocks(monkeypatch, data):
     sizes = data.draw(SIZES)
     mask, allowed = data.draw(masks(*sizes))
-    check_blocks(mask, Grid(*sizes), allowed, monkeypatch, data.draw(st.sampled_from([1, 2, 4, 8])))
+    size = data.draw(st.sampled_from([1, 2, 4, 8]))
+    check_blocks(mask, Grid(*sizes), allowed, monkeypatch, size)
+    positions = (torch.randperm(count, generator=torch.Generator().manual_seed(count))[None] for count in sizes[2:])
+    placed = Grid(*sizes, torch.device("cpu"), *positions)
+    try:
+        matrix = mask.block(placed).expand(sizes)
+    except hw.InputError:
+        return  # padding on the left
+    check_blocks(mask, placed, matrix, monkeypatch, size)
 
 
 def test_blocks_of_drawn_masks(monkeypatch):

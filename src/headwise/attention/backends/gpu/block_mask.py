@@ -108,7 +108,7 @@ def _evaluated_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks] | None:
     rows at a time; None if that would take long, or while compiling.
     """
     grid = visible.grid
-    first = visible.evaluate(range(2))
+    first = visible.evaluate(range(min(2, grid.queries)))
     batch, heads, rows, _ = first.shape
     per_row = batch * heads * grid.keys
     if not has_values(first) or per_row * grid.queries > MOST_EVALUATED:
