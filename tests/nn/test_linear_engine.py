@@ -416,6 +416,13 @@ def test_a_bias_with_gaps_is_read_right(stride):
     torch.testing.assert_close(linear_operator.linear(x, weight, bias), F.linear(x, weight, bias), rtol=0, atol=1e-4)
 
 
+FORGET_CHOICES = """
+from headwise.nn import linear_choice
+linear_choice.engine_of.cache_clear()
+linear_choice.native_rule.cache_clear()
+"""
+"""Code for a process that chose its engines before the environment variable was set."""
+
 SEEN_BY_HOOKS = """
 import torch
 from torch import nn
@@ -448,4 +455,4 @@ handle.remove()
 
 @pytest.mark.slow
 def test_compiled_code_has_derivatives_and_calls_hooks(tracing_server):
-    tracing_server.run(f"import os; os.environ['HEADWISE_LINEAR'] = 'onednn'\n{SEEN_BY_HOOKS}")
+    tracing_server.run(f"import os; os.environ['HEADWISE_LINEAR'] = 'onednn'\n{FORGET_CHOICES}\n{SEEN_BY_HOOKS}")
