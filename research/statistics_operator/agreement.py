@@ -24,7 +24,7 @@ from headwise.attention.backends import plain_statistics
 from headwise.attention.backends.gpu.statistics import weight_statistics
 from headwise.attention.backends.native import library
 from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall
-from research.statistics_operator.calls import draw_call
+from research.statistics_operator.calls import MOST_TILES, draw_call
 
 COUNTS = ("visible keys", "seen by")
 """Results that are integers, and must be equal."""
@@ -169,16 +169,18 @@ class Agreement:
         return {name: (square / max(count, 1.0)) ** 0.5 for name, (square, count) in self.squares.items()}
 
 
-def compare(seeds: range, dtype: torch.dtype = torch.float32, most: int | None = None) -> dict[str, Agreement]:
-    """Return the agreement of every implementation that computes in `dtype` with the exact numbers, over the calls that
-    are drawn with some seeds, up to `most` calls.
+def compare(
+    seeds: range, dtype: torch.dtype = torch.float32, most: int | None = None, most_tiles: int = MOST_TILES
+) -> dict[str, Agreement]:
+    """Return the agreement of every implementation that computes in `dtype` with the exact numbers, over the calls of
+    up to `most_tiles` tiles that are drawn with some seeds, up to `most` calls.
     """
     names = [name for name in IMPLEMENTATIONS if name != "native" or dtype == torch.float32]
     agreements = {name: Agreement() for name in names}
     for seed in seeds:
         if agreements["plain"].calls == most:
             break
-        call = draw_call(seed, dtype)
+        call = draw_call(seed, dtype, most_tiles)
         if call is None:
             continue
         exact = exact_results(call)

@@ -16,13 +16,13 @@ from headwise.statistics.kernel_inputs import kernel_inputs
 from research.native_kernels.problems import Draw, draw_problem
 
 MOST_TILES = 40
-"""Largest number of tiles of a call, since Triton's interpreter takes milliseconds for each."""
+"""Largest number of tiles of a call by default, since Triton's interpreter takes milliseconds for each."""
 
 
-def draw_call(seed: int, dtype: torch.dtype) -> StatisticsCall | None:
+def draw_call(seed: int, dtype: torch.dtype, most_tiles: int = MOST_TILES) -> StatisticsCall | None:
     """Return the arguments of the operator for a drawn problem, with queries, keys and values in `dtype`. Some calls
     have tokens, special tokens, padding and an output projection. None for a problem without a row or key, with
-    positions that the operator does not read, or with more than `MOST_TILES` tiles.
+    positions that the operator does not read, or with more than `most_tiles` tiles.
     """
     drawn = draw_problem(seed)
     if drawn.sizes.queries * drawn.sizes.keys * drawn.sizes.heads * drawn.sizes.batch == 0:
@@ -42,7 +42,7 @@ def draw_call(seed: int, dtype: torch.dtype) -> StatisticsCall | None:
         projection = torch.randn(drawn.sizes.heads, width, 5, generator=torch.Generator().manual_seed(seed))
         gram = projection @ projection.mT
     call = StatisticsCall(*(*arguments, *inputs.arguments(whole)))._replace(gram=gram)
-    return call if _tile_count(call) <= MOST_TILES else None
+    return call if _tile_count(call) <= most_tiles else None
 
 
 def _draw_context(random: Random, grid: Grid, has_default_positions: bool) -> CallContext:
