@@ -112,7 +112,8 @@ def attend_tallied(
         if inputs.has_position is not None and bool((seen_by * ~inputs.has_position[:, None]).any()):
             return None
         values = dict(zip(ROWS, rows.unbind(0), strict=True))
-        if not on_gpu and not all(bool(values[name].sum().isfinite()) for name in NOT_FINITE):
+        indicators = [name for name in NOT_FINITE if gram is not None or name != "written_norm"]
+        if not on_gpu and not all(bool(values[name].sum().isfinite()) for name in indicators):
             return None
         if problem.softcap is None:
             del values["max_logit_uncapped"]
@@ -196,7 +197,7 @@ def _tally(
     batch, heads, queries = counted.shape
     step = max(ROWS_AT_ONCE // (batch * heads), 1)
     for start in range(0, queries, step):
-        rows = _rows(names, values, counted, inputs, range(start, min(start + step, queries)))
+        rows = _measured_rows(names, values, counted, inputs, range(start, min(start + step, queries)))
         if like.further is not None:
             like.further.add(rows, None)
         tally.add_rows(rows, batch, heads)
@@ -207,7 +208,7 @@ def _tally(
     return tally
 
 
-def _rows(
+def _measured_rows(
     names: tuple[str, ...],
     values: dict[str, Float[Tensor, "batch heads queries"]],
     counted: Bool[Tensor, "batch heads queries"],
