@@ -291,7 +291,9 @@ def test_limits_of_kernels_on_a_gpu_are_named():
 def test_kernel_options_are_those_of_torch():
     with FakeTensorMode(), shapes_unchecked():
         learned = on_gpu(bias=lambda: torch.empty(1, 4, 150, 200, device="cuda", requires_grad=True))
-        assert flex._kernel_options(learned, "auto") == {"BACKEND": "TRITON"}
+        assert flex._kernel_options(learned, "auto") == {"BACKEND": "TRITON", "num_stages": flex.STAGES_WITH_BIAS}
+        in_float32 = on_gpu(torch.float32, bias=lambda: torch.empty(1, 4, 150, 200, device="cuda"))
+        assert flex._kernel_options(in_float32, "auto") is None
         assert flex._kernel_options(on_gpu(), "flash") == {"BACKEND": "FLASH"}
         assert flex._kernel_options(on_gpu(), "auto") is None
     assert {"TRITON", "FLASH"} <= set(flex_attention._Backend.__args__)
