@@ -11,19 +11,23 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZED := $(VENV)/_sanitized.so
 RESEARCH_TESTS := tests/research tests/benchmarks
-KERNEL_TESTS := tests/attention tests/nn tests/statistics tests/intercept/test_watch.py \
-  --ignore=tests/attention/backends/gpu -k "not in_triton_kernels"
+KERNEL_TESTS := tests/attention/backends tests/attention/test_attend.py tests/attention/test_nonfinite.py \
+  tests/attention/test_few_tokens_rotation.py tests/nn/test_few_rows.py tests/nn/test_fuzz.py tests/nn/test_decoding.py \
+  tests/statistics --ignore=tests/attention/backends/gpu -k "not in_triton_kernels"
+IN_USE = $(BIN)/python -c "from headwise.attention.backends.native import library as l; print(l.load() or l.instruction_set())"
 
 .PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint pictures tables census findings formation check-errors pruning claims bench bench-quick gpu gpu-kernels statistics-operator clean
 
 demo: $(NATIVE)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
 
-test: $(NATIVE) $(BROWSER)  ## run the unit tests
-	$(PYTEST) $(RESEARCH_TESTS:%=--ignore=%)
+test: $(NATIVE) $(BROWSER)  ## run the unit tests; with TESTS=all, their long versions and those of research, too
+	$(PYTEST) $(if $(filter all,$(TESTS)),-m "slow or not slow",$(RESEARCH_TESTS:%=--ignore=%))
 
-test-native: $(NATIVE)  ## run the tests of what the native kernels compute, on AVX2 and on the portable path
-	for name in avx2 portable; do HEADWISE_NATIVE=$$name $(PYTEST) $(KERNEL_TESTS) || exit 1; done
+test-native: $(NATIVE)  ## test what the kernels compute on AVX2 and on the portable path, except the one that `test` uses
+	used="$$($(IN_USE))"; for name in avx2 portable; do \
+	  [ "$$name" = "$$used" ] || HEADWISE_NATIVE=$$name $(PYTEST) $(KERNEL_TESTS) || exit 1; \
+	done
 
 drawn-problems: $(NATIVE)  ## compare the native kernels with float64 on 20,000 problems for each instruction set (1.5 hours)
 	$(BIN)/python -m research.native_kernels --out research/native_kernels/results.json

@@ -19,12 +19,14 @@ def test_passes_on_a_device_read_nothing_and_equal_those_on_the_cpu():
     assert on_pretended_device("attend") == []
 
 
+@pytest.mark.slow
 def test_a_read_in_a_pass_fails_every_pass_on_the_device():
     failed = on_pretended_device("attend", "with-a-read")
     assert len(failed) > 100
     assert all("HostRead: aten._local_scalar_dense" in line for line in failed)
 
 
+@pytest.mark.slow
 def test_fake_tensors_pass_wherever_no_plan_of_blocks_is_made():
     for line in on_pretended_device("attend", "fake"):
         assert "InputError: backend: expected one that can do this" in line

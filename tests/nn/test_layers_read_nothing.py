@@ -13,12 +13,14 @@ def test_layers_on_a_device_read_nothing_and_equal_those_on_the_cpu():
     assert on_pretended_device("layers") == []
 
 
+@pytest.mark.slow
 def test_a_read_fails_every_layer_on_the_device():
     failed = on_pretended_device("layers", "with-a-read")
     assert len(failed) > 200
     assert all("HostRead: aten._local_scalar_dense" in line for line in failed)
 
 
+@pytest.mark.slow
 def test_layers_pass_with_fake_tensors_wherever_no_plan_of_blocks_is_made():
     for line in on_pretended_device("layers", "fake"):
         assert "InputError: backend: expected one that can do this, got blockwise" in line

@@ -486,7 +486,7 @@ def test_a_command_that_is_killed_at_random_moments_resumes_to_the_same_files(fo
 
 @pytest.mark.parametrize(
     "failing_at",
-    [1, 8, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 27))],
+    [1, 8, *(pytest.param(number, marks=pytest.mark.slow) for number in range(2, 27, 3))],
 )
 def test_a_full_disk_leaves_complete_folders_only(failing_at, folder, finished, tmp_path, monkeypatch):
     out, fsync, calls = tmp_path / "out", os.fsync, []
