@@ -89,6 +89,7 @@ def test_the_code_of_the_pages_about_norms_and_rollout_runs(minilm, tmp_path, mo
     assert names["rolled"].weights.sum(-1).tolist() == pytest.approx([1.0, 1.0])
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_about_the_formation_of_heads_runs():
     names: dict = {}
     assert len(run(code_blocks("docs/formation.md"), names).splitlines()) == 2

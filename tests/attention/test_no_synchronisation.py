@@ -33,6 +33,7 @@ def test_fake_tensors_pass_wherever_no_plan_of_blocks_is_made():
         assert re.search("blockwise|softcap|log-sum-exp|bfloat16", line), line
 
 
+@pytest.mark.slow
 def test_masks_are_copied_to_a_device_once_and_a_plain_causal_call_has_no_matrix():
     assert on_pretended_device("masks") == []
 

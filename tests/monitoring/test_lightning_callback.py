@@ -109,8 +109,8 @@ STEPS = 40
     ("made", "options"),
     [
         (Module, {}),
-        (Module, {"accumulate_grad_batches": 2}),
-        (Module, {"precision": "bf16-mixed"}),
+        pytest.param(Module, {"accumulate_grad_batches": 2}, marks=pytest.mark.slow),
+        pytest.param(Module, {"precision": "bf16-mixed"}, marks=pytest.mark.slow),
         (Manual, {}),
     ],
     ids=["plain", "accumulation", "bfloat16", "manual"],

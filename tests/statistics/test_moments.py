@@ -209,7 +209,7 @@ def test_profiles_have_standard_errors_clustered_by_document():
             assert head.statistics[name] == pytest.approx(jackknife(values, documents), rel=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("method", ["ablation", "gradient"])
+@pytest.mark.parametrize("method", [pytest.param("ablation", marks=pytest.mark.slow), "gradient"])
 def test_effects_have_standard_errors_clustered_by_document(method):
     texts, model = corpus(), tiny.model("decoder", top="ForCausalLM")
     documents = texts.document_numbers()

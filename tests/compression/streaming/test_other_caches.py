@@ -110,7 +110,7 @@ def compiled_in_place(made):
     return made
 
 
-@pytest.mark.parametrize("compiled_by", [compiled_by_function, compiled_in_place])
+@pytest.mark.parametrize("compiled_by", [pytest.param(compiled_by_function, marks=pytest.mark.slow), compiled_in_place])
 @torch.no_grad()
 def test_a_model_that_was_compiled_before(compiled_by):
     made, streaming = decoder()

@@ -58,7 +58,7 @@ def check_drawn_problems(dtype, drawn):
     raise AssertionError(f"{errors} exceed {budgets}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_drawn_problems_are_within_the_budget(uncompiled, dtype):
     check_drawn_problems(dtype)
 
