@@ -1,4 +1,4 @@
-"""Floors import from the floors below them; importing headwise imports torch and nothing else that is optional."""
+"""Floors import from the floors below them; importing headwise imports nothing, and using it nothing optional."""
 
 import ast
 import graphlib
@@ -12,8 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import headwise
+from headwise.checks import called_by_compiler
 
 SOURCE = Path(headwise.__file__).parent
 
@@ -187,20 +189,38 @@ def run_in_new_process(tmp_path_factory):
         yield run
 
 
-def test_importing_headwise_imports_no_optional_dependency(run_in_new_process):
-    code = "import sys, headwise; print([name for name in {} if name in sys.modules])"
-    result = run_in_new_process(code.format(OPTIONAL))
+def new_modules(code: str) -> set[str]:
+    """Return the roots of the modules that code imports into a new interpreter without torch."""
+    code = f"import sys; before = set(sys.modules)\n{code}\nprint(*set(sys.modules) - before)"
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return {name.partition(".")[0] for name in result.stdout.split()} - sys.stdlib_module_names
+
+
+def test_importing_headwise_imports_nothing():
+    assert new_modules("import headwise; dir(headwise), headwise.__version__") == {"headwise"}
+    assert new_modules("import headwise, typer") > {"headwise", "typer"}
+
+
+COMPILER = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy")
+"""Modules whose import takes seconds, and which `import torch` leaves out."""
+
+
+def test_public_names_import_neither_optional_packages_nor_the_compiler(run_in_new_process):
+    code = "import sys, headwise; [getattr(headwise, name) for name in headwise.__all__]\n"
+    code += f"print(len(sys.modules) > 1000, [name for name in {[*OPTIONAL, *COMPILER]} if name in sys.modules])"
+    result = run_in_new_process(code)
+    assert result.stdout.strip() == "True []", result.stderr
+
+
+def test_layers_import_no_package_that_runs_models_over_data(run_in_new_process):
+    result = run_in_new_process(
+        "import sys, headwise as hw; hw.MultiHeadAttention, hw.attend, hw.causal, hw.watch, hw.from_torch\n"
+        f"print([name for name in {LAZY_PACKAGES} if f'headwise.{{name}}' in sys.modules])"
+    )
     assert result.stdout.strip() == "[]", result.stderr
 
 
 LAZY_PACKAGES = ["analysis", "cli", "data", "monitoring", "runs", "show", "studies"]
-
-
-def test_importing_headwise_imports_no_package_that_runs_models_over_data(run_in_new_process):
-    result = run_in_new_process(
-        f"import sys, headwise; print([name for name in {LAZY_PACKAGES} if f'headwise.{{name}}' in sys.modules])"
-    )
-    assert result.stdout.strip() == "[]", result.stderr
 
 
 def test_every_public_name_can_be_imported():
@@ -209,16 +229,23 @@ def test_every_public_name_can_be_imported():
         assert getattr(headwise, name) is not None
     with pytest.raises(AttributeError, match="module 'headwise' has no attribute 'nothing'"):
         headwise.nothing  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'nothing' from 'headwise'"):
+        from headwise import nothing  # noqa: F401
 
 
-def test_lazy_names_are_those_that_type_checkers_see():
-    tree = ast.parse((SOURCE / "__init__.py").read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.asname or alias.name: node.module for node in block.body for alias in node.names}
-    assert seen == headwise._LAZY
-    assert set(seen) <= set(headwise.__all__)
-    # A type checker that sees a module's `__getattr__` accepts every name.
-    assert "__getattr__" not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+def test_type_checkers_see_every_public_name_under_its_own_name():
+    tree = ast.parse((SOURCE / "__init__.pyi").read_text())
+    names = [alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert [alias.asname for alias in names] == [alias.name for alias in names]  # otherwise the name is private
+    assert sorted(alias.name for alias in names) == sorted(headwise.__all__)
+    assert {"attend", "view", "replacements"} < set(headwise.__all__)
+
+
+def test_the_compiler_calls_the_functions_that_it_shall_call():
+    def ours(): ...
+    def theirs(): ...
+
+    assert vars(called_by_compiler(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}
 
 
 BLOCKED = "import sys\nfor name in {blocked}: sys.modules[name] = None\n"

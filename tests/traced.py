@@ -175,8 +175,12 @@ def a_full_static_cache_raises():
 
 
 def masks_made_inside_compile():
-    """Check that masks that depend on the input can be created inside a compiled function."""
+    """Check that masks that depend on the input can be created inside a compiled function, also by the first use of
+    their public names, which imports them.
+    """
     forbid_recompiles()
+    for name in ("segments", "causal", "padding"):
+        vars(hw).pop(name, None)
     layer = layer_with("plain")
 
     def masked(x, ids):

@@ -3,15 +3,17 @@
 import math
 import operator
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 LARGEST_INTEGER = 2**63 - 1
 """Largest number of a tensor of int64, the dtype in which torch computes lengths and positions."""
@@ -251,6 +253,14 @@ def known_to_be_true(condition: bool) -> bool:
 
         return statically_known_true(condition)
     return condition
+
+
+def called_by_compiler(function: FunctionT) -> FunctionT:
+    """Decorate a function so that torch's compiler calls it instead of tracing it, and uses its result as a constant.
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler, which takes seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def makes_plain_tensors() -> bool:

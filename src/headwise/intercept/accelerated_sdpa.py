@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.bias import CausalBias
 
 from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
 from headwise.attention.backends.native import backend as native
@@ -23,7 +22,7 @@ from headwise.attention.masks.factories import causal
 from headwise.attention.problem import DTYPES, Problem
 from headwise.checks import has_own_class, has_values
 from headwise.intercept.accelerated_modules import accelerated_modules
-from headwise.intercept.foreign_functions import SDPA, call_replaced, is_foreign
+from headwise.intercept.foreign_functions import SDPA, call_replaced, is_causal_bias, is_foreign
 from headwise.shapes import Float, Int
 
 FOREIGN = "another library replaced scaled_dot_product_attention"
@@ -90,7 +89,7 @@ def accelerated_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any)
         return own(*args, **kwargs)  # which raises its own error, or has an argument that is new in torch
     answer = FOREIGN if is_foreign(previous, SDPA) else _answer(call)
     if isinstance(answer, str):
-        if not isinstance(call.attn_mask, CausalBias):  # which makes another call
+        if not is_causal_bias(call.attn_mask):  # which makes another call
             accelerated_modules.record(answer)
         return own(*args, **kwargs)
     accelerated_modules.record(None)

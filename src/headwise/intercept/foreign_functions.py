@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
+
+from headwise.checks import has_own_class
 
 SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 """Torch's own `scaled_dot_product_attention`, also while other functions replace it."""
@@ -40,14 +41,23 @@ class InterceptedFunction:
         return self._intercept(self.previous, *args, **kwargs)
 
 
+def is_causal_bias(mask: Any) -> bool:
+    """Return True for a mask of torch's class `CausalBias`, whose module imports torch's compiler."""
+    if not isinstance(mask, Tensor) or has_own_class(mask):
+        return False
+    from torch.nn.attention.bias import CausalBias
+
+    return isinstance(mask, CausalBias)
+
+
 def call_replaced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of torch in whose place another one is, and return its result.
 
     The class `CausalBias` of masks computes calls of SDPA itself, but knows them by what is under the name of SDPA.
     """
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-    if function is SDPA and isinstance(mask, CausalBias):
-        return CausalBias._dispatch(*args, **kwargs)
+    if function is SDPA and is_causal_bias(mask):
+        return type(mask)._dispatch(*args, **kwargs)
     return function(*args, **kwargs)
 
 

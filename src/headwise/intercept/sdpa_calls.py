@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
 from headwise.attention.autocast import autocast_dtype
 from headwise.attention.masks.base import Mask
@@ -22,7 +21,7 @@ from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_answer import is_attention
-from headwise.intercept.foreign_functions import SDPA, is_foreign
+from headwise.intercept.foreign_functions import SDPA, is_causal_bias, is_foreign
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.module_call import ModuleCall
@@ -54,7 +53,7 @@ def _reported_sdpa(
     origins = call_stack.origins_of(query, key, value)
     refuse_multiplied(query, key, value)
     options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-    if isinstance(options.get("attn_mask"), CausalBias):  # torch computes it only under the name of its own function
+    if is_causal_bias(options.get("attn_mask")):  # torch computes it only under the name of its own function
         options["attn_mask"] = options["attn_mask"]._materialize(query.device)
     call = before_function(FunctionCall(previous, (query, key, value), options))
     query, key, value = call.args

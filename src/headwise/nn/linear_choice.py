@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from headwise.attention.backends.native import library
+from headwise.checks import called_by_compiler
 from headwise.errors import InputError
 
 VARIABLE = "HEADWISE_LINEAR"
@@ -59,7 +60,7 @@ class NativeRule(NamedTuple):
         return LinearChoice("native", self.because)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@called_by_compiler
 def uses_onednn(dtype: torch.dtype) -> bool:
     """Return True if plain projections in this dtype are computed by oneDNN directly. The compiler calls this function
     instead of tracing it.

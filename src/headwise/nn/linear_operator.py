@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.checks import called_by_compiler
 from headwise.nn.linear_choice import native_rule
 from headwise.shapes import Float
 
@@ -102,7 +103,7 @@ def _block_of(width: int) -> int:
     return -(-width // max(-(-width // BLOCK), least))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@called_by_compiler
 def register() -> None:
     """Register the operator with torch at the first call. The compiler calls this function instead of tracing it."""
     _registered()

@@ -21,6 +21,7 @@ from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.in_ranges import InRanges
+from headwise.checks import called_by_compiler
 from headwise.shapes import Float
 
 _PROBLEM = (
@@ -41,7 +42,7 @@ SCHEMAS = {
 """Arguments and results of the operators, as in `native/cpp/operators.cpp`."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@called_by_compiler
 def why_not_registered() -> str | None:
     """Register the operators if the native kernels are not available, and return None; or return the reason that
     blockwise attention cannot be compiled, in one sentence. The compiler calls this function instead of tracing it.

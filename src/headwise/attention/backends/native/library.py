@@ -12,6 +12,7 @@ from torch import Tensor
 from headwise.attention.backends.native import gradients
 from headwise.attention.backends.native.build import INSTRUCTION_SETS, LIBRARY, sources_checksum
 from headwise.attention.backends.plain_statistics import ROWS
+from headwise.checks import called_by_compiler
 
 VARIABLE = "HEADWISE_NATIVE"
 """Environment variable that names the instruction set to use, such as "avx2", or "off"."""
@@ -20,7 +21,7 @@ BUILD_COMMAND = f"python {LIBRARY.with_name('build.py')}"
 """Command that compiles the library."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@called_by_compiler
 def why_not_loaded() -> str | None:
     """Load the library of native kernels, and return None; or return the reason that it is not available, in one
     sentence. The compiler calls this function instead of tracing it.
