@@ -20,7 +20,7 @@ from headwise.checks import called_by_compiler
 SOURCE = Path(headwise.__file__).parent
 
 FLOORS = (
-    ("errors", "packaged_models", "shapes", "wording"),
+    ("errors", "packaged_models", "settings", "shapes", "wording"),
     ("checks",),
     ("page", "plots"),
     ("attention",),

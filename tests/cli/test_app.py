@@ -147,6 +147,37 @@ def test_options_and_their_choices_are_completed():
     assert completions("headwise ablate --units ") == ["heads", "layers", "groups", "roles"]
 
 
+WITHOUT_TORCH = """
+import os, runpy, sys
+from contextlib import suppress
+lines = {lines}
+for line in lines:
+    sys.argv = line.split()
+    with suppress(SystemExit):
+        runpy.run_module("headwise", run_name="__main__")
+    assert "torch" not in sys.modules, line
+os.environ["_HEADWISE_COMPLETE"] = "complete_bash"
+for line in {completed}:
+    os.environ.update(COMP_WORDS=line, COMP_CWORD=str(line.count(" ")))
+    with suppress(SystemExit):
+        runpy.run_module("headwise", run_name="__main__")
+    assert "torch" not in sys.modules, line
+"""
+
+
+def test_help_mistakes_and_completion_do_not_import_torch():
+    lines = ["headwise", "headwise --help", "headwise --version", "headwise viw", "headwise view --hlep"]
+    lines += ["headwise profile", "headwise ablate --units none", "headwise view hi --json --csv"]
+    lines += [f"headwise {command} -h" for command in COMMANDS + NEW_COMMANDS]
+    completed = ["headwise ", "headwise vi", "headwise ablate --un", "headwise ablate --units ", "headwise patch --"]
+    code = WITHOUT_TORCH.format(lines=lines, completed=completed)
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Examples:") == len(COMMANDS + NEW_COMMANDS)
+    assert "--units" in result.stdout.split("ablate\n")[-1]
+    assert "json and --csv, got both" in result.stderr
+
+
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
@@ -362,7 +393,7 @@ def test_memory_that_runs_out_is_one_sentence(headwise, folder, tmp_path, monkey
     def out_of_memory(*_arguments, **_options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB")
 
-    monkeypatch.setattr("headwise.cli.profile.measure", out_of_memory)
+    monkeypatch.setattr("headwise.profile", out_of_memory)
     status, _, err = headwise(*command_line("profile", folder, tmp_path / "out"))
     expected = "device: expected enough memory, got less; a smaller --batch or --context needs less"
     assert (status, err.splitlines()[-1]) == (2, f"headwise: {expected}")
@@ -440,6 +471,6 @@ def test_ctrl_c_in_a_new_process_ends_it_with_status_130(folder, tmp_path):
 
 
 def test_a_warning_is_one_sentence(headwise, monkeypatch):
-    monkeypatch.setattr("headwise.cli.compare.load_profile", lambda _path: __import__("warnings").warn("careful\nnow"))
+    monkeypatch.setattr("headwise.load_profile", lambda _path: __import__("warnings").warn("careful\nnow"))
     _, _, err = headwise("compare", "a", "b")
     assert err.splitlines()[0] == "headwise: warning: careful now"

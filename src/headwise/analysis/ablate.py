@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.ablation_result import Ablation, SetAblation
-from headwise.analysis.ablation_units import UNIT_KINDS, AblationUnit, HeadSets, UnitGates, ablation_units
+from headwise.analysis.ablation_units import AblationUnit, HeadSets, UnitGates, ablation_units
 from headwise.analysis.document_effects import DocumentEffects
 from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_loss, require_some_loss
 from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
@@ -32,6 +32,7 @@ from headwise.runs.data_pass import PassProgress, prepare_texts, require_same_da
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.progress import progress_bar
 from headwise.runs.rows import MeanEstimate
+from headwise.settings import UNIT_KINDS
 
 ROUNDING = 1e-5
 """Largest size of a loss that counts as 0: rounding makes cosines of equal vectors differ from 1."""

@@ -14,8 +14,6 @@ from headwise.intercept.interceptor import Call, Change, SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.rows import HeadRow, Row
 
-UNIT_KINDS = ("heads", "layers", "groups")
-
 HeadSets = Mapping[str, Collection[tuple[int, int]]]
 """Sets of heads `(layer, head)`, by name."""
 

@@ -29,14 +29,12 @@ from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity
 from headwise.page.contents import AllWeights, VisibleKeys
 from headwise.runs.rows import MeanEstimate
+from headwise.settings import FOCUS_KINDS
 from headwise.shapes import Bool, Float
 from headwise.wording import counted
 
 LEAST_EXCESS = 1e-4
 """Excess from which on attention is more than uniform; rounding stays below it."""
-
-KINDS = ("received", "exchanged")
-"""Kinds of focus."""
 
 NAMED = 8
 """Largest number of heads that a verdict names."""
@@ -184,7 +182,7 @@ def find_heads(views: Sequence[Viewed], focus: Sequence[Any], kind: str, name: s
     """Rank the heads of views of one or more texts, for `View.find` and `ViewSet.find`, whose docstrings describe the
     arguments.
     """
-    if kind not in KINDS:
+    if kind not in FOCUS_KINDS:
         raise InputError("kind", expected='"received" or "exchanged"', got=repr(kind))
     by_text = _words_by_text(views, focus)
     _require_different(views)

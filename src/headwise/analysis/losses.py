@@ -25,6 +25,7 @@ from headwise.data.batches import (
     with_cache_disabled,
 )
 from headwise.errors import InputError
+from headwise.settings import LOSSES
 from headwise.shapes import Bool, Float, Int
 
 Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
@@ -201,10 +202,6 @@ class EmbeddingDistance:
         if self._reference is None:
             raise InputError("loss", expected="prepare(model, batch) before the first loss", got="none")
         return 1.0 - F.cosine_similarity(_sentence_embeddings(model, batch), self._reference, dim=-1)
-
-
-LOSSES = {"next-token": "causal", "masked-token": "masked", "embedding": None}
-"""Losses of the command line, with the language-model head that each needs: causal, masked, or none."""
 
 
 def loss_by_name(name: str, tokenizer: Any) -> Any:

@@ -1,27 +1,18 @@
 """The command `headwise ablate`."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from headwise.analysis.ablate import ablate as measure
-from headwise.analysis.ablation_result import Ablation
-from headwise.analysis.ablation_units import UNIT_KINDS
-from headwise.analysis.profile import load_profile
-from headwise.analysis.profiled_model import require_profile_of
-from headwise.analysis.replacements import Replacement, mean, uniform, zero
+import headwise as hw
 from headwise.cli.loading import find_inputs, find_loss, resumable
 from headwise.cli.options import Data, Force, Html, LossName, ModelFlags, Out, TextFlags, Top
 from headwise.cli.output import OutputFlags
 from headwise.cli.pages import require_writable_page, write_example_page
 from headwise.cli.quantities import choice, path
-from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.runs.distributed import LocalProcess
-from headwise.show.records import table_records
-from headwise.show.scores import print_ablation
+from headwise.settings import UNIT_KINDS
 
 EXAMPLES = """
 headwise ablate --data sentences.jsonl --out ablation
@@ -29,12 +20,8 @@ headwise ablate --model smollm2 --data corpus.jsonl --documents truncate --conte
 headwise ablate --data sentences.jsonl --units roles --roles profile --replacement mean --out roles
 """
 
-REPLACEMENTS: dict[str, Callable[[Texts], Replacement]] = {
-    "zero": lambda _texts: zero(),
-    "uniform": lambda _texts: uniform(),
-    "mean": mean,
-}
-"""Objects that take the place of a removed head's output, by name."""
+REPLACEMENTS = ("zero", "uniform", "mean")
+"""Functions of `hw.replacements` whose results take the place of a removed head's output."""
 
 
 def ablate(
@@ -65,33 +52,35 @@ def ablate(
     values, or all heads of a role such as previous token) are removed one at a time, by replacing their output. Prints
     the largest increases of the loss, and saves the effect of each removal in --out.
     """
+    from headwise.analysis.profiled_model import require_profile_of
+    from headwise.show.scores import print_ablation
+
     if (units == "roles") != (roles is not None):
         expected = "the folder of a profile if, and only if, --units is roles"
         raise InputError("roles", expected=expected, got="none" if roles is None else repr(str(roles)))
     if html is not None and units != "heads":
         raise InputError("html", expected="--units heads, whose effects a page shows", got=f"--units {units}")
     require_writable_page(html)
-    profile = None if roles is None else load_profile(roles)
-    device = LocalProcess(True, 0).device(model.device)
+    profile = None if roles is None else hw.load_profile(roles)
+    device = model.torch_device
     with resumable(out):
         source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
         lm_head, loss_function = find_loss(source, dataset.tokenizer, loss)
         loaded = source.model(lm_head, model.torch_dtype).to(device)
         if profile is not None:
             require_profile_of(profile, loaded, source.title)
-        result = measure(
+        replace = getattr(hw.replacements, replacement)
+        result = hw.ablate(
             loaded,
             dataset,
             loss_function,
-            replacement=REPLACEMENTS[replacement](dataset),
+            replacement=replace(dataset) if replacement == "mean" else replace(),
             units=units if profile is None else profile.roles(),
             out=out,
             force=force,
             progress=not output.quiet,
             title=source.title,
         )
-        if isinstance(result, Ablation):
+        if isinstance(result, hw.Ablation):
             write_example_page(html, result, loaded, dataset, source.title)
-    output.show(
-        lambda: table_records(result), lambda console: print_ablation(result, console, top), written=out, page=html
-    )
+    output.show(result, lambda console: print_ablation(result, console, top), written=out, page=html)

@@ -1,4 +1,8 @@
-"""Command-line application `headwise`: its commands, and how errors are shown."""
+"""Command-line application `headwise`: its commands, and how errors are shown.
+
+The modules of all commands are imported at the start, also for help and completion. They therefore import torch, and
+what imports it, inside of the functions that compute.
+"""
 
 import os
 import sys
@@ -6,11 +10,9 @@ import warnings
 from types import ModuleType
 from typing import Annotated, Any, TextIO
 
-import torch
 import typer
 
 from headwise import __version__
-from headwise.attention.backends.native import library
 from headwise.cli import (
     ablate,
     circuits,
@@ -90,7 +92,8 @@ def _message(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'output'}: {error.strerror}"
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # the second is torch's
+    if is_memory or "can't allocate memory" in str(error):
         return "device: expected enough memory, got less; a smaller --batch or --context needs less"
     return None
 
@@ -130,9 +133,12 @@ def headwise(
     print this help.
     """
     if version:
-        reason = library.why_not_loaded()
+        from headwise.attention.backends.native.build import LIBRARY
+
         typer.echo(f"headwise {__version__}")
-        typer.echo(f"native kernels: {library.instruction_set()}" if reason is None else f"plain torch: {reason}")
+        typer.echo(
+            "native kernels: compiled" if LIBRARY.is_file() else "plain torch: the native kernels were not compiled"
+        )
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

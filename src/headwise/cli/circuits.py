@@ -5,16 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.analysis.circuits.circuits import Circuits
-from headwise.analysis.circuits.circuits import circuits as read_circuits
-from headwise.analysis.circuits.matrices import KINDS, SCORES
+import headwise as hw
 from headwise.cli.loading import quiet_libraries
 from headwise.cli.options import Force, ModelFlags, TableFolder, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice
-from headwise.runs.distributed import LocalProcess
-from headwise.show.circuits import print_circuits
-from headwise.show.records import table_records
+from headwise.settings import COMPOSITION_KINDS
 
 EXAMPLES = """
 headwise circuits --model smollm2 --out smollm2-circuits
@@ -27,7 +23,10 @@ def circuits(
     *,
     model: ModelFlags,
     composition: Annotated[
-        str, typer.Option(help="Kind of composition of which pairs of heads are printed.", **choice((*KINDS, "none")))
+        str,
+        typer.Option(
+            help="Kind of composition of which pairs of heads are printed.", **choice((*COMPOSITION_KINDS, "none"))
+        ),
     ] = "k",
     distance: Annotated[
         int, typer.Option(min=0, metavar="N", help="Tokens from the key to the query, for rotary positions.")
@@ -41,14 +40,17 @@ def circuits(
     attends to, whether it attends to equal tokens, and how much it reads from heads of earlier layers. Prints the heads
     with the largest copying scores, and the pairs with the largest composition scores.
     """
+    from headwise.analysis.circuits.matrices import SCORES
+    from headwise.show.circuits import print_circuits
+
     require_new_tables(out, "circuits", "composition", force=force)
     quiet_libraries()
     source = model.find()
-    loaded = source.model(source.lm_head(), model.torch_dtype).to(LocalProcess(True, 0).device(model.device))
-    found = read_circuits(loaded, title=source.title)
+    loaded = source.model(source.lm_head(), model.torch_dtype).to(model.torch_device)
+    found = hw.circuits(loaded, title=source.title)
     scores = found.scores(*_available(found, SCORES, "scores"), distance=distance)
     pairs = None
-    if composition != "none" and (kinds := _available(found, KINDS, "composition scores")):
+    if composition != "none" and (kinds := _available(found, COMPOSITION_KINDS, "composition scores")):
         if composition not in kinds:
             found.composition(composition)  # raises the reason
         pairs = found.composition(*kinds, distance=distance)
@@ -60,10 +62,10 @@ def circuits(
     def print_text(console: Any) -> None:
         print_circuits(scores, pairs, composition, console, top)
 
-    output.show(lambda: table_records(scores), print_text, written=out)
+    output.show(scores, print_text, written=out)
 
 
-def _available(found: Circuits, names: Sequence[str], plural: str) -> list[str]:
+def _available(found: "hw.Circuits", names: Sequence[str], plural: str) -> list[str]:
     """Return the scores that a model has. Say on standard error which it lacks, and why."""
     reasons = {name: found.why_not(name) for name in names}
     for reason in dict.fromkeys(each for each in reasons.values() if each is not None):

@@ -5,15 +5,11 @@ from typing import Annotated
 
 import typer
 
-from headwise.analysis.compare import compare as compare_profiles
-from headwise.analysis.page import write_page
-from headwise.analysis.profile import load_profile
+import headwise as hw
 from headwise.cli.options import Html, Top
 from headwise.cli.output import OutputFlags
 from headwise.cli.pages import require_writable_page
 from headwise.cli.quantities import path
-from headwise.show.profiles import print_comparison
-from headwise.show.records import comparison_records
 
 EXAMPLES = """
 headwise compare text-profile code-profile
@@ -40,11 +36,14 @@ def compare(
     with the attention statistics of every head. Prints a table with one row per head and statistic; the largest
     differences, measured in standard errors, are first. Lists the heads whose role differs.
     """
+    from headwise.show.profiles import print_comparison
+    from headwise.show.records import comparison_records
+
     require_writable_page(html)
-    comparison = compare_profiles(load_profile(a), load_profile(b))
+    comparison = hw.compare(hw.load_profile(a), hw.load_profile(b))
     statistics = statistic or []
     if html is not None:
-        write_page(html, comparison.a, against=[comparison.b])
+        hw.write_page(html, comparison.a, against=[comparison.b])
     output.show(
         lambda: comparison_records(comparison, statistics),
         lambda console: print_comparison(comparison, console, statistics, top),

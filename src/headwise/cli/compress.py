@@ -1,19 +1,15 @@
 """The command `headwise compress`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+import headwise as hw
 from headwise.cli.loading import quiet_libraries
 from headwise.cli.options import Force, Out
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
-from headwise.compression.recipe.compress import compress as run_recipe
-from headwise.compression.recipe.run_folder import BEFORE_AFTER
-from headwise.compression.report.report_result import CompressionReport
-from headwise.show.recipes import print_recipe, recipe_records
 
 EXAMPLES = """
 headwise compress recipe.toml --out smaller
@@ -33,17 +29,20 @@ def compress(
     on held-out text after each step, and the report that the section [report] states. Saves the smaller model in the
     folder model in --out.
     """
+    from headwise.compression.recipe.run_folder import BEFORE_AFTER
+    from headwise.show.recipes import print_recipe, recipe_records
+
     quiet_libraries()
     try:
-        report = run_recipe(recipe, out, force=force, progress=not output.quiet)
+        report = hw.compress(recipe, out, force=force, progress=not output.quiet)
     except KeyboardInterrupt:
         typer.echo("headwise: interrupted; run the same command again to resume", err=True)
         raise
 
-    def print_reports(console: Console) -> None:
+    def print_reports(console: Any) -> None:
         print_recipe(report, console)
         if (out / BEFORE_AFTER).exists():
-            before_after = CompressionReport.load(out / BEFORE_AFTER)
+            before_after = hw.CompressionReport.load(out / BEFORE_AFTER)
             console.print(f"\n{before_after}", markup=False, highlight=False, soft_wrap=True)
 
     output.show(lambda: recipe_records(report), print_reports, written=out)

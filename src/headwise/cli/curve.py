@@ -5,28 +5,18 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.analysis.ablation_result import Ablation
-from headwise.analysis.importance.importance import Importance
-from headwise.analysis.pruning_curve import pruning_curve
+import headwise as hw
 from headwise.cli.loading import find_inputs, find_loss, resumable
 from headwise.cli.options import Data, Force, LossName, ModelFlags, Out, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
 from headwise.errors import InputError
-from headwise.runs.distributed import LocalProcess
-from headwise.runs.head_table import HeadTable
-from headwise.runs.table import table_path
-from headwise.show.curves import print_curve
-from headwise.show.records import table_records
 
 EXAMPLES = """
 headwise curve --model smollm2 --data test.jsonl --scores scores --out curve
 headwise curve --data sentences.jsonl --scores ablation --random 20 --out curve
 headwise curve --data sentences.jsonl --scores ablation --scores importance --out curve --json > curve.json
 """
-
-TABLES: tuple[type[HeadTable[Any]], ...] = (Importance, Ablation)
-"""Tables by which heads are ordered."""
 
 
 def curve(
@@ -49,22 +39,27 @@ def curve(
     order is that of saved scores, measured on other data. Prints the loss without each tenth of the heads, and saves it
     in --out.
     """
+    from headwise.show.curves import print_curve
+
     orders = {str(folder): _table(folder) for folder in scores}
-    device = LocalProcess(True, 0).device(model.device)
+    device = model.torch_device
     with resumable(out):
         source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
         lm_head, loss_function = find_loss(source, dataset.tokenizer, loss)
         loaded = source.model(lm_head, model.torch_dtype).to(device)
         options: dict[str, Any] = {"out": out, "force": force, "progress": not output.quiet, "title": source.title}
-        result = pruning_curve(loaded, dataset, loss_function, orders, random=random, seed=seed, **options)
+        result = hw.pruning_curve(loaded, dataset, loss_function, orders, random=random, seed=seed, **options)
         result.save(out, force=True)
-    output.show(lambda: table_records(result), lambda console: print_curve(result, console), written=out)
+    output.show(result, lambda console: print_curve(result, console), written=out)
 
 
-def _table(folder: Path) -> HeadTable[Any]:
+def _table(folder: Path) -> Any:
     """Return the table of importance or ablation effects in a folder."""
-    for table in TABLES:
+    from headwise.runs.table import table_path
+
+    tables = (hw.Importance, hw.Ablation)
+    for table in tables:
         if table_path(folder, table.NAME).exists():
             return table.load(folder)
-    names = " or ".join(f"{table.NAME}.parquet" for table in TABLES)
+    names = " or ".join(f"{table.NAME}.parquet" for table in tables)
     raise InputError("scores", expected=f"a folder with {names}", got=repr(str(folder)))

@@ -5,13 +5,12 @@ from typing import Annotated
 
 import typer
 
-from headwise.analysis.head_tests.dependencies import FEWEST, dependency_accuracy
+import headwise as hw
 from headwise.cli.head_tests import model_and_tokenizer
 from headwise.cli.options import Force, ModelFlags, TableFolder, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import path
-from headwise.show.head_tests import print_dependencies
-from headwise.show.records import table_records
+from headwise.settings import FEWEST_PAIRS
 
 EXAMPLES = """
 headwise dependencies --treebank en_ewt-ud-test.conllu --out minilm-dependencies
@@ -29,7 +28,7 @@ def dependencies(
     limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="Use only this many sentences.")] = None,
     fewest: Annotated[
         int, typer.Option(min=2, metavar="N", help="Leave out relations with fewer pairs in a half.")
-    ] = FEWEST,
+    ] = FEWEST_PAIRS,
     subtypes: Annotated[bool, typer.Option("--subtypes", help="Keep subtypes of relations.")] = False,
     start_token: Annotated[
         int | None, typer.Option(min=0, metavar="ID", help="Token to put before each sentence.")
@@ -43,9 +42,11 @@ def dependencies(
     """Measure how often the word that a head attends to most is the governor or the dependent of a word. Compares each
     head with the best fixed offset, and prints the heads with the largest gain.
     """
+    from headwise.show.head_tests import print_dependencies
+
     require_new_tables(out, "dependencies", force=force)
     loaded, tokenizer, title = model_and_tokenizer(model)
-    table = dependency_accuracy(
+    table = hw.dependency_accuracy(
         loaded,
         tokenizer,
         treebank,
@@ -59,4 +60,4 @@ def dependencies(
     )
     if out is not None:
         table.save(out, force=force)
-    output.show(lambda: table_records(table), lambda console: print_dependencies(table, console, top), written=out)
+    output.show(table, lambda console: print_dependencies(table, console, top), written=out)

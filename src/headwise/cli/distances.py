@@ -4,14 +4,11 @@ from typing import Annotated
 
 import typer
 
-from headwise.analysis.curves.attention_distances import attention_distances
+import headwise as hw
 from headwise.cli.loading import find_inputs, resumable
 from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import shares
-from headwise.runs.distributed import process_group
-from headwise.show.curves import print_distances
-from headwise.show.records import table_records
 
 EXAMPLES = """
 headwise distances --model smollm2 --data corpus.jsonl --documents cut --context 2048 --out distances
@@ -40,15 +37,16 @@ def distances(
     Prints the heads with the longest distances, and saves these distances and the share of attention within each
     distance in --out. Processes started by torchrun share the work.
     """
+    from headwise.runs.distributed import process_group
+    from headwise.show.curves import print_distances
+
     chosen = shares(quantiles)
     with process_group() as process, resumable(out):
         shown = process.is_first and not output.quiet
         source, dataset = find_inputs(model, data, texts, out, shown=shown)
         loaded = source.model(dtype=model.torch_dtype).to(process.device(model.device))
-        result = attention_distances(
+        result = hw.attention_distances(
             loaded, dataset, quantiles=chosen, first=first, out=out, force=force, progress=shown, title=source.title
         )
         if process.is_first:
-            output.show(
-                lambda: table_records(result), lambda console: print_distances(result, console, top), written=out
-            )
+            output.show(result, lambda console: print_distances(result, console, top), written=out)

@@ -1,28 +1,28 @@
 """Preparation of the commands that test single heads."""
 
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from headwise.cli.loading import quiet_libraries
 from headwise.cli.options import ModelFlags
-from headwise.runs.distributed import LocalProcess
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
-def decoder_and_tokenizer(model: ModelFlags) -> tuple[nn.Module, Any, str]:
+def decoder_and_tokenizer(model: ModelFlags) -> "tuple[nn.Module, Any, str]":
     """Load a model with its language-model head, and return it with its tokenizer and its title."""
     return _loaded(model, True)
 
 
-def model_and_tokenizer(model: ModelFlags) -> tuple[nn.Module, Any, str]:
+def model_and_tokenizer(model: ModelFlags) -> "tuple[nn.Module, Any, str]":
     """Load a model without a language-model head, and return it with its tokenizer and its title."""
     return _loaded(model, False)
 
 
-def _loaded(model: ModelFlags, has_head: bool) -> tuple[nn.Module, Any, str]:
+def _loaded(model: ModelFlags, has_head: bool) -> "tuple[nn.Module, Any, str]":
     """Load a model, with its language-model head or without it."""
     quiet_libraries()
     source = model.find()
     tokenizer = source.tokenizer()
     loaded = source.model(source.lm_head() if has_head else None, model.torch_dtype)
-    return loaded.to(LocalProcess(True, 0).device(model.device)), tokenizer, source.title
+    return loaded.to(model.torch_device), tokenizer, source.title

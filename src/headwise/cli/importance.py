@@ -5,17 +5,13 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.analysis.importance.importance import METHODS, create_method
-from headwise.analysis.importance.importance import importance as score
-from headwise.analysis.losses import EmbeddingDistance
+import headwise as hw
 from headwise.cli.loading import find_inputs, find_loss, resumable
 from headwise.cli.options import Data, Force, Html, LossName, ModelFlags, Out, TextFlags, Top
 from headwise.cli.output import OutputFlags
 from headwise.cli.pages import require_writable_page, write_example_page
 from headwise.cli.quantities import choice
-from headwise.runs.distributed import LocalProcess
-from headwise.show.records import table_records
-from headwise.show.scores import print_importance
+from headwise.settings import IMPORTANCE_METHODS
 
 EXAMPLES = """
 headwise importance --data sentences.jsonl --method integrated --steps 8 --out importance
@@ -51,7 +47,7 @@ def importance(
     loss: LossName = None,
     method: Annotated[
         str | None,
-        typer.Option(help="Default: gradient, or ablation with the embedding loss.", **choice(METHODS)),
+        typer.Option(help="Default: gradient, or ablation with the embedding loss.", **choice(IMPORTANCE_METHODS)),
     ] = None,
     normalise: Annotated[
         bool, typer.Option("--normalise", help="Divide the scores of a layer by their l2 norm.")
@@ -67,17 +63,20 @@ def importance(
     on head outputs), these gradients integrated over gate values from 0 to 1, removal of each head, or learned gates.
     Prints the heads with the largest scores, and saves all scores in --out.
     """
+    from headwise.analysis.importance.importance import create_method
+    from headwise.show.scores import print_importance
+
     require_writable_page(html)
-    device = LocalProcess(True, 0).device(model.device)
+    device = model.torch_device
     of_method: dict[str, Any] = {name: value for name, value in asdict(method_options).items() if value is not None}
     with resumable(out):
         source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
         lm_head, loss_function = find_loss(source, dataset.tokenizer, loss)
         if method is None:  # the gradient of a distance is 0 at the unchanged model
-            method = "ablation" if isinstance(loss_function, EmbeddingDistance) else "gradient"
+            method = "ablation" if isinstance(loss_function, hw.EmbeddingDistance) else "gradient"
         create_method(method, of_method, loss_function, normalise=normalise)
         loaded = source.model(lm_head, model.torch_dtype).to(device)
-        result = score(
+        result = hw.importance(
             loaded,
             dataset,
             loss_function,
@@ -90,6 +89,4 @@ def importance(
             **of_method,
         )
         write_example_page(html, result, loaded, dataset, source.title)
-    output.show(
-        lambda: table_records(result), lambda console: print_importance(result, console, top), written=out, page=html
-    )
+    output.show(result, lambda console: print_importance(result, console, top), written=out, page=html)

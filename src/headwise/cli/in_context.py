@@ -4,15 +4,12 @@ from typing import Annotated
 
 import typer
 
-from headwise.analysis.in_context.in_context_score import REPLACEMENTS, in_context_score
-from headwise.analysis.in_context.table import InContextScores
+import headwise as hw
 from headwise.cli.loading import find_inputs, resumable
 from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice
-from headwise.runs.distributed import LocalProcess
-from headwise.show.records import table_records
-from headwise.show.scores import print_in_context
+from headwise.settings import IN_CONTEXT_REPLACEMENTS
 
 EXAMPLES = """
 headwise in-context --model smollm2 --data corpus.jsonl --documents truncate --out in-context
@@ -34,7 +31,7 @@ def in_context(
     replacement: Annotated[
         str,
         typer.Option(help="What replaces a head's output: zero, mean (over the data), or both.",
-                     **choice((*REPLACEMENTS, "both"))),
+                     **choice((*IN_CONTEXT_REPLACEMENTS, "both"))),
     ] = "zero",
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the choice of sequences.")] = 0,
     repeats: Annotated[bool, typer.Option(help="Also measure induction on repeated random tokens.")] = True,
@@ -46,15 +43,17 @@ def in_context(
     it, and how the score changes without each head. Prints the heads without which the score rises most, and saves the
     changes in --out. Processor time grows with --sequences: on 2 cores, 3 sequences of smollm2 take about 9 minutes.
     """
-    require_new_tables(out, InContextScores.NAME, force=force)
+    from headwise.show.scores import print_in_context
+
+    require_new_tables(out, hw.InContextScores.NAME, force=force)
     with resumable(out):
         source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
-        loaded = source.model("causal", model.torch_dtype).to(LocalProcess(True, 0).device(model.device))
-        result = in_context_score(
+        loaded = source.model("causal", model.torch_dtype).to(model.torch_device)
+        result = hw.in_context_score(
             loaded, dataset, early=early, late=late, window=window, sequences=sequences, seed=seed, repeats=repeats,
             out=out, force=force,
-            replacements=tuple(REPLACEMENTS) if replacement == "both" else (replacement,),
+            replacements=IN_CONTEXT_REPLACEMENTS if replacement == "both" else (replacement,),
             progress=not output.quiet, title=source.title,
         )  # fmt: skip
         result.save(out, force=True)
-    output.show(lambda: table_records(result), lambda console: print_in_context(result, console, top), written=out)
+    output.show(result, lambda console: print_in_context(result, console, top), written=out)

@@ -3,30 +3,32 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headwise.analysis.losses import LOSSES, loss_by_name
 from headwise.cli.options import ModelFlags, TextFlags
 from headwise.data.documents import require_first_document
-from headwise.data.models import ModelSource
-from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.runs.checkpoint import has_checkpoints
-from headwise.runs.data_pass import tokenize
-from headwise.runs.files import require_outside_data, require_writable
+from headwise.settings import LOSSES
+
+if TYPE_CHECKING:
+    import headwise as hw
+    from headwise.data.models import ModelSource
 
 
 def find_inputs(
     model: ModelFlags, data: Path, texts: TextFlags, out: Path, *, shown: bool
-) -> tuple[ModelSource, Texts]:
+) -> "tuple[ModelSource, hw.Texts]":
     """Find a model and tokenize the data for it, without loading the model's weights, so that mistakes in the options
     and in the data are reported at once. If `shown`, a progress bar is shown.
 
     Raises:
         InputError: the output folder cannot be used, the model cannot be found, or the data cannot be read.
     """
+    from headwise.runs.data_pass import tokenize
+    from headwise.runs.files import require_outside_data, require_writable
+
     quiet_libraries()
     require_writable(out)
     require_outside_data(out, data)
@@ -41,7 +43,7 @@ def find_inputs(
     return source, dataset
 
 
-def find_loss(source: ModelSource, tokenizer: Any, name: str | None) -> tuple[str | None, Any]:
+def find_loss(source: "ModelSource", tokenizer: Any, name: str | None) -> tuple[str | None, Any]:
     """Return the kind of language-model head that the loss called `name` needs, and the loss function. If `name` is
     None, the saved model determines the loss: next-token for a causal language model, masked-token for a masked one,
     otherwise embedding distance.
@@ -49,6 +51,8 @@ def find_loss(source: ModelSource, tokenizer: Any, name: str | None) -> tuple[st
     Raises:
         InputError: the tokenizer has no mask token, which the loss needs.
     """
+    from headwise.analysis.losses import loss_by_name
+
     if name is None:
         trained_head = source.lm_head()
         name = next(loss for loss, head in LOSSES.items() if head == trained_head)
@@ -63,6 +67,8 @@ def resumable(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        from headwise.runs.checkpoint import has_checkpoints
+
         again = "; run the same command again to resume" if has_checkpoints(out) else ""
         typer.echo(f"headwise: interrupted{again}", err=True)
         raise

@@ -5,14 +5,12 @@ from typing import Annotated
 
 import typer
 
+import headwise as hw
 from headwise.cli.loading import find_inputs
 from headwise.cli.options import Data, ModelFlags, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
-from headwise.compression.streaming.localize import localize as find_streaming_heads
 from headwise.errors import InputError
-from headwise.runs.distributed import LocalProcess
-from headwise.show.localizations import localization_records
 
 EXAMPLES = """
 headwise localize --model smollm2 --data corpus.txt --documents cut --budget 0.01 --out streaming.json
@@ -38,15 +36,17 @@ def localize(
     """Find the heads of a decoder that need only the first tokens and a window of recent ones, so that its cache can be
     shorter. Prints them, and saves them in --out.
     """
+    from headwise.show.localizations import localization_records
+
     if out.exists() and not (force and out.is_file()):
         remedy = "--force replaces it" if out.is_file() else None
         raise InputError("out", expected="a new file", got=repr(str(out)), remedy=remedy)
-    device = LocalProcess(True, 0).device(model.device)
+    device = model.torch_device
     source, dataset = find_inputs(model, data, texts, out.parent, shown=not output.quiet)
     if source.lm_head() != "causal":
         raise InputError("model", expected="a decoder with a causal language-model head", got=source.title)
     loaded = source.model("causal", model.torch_dtype).to(device)
-    result = find_streaming_heads(loaded, dataset.within(loaded), budget, window=window, first=first)
+    result = hw.localize(loaded, dataset.within(loaded), budget, window=window, first=first)
     result.save(out)
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}}
     output.show(lambda: localization_records(result, metadata), lambda console: console.print(str(result)), written=out)

@@ -4,18 +4,12 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+import headwise as hw
 from headwise.cli.loading import find_inputs
 from headwise.cli.options import Data, Force, ModelFlags, ModelFolder, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import choice
-from headwise.compression.merging.merge_kv import MergeGrouping, MergeMethod, merge_kv
-from headwise.compression.parameter_counts import parameters_before_and_after
-from headwise.compression.recipe.whole_model import load_whole_model
-from headwise.compression.saving import save_model
-from headwise.runs.distributed import LocalProcess
-from headwise.runs.files import require_outside_data
-from headwise.runs.folders import require_new_folder
-from headwise.show.merges import merge_records, print_merge
+from headwise.settings import MergeGrouping, MergeMethod
 
 EXAMPLES = """
 headwise merge --model smollm2 --data corpus.txt --documents cut --context 128 --kv-heads 1 --out merged
@@ -43,14 +37,20 @@ def merge(
     """Merge the key/value heads of each layer to fewer, which makes the cache smaller. Fits them to the data, and saves
     the smaller model in --out.
     """
+    from headwise.compression.parameter_counts import parameters_before_and_after
+    from headwise.compression.recipe.whole_model import load_whole_model
+    from headwise.runs.files import require_outside_data
+    from headwise.runs.folders import require_new_folder
+    from headwise.show.merges import merge_records, print_merge
+
     require_outside_data(out, data)
     require_new_folder(out, force=force)
-    device = LocalProcess(True, 0).device(model.device)
+    device = model.torch_device
     source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
     dense = load_whole_model(source, model.torch_dtype).to(device)
     names: Any = {"method": method, "grouping": grouping}
-    merged = merge_kv(dense, num_kv_heads=kv_heads, calibration=dataset.within(dense), **names)
-    save_model(merged, dataset.tokenizer, out, force=force)
+    merged = hw.merge_kv(dense, num_kv_heads=kv_heads, calibration=dataset.within(dense), **names)
+    hw.save_model(merged, dataset.tokenizer, out, force=force)
     sizes = parameters_before_and_after(dense, merged)
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}}
     output.show(

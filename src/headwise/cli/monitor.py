@@ -5,20 +5,17 @@ from typing import Annotated
 
 import typer
 
+import headwise as hw
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
 from headwise.errors import InputError
 from headwise.monitoring.alarms import AlarmLimits
-from headwise.monitoring.history import History
-from headwise.show.monitoring import history_records, print_history
 
 EXAMPLES = """
 headwise monitor run
 headwise monitor run --changed 10 --max-logit 50 --out pictures
 headwise monitor run --no-pictures --json > state.json
 """
-
-DEFAULT = AlarmLimits()
 
 
 def monitor(
@@ -34,21 +31,23 @@ def monitor(
     ] = 5,
     max_logit: Annotated[
         float | None, typer.Option(metavar="X", help="Alarm above this attention logit.", show_default=True)
-    ] = DEFAULT.max_logit,
+    ] = AlarmLimits.max_logit,
     entropy: Annotated[
         float | None, typer.Option(metavar="X", help="Alarm below this mean entropy, in nats.")
-    ] = DEFAULT.entropy,
+    ] = AlarmLimits.entropy,
     output_share: Annotated[
         float | None, typer.Option(metavar="X", help="Alarm below this share of the layer's median output norm.")
-    ] = DEFAULT.output_share,
+    ] = AlarmLimits.output_share,
     output: OutputFlags,
 ) -> None:
     """Show the state of a training that `hw.monitor` observes, also while it runs. Prints the last observed step; for
     each statistic the heads with the smallest, the median and the largest value, and those that changed most since the
     first step; and the alarms of the last step. Writes a picture of each statistic over all steps.
     """
+    from headwise.show.monitoring import history_records, print_history
+
     limits = AlarmLimits(max_logit, entropy, output_share)
-    history = History.load(folder)
+    history = hw.History.load(folder)
     if not history.steps:
         raise InputError("folder", expected="a run folder with observed steps", got=f"{str(folder)!r} without steps")
     if pictures:

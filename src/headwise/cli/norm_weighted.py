@@ -4,15 +4,12 @@ from typing import Annotated
 
 import typer
 
-from headwise.analysis.flow.norm_weighted import norm_weighted as measure_norm_weighted
+import headwise as hw
 from headwise.cli.loading import find_inputs, resumable
 from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import choice
-from headwise.runs.distributed import process_group
-from headwise.show.flow import print_norm_weighted
-from headwise.show.records import table_records
-from headwise.statistics.by_norm import NORMED
+from headwise.settings import NORMED_STATISTICS
 
 EXAMPLES = """
 headwise norm-weighted --model smollm2 --data corpus.jsonl --documents truncate --context 512 --out norms
@@ -27,7 +24,7 @@ def norm_weighted(
     out: Out,
     model: ModelFlags,
     texts: TextFlags,
-    by: Annotated[str, typer.Option(help="Statistic that is printed.", **choice(NORMED))] = "first",
+    by: Annotated[str, typer.Option(help="Statistic that is printed.", **choice(NORMED_STATISTICS))] = "first",
     top: Annotated[int, typer.Option(min=1, help="Number of heads to print, those that differ most first.")] = 20,
     force: Force = False,
     output: OutputFlags,
@@ -36,14 +33,17 @@ def norm_weighted(
     alone. Prints the heads in which both differ most, and saves all statistics in --out. Processes started by torchrun
     share the work.
     """
+    from headwise.runs.distributed import process_group
+    from headwise.show.flow import print_norm_weighted
+
     with process_group() as process, resumable(out):
         shown = process.is_first and not output.quiet
         source, dataset = find_inputs(model, data, texts, out, shown=shown)
         loaded = source.model(dtype=model.torch_dtype).to(process.device(model.device))
-        result = measure_norm_weighted(loaded, dataset, out=out, force=force, progress=shown, title=source.title)
+        result = hw.norm_weighted(loaded, dataset, out=out, force=force, progress=shown, title=source.title)
         if process.is_first:
             output.show(
-                lambda: table_records(result),
+                result,
                 lambda console: print_norm_weighted(result, by, console, top),
                 written=out,
             )

@@ -2,16 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from headwise.analysis.losses import LOSSES
 from headwise.cli.quantities import choice, path
 from headwise.data.document_modes import DOCUMENT_MODES
-from headwise.data.models import ModelSource, find_model
-from headwise.data.texts import Texts
+from headwise.settings import DTYPES, LOSSES
+
+if TYPE_CHECKING:
+    import torch
+
+    import headwise as hw
+    from headwise.data.models import ModelSource
 
 Data = Annotated[
     Path, typer.Option(parser=path, metavar="PATH", help="File or folder with the data: text, JSON lines or Parquet.")
@@ -45,8 +48,6 @@ Device = Annotated[
 Top = Annotated[int, typer.Option(min=1, help="Number of rows to print, largest first.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing run in the output folder.")]
 
-DTYPES = ("float32", "float16", "bfloat16", "float64")
-
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]
 DataType = Annotated[str | None, typer.Option(help="Data type of the weights. Default: as saved.", **choice(DTYPES))]
 
@@ -70,14 +71,29 @@ class ModelFlags:
     dtype: DataType = None
     device: Device = None
 
-    def find(self) -> ModelSource:
+    def find(self) -> "ModelSource":
         """Return the location of the model, after checking that its configuration can be reached."""
+        from headwise.data.models import find_model
+
         return find_model(self.model, self.revision)
 
     @property
-    def torch_dtype(self) -> torch.dtype | None:
+    def torch_dtype(self) -> "torch.dtype | None":
         """Data type of the weights as torch's object; None for the saved one."""
+        import torch
+
         return None if self.dtype is None else getattr(torch, self.dtype)
+
+    @property
+    def torch_device(self) -> "torch.device":
+        """Device as torch's object: a GPU if there is one and no device is named.
+
+        Raises:
+            InputError: torch cannot use the named device.
+        """
+        from headwise.runs.distributed import LocalProcess
+
+        return LocalProcess(True, 0).device(self.device)
 
 
 @dataclass(frozen=True)
@@ -108,8 +124,10 @@ class TextFlags:
     limit: Annotated[int | None, typer.Option(min=1, help="Use only this many sequences.")] = None
     column: Column = "text"
 
-    def texts(self, data: Path, tokenizer: Any) -> Texts:
+    def texts(self, data: Path, tokenizer: Any) -> "hw.Texts":
         """Return the data set in the file or folder `data` as `Texts`, which tokenizes it with `tokenizer` and cuts it
         into sequences and batches according to these options.
         """
-        return Texts(data, tokenizer, self.context, self.documents, self.batch, self.limit, self.column)
+        import headwise as hw
+
+        return hw.Texts(data, tokenizer, self.context, self.documents, self.batch, self.limit, self.column)

@@ -4,16 +4,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from headwise.errors import InputError
-from headwise.runs.files import require_writable
-from headwise.runs.table import table_path
-from headwise.show.records import Records, write_csv, write_json
-from headwise.show.terminal import make_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headwise.runs.table import Table
+    from headwise.show.records import Records
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,21 @@ class OutputFlags:
 
     def show(
         self,
-        records: Callable[[], Records],
-        print_text: Callable[[Console], None],
+        result: "Table[Any] | Callable[[], Records]",
+        print_text: "Callable[[Console], None]",
         written: Path | None = None,
         page: Path | None = None,
     ) -> None:
-        """Print a result on standard output, as JSON or CSV from `records()`, or as text by `print_text(console)`. Then
-        say, unless `quiet`, that the file or folder `written` and the file `page` were written; below JSON or CSV, on
-        standard error.
+        """Print a result on standard output: as JSON or CSV from the rows of a table, or from the records that the
+        function `result` returns, or as text by `print_text(console)`. Then say, unless `quiet`, that the file or
+        folder `written` and the file `page` were written; below JSON or CSV, on standard error.
         """
-        if self.json:
-            write_json(records(), sys.stdout)
-        elif self.csv:
-            write_csv(records(), sys.stdout)
+        from headwise.show.records import table_records, write_csv, write_json
+        from headwise.show.terminal import make_console
+
+        if self.json or self.csv:
+            records = result() if callable(result) else table_records(result)
+            (write_json if self.json else write_csv)(records, sys.stdout)
         else:
             print_text(make_console())
         paths = [str(path) for path in (written, page) if path is not None]
@@ -66,6 +69,9 @@ def require_new_tables(out: Path | None, *names: str, force: bool) -> None:
     """
     if out is None:
         return
+    from headwise.runs.files import require_writable
+    from headwise.runs.table import table_path
+
     require_writable(out)
     existing = [name for name in names if table_path(out, name).exists()]
     if existing and not force:

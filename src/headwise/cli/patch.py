@@ -1,26 +1,19 @@
 """The command `headwise patch`."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headwise.analysis.patching.activation_patching import activation_patching
-from headwise.analysis.patching.attribution_patching import attribution_patching
-from headwise.analysis.patching.path_patching import MLP_MODES, path_patching
-from headwise.analysis.patching.prompts import patching_prompts
-from headwise.analysis.patching.table import DIRECTIONS, AttributionPatching, Patching, PathPatching
+import headwise as hw
 from headwise.cli.loading import quiet_libraries
 from headwise.cli.options import Force, ModelFlags, TableFolder, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice, path
 from headwise.data.documents import read_json_lines
 from headwise.errors import InputError
-from headwise.runs.distributed import LocalProcess
-from headwise.show.records import table_records
-from headwise.show.scores import print_patching
+from headwise.settings import MLP_MODES, PATCH_DIRECTIONS
 
 EXAMPLES = """
 headwise patch --model smollm2 --clean "Paris is in" --corrupted "Rome is in" --answer " France" --wrong " Italy"
@@ -28,12 +21,12 @@ headwise patch --model smollm2 --pairs pairs.jsonl --method path --receiver 23.3
 headwise patch --model smollm2 --pairs pairs.jsonl --method attribution --steps 4 --json > patching.json
 """
 
-METHODS: dict[str, tuple[type[Patching], Callable[..., Patching]]] = {
-    "activation": (Patching, activation_patching),
-    "attribution": (AttributionPatching, attribution_patching),
-    "path": (PathPatching, path_patching),
+METHODS: dict[str, tuple[str, str]] = {
+    "activation": ("Patching", "activation_patching"),
+    "attribution": ("AttributionPatching", "attribution_patching"),
+    "path": ("PathPatching", "path_patching"),
 }
-"""Table and function of each method."""
+"""Names of the table and the function of each method."""
 
 PARTS = ("clean", "corrupted", "answer", "wrong")
 
@@ -133,8 +126,10 @@ def patch(
     ] = "activation",
     direction: Annotated[
         str,
-        typer.Option(help="Patch into the run on the corrupted prompts, or into the clean one.", **choice(DIRECTIONS)),
-    ] = DIRECTIONS[0],
+        typer.Option(
+            help="Patch into the run on the corrupted prompts, or into the clean one.", **choice(PATCH_DIRECTIONS)
+        ),
+    ] = PATCH_DIRECTIONS[0],
     method_options: MethodFlags,
     out: TableFolder = None,
     top: Top = 20,
@@ -145,15 +140,17 @@ def patch(
     on one prompt, by its output in the run on another prompt with another answer. Prints the heads with the largest
     effect on the difference between the logits of the two answers.
     """
+    from headwise.show.scores import print_patching
+
     texts, options = prompts.texts(), method_options.options(method)
-    table, function = METHODS[method]
+    table, function = (getattr(hw, name) for name in METHODS[method])
     require_new_tables(out, table.NAME, force=force)
     quiet_libraries()
     source = model.find()
     if source.lm_head() != "causal":
         raise InputError("model", expected="a causal language model", got=repr(source.title))
-    pairs = patching_prompts(source.tokenizer(), **texts)
-    loaded = source.model("causal", model.torch_dtype).to(LocalProcess(True, 0).device(model.device))
+    pairs = hw.patching_prompts(source.tokenizer(), **texts)
+    loaded = source.model("causal", model.torch_dtype).to(model.torch_device)
     options |= {"direction": direction, "progress": not output.quiet}
     result = function(loaded, **pairs, **options)
     if out is not None:
@@ -162,7 +159,7 @@ def patch(
     def print_text(console: Any) -> None:
         print_patching(result, console, top, title=source.title)
 
-    output.show(lambda: table_records(result), print_text, written=out)
+    output.show(result, print_text, written=out)
 
 
 def _read_pairs(file: Path) -> dict[str, list[str]]:

@@ -4,15 +4,12 @@ from typing import Annotated
 
 import typer
 
-from headwise.analysis.curves.position_curves import position_curves
+import headwise as hw
 from headwise.cli.loading import find_inputs, resumable
 from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import choice, numbers
-from headwise.runs.distributed import process_group
-from headwise.show.curves import print_positions
-from headwise.show.records import table_records
-from headwise.statistics.by_position import ROW_STATISTICS
+from headwise.settings import ROW_STATISTICS
 
 EXAMPLES = """
 headwise positions --model smollm2 --data corpus.jsonl --documents cut --context 2048 --out positions
@@ -40,13 +37,16 @@ def positions(
     slope on the logarithm of the position. Prints one statistic of the heads with the steepest slopes, and saves curves
     and slopes of all statistics in --out. Processes started by torchrun share the work.
     """
+    from headwise.runs.distributed import process_group
+    from headwise.show.curves import print_positions
+
     bins = None if edges is None else numbers(edges)
     with process_group() as process, resumable(out):
         shown = process.is_first and not output.quiet
         source, dataset = find_inputs(model, data, texts, out, shown=shown)
         loaded = source.model(dtype=model.torch_dtype).to(process.device(model.device))
-        result = position_curves(loaded, dataset, edges=bins, out=out, force=force, progress=shown, title=source.title)
+        result = hw.position_curves(
+            loaded, dataset, edges=bins, out=out, force=force, progress=shown, title=source.title
+        )
         if process.is_first:
-            output.show(
-                lambda: table_records(result), lambda console: print_positions(result, by, console, top), written=out
-            )
+            output.show(result, lambda console: print_positions(result, by, console, top), written=out)

@@ -4,14 +4,11 @@ from typing import Annotated
 
 import typer
 
-from headwise.analysis.profile import profile as measure
+import headwise as hw
 from headwise.cli.loading import find_inputs, resumable
 from headwise.cli.options import Data, Force, Html, ModelFlags, Out, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.pages import require_writable_page, write_example_page
-from headwise.runs.distributed import process_group
-from headwise.show.profiles import print_profile
-from headwise.show.records import table_records
 
 EXAMPLES = """
 headwise profile --data corpus.txt --documents cut --out profile --html profile.html
@@ -35,13 +32,16 @@ def profile(
     token, induction or broad), prints the heads of each role, and saves roles and statistics in --out as a profile.
     Processes started by torchrun share the work.
     """
+    from headwise.runs.distributed import process_group
+    from headwise.show.profiles import print_profile
+
     require_writable_page(html)
     with process_group() as process, resumable(out):
         device = process.device(model.device)
         shown = process.is_first and not output.quiet
         source, dataset = find_inputs(model, data, texts, out, shown=shown)
         loaded = source.model(dtype=model.torch_dtype).to(device)
-        result = measure(
+        result = hw.profile(
             loaded,
             dataset,
             repeats=repeats,
@@ -52,6 +52,4 @@ def profile(
         )
         if process.is_first:
             write_example_page(html, result, loaded, dataset, source.title)
-            output.show(
-                lambda: table_records(result), lambda console: print_profile(result, console), written=out, page=html
-            )
+            output.show(result, lambda console: print_profile(result, console), written=out, page=html)

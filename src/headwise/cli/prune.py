@@ -2,29 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from torch import nn
 
-from headwise.analysis.losses import Loss
+import headwise as hw
 from headwise.cli.loading import find_inputs, find_loss
 from headwise.cli.options import Data, Force, ModelFlags, ModelFolder, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import choice, path
-from headwise.compression.parameter_counts import parameters_before_and_after
-from headwise.compression.pruning.plan_pruning import CONSTRAINTS
-from headwise.compression.pruning.prune import prune as remove
-from headwise.compression.pruning.pruning_plan import PruningPlan
-from headwise.compression.recipe.whole_model import load_whole_model
-from headwise.compression.saving import write_model
-from headwise.compression.scores.named_scores import SCORES, plan_by_name, require_scores
-from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.runs.distributed import LocalProcess
-from headwise.runs.files import require_outside_data
-from headwise.runs.folders import new_folder, require_new_folder
-from headwise.show.plans import plan_records, print_plan
+from headwise.settings import CONSTRAINTS, PRUNING_SCORES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from headwise.analysis.losses import Loss
 
 EXAMPLES = """
 headwise prune --model smollm2 --data corpus.txt --documents cut --context 128 --keep 0.67 --out smaller
@@ -58,7 +51,9 @@ class PlanFlags:
             help="Equally many heads in each layer (uniform), equally many groups, or any heads.", **choice(CONSTRAINTS)
         ),
     ] = "uniform"
-    scores: Annotated[str, typer.Option(help="What decides which heads remain.", **choice(SCORES))] = "least-squares"
+    scores: Annotated[str, typer.Option(help="What decides which heads remain.", **choice(PRUNING_SCORES))] = (
+        "least-squares"
+    )
     rounds: Annotated[int | None, typer.Option(min=1, help="Number of times that the remaining heads are scored.")] = (
         None
     )
@@ -73,8 +68,12 @@ class PlanFlags:
         if self.keep is not None and not 0 < self.keep <= 1:
             raise InputError("keep", expected="a share above 0 and at most 1", got=self.keep)
 
-    def make(self, model: nn.Module, texts: Texts, loss: Loss, *, fitted: bool, shown: bool) -> PruningPlan:
+    def make(
+        self, model: "nn.Module", texts: "hw.Texts", loss: "Loss", *, fitted: bool, shown: bool
+    ) -> "hw.PruningPlan":
         """Return a new plan for a model, whose output projections will be `fitted`; if `shown`, show progress bars."""
+        from headwise.compression.scores.named_scores import plan_by_name
+
         assert self.keep is not None  # checked above, without a saved plan
         return plan_by_name(
             self.scores,
@@ -103,10 +102,18 @@ def prune(
     """Remove the least important heads of a model. Chooses them by scores on the data, fits the output projections of
     the remaining ones, and saves the smaller model with its plan in --out.
     """
+    from headwise.compression.parameter_counts import parameters_before_and_after
+    from headwise.compression.recipe.whole_model import load_whole_model
+    from headwise.compression.saving import write_model
+    from headwise.compression.scores.named_scores import require_scores
+    from headwise.runs.files import require_outside_data
+    from headwise.runs.folders import new_folder, require_new_folder
+    from headwise.show.plans import plan_records, print_plan
+
     require_outside_data(out, data)
     require_new_folder(out, force=force)
-    saved = None if heads.plan is None else PruningPlan.load(heads.plan)
-    device = LocalProcess(True, 0).device(model.device)
+    saved = None if heads.plan is None else hw.PruningPlan.load(heads.plan)
+    device = model.torch_device
     source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
     _, loss = find_loss(source, dataset.tokenizer, None)
     if saved is None:
@@ -114,7 +121,7 @@ def prune(
     dense = load_whole_model(source, model.torch_dtype).to(device)
     dataset = dataset.within(dense)
     plan = saved or heads.make(dense, dataset, loss, fitted=fit, shown=not output.quiet)
-    smaller = remove(dense, plan, calibration=dataset if fit else None)
+    smaller = hw.prune(dense, plan, calibration=dataset if fit else None)
     with new_folder(out, force=force) as part:
         write_model(smaller, dataset.tokenizer, part)
         plan.save(part / PLAN_FILE)

@@ -5,13 +5,12 @@ from typing import Annotated
 
 import typer
 
-from headwise.analysis.head_tests.retrieval import CONTINUATIONS, DEPTHS, LENGTHS, NEEDLES, retrieval_score
+import headwise as hw
 from headwise.cli.head_tests import decoder_and_tokenizer
 from headwise.cli.options import Force, ModelFlags, TableFolder, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice, numbers, path
-from headwise.show.head_tests import print_retrieval
-from headwise.show.records import table_records
+from headwise.settings import CONTINUATIONS, NEEDLE_LENGTHS, NEEDLES
 
 EXAMPLES = """
 headwise retrieval --model smollm2 --out smollm2-retrieval
@@ -28,7 +27,7 @@ def retrieval(
         typer.Option(parser=path, metavar="PATH", help="Text that hides needles. Default: the help topics of Python."),
     ] = None,
     lengths: Annotated[str, typer.Option(metavar="N,N", help="Numbers of tokens of the texts, about.")] = ",".join(
-        map(str, LENGTHS)
+        map(str, NEEDLE_LENGTHS)
     ),
     needles: Annotated[int, typer.Option(min=1, metavar="N", help="Number of needles.")] = NEEDLES,
     continuation: Annotated[
@@ -44,14 +43,15 @@ def retrieval(
     """Measure how often each head attends most to the token that the model repeats from a sentence in a long text.
     Prints the heads with the largest retrieval scores, and tests which scores are above 0.1.
     """
+    from headwise.show.head_tests import print_retrieval
+
     require_new_tables(out, "retrieval", force=force)
     loaded, tokenizer, title = decoder_and_tokenizer(model)
-    table = retrieval_score(
+    table = hw.retrieval_score(
         loaded,
         tokenizer,
         haystack=haystack,
         lengths=numbers(lengths),
-        depths=DEPTHS,
         needles=needles,
         continuation=continuation,
         seed=seed,
@@ -60,4 +60,4 @@ def retrieval(
     )
     if out is not None:
         table.save(out, force=force)
-    output.show(lambda: table_records(table), lambda console: print_retrieval(table, console, top), written=out)
+    output.show(table, lambda console: print_retrieval(table, console, top), written=out)

@@ -4,14 +4,12 @@ from typing import Annotated
 
 import typer
 
-from headwise.analysis.head_tests.sinks import EPSILON, sink_rate
+import headwise as hw
 from headwise.cli.loading import find_inputs
 from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import numbers
-from headwise.runs.distributed import LocalProcess
-from headwise.show.head_tests import print_sinks
-from headwise.show.records import table_records
+from headwise.settings import SINK_EPSILON
 
 EXAMPLES = """
 headwise sinks --model smollm2 --data corpus.jsonl --documents truncate --context 64 --out smollm2-sinks
@@ -25,7 +23,7 @@ def sinks(
     data: Data,
     out: Out,
     model: ModelFlags,
-    epsilon: Annotated[float, typer.Option(metavar="X", help="Threshold of the mean attention.")] = EPSILON,
+    epsilon: Annotated[float, typer.Option(metavar="X", help="Threshold of the mean attention.")] = SINK_EPSILON,
     positions: Annotated[str, typer.Option(metavar="N,N", help="Numbers of the tokens, from 0.")] = "0",
     texts: TextFlags,
     top: Top = 20,
@@ -35,10 +33,14 @@ def sinks(
     """Measure in which share of sequences the mean attention of each head on the first token exceeds a threshold.
     Prints the heads with the largest rates, and the rate of the model.
     """
+    from headwise.show.head_tests import print_sinks
+
     require_new_tables(out, "sinks", force=force)
     places = numbers(positions)
     source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
-    loaded = source.model(dtype=model.torch_dtype).to(LocalProcess(True, 0).device(model.device))
-    table = sink_rate(loaded, dataset, epsilon=epsilon, positions=places, progress=not output.quiet, title=source.title)
+    loaded = source.model(dtype=model.torch_dtype).to(model.torch_device)
+    table = hw.sink_rate(
+        loaded, dataset, epsilon=epsilon, positions=places, progress=not output.quiet, title=source.title
+    )
     table.save(out, force=force)
-    output.show(lambda: table_records(table), lambda console: print_sinks(table, console, top), written=out)
+    output.show(table, lambda console: print_sinks(table, console, top), written=out)

@@ -6,18 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
+import headwise as hw
 from headwise.cli.loading import quiet_libraries, resumable
 from headwise.cli.options import Column, Data, Force
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import amount, choice, numbers, path, seconds
-from headwise.data.models import find_model
-from headwise.show.records import study_records
-from headwise.show.studies import print_study
-from headwise.studies.budget import StudyBudget
-from headwise.studies.corpus import TASKS, TextOptions
-from headwise.studies.optuna_storage import OptunaOptions
-from headwise.studies.space import Space
-from headwise.studies.text_study import DEFAULT_TEXT, study_texts
+from headwise.studies.text_options import TASKS, TextOptions
 
 EXAMPLES = """
 headwise study --data corpus.txt --out how-many --budget 2h
@@ -41,20 +35,22 @@ class TextStudyFlags:
         typer.Option(
             help="What the models learn: the next token, masked tokens, or the label of a text.", **choice(TASKS)
         ),
-    ] = DEFAULT_TEXT.task
-    context: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = DEFAULT_TEXT.context
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = DEFAULT_TEXT.batch
+    ] = TextOptions.task
+    context: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = TextOptions.context
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = TextOptions.batch
     vocabulary: Annotated[int, typer.Option(min=1, help="Tokens of the tokenizer that is trained on the data.")] = (
-        DEFAULT_TEXT.vocabulary
+        TextOptions.vocabulary
     )
     tokenizer: Annotated[str | None, typer.Option(help="Use the tokenizer of this model instead.")] = None
-    column: Column = DEFAULT_TEXT.column
-    label: Annotated[str, typer.Option(help="Column with the label, for --task classify.")] = DEFAULT_TEXT.label
+    column: Column = TextOptions.column
+    label: Annotated[str, typer.Option(help="Column with the label, for --task classify.")] = TextOptions.label
 
     def options(self) -> TextOptions:
         """Return these command-line options as `hw.TextOptions`. If --tokenizer names a model, that model's tokenizer
         is loaded here; otherwise the options contain no tokenizer, and the study trains one on its data later.
         """
+        from headwise.data.models import find_model
+
         tokenizer = None if self.tokenizer is None else find_model(self.tokenizer, argument="tokenizer").tokenizer()
         sizes = (self.context, self.batch)
         return TextOptions(self.task, *sizes, tokenizer, self.vocabulary, self.column, self.label)
@@ -88,12 +84,12 @@ class SpaceFlags:
     ] = None
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers. Default: derived from --params.")] = None
 
-    def space(self) -> Space:
+    def space(self) -> "hw.Space":
         """Return the head settings to compare as `hw.Space`: the numbers of heads, head dimensions and numbers of
         key/value heads to combine, the width of the models, and the number of tensor-parallel ranks that must be able
         to share the heads equally.
         """
-        return Space(self.embed_dim, self.heads, self.head_dim, self.kv_heads, self.tensor_parallel)
+        return hw.Space(self.embed_dim, self.heads, self.head_dim, self.kv_heads, self.tensor_parallel)
 
 
 @dataclass(frozen=True)
@@ -117,12 +113,12 @@ class BudgetFlags:
     ] = None
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each setting with its best learning rate.")] = 3
 
-    def limits(self) -> StudyBudget:
+    def limits(self) -> "hw.StudyBudget":
         """Return these command-line options as `hw.StudyBudget`. The time limit is 30 minutes if neither --budget nor
         --tokens is used.
         """
         limit = DEFAULT_SECONDS if self.budget is None and self.tokens is None else self.budget
-        return StudyBudget(limit, tokens=self.tokens, trials=self.trials, seeds=self.seeds)
+        return hw.StudyBudget(limit, tokens=self.tokens, trials=self.trials, seeds=self.seeds)
 
 
 def study(
@@ -153,9 +149,12 @@ def study(
     and sharing of their heads. Prints a table that compares the models' losses, and saves the table and the models in
     --out.
     """
+    from headwise.show.records import study_records
+    from headwise.show.studies import print_study
+
     quiet_libraries()
     with resumable(out):
-        result = study_texts(
+        result = hw.study_texts(
             data,
             out,
             budget=budget.limits(),
@@ -166,7 +165,7 @@ def study(
             layers=space.layers,
             seed=seed,
             device=device,
-            optuna=OptunaOptions(storage, name),
+            optuna=hw.OptunaOptions(storage, name),
             progress=not output.quiet,
             force=force,
         )

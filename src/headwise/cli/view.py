@@ -6,22 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.analysis.focus import KINDS, Focus
-from headwise.analysis.page import write_page
-from headwise.analysis.view import view as view_text
-from headwise.analysis.view_result import View
-from headwise.analysis.view_set import ViewSet
+import headwise as hw
 from headwise.cli.loading import quiet_libraries
 from headwise.cli.options import Html, ModelFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.pages import require_writable_page
 from headwise.cli.quantities import choice
-from headwise.data.models import find_model
-from headwise.data.tokenization import require_text
 from headwise.errors import InputError
-from headwise.runs.distributed import LocalProcess
-from headwise.show.records import view_records
-from headwise.show.terminal import print_foci, print_view, print_views
+from headwise.settings import FOCUS_KINDS
 
 EXAMPLES = """
 headwise view "Which do you like better, coffee or tea?" --focus object=you,coffee,tea --html page.html
@@ -32,7 +24,8 @@ cat notes.txt | headwise view - --layer 0 --head 9
 FocusKind = Annotated[
     str | None,
     typer.Option(
-        help="Attention that the words of --focus receive from others (the default), or exchange.", **choice(KINDS)
+        help="Attention that the words of --focus receive from others (the default), or exchange.",
+        **choice(FOCUS_KINDS),
     ),
 ]
 
@@ -72,6 +65,11 @@ def view(
     statistics averaged over the text, and its strongest attention from one word to another. With --html, also writes an
     interactive page.
     """
+    from headwise.data.models import find_model
+    from headwise.data.tokenization import require_text
+    from headwise.show.records import view_records
+    from headwise.show.terminal import print_foci, print_view, print_views
+
     content = _read_text(text)
     require_text(content)
     texts: Any = [line for line in content.splitlines() if line.strip()] if lines else content
@@ -84,13 +82,13 @@ def view(
     quiet_libraries()
     options = {"generate": generate, "truncate": truncate}
     seen = _view(model, model.find(), texts, options).select(layer or (), head or ())
-    foci = [_find(seen, each, focus_kind or KINDS[0]) for each in focus or ()]
+    foci = [_find(seen, each, focus_kind or FOCUS_KINDS[0]) for each in focus or ()]
     if html is not None:
         compared = () if other is None else (_view(model, other, texts, options).select(layer or (), head or ()),)
-        write_page(html, seen, against=compared, foci=foci)
+        hw.write_page(html, seen, against=compared, foci=foci)
 
     def print_text(console: Any) -> None:
-        if isinstance(seen, View):
+        if isinstance(seen, hw.View):
             print_view(seen, console, detail=bool(head))
         else:
             print_views(seen, console)
@@ -99,17 +97,17 @@ def view(
     output.show(lambda: view_records(seen, foci), print_text, page=html)
 
 
-def _view(flags: ModelFlags, source: Any, texts: Any, options: dict[str, Any]) -> View | ViewSet:
+def _view(flags: ModelFlags, source: Any, texts: Any, options: dict[str, Any]) -> "hw.View | hw.ViewSet":
     """Load a model, and return the view of a text, or of each of several texts."""
-    device = LocalProcess(True, 0).device(flags.device)
+    device = flags.torch_device
     tokenizer = source.tokenizer()
     lm_head = source.lm_head() if options["generate"] else None
     loaded = source.model(lm_head, flags.torch_dtype).to(device)
-    seen: View | ViewSet = view_text(loaded, tokenizer, texts, title=source.title, **options)
+    seen: hw.View | hw.ViewSet = hw.view(loaded, tokenizer, texts, title=source.title, **options)
     return seen
 
 
-def _find(seen: View | ViewSet, focus: str, kind: str) -> Focus:
+def _find(seen: "hw.View | hw.ViewSet", focus: str, kind: str) -> "hw.Focus":
     """Return the heads by the focus that an option states: words between commas, after a name and `=` or alone."""
     name, separator, words = focus.rpartition("=")
     if not separator or not name.strip():

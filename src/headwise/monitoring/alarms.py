@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from headwise.checks import finite_number
 from headwise.errors import InputError
 
 
@@ -50,6 +49,8 @@ class AlarmLimits:
     output_share: float | None = 0.001
 
     def __post_init__(self) -> None:
+        from headwise.checks import finite_number  # imports torch
+
         for name, limit in vars(self).items():
             if limit is not None:
                 finite_number(name, limit, above=0.0)

@@ -16,10 +16,9 @@ from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.backends.blockwise.tiles import LOG2_E
 from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.attention.masks.grid import Grid
+from headwise.settings import NORMED_STATISTICS
 from headwise.shapes import Bool, Float
 from headwise.statistics.further_sums import HeadSlices, MeasuredRows, Values
-from headwise.statistics.registry import STATISTICS
-from headwise.statistics.statistic import MeanOfRows
 from headwise.statistics.tally import Tally
 
 BY_NORM, CHANGE = " by norm", " change"
@@ -29,13 +28,6 @@ MOVED, PREFERENCE = "moved", "norm_preference"
 """Names of the share of attention that is on other keys by norm than by weight, and of the preference for long
 vectors.
 """
-
-NORMED = tuple(
-    name
-    for name, statistic in STATISTICS.items()
-    if isinstance(statistic, MeanOfRows) and name not in ("output_norm", "written_norm")
-)
-"""Names of the statistics of weights that are computed from norms too: those that have a value for each query."""
 
 NO_PROJECTION = (
     "no output projection of the heads of these modules was found, so norm-weighted attention is left out "
@@ -74,7 +66,7 @@ class NormStatistics:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the statistics."""
-        return (*(name + suffix for name in NORMED for suffix in (BY_NORM, CHANGE)), MOVED, PREFERENCE)
+        return (*(name + suffix for name in NORMED_STATISTICS for suffix in (BY_NORM, CHANGE)), MOVED, PREFERENCE)
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> "NormSums | str":
         """Return empty sums for an attention call, or the reason that its output projection is unknown."""
@@ -94,8 +86,8 @@ class NormSums:
     """
 
     slices: HeadSlices = field(repr=False)
-    by_norm: Tally = field(default_factory=lambda: Tally(measured=frozenset(NORMED)))
-    by_weight: Tally = field(default_factory=lambda: Tally(measured=frozenset(NORMED)))
+    by_norm: Tally = field(default_factory=lambda: Tally(measured=frozenset(NORMED_STATISTICS)))
+    by_weight: Tally = field(default_factory=lambda: Tally(measured=frozenset(NORMED_STATISTICS)))
     differences: Float[Tensor, "sums batch heads"] | None = field(default=None, repr=False)
     refused: str | None = None
     needs_weights = True

@@ -9,16 +9,12 @@ from torch import Tensor
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
+from headwise.settings import ROW_STATISTICS
 from headwise.shapes import Float, Int
 from headwise.statistics.further_sums import HeadSlices, MeasuredRows, Values
-from headwise.statistics.registry import STATISTICS
-from headwise.statistics.statistic import MeanOfRows
 
 BY_POSITION, SLOPE = " by position", " slope"
 """Suffixes of the names of a statistic's means in bins of positions, and of its slope."""
-
-ROW_STATISTICS = tuple(name for name, statistic in STATISTICS.items() if isinstance(statistic, MeanOfRows))
-"""Names of the statistics that have a value in each query row."""
 
 POSITIONS_UNKNOWN = (
     "positions of queries in their sequences could not be established, so these modules have no curves "

@@ -9,51 +9,15 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.losses import Loss, MaskedTokenLoss, next_token_loss
-from headwise.checks import whole_number
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.shapes import Int
 from headwise.studies.classification import class_loss, labelled_examples, pad_examples
+from headwise.studies.text_options import TextOptions
 from headwise.studies.training import Batches
-
-TASKS = ("lm", "mlm", "classify")
-"""Tasks that a model can learn: predict the next token, masked tokens, or the label of a text."""
 
 HELD_OUT, MAX_HELD_OUT = 10, 64
 """One sequence in `HELD_OUT` is held out, but not more than `MAX_HELD_OUT`."""
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """Options for turning a text into training data of a study: the task, the tokenizer, tokens per sequence, and
-    sequences per batch.
-
-    Attributes:
-        task: "lm" (next token), "mlm" (masked tokens) or "classify" (label of a text).
-        context: tokens per sequence; texts to classify are cut to it.
-        batch: sequences per batch.
-        tokenizer: a `transformers` tokenizer; by default a byte-pair tokenizer is trained on the text.
-        vocabulary: number of tokens of the tokenizer that is trained.
-        column: column with the text, in JSON lines and Parquet.
-        label: column with the label, for "classify".
-
-    Raises:
-        InputError: unknown task, or a number that is not positive.
-    """
-
-    task: str = "lm"
-    context: int = 128
-    batch: int = 8
-    tokenizer: Any = None
-    vocabulary: int = 1024
-    column: str = "text"
-    label: str = "label"
-
-    def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise InputError("task", expected=f"one of {', '.join(TASKS)}", got=repr(self.task))
-        for name in ("context", "batch", "vocabulary"):
-            whole_number(name, getattr(self, name), least=1)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from headwise.runs.distributed import usable_device
 from headwise.runs.files import require_outside_data, require_writable, writable_folder
 from headwise.studies.budget import StudyBudget
 from headwise.studies.classification import accuracy
-from headwise.studies.corpus import Corpus, TextOptions, make_corpus
+from headwise.studies.corpus import Corpus, make_corpus
 from headwise.studies.decode_speed import cache_bytes_per_token, decode_speed
 from headwise.studies.definition import Measure, StudyDefinition, TrainedCallback
 from headwise.studies.export import require_transformers, save_model
@@ -31,6 +31,7 @@ from headwise.studies.space import Setting, Space
 from headwise.studies.study import DEFAULT_OPTUNA, RunOptions, check_requirements, run_study, settings_to_compare
 from headwise.studies.study_plot import new_panels, require_matplotlib
 from headwise.studies.study_result import Study
+from headwise.studies.text_options import TextOptions
 from headwise.studies.tokenizer import train_tokenizer
 from headwise.studies.training import DEFAULT_RECIPE, Recipe
 

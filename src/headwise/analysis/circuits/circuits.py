@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from headwise.analysis.circuits.composition import composition_table
 from headwise.analysis.circuits.composition_table import Composition
 from headwise.analysis.circuits.double_copy import double_copy
-from headwise.analysis.circuits.matrices import KINDS, SCORES, CircuitMatrices, distance_argument
+from headwise.analysis.circuits.matrices import SCORES, CircuitMatrices, distance_argument
 from headwise.analysis.circuits.module_maps import placed_module
 from headwise.analysis.circuits.scores import CircuitScores, score_table
 from headwise.analysis.circuits.stream import (
@@ -26,6 +26,7 @@ from headwise.data.batches import device_of, with_cache_disabled
 from headwise.data.tokenization import input_embeddings
 from headwise.errors import InputError
 from headwise.runs.fingerprint import run_settings
+from headwise.settings import COMPOSITION_KINDS
 
 TOKENS, FEWEST_TOKENS = 7, 4
 """Numbers of tokens of the text by which weights are checked: by default, and at least."""
@@ -144,6 +145,6 @@ class Circuits(CircuitMatrices):
             InputError: a kind is unknown, or the model has no linear residual stream, or scores that are not bilinear.
         """
         for kind in kinds:
-            if kind not in KINDS:
-                raise InputError("kinds", expected=f"some of {', '.join(KINDS)}", got=repr(kind))
+            if kind not in COMPOSITION_KINDS:
+                raise InputError("kinds", expected=f"some of {', '.join(COMPOSITION_KINDS)}", got=repr(kind))
         return composition_table(self, kinds, distance_argument(distance))

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.circuits.composition_table import Composition, head_pairs
-from headwise.analysis.circuits.matrices import KINDS, CircuitMatrices
+from headwise.analysis.circuits.matrices import CircuitMatrices
 from headwise.analysis.circuits.scores import available
 from headwise.errors import InputError
+from headwise.settings import COMPOSITION_KINDS
 from headwise.shapes import Float
 
 DRAWS = 64
@@ -33,7 +34,7 @@ class ComposingHeads(NamedTuple):
 
 
 def composing_heads(
-    ov: tuple[Tensor, Tensor], qk: tuple[Tensor, Tensor] | None, kinds: Sequence[str] = KINDS
+    ov: tuple[Tensor, Tensor], qk: tuple[Tensor, Tensor] | None, kinds: Sequence[str] = COMPOSITION_KINDS
 ) -> ComposingHeads:
     """Return the reduced factors of heads, from the factors `(heads, width, rank)` and `(heads, rank, width)` of their
     OV and QK matrices; `qk` is None if only "v" is needed.
@@ -72,7 +73,7 @@ def composition_table(circuits: CircuitMatrices, kinds: Sequence[str], distance:
     Raises:
         InputError: the model does not have a kind that is named, or only one layer.
     """
-    kinds = available(circuits, kinds, KINDS, "composition scores")
+    kinds = available(circuits, kinds, COMPOSITION_KINDS, "composition scores")
     modules = circuits.modules()
     if len(modules) < 2:
         raise InputError("model", expected="at least two attention layers", got=len(modules))

@@ -12,14 +12,12 @@ from headwise.analysis.circuits.module_maps import ModuleMaps
 from headwise.analysis.circuits.stream import StreamFactors
 from headwise.checks import LARGEST_SIZE, whole_number
 from headwise.errors import InputError
+from headwise.settings import COMPOSITION_KINDS
 from headwise.shapes import Float
 from headwise.wording import counted
 
 SCORES = ("copying", "matching", "ov_norm", "ov_largest", "qk_norm", "qk_largest")
 """Names of the scores of a head."""
-
-KINDS = ("q", "k", "v")
-"""Kinds of composition."""
 
 
 def distance_argument(distance: Any) -> int:
@@ -106,8 +104,8 @@ class CircuitMatrices:
         Raises:
             InputError: the name is none of a score, such as "copying", or of a kind of composition, such as "q".
         """
-        if score not in (*SCORES, *KINDS):
-            raise InputError("score", expected=f"one of {', '.join((*SCORES, *KINDS))}", got=repr(score))
+        if score not in (*SCORES, *COMPOSITION_KINDS):
+            raise InputError("score", expected=f"one of {', '.join((*SCORES, *COMPOSITION_KINDS))}", got=repr(score))
         if score in ("q", "k", "v", "copying", "matching") and isinstance(self._stream, str):
             return self._stream
         product = self._products.get(score)

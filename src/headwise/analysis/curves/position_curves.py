@@ -16,7 +16,8 @@ from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.rows import NO_ESTIMATE, HeadRow
-from headwise.statistics.by_position import BY_POSITION, ROW_STATISTICS, SLOPE, PositionStatistics
+from headwise.settings import ROW_STATISTICS
+from headwise.statistics.by_position import BY_POSITION, SLOPE, PositionStatistics
 
 POWERS_OF_TWO = (0, *(2**power for power in range(32)))
 """Default edges of bins: 0, 1, 2 to 3, 4 to 7, 8 to 15, ..."""

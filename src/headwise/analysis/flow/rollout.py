@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.flow.rollout_reader import HEAD_STATISTICS, LAYER_STATISTICS, ROWS, LayerSums, RolloutRun
+from headwise.analysis.flow.rollout_reader import LAYER_STATISTICS, ROWS, LayerSums, RolloutRun
 from headwise.analysis.flow.rollout_table import CHANGE_SUFFIX, ROLLED_PREFIX, LayerRow, Rollout, RolloutLayers
 from headwise.analysis.head_pass import require_vocabulary, text_special_ids
 from headwise.analysis.nonfinite import nonfinite_error
@@ -31,10 +31,8 @@ from headwise.runs.data_pass import prepare_texts
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.settings import ROLLOUT_RESIDUAL, ROLLOUT_STATISTICS
 from headwise.shapes import Float
-
-RESIDUAL = 0.5
-"""Share of the residual connection in Abnar and Zuidema, section 4."""
 
 Means = dict[SiteKey, list[dict[str, Float[Tensor, "sequences units"]]]]
 """Means over the queries of each sequence by site, for each batch, by the name of a statistic."""
@@ -44,7 +42,7 @@ def rollout(
     model: nn.Module,
     dataset: Texts | Iterable[Any],
     *,
-    residual: float = RESIDUAL,
+    residual: float = ROLLOUT_RESIDUAL,
     special: Collection[int] | None = None,
     progress: bool = False,
     title: str | None = None,
@@ -164,7 +162,7 @@ def _tables(
         return MeanEstimate.of(joined[site][name][:, unit].tolist(), documents)
 
     measured = next(iter(joined.values()))
-    of_heads = [name for each in HEAD_STATISTICS for name in (ROLLED_PREFIX + each, each + CHANGE_SUFFIX)]
+    of_heads = [name for each in ROLLOUT_STATISTICS for name in (ROLLED_PREFIX + each, each + CHANGE_SUFFIX)]
     heads = tuple(
         HeadRow(
             **labels,

@@ -17,18 +17,16 @@ from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.interceptor import Call, Observation, SiteKey
 from headwise.intercept.observed_call import ObservedCall
+from headwise.settings import ROLLOUT_STATISTICS
 from headwise.shapes import Bool, Float, Int
 
 STATE_BYTES = 2**26
 """Largest size of the columns that one run carries through the layers."""
 
-HEAD_STATISTICS = ("first", "self", "special", "distance")
-"""Statistics of a head's attention, rolled out and direct."""
-
 ROWS = "rows"
 """Name of the numbers of queries that count for each head."""
 
-LAYER_STATISTICS = (*HEAD_STATISTICS, "entropy")
+LAYER_STATISTICS = (*ROLLOUT_STATISTICS, "entropy")
 """Statistics of the rollout of a layer."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.flow.layer_reader import LayerReader, eps_of, require_whole
-from headwise.analysis.flow.rollout import RESIDUAL, residual_share
+from headwise.analysis.flow.rollout import residual_share
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, require_module, whole_number
@@ -20,6 +20,7 @@ from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Observation
 from headwise.intercept.observed_call import ObservedCall
 from headwise.plots.pattern import draw_pattern
+from headwise.settings import ROLLOUT_RESIDUAL
 from headwise.shapes import Float
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def token_rollout(
     *,
     queries: Collection[int] = (-1,),
     layer: int | None = None,
-    residual: float = RESIDUAL,
+    residual: float = ROLLOUT_RESIDUAL,
     truncate: bool = False,
 ) -> TokenRollout:
     """Compute the attention rollout of some tokens of one text: the share of each token of the text in what they read

@@ -21,6 +21,7 @@ from headwise.intercept.install import intercepted
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.progress import progress_bar
 from headwise.runs.rows import MeanEstimate, moment_estimates
+from headwise.settings import FEWEST_PAIRS
 from headwise.shapes import Bool
 from headwise.statistics.moments import RunningMoments, clusters_of
 
@@ -30,9 +31,6 @@ FARTHEST = 10
 IGNORED = ("punct",)
 """Default relations that are left out, as in Clark et al."""
 
-FEWEST = 20
-"""Default least number of pairs of a relation in each half."""
-
 
 def dependency_accuracy(
     model: nn.Module,
@@ -40,7 +38,7 @@ def dependency_accuracy(
     treebank: Any,
     *,
     limit: int | None = None,
-    fewest: int = FEWEST,
+    fewest: int = FEWEST_PAIRS,
     ignored: Collection[str] = IGNORED,
     subtypes: bool = False,
     start_token: int | None = None,

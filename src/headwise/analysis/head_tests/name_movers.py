@@ -23,10 +23,8 @@ from headwise.intercept.interceptor import SiteKey
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.progress import progress_bar
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate
+from headwise.settings import COPIED_PROMPTS, NAME_PROMPTS
 from headwise.shapes import Float
-
-PROMPTS, COPIED = 96, 32
-"""Default numbers of prompts, and of those whose names are copied by the matrices of heads."""
 
 AT_ONCE = 32
 """Largest number of prompts that the model reads at once."""
@@ -36,8 +34,8 @@ def name_movers(
     model: nn.Module,
     tokenizer: Any,
     *,
-    prompts: int = PROMPTS,
-    copied: int = COPIED,
+    prompts: int = NAME_PROMPTS,
+    copied: int = COPIED_PROMPTS,
     names: Collection[str] = NAMES,
     templates: Collection[str] = TEMPLATES,
     seed: int = 0,

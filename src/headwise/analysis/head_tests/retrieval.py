@@ -25,10 +25,8 @@ from headwise.runs.head_table import HeadTable
 from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.significance import false_discovery_rates, one_sided_p_values
+from headwise.settings import CONTINUATIONS, NEEDLE_DEPTHS, NEEDLE_LENGTHS, NEEDLES
 from headwise.shapes import Float, Int
-
-LENGTHS, DEPTHS, NEEDLES = (256, 512), (0.1, 0.5, 0.9), 12
-"""Defaults: numbers of tokens, shares of the text before the needle, and number of needles."""
 
 THRESHOLD = 0.1
 """Score from which Wu et al. call a head a retrieval head."""
@@ -38,8 +36,6 @@ RECALL = 0.5
 
 CHECKED = 24
 """Number of tokens on which it is checked that a model is causal."""
-
-CONTINUATIONS = ("generated", "forced")
 
 
 class Retrieval(HeadTable[HeadRow]):
@@ -83,8 +79,8 @@ def retrieval_score(
     tokenizer: Any,
     *,
     haystack: str | Path | None = None,
-    lengths: Collection[int] = LENGTHS,
-    depths: Collection[float] = DEPTHS,
+    lengths: Collection[int] = NEEDLE_LENGTHS,
+    depths: Collection[float] = NEEDLE_DEPTHS,
     needles: int | Collection[Needle] = NEEDLES,
     continuation: str = "generated",
     recall: float = RECALL,

@@ -29,11 +29,9 @@ from headwise.runs.fingerprint import run_settings
 from headwise.runs.head_table import HeadTable
 from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.settings import SINK_EPSILON
 from headwise.shapes import Float, Int
 from headwise.statistics.tally import Tally
-
-EPSILON = 0.3
-"""Threshold of Gu et al."""
 
 ROUNDING = 1e-4
 """Largest relative difference between two ways to compute the attention on the first token, in float32."""
@@ -67,7 +65,7 @@ def sink_rate(
     model: nn.Module,
     dataset: Texts | Iterable[Any],
     *,
-    epsilon: float = EPSILON,
+    epsilon: float = SINK_EPSILON,
     positions: Collection[int] = (0,),
     progress: bool = False,
     title: str | None = None,

@@ -19,9 +19,9 @@ from headwise.errors import InputError
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow
+from headwise.settings import MLP_MODES
 
 LOGITS = "logits"
-MLP_MODES = ("recompute", "freeze")
 
 
 def path_patching(

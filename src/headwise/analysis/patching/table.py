@@ -4,8 +4,7 @@ from headwise.errors import InputError
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
 from headwise.runs.significance import zero_tests
-
-DIRECTIONS = ("denoise", "noise")
+from headwise.settings import PATCH_DIRECTIONS
 
 
 class Patching(HeadTable[HeadRow]):
@@ -88,5 +87,5 @@ class PathPatching(Patching):
 
 def require_direction(direction: object) -> None:
     """Raise `InputError` if a direction of patching is neither "denoise" nor "noise"."""
-    if direction not in DIRECTIONS:
-        raise InputError("direction", expected=" or ".join(map(repr, DIRECTIONS)), got=repr(direction))
+    if direction not in PATCH_DIRECTIONS:
+        raise InputError("direction", expected=" or ".join(map(repr, PATCH_DIRECTIONS)), got=repr(direction))

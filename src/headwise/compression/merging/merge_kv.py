@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,8 @@ from headwise.removal.head_axes import KeptHeads
 from headwise.removal.head_changes import average_heads, check_parameters, multiply_features, reorder_heads
 from headwise.removal.head_module import HeadModule
 from headwise.removal.remove_heads import RECORD, remove_heads
+from headwise.settings import MergeGrouping, MergeMethod
 from headwise.shapes import Float
-
-MergeMethod = Literal["mean", "weighted_mean", "procrustes"]
-"""Way in which several heads become one."""
-
-MergeGrouping = Literal["adjacent", "similarity"]
-"""Choice of the heads that become one."""
 
 
 def merge_kv(

@@ -18,7 +18,6 @@ from torch import nn
 
 from headwise.checks import finite_number, whole_number
 from headwise.compression.calibration.same_outputs import remove_heads_checked
-from headwise.compression.pruning.pruning_plan import CONSTRAINTS as CONSTRAINTS  # noqa: PLC0414 (a re-export)
 from headwise.compression.pruning.pruning_plan import Head, PlannedModule, PruningPlan, planned_modules
 from headwise.errors import InputError
 from headwise.page.columns import ModelIdentity
@@ -28,6 +27,7 @@ from headwise.removal.torch_layers import replace_torch_layers
 from headwise.runs.fingerprint import identity_of
 from headwise.runs.head_table import HeadTable
 from headwise.runs.progress import progress_bar
+from headwise.settings import CONSTRAINTS
 
 DEFAULT_ROUNDS = 8
 """Number of times that a function scores the heads."""

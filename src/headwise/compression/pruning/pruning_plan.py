@@ -8,10 +8,8 @@ from headwise.checks import is_whole
 from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity, is_identity
 from headwise.runs.json_result import JsonResult, is_number, require_each
+from headwise.settings import CONSTRAINTS
 from headwise.wording import counted
-
-CONSTRAINTS = ("uniform", "groups", "free")
-"""Constraints on the numbers of heads that remain."""
 
 LOADERS = ("transformers", "headwise", "none")
 """Packages that load a pruned model; "none" if no package does."""

@@ -11,14 +11,12 @@ import torch
 
 from headwise.checks import finite_number, whole_number
 from headwise.compression.healing.heal import HealingOptions
-from headwise.compression.merging.merge_kv import MergeGrouping, MergeMethod
-from headwise.compression.pruning.plan_pruning import CONSTRAINTS
 from headwise.compression.report.paired_times import LEAST_ROUNDS
-from headwise.compression.scores.named_scores import SCORES
 from headwise.data.document_modes import DOCUMENT_MODES
 from headwise.data.models import is_existing_folder
 from headwise.errors import InputError
 from headwise.packaged_models import PACKAGED
+from headwise.settings import CONSTRAINTS, PRUNING_SCORES, MergeGrouping, MergeMethod
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 
@@ -70,7 +68,7 @@ class PruneSection:
         if self.keep is not None and not 0 < finite_number("keep", self.keep) <= 1:
             raise InputError("keep", expected="a share above 0 and at most 1", got=self.keep)
         _require_one_of("constraint", self.constraint, CONSTRAINTS)
-        _require_one_of("scores", self.scores, SCORES)
+        _require_one_of("scores", self.scores, PRUNING_SCORES)
         if self.rounds is not None:
             whole_number("rounds", self.rounds, least=1)
 

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.analysis.losses import LOSSES, loss_by_name
+from headwise.analysis.losses import loss_by_name
 from headwise.data.models import ModelSource
 from headwise.errors import InputError
+from headwise.settings import LOSSES
 
 
 def load_whole_model(source: ModelSource, dtype: torch.dtype | None = None) -> nn.Module:

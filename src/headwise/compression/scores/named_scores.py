@@ -7,16 +7,14 @@ from torch import nn
 from headwise.analysis.causality import require_causal
 from headwise.analysis.losses import Loss
 from headwise.compression.pruning.plan_pruning import plan_pruning
-from headwise.compression.pruning.pruning_plan import CONSTRAINTS, PruningPlan
+from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.compression.scores.least_squares import LeastSquaresScores
 from headwise.compression.scores.magnitude import MagnitudeScores
 from headwise.compression.scores.measured import AblationScores, ImportanceScores
 from headwise.data.batches import device_of, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
-
-SCORES = ("least-squares", "magnitude", "importance", "ablation")
-"""Names of scores."""
+from headwise.settings import CONSTRAINTS, PRUNING_SCORES
 
 
 def plan_by_name(
@@ -34,7 +32,7 @@ def plan_by_name(
     """Score the heads of a model, and choose those that remain.
 
     Args:
-        name: one of `SCORES`: least squares, magnitude of weights, importance by gradients, or ablation.
+        name: one of `PRUNING_SCORES`: least squares, magnitude of weights, importance by gradients, or ablation.
         model: the model.
         texts: the data.
         loss: loss of the model, for importance, ablation, and least squares under the constraint "free".
@@ -73,8 +71,8 @@ def require_scores(name: str, constraint: str, loss: Any) -> None:
     """Raise `InputError` if scores cannot be computed with a loss: the distance from the model's own embeddings is 0 in
     the unchanged model, and so is its gradient.
     """
-    if name not in SCORES:
-        raise InputError("scores", expected=f"one of {', '.join(SCORES)}", got=repr(name))
+    if name not in PRUNING_SCORES:
+        raise InputError("scores", expected=f"one of {', '.join(PRUNING_SCORES)}", got=repr(name))
     if constraint not in CONSTRAINTS:
         raise InputError("constraint", expected=f"one of {', '.join(CONSTRAINTS)}", got=repr(constraint))
     if name != "ablation" and uses_loss(name, constraint) and hasattr(loss, "prepare"):
