@@ -17,7 +17,7 @@ from headwise.plots.kinds import Kind, plot_kind
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.significance import ROUNDING, false_discovery_rates, has_no_variance, p_values
 from headwise.runs.table import require_statistic
-from headwise.wording import counted
+from headwise.wording import counted, number, quotient
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,8 @@ class Difference:
     q: float = math.nan
 
     def __repr__(self) -> str:
-        return f"Difference({self.a.name}, {self.statistic} {self.difference:+.4g}, {self.errors:+.3g} standard errors)"
+        difference, errors = number(self.difference, "+.4g"), quotient(self.errors, "+.3g")
+        return f"Difference({self.a.name}, {self.statistic} {difference}, {errors} standard errors)"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Attention of one head on one text, and the text: the parts of a view."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from headwise.data.tokenization import Token, Word
 from headwise.page.columns import HeadPlace
 from headwise.page.contents import HeadAttention, Picture
 from headwise.shapes import Float, Int
+from headwise.wording import number
 
 LONGEST_WORD = 20
 """Number of characters of a word that are shown."""
@@ -114,7 +114,7 @@ class HeadView:
     attention: HeadAttention
 
     def __repr__(self) -> str:
-        return f"HeadView({self.name}, {self.role.name}, entropy {self.means.get('entropy', math.nan):.4g})"
+        return f"HeadView({self.name}, {self.role.name}, entropy {number(self.means.get('entropy'), '.4g')})"
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from headwise.statistics.moments import Summary
+from headwise.wording import number
 
 SEM_SUFFIX = "_sem"
 """Suffix of the column with the standard error of a statistic."""
@@ -33,6 +34,14 @@ class MeanEstimate(NamedTuple):
     sem: float
     n: int
     df: float
+
+    def text(self, form: str = "z.4f") -> str:
+        """Return the mean as text, by default with four decimals, followed by `±` and two digits of its standard error
+        if that is known. An unknown mean is a dash.
+        """
+        error = f"{self.sem:.2g}" if self.sem < 100 else f"{self.sem:,.0f}"
+        has_error = math.isfinite(self.value) and math.isfinite(self.sem)
+        return f"{number(self.value, form)} ± {error}" if has_error else number(self.value, form)
 
     @staticmethod
     def of(values: Iterable[float], documents: Sequence[Hashable] | None = None) -> "MeanEstimate":
@@ -109,7 +118,7 @@ class Row:
     statistics: Mapping[str, MeanEstimate]
 
     def __repr__(self) -> str:
-        statistics = ", ".join(f"{name} {estimate.value:.4g}" for name, estimate in self.statistics.items())
+        statistics = ", ".join(f"{name} {number(estimate.value, '.4g')}" for name, estimate in self.statistics.items())
         if len(self.statistics) > MOST_SHOWN:
             statistics = f"{len(self.statistics)} statistics"
         return f"{type(self).__name__}({', '.join([*self._described(), statistics])})"

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from headwise.analysis.circuits.composition_table import Composition
 from headwise.analysis.circuits.scores import CircuitScores
+from headwise.wording import number, quotient
 
 
 def print_circuits(
@@ -24,7 +25,7 @@ def print_circuits(
     for column in ("", *scores.statistics):
         shown.add_column(column, justify="right", no_wrap=True)
     for row in ranked[:top]:
-        shown.add_row(row.name, *(f"{row.statistics[name].value:z.4f}" for name in scores.statistics))
+        shown.add_row(row.name, *(number(row.statistics[name].value) for name in scores.statistics))
     console.print()
     console.print(shown)
     if len(ranked) > top:
@@ -36,13 +37,13 @@ def print_circuits(
 def _print_pairs(composition: Composition, kind: str, console: Console, top: int) -> None:
     """Print the `top` pairs of heads with the largest composition scores of a kind."""
     expected = composition.expected
-    console.print(f"\n{kind.upper()}-composition, earlier head > later head; {expected:.4f} for random matrices")
+    console.print(f"\n{kind.upper()}-composition, earlier head > later head; {number(expected)} for random matrices")
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("", kind, "times random"):
         shown.add_column(column, justify="right", no_wrap=True)
     for row in composition.largest(kind, top):
         value = row.statistics[kind].value
-        shown.add_row(row.name, f"{value:z.4f}", f"{value / expected:.1f}")
+        shown.add_row(row.name, number(value), quotient(value / expected, ".1f"))
     console.print()
     console.print(shown)
     if len(composition.rows) > top:

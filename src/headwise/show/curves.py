@@ -9,23 +9,23 @@ from rich.text import Text
 from headwise.analysis.curves.distance_table import AttentionDistances
 from headwise.analysis.curves.position_table import SLOPE_SUFFIX, PositionCurves
 from headwise.analysis.pruning_curve_table import RANDOM, PruningCurve
-from headwise.runs.rows import MeanEstimate
 from headwise.show.titles import run_title
+from headwise.wording import number
 
 
 def print_curve(curve: PruningCurve, console: Console) -> None:
     """Print the loss without each number of heads, one column for each order, and the range of the random orders."""
     console.print(Text(run_title(curve), style="bold"), soft_wrap=True)
     baseline = curve.baseline
-    console.print(f"loss of the unchanged model: {baseline.value:.4f} ± {baseline.sem:.2g}")
+    console.print(f"loss of the unchanged model: {baseline.text()}")
     names = list(dict.fromkeys(row.order for row in curve.rows if row.order != RANDOM))
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("removed heads", "share", *names, "random (range)"):
         shown.add_column(column, justify="right", no_wrap=True)
-    band = {count: f"{low:.4f} to {high:.4f}" for count, low, _, high in curve.band()}
+    band = {count: f"{number(low)} to {number(high)}" for count, low, _, high in curve.band()}
     for points in zip(*(curve.curve(name) for name in names), strict=True):
         losses = [point.statistics["loss"] for point in points]
-        numbers = (f"{loss.value:.4f} ± {loss.sem:.2g}" for loss in losses)
+        numbers = (loss.text() for loss in losses)
         count = points[0].removed
         shown.add_row(str(count), f"{points[0].share:.0%}", *numbers, band.get(count, ""))
     console.print()
@@ -51,8 +51,8 @@ def print_positions(curves: PositionCurves, statistic: str, console: Console, to
     order = sorted(slopes, key=lambda head: _descending(abs(slopes[head].value)))
     rows = {(row.name, row.position_from): row.statistics[statistic].value for row in curves.rows}
     for head in order[:top]:
-        values = (_short(rows[head, first]) for first, _ in bins)
-        shown.add_row(head, _with_error(slopes[head]), "" if math.isnan(q[head]) else f"{q[head]:.2g}", *values)
+        values = (number(rows[head, first], "z.3g") for first, _ in bins)
+        shown.add_row(head, slopes[head].text("z.3f"), number(q[head], ".2g"), *values)
     console.print()
     console.print(shown)
     _print_rest(console, len(order) - top)
@@ -68,7 +68,7 @@ def print_distances(distances: AttentionDistances, console: Console, top: int) -
     for column in ("", *names):
         shown.add_column(column, justify="right", no_wrap=True)
     for row in sorted(distances.rows, key=lambda row: _descending(row.statistics[last].value))[:top]:
-        shown.add_row(row.name, *(_with_error(row.statistics[name], 1) for name in names))
+        shown.add_row(row.name, *(row.statistics[name].text("z.1f") for name in names))
     console.print()
     console.print(shown)
     _print_rest(console, len(distances.rows) - top)
@@ -78,17 +78,6 @@ def _print_rest(console: Console, count: int) -> None:
     """Print the number of heads that are not printed, if there are some."""
     if count > 0:
         console.print(Text(f"and {count} more", style="dim"))
-
-
-def _with_error(measured: MeanEstimate, digits: int = 3) -> str:
-    """Return a mean with its standard error, if that is known; empty if there is no mean."""
-    error = "" if math.isnan(measured.sem) else f" ± {measured.sem:.2g}"
-    return "" if math.isnan(measured.value) else f"{measured.value:z.{digits}f}{error}"
-
-
-def _short(value: float) -> str:
-    """Return a number of a curve; empty if there is none."""
-    return "" if math.isnan(value) else f"{value:z.3g}"
 
 
 def _descending(value: float) -> float:

@@ -13,7 +13,6 @@ from headwise.analysis.flow.rollout_table import ROLLED_PREFIX, Rollout
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
 from headwise.runs.significance import FALSE_DISCOVERY_RATE
-from headwise.show.scores import with_error
 from headwise.show.titles import run_title
 from headwise.statistics.by_norm import MOVED, PREFERENCE
 
@@ -37,7 +36,7 @@ def print_rollout(table: Rollout, statistic: str, console: Console, top: int) ->
     console.print(Text(run_title(table, head=len(table.rows)), style="bold"), soft_wrap=True)
     shown = _columns("layer", *table.layers.statistics)
     for row in table.layers.rows:
-        shown.add_row(str(row.layer), *(with_error(row.statistics[name]) for name in table.layers.statistics))
+        shown.add_row(str(row.layer), *(row.statistics[name].text() for name in table.layers.statistics))
     console.print()
     console.print(shown)
     change = statistic + CHANGE_SUFFIX
@@ -58,7 +57,7 @@ def _print_heads(table: HeadTable[HeadRow], console: Console, columns: Sequence[
         return math.inf if math.isnan(value) else -abs(value)
 
     for row in sorted(table.rows, key=key)[:top]:
-        shown.add_row(row.name, *(with_error(row.statistics[name]) for name in columns))
+        shown.add_row(row.name, *(row.statistics[name].text() for name in columns))
     console.print()
     console.print(shown)
     if len(table.rows) > top:

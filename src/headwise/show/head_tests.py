@@ -10,9 +10,10 @@ from headwise.analysis.head_tests.dependency_table import DependencyAccuracy
 from headwise.analysis.head_tests.name_mover_table import NameMovers
 from headwise.analysis.head_tests.retrieval import THRESHOLD, Retrieval
 from headwise.analysis.head_tests.sinks import SinkRate
+from headwise.runs.rows import MeanEstimate
 from headwise.runs.significance import FALSE_DISCOVERY_RATE
 from headwise.runs.table import Table
-from headwise.show.scores import print_scores, with_error
+from headwise.show.scores import print_scores
 from headwise.wording import counted
 
 AT_RATE = f"at a false discovery rate of {FALSE_DISCOVERY_RATE:.0%}"
@@ -38,14 +39,14 @@ def print_sinks(table: SinkRate, console: Console, top: int) -> None:
     print_scores(table, console, table.statistics[0], top)
     console.print()
     for name, estimate in measured["model"].items():
-        console.print(f"{name} of the model: {estimate['value']:.4f} ± {estimate['sem']:.2g}")
+        console.print(f"{name} of the model: {MeanEstimate(**estimate).text()}")
 
 
 def print_name_movers(table: NameMovers, console: Console, top: int) -> None:
     """Print the `top` heads with the largest direct effects on the logits, and the heads that pass the tests."""
     measured: Any = table.metadata["measured"]
     logit = measured["logit"]
-    solved = f"logit difference {logit['value']:.3f} ± {logit['sem']:.2g}, positive in {measured['solved']:.0%}"
+    solved = f"logit difference {MeanEstimate(**logit).text('z.3f')}, positive in {measured['solved']:.0%}"
     _print_title(table, console, f"{counted(measured['sequences'], 'prompt')}; {solved}")
     if measured["no_copying"] is not None:
         console.print(Text(f"no copying scores: {measured['no_copying']}"), soft_wrap=True)
@@ -73,10 +74,10 @@ def print_dependencies(table: DependencyAccuracy, console: Console, top: int) ->
         row = best.rows[index]
         accuracy, by_offset, gain = (row.statistics[name] for name in ("accuracy", "offset_accuracy", "gain"))
         numbers = (
-            f"{accuracy.value:.3f}",
-            f"{by_offset.value:.3f} ({row.offset:+})",
-            with_error(gain),
-            f"{q[index]:.2g}",
+            number(accuracy.value, ".3f"),
+            f"{number(by_offset.value, '.3f')} ({row.offset:+})",
+            gain.text(),
+            number(q[index], ".2g"),
         )
         shown.add_row(row.name, row.relation, row.direction, *numbers)
     console.print()

@@ -12,7 +12,7 @@ from rich.text import Text
 from headwise.monitoring.alarms import Alarm, AlarmLimits
 from headwise.monitoring.history import IDENTIFIERS, History
 from headwise.show.records import Records
-from headwise.wording import counted
+from headwise.wording import UNKNOWN, counted, number
 
 MOST_NAMED = 5
 """Largest number of heads that are named for a kind of alarm."""
@@ -44,9 +44,9 @@ def print_history(history: History, limits: AlarmLimits, console: Console, chang
             (row[statistic], row["layer"], row["head"]) for row in rows if math.isfinite(row.get(statistic, math.nan))
         )
         places = [values[0], values[(len(values) - 1) // 2], values[-1]] if values else []
-        cells = [_with_head(*place) for place in places] or ["NaN"] * 3
+        cells = [_with_head(*place) for place in places] or [UNKNOWN] * 3
         changes = history.changes(statistic)[:changed] if last > first else []
-        moved = ", ".join(f"{layer}.{head} {change:+.3g}" for layer, head, change in changes)
+        moved = ", ".join(f"{layer}.{head} {number(change, '+.3g')}" for layer, head, change in changes)
         shown.add_row(statistic, *cells, *([moved] if last > first and changed else []))
     console.print()
     console.print(shown)
@@ -76,7 +76,7 @@ def history_records(history: History, limits: AlarmLimits) -> Records:
 
 def _with_head(value: float, layer: int, head: int) -> str:
     """Return a number with the name of its head."""
-    return f"{value:z.4g} ({layer}.{head})"
+    return f"{number(value, 'z.4g')} ({layer}.{head})"
 
 
 def _alarm_line(alarms: Sequence[Alarm], step: int) -> str:
@@ -84,8 +84,8 @@ def _alarm_line(alarms: Sequence[Alarm], step: int) -> str:
     if not alarms:
         return f"no alarms in step {step}"
     kinds = []
-    for kind, number in Counter(alarm.kind for alarm in alarms).most_common():
+    for kind, count in Counter(alarm.kind for alarm in alarms).most_common():
         heads = [f"{alarm.layer}.{alarm.head}" for alarm in alarms if alarm.kind == kind]
-        more = ", ..." if number > MOST_NAMED else ""
-        kinds.append(f"{number:,} {kind} ({', '.join(heads[:MOST_NAMED])}{more})")
+        more = ", ..." if count > MOST_NAMED else ""
+        kinds.append(f"{count:,} {kind} ({', '.join(heads[:MOST_NAMED])}{more})")
     return f"alarms in step {step}: {', '.join(kinds)}"

@@ -11,7 +11,7 @@ from headwise.analysis.profile import Profile, ProfiledHead
 from headwise.analysis.roles import MIXED, ROLES
 from headwise.show.terminal import COLOURS
 from headwise.show.titles import run_title
-from headwise.wording import counted
+from headwise.wording import counted, number, quotient
 
 
 def print_profile(profile: Profile, console: Console) -> None:
@@ -31,7 +31,7 @@ def print_profile(profile: Profile, console: Console) -> None:
         count = counted(len(members), "head")
         console.print()
         console.print(Text.assemble((role.name, f"bold {COLOURS[role.name]}"), f" · {count} · {role.rule}"))
-        share = {} if role is MIXED else {head.name: f" {profile.role_share(head):.2f}" for head in members}
+        share = {} if role is MIXED else {head.name: f" {number(profile.role_share(head), '.2f')}" for head in members}
         console.print(Text("   ".join(head.name + share.get(head.name, "") for head in members)))
 
 
@@ -55,7 +55,11 @@ def print_comparison(comparison: Comparison, console: Console, statistics: Colle
         table.add_column(column, justify="left" if column in ("statistic", "role") else "right", no_wrap=True)
     for change in comparison.largest(statistics)[:top]:
         a, b = (head.statistics[change.statistic].value for head in (change.a, change.b))
-        numbers = (f"{a:z.3f}", f"{b:z.3f}", f"{change.difference:+z.3f}", f"{change.errors:+z.1f}")
+        numbers = (
+            *(number(mean, "z.3f") for mean in (a, b)),
+            number(change.difference, "+z.3f"),
+            quotient(change.errors, "+z.1f"),
+        )
         table.add_row(change.a.name, change.statistic, *numbers, _role_text(change.a, change.b))
     console.print()
     console.print(table)

@@ -1,13 +1,10 @@
 """Reports of compressions in a terminal, and as rows."""
 
-import math
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from headwise.compression.recipe.recipe_result import RecipeResult
-from headwise.runs.rows import MeanEstimate
 from headwise.show.records import Records
 from headwise.wording import counted
 
@@ -24,7 +21,7 @@ def print_recipe(report: RecipeResult, console: Console) -> None:
     for column in ("step", "parameters", "loss", "difference"):
         table.add_column(column, justify="left" if column == "step" else "right", no_wrap=True)
     for stage in report.stages:
-        table.add_row(stage.name, f"{stage.parameters:,}", _with_error(stage.loss), _with_error(stage.difference, "+"))
+        table.add_row(stage.name, f"{stage.parameters:,}", stage.loss.text(), stage.difference.text("+z.4f"))
     console.print()
     console.print(table)
     note = "±: standard error clustered by document"
@@ -40,9 +37,3 @@ def recipe_records(report: RecipeResult) -> Records:
         "documents": report.documents,
     }
     return Records(report.records(), metadata)
-
-
-def _with_error(measured: MeanEstimate, sign: str = "") -> str:
-    """Return a mean with four decimals, followed by ± and its standard error unless that is not known."""
-    error = "" if math.isnan(measured.sem) else f" ± {measured.sem:.2g}"
-    return f"{measured.value:{sign}z.4f}{error}"

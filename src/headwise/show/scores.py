@@ -10,11 +10,10 @@ from rich.text import Text
 from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.in_context.table import InContextScores
 from headwise.analysis.patching.table import Patching
-from headwise.runs.rows import MeanEstimate
 from headwise.runs.significance import FALSE_DISCOVERY_RATE, in_errors
 from headwise.runs.table import Table
 from headwise.show.titles import run_title
-from headwise.wording import counted
+from headwise.wording import counted, number, quotient
 
 
 def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int) -> None:
@@ -25,7 +24,7 @@ def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int)
     metadata: Any = ablation.metadata
     console.print(Text(run_title(ablation), style="bold"), soft_wrap=True)
     loss, replacement = metadata["settings"]["loss"], metadata["settings"]["replacement"]
-    unchanged = with_error(ablation.baseline)
+    unchanged = ablation.baseline.text()
     console.print(f"loss: {loss}, {unchanged} for the unchanged model; replacement of head outputs: {replacement}")
     if "note" in metadata["measured"]:
         console.print(metadata["measured"]["note"])
@@ -67,13 +66,12 @@ def print_scores(
         shown.add_column(column, justify="right", no_wrap=True)
     for index in order[:top]:
         row = table.rows[index]
-        numbers = (with_error(row.statistics[name]) for name in table.statistics)
+        numbers = (row.statistics[name].text() for name in table.statistics)
         measured = row.statistics[statistic]
         ratio = in_errors(measured._replace(value=measured.value - (no_effect or 0.0)))
         of_summaries = (_summary(of_rows[index]) for of_rows in summaries.values())
-        of_tests = (f"{of_rows[index]:.2g}" for of_rows in tests.values())
-        in_units_of_sem = "" if math.isnan(ratio) else f"{ratio:+z.1f}"
-        shown.add_row(row.name, *numbers, in_units_of_sem, *of_summaries, *of_tests)
+        of_tests = (number(of_rows[index], ".2g") for of_rows in tests.values())
+        shown.add_row(row.name, *numbers, quotient(ratio, "+z.1f"), *of_summaries, *of_tests)
     console.print()
     console.print(shown)
     if len(order) > top:
@@ -86,7 +84,7 @@ def print_patching(table: Patching, console: Console, top: int, *, title: str) -
     """
     measured: Any = table.metadata["measured"]
     console.print(Text(f"{title}: {counted(measured['sequences'], 'prompt pair')}", style="bold"), soft_wrap=True)
-    clean, corrupted = (f"{measured[name]:z.4f}" for name in ("clean", "corrupted"))
+    clean, corrupted = (number(measured[name]) for name in ("clean", "corrupted"))
     direction = table.metadata["settings"]["direction"]
     console.print(f"logit of the right answer minus that of the wrong one: {clean} clean, {corrupted} corrupted")
     effect = "recovered is 0 without effect" if direction == "denoise" else "recovered is 1 without effect"
@@ -112,22 +110,16 @@ def print_in_context(scores: InContextScores, console: Console, top: int) -> Non
     console.print(Text(run_title(scores), style="bold"), soft_wrap=True)
     window = "" if settings["window"] == 1 else f", means over the {settings['window']} tokens up to each"
     console.print(
-        f"in-context learning score {with_error(scores.score)}: "
-        f"loss {with_error(scores.late_loss)} at token {settings['late']}, "
-        f"minus {with_error(scores.early_loss)} at token {settings['early']}{window}"
+        f"in-context learning score {scores.score.text()}: "
+        f"loss {scores.late_loss.text()} at token {settings['late']}, "
+        f"minus {scores.early_loss.text()} at token {settings['early']}{window}"
     )
     print_scores(scores, console, scores.statistics[0], top)
 
 
-def with_error(measured: MeanEstimate) -> str:
-    """Return a mean as text with four decimals, followed by ± and its standard error unless that is NaN."""
-    error = "" if math.isnan(measured.sem) else f" ± {measured.sem:.2g}"
-    return f"{measured.value:z.4f}{error}"
-
-
 def _summary(value: float | int) -> str:
     """Return a count as text, or another number with four decimals."""
-    return str(value) if isinstance(value, int) else f"{value:z.4f}"
+    return str(value) if isinstance(value, int) else number(value)
 
 
 def _nan_last(value: float) -> float:

@@ -1,15 +1,14 @@
 """Study in a terminal: one line per setting, the Pareto frontier and the recommendation."""
 
-import math
 from collections import Counter
 
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from headwise.runs.rows import NO_ESTIMATE, MeanEstimate
+from headwise.runs.rows import NO_ESTIMATE
 from headwise.studies.study_result import SettingRow, Study
-from headwise.wording import counted
+from headwise.wording import counted, number
 
 FEW_TRIALS = 3
 """With fewer learning rates than this, a setting may have been trained with an unsuitable one."""
@@ -66,23 +65,13 @@ def _setting_table(study: Study) -> RichTable:
     for title in ("heads", *(COLUMNS[name][0] for name in names), "learning rate", "parameters", ""):
         table.add_column(title, justify="right", no_wrap=True)
     for row in study.rows:
-        values = [_with_error(row.statistics.get(name, NO_ESTIMATE), COLUMNS[name][1]) for name in names]
+        values = [row.statistics.get(name, NO_ESTIMATE).text(f"z,.{COLUMNS[name][1]}f") for name in names]
         rate, parameters = row.statistics["rate"].value, row.statistics["parameters"].value
         mark = "frontier" if row.setting in frontier else ""
-        table.add_row(_marked_name(study, row), *values, f"{rate:.2g}", f"{parameters:,.0f}", mark)
+        table.add_row(_marked_name(study, row), *values, number(rate, ".2g"), number(parameters, ",.0f"), mark)
     return table
 
 
 def _marked_name(study: Study, row: SettingRow) -> str:
     """Return the name of a row's head setting, followed by `(baseline)` if it is the study's baseline."""
     return f"{row.name} (baseline)" if row.setting == study.baseline else row.name
-
-
-def _with_error(measured: MeanEstimate, decimals: int) -> str:
-    """Return a mean as text with `decimals` decimals, followed by ± and its standard error if that is known and not 0.
-    The text is empty if the mean is NaN.
-    """
-    if math.isnan(measured.value):
-        return ""
-    error = "" if math.isnan(measured.sem) or not measured.sem else f" ± {measured.sem:,.{decimals}f}"
-    return f"{measured.value:z,.{decimals}f}{error}"

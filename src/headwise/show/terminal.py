@@ -13,8 +13,7 @@ from headwise.analysis.head_view import HeadView, shortened
 from headwise.analysis.roles import MIXED, ROLES, Role
 from headwise.analysis.view_result import SMALLEST_SHOWN_WEIGHT, View
 from headwise.analysis.view_set import ViewSet
-from headwise.runs.rows import MeanEstimate
-from headwise.wording import counted
+from headwise.wording import counted, number
 
 PIPE_WIDTH = 140
 """Width of the output when it is not a terminal."""
@@ -92,7 +91,10 @@ def print_views(views: ViewSet, console: Console) -> None:
         table = _plain_table("head", *AVERAGED)
         for index in members:
             estimates = [views.estimate(name, index) for name in AVERAGED]
-            table.add_row(Text(heads[index].name, style=f"bold {COLOURS[role.name]}"), *map(_with_error, estimates))
+            table.add_row(
+                Text(heads[index].name, style=f"bold {COLOURS[role.name]}"),
+                *(estimate.text("z.2f") for estimate in estimates),
+            )
         console.print(table)
 
 
@@ -106,9 +108,9 @@ def print_foci(foci: Sequence[Focus], console: Console) -> None:
         is_tested = not math.isnan(focus.heads[0].p)
         table = _plain_table("head", "share", "uniform", "excess", *(("p",) if is_tested else ()))
         for each in focus.heads[:FOCUS_HEADS]:
-            p = [f"{each.p:.2g}"] if is_tested else []
+            p = [number(each.p, ".2g")] if is_tested else []
             name = Text(each.head.name, style=f"bold {COLOURS[each.head.role.name]}")
-            table.add_row(name, f"{each.share:.2f}", f"{each.uniform:.2f}", _with_error(each.excess), *p)
+            table.add_row(name, number(each.share, ".2f"), number(each.uniform, ".2f"), each.excess.text("z.2f"), *p)
         console.print(table)
         console.print(Text(focus.verdict))
 
@@ -119,12 +121,6 @@ def _plain_table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
-
-
-def _with_error(estimate: MeanEstimate) -> str:
-    """Return a mean with its standard error, if that is known; empty if there is no mean."""
-    error = "" if math.isnan(estimate.sem) else f" ± {estimate.sem:.2f}"
-    return "" if math.isnan(estimate.value) else f"{estimate.value:z.2f}{error}"
 
 
 def link_texts(view: View, head: HeadView) -> list[str]:
@@ -182,16 +178,11 @@ def _table(view: View, role: Role, members: list[HeadView], width: int) -> Table
     width_of_links = width - sum(max(5, len(column)) + 2 for column in ("head", "share", *names))
     table.add_column("strongest links between words", overflow="fold")
     for head in members:
-        share = "" if role is MIXED else f"{head.means[role.statistic]:.2f}"
-        numbers = [_number(head.means.get(name)) for name in names]
+        share = "" if role is MIXED else number(head.means[role.statistic], ".2f")
+        numbers = [number(head.means.get(name), "z.2f") for name in names]
         links = _fitting(link_texts(view, head), width_of_links)
         table.add_row(Text(head.name, style=f"bold {COLOURS[role.name]}"), share, *numbers, Text(links))
     return table
-
-
-def _number(value: float | None) -> str:
-    """Return a statistic for display; empty if it is not defined."""
-    return "" if value is None or math.isnan(value) else f"{value:z.2f}"
 
 
 def _print_detail(view: View, head: HeadView, console: Console) -> None:

@@ -14,7 +14,7 @@ from headwise.plots.scatter import PlottedNumbers
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.table import require_statistic
-from headwise.wording import counted
+from headwise.wording import counted, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,7 +134,7 @@ class Agreement:
 
     def __repr__(self) -> str:
         names = f"{self.names[0]} predicts {self.names[1]}"
-        return f"Agreement({counted(len(self.heads), 'head')}, {names}, Pearson {self.pearson:.3f})"
+        return f"Agreement({counted(len(self.heads), 'head')}, {names}, Pearson {number(self.pearson, '.3f')})"
 
     def plot(
         self,
@@ -167,7 +167,7 @@ class Agreement:
             for name, label, estimates in zip(self.names, labels, (self.predicted, self.measured), strict=True)
         ]
         heads = [(int(layer), int(head)) for layer, head in (name.split(".") for name in self.heads)]
-        correlations = f"Spearman {self.spearman:.2f}, Pearson {self.pearson:.2f}"
+        correlations = f"Spearman {number(self.spearman, '.2f')}, Pearson {number(self.pearson, '.2f')}"
         numbers = HeadNumbers(heads=heads, values={}, title=correlations)
         named_by = self._effects[1]
         return numbers.draw_pairs(*axis_of, errors=errors, top=top, named_by=named_by, with_diagonal=True, ax=ax)
