@@ -3,6 +3,7 @@
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,6 +74,21 @@ def pair_of(argument: str, values: Any, *, of: str) -> tuple[Any, Any]:
     if not is_pair or not all(isinstance(value, Hashable) for value in values):
         raise InputError(argument, expected=of, got=repr(values))
     return values[0], values[1]
+
+
+def named_head(value: Any) -> Any:
+    """Return the pair `(5, 11)` for the text "5.11", the name of the head 11 of the layer 5, and any other value
+    unchanged.
+    """
+    if isinstance(value, str) and re.fullmatch(r"\d+\.\d+", value, re.ASCII):
+        layer, head = value.split(".")
+        return int(layer), int(head)
+    return value
+
+
+def head_pair(argument: str, value: Any, *, of: str) -> tuple[Any, Any]:
+    """Return a head as the pair (layer, head): a pair as `pair_of` does, or a name such as "5.11"."""
+    return pair_of(argument, named_head(value), of=of)
 
 
 def folder_path(argument: str, folder: Any) -> Path:

@@ -18,10 +18,17 @@ from torch import Tensor, nn
 from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.ablation_units import AblationUnit, HeadSets, UnitGates, ablation_units
 from headwise.analysis.document_effects import DocumentEffects
-from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_loss, require_some_loss
+from headwise.analysis.losses import (
+    Loss,
+    finite_loss_per_example,
+    name_of_loss,
+    prepare_loss,
+    require_loss,
+    require_some_loss,
+)
 from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
 from headwise.analysis.replacements import Replacement, zero
-from headwise.checks import collection_of, finite_number, pair_of, require_module
+from headwise.checks import collection_of, finite_number, head_pair, require_module
 from headwise.data.batches import device_of, documents_of, evaluation_mode, iterate_batches, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -136,7 +143,7 @@ def _settings(
         title,
         units=units if isinstance(units, str) else _names_of_heads(units),
         replacement=type(replacement).__name__.lower() if isinstance(replacement, Replacement) else replacement,
-        loss=getattr(loss, "__name__", type(loss).__name__),
+        loss=name_of_loss(loss),
     )
 
 
@@ -148,7 +155,7 @@ def _names_of_heads(sets: HeadSets) -> dict[str, list[str]]:
     if not sets:
         raise InputError("units", expected="at least one set of heads", got="none")
     for name, heads in sets.items():
-        pairs = [pair_of("units", head, of=expected) for head in collection_of("units", heads, of=expected)]
+        pairs = [head_pair("units", head, of=expected) for head in collection_of("units", heads, of=expected)]
         names[name] = [f"{layer}.{head}" for layer, head in pairs]
     return names
 

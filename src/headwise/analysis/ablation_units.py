@@ -9,6 +9,7 @@ from torch import nn
 from headwise.analysis.ablation_result import HeadSet
 from headwise.analysis.gate_interceptor import GateInterceptor, HeadGate
 from headwise.analysis.replacements import Replacement
+from headwise.checks import named_head
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, Change, SiteKey
 from headwise.intercept.sites import SiteRegistry
@@ -82,14 +83,15 @@ def ablation_units(
     site_of_head = {(labels["layer"], labels["head"]): record.site for record, labels in registry.head_labels()}
     for name, heads in (_standard_sets(registry, units) if isinstance(units, str) else units).items():
         gates: dict[SiteKey, list[HeadGate]] = {}
-        for layer, head in heads:
+        pairs = [named_head(head) for head in heads]
+        for layer, head in pairs:
             if (layer, head) not in site_of_head:
                 expected = f"heads (layer, head) of this model in {name!r}"
                 raise InputError("units", expected=expected, got=(layer, head))
             gates.setdefault(site_of_head[layer, head], []).append(HeadGate(head, value))
         if not gates:
             raise InputError("units", expected=f"heads in {name!r}", got="none")
-        yield AblationUnit(gates, HeadSet, {"name": name, "heads": [f"{layer}.{head}" for layer, head in heads]})
+        yield AblationUnit(gates, HeadSet, {"name": name, "heads": [f"{layer}.{head}" for layer, head in pairs]})
 
 
 def _standard_sets(registry: SiteRegistry, kind: str) -> dict[str, list[tuple[int, int]]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.gate_interceptor import GateInterceptor, GateValue, HeadGate
 from headwise.analysis.replacements import Replacement
-from headwise.checks import finite_number, flag, require_module
+from headwise.checks import finite_number, flag, named_head, require_module
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.layer_index import module_paths_of_layer
@@ -92,7 +92,9 @@ def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> dict[
     if not isinstance(values, Mapping):
         raise InputError("values", expected="a mapping {(layer, head): value}", got=type(values).__name__)
     gates: dict[str, list[HeadGate]] = {}
-    for key, value in values.items():
+    paths = {path for path, _ in model.named_modules()}
+    for name, value in values.items():
+        key = name if isinstance(name, str) and name in paths else named_head(name)
         layer, head = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
         layer, head_index = layer if isinstance(layer, str) else _as_index(layer), _as_index(head)
         if layer is None or (head is not None and head_index is None):

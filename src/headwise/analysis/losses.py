@@ -204,6 +204,12 @@ class EmbeddingDistance:
         return 1.0 - F.cosine_similarity(_sentence_embeddings(model, batch), self._reference, dim=-1)
 
 
+def name_of_loss(loss: Any) -> str:
+    """Return the name of a loss in the settings of a run."""
+    name: str = getattr(loss, "__name__", type(loss).__name__)
+    return name
+
+
 def loss_by_name(name: str, tokenizer: Any) -> Any:
     """Return the loss function that the command line calls `name`: "next-token", "masked-token" or "embedding". The
     tokenizer determines the mask token and the tokens that are never masked.

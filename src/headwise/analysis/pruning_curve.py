@@ -16,7 +16,7 @@ from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss
 from headwise.analysis.pruning_curve_table import RANDOM, CurvePoint, PruningCurve
 from headwise.analysis.repeated_runs import restored_state
 from headwise.analysis.replacements import Replacement
-from headwise.checks import collection_of, finite_number, pair_of, require_module, whole_number
+from headwise.checks import collection_of, finite_number, head_pair, require_module, whole_number
 from headwise.data.batches import device_of, evaluation_mode, iterate_batches, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -161,7 +161,7 @@ def _order(name: str, order: Any, heads: Sequence[Head], identity: ModelIdentity
         removed = sorted(values, key=lambda head: values[head])
     else:
         expected = "heads (layer, head)"
-        removed = [pair_of("orders", head, of=expected) for head in collection_of("orders", order, of=expected)]
+        removed = [head_pair("orders", head, of=expected) for head in collection_of("orders", order, of=expected)]
     if sorted(removed) != sorted(heads):
         different = sorted(set(removed) ^ set(heads)) or [head for head in heads if removed.count(head) > 1]
         expected = f"every head of the model once in {name!r}"

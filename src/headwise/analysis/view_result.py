@@ -10,6 +10,7 @@ from headwise.analysis.focus import Focus, find_heads
 from headwise.analysis.head_view import HeadView, Link, ViewedText, shortened
 from headwise.analysis.roles import Role
 from headwise.analysis.view_contents import view_html
+from headwise.checks import named_head, pair_of
 from headwise.data.tokenization import Word
 from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity
@@ -109,25 +110,38 @@ class View:
         """Return the name of a role for display, with "the first token" replaced by the first word of the text."""
         return role.name.replace("the first token", shortened(self.words[0].text))
 
-    def select(self, layers: Collection[int] = (), heads: Collection[int] = ()) -> "View":
+    def select(self, layers: Collection[int] = (), heads: Collection[int | str | tuple[int, int]] = ()) -> "View":
         """Return a view with only the heads in these layers and with these indices; an empty collection selects all.
 
+        Args:
+            layers: numbers of layers.
+            heads: indices of heads in all selected layers, and single heads: `(5, 11)` or "5.11".
+
         Raises:
-            InputError: the view has no such layer or head.
+            InputError: the view has no such layer or head, or a single head is in none of the `layers`.
+
+        Example:
+            >>> seen.select(heads=["5.11", (0, 3)]).heads  # doctest: +SKIP
         """
+        named = [named_head(head) for head in heads]
+        indices = [head for head in named if not isinstance(head, tuple)]
+        single = [self.head(*pair_of("head", head, of="(layer, head)")) for head in named if isinstance(head, tuple)]
+        for view in single:
+            if layers and view.layer not in layers:
+                raise InputError("head", expected=f"a head of the layers {list(layers)}", got=view.name)
         for option, selected, numbers in (
             ("layer", layers, sorted({head.layer for head in self.heads})),
-            ("head", heads, sorted({head.head for head in self.heads})),
+            ("head", indices, sorted({head.head for head in self.heads})),
         ):
             is_gapless = len(numbers) == numbers[-1] - numbers[0] + 1
             expected = f"{numbers[0]} to {numbers[-1]}" if is_gapless else f"one of {', '.join(map(str, numbers))}"
             for number in selected:
                 if number not in numbers:
                     raise InputError(option, expected=expected, got=number)
-        views = [
-            view for view in self.heads if (not layers or view.layer in layers) and (not heads or view.head in heads)
-        ]
-        return replace(self, heads=tuple(views))
+        views = (view for view in self.heads if not layers or view.layer in layers)
+        return replace(
+            self, heads=tuple(v for v in views if not named or v.head in indices or (v.layer, v.head) in named)
+        )
 
     def table(self) -> Any:
         """Return a pandas DataFrame with one row per head: layer, head, module, kind, role, and the value of every

@@ -57,8 +57,8 @@ class ViewSet:
         """Name of the model, for display."""
         return self.views[0].title
 
-    def select(self, layers: Collection[int] = (), heads: Collection[int] = ()) -> "ViewSet":
-        """Return views with only the heads in these layers and with these indices, as `View.select` does."""
+    def select(self, layers: Collection[int] = (), heads: Collection[Any] = ()) -> "ViewSet":
+        """Return views with only these layers and heads, as `View.select` does."""
         return ViewSet(tuple(view.select(layers, heads) for view in self.views))
 
     def columns(self) -> Columns:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_inputs, find_loss, resumable
+from headwise.cli.loading import find_inputs, find_loss, require_same_run, resumable
 from headwise.cli.options import Data, Force, Html, LossName, ModelFlags, Out, TextFlags, Top
 from headwise.cli.output import OutputFlags
 from headwise.cli.pages import require_writable_page, write_example_page
@@ -52,6 +52,7 @@ def ablate(
     values, or all heads of a role such as previous token) are removed one at a time, by replacing their output. Prints
     the largest increases of the loss, and saves the effect of each removal in --out.
     """
+    from headwise.analysis.losses import name_of_loss
     from headwise.analysis.profiled_model import require_profile_of
     from headwise.show.scores import print_ablation
 
@@ -66,6 +67,10 @@ def ablate(
     with resumable(out):
         source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
         lm_head, loss_function = find_loss(source, dataset.tokenizer, loss)
+        settings = {"replacement": replacement} if units == "roles" else {"replacement": replacement, "units": units}
+        settings["loss"] = name_of_loss(loss_function)
+        table = hw.Ablation if units == "heads" else hw.SetAblation
+        require_same_run(table, out, source, dataset, model, force=force, **settings)
         loaded = source.model(lm_head, model.torch_dtype).to(device)
         if profile is not None:
             require_profile_of(profile, loaded, source.title)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_inputs, find_loss, resumable
+from headwise.cli.loading import find_inputs, find_loss, require_same_run, resumable
 from headwise.cli.options import Data, Force, LossName, ModelFlags, Out, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
@@ -39,6 +39,7 @@ def curve(
     order is that of saved scores, measured on other data. Prints the loss without each tenth of the heads, and saves it
     in --out.
     """
+    from headwise.analysis.losses import name_of_loss
     from headwise.show.curves import print_curve
 
     orders = {str(folder): _table(folder) for folder in scores}
@@ -46,6 +47,8 @@ def curve(
     with resumable(out):
         source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
         lm_head, loss_function = find_loss(source, dataset.tokenizer, loss)
+        settings = {"loss": name_of_loss(loss_function)}
+        require_same_run(hw.SetAblation, out, source, dataset, model, force=force, **settings)
         loaded = source.model(lm_head, model.torch_dtype).to(device)
         options: dict[str, Any] = {"out": out, "force": force, "progress": not output.quiet, "title": source.title}
         result = hw.pruning_curve(loaded, dataset, loss_function, orders, random=random, seed=seed, **options)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_inputs, resumable
+from headwise.cli.loading import find_inputs, require_same_run, resumable
 from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import shares
@@ -44,6 +44,7 @@ def distances(
     with process_group() as process, resumable(out):
         shown = process.is_first and not output.quiet
         source, dataset = find_inputs(model, data, texts, out, shown=shown)
+        require_same_run(hw.AttentionDistances, out, source, dataset, model, force=force)
         loaded = source.model(dtype=model.torch_dtype).to(process.device(model.device))
         result = hw.attention_distances(
             loaded, dataset, quantiles=chosen, first=first, out=out, force=force, progress=shown, title=source.title

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from headwise.cli.loading import quiet_libraries
+from headwise.cli.loading import find_causal, quiet_libraries
 from headwise.cli.options import ModelFlags
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def model_and_tokenizer(model: ModelFlags) -> "tuple[nn.Module, Any, str]":
 def _loaded(model: ModelFlags, has_head: bool) -> "tuple[nn.Module, Any, str]":
     """Load a model, with its language-model head or without it."""
     quiet_libraries()
-    source = model.find()
+    source = find_causal(model) if has_head else model.find()
     tokenizer = source.tokenizer()
     loaded = source.model(source.lm_head() if has_head else None, model.torch_dtype)
     return loaded.to(model.torch_device), tokenizer, source.title

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_inputs, find_loss, resumable
+from headwise.cli.loading import find_inputs, find_loss, require_same_run, resumable
 from headwise.cli.options import Data, Force, Html, LossName, ModelFlags, Out, TextFlags, Top
 from headwise.cli.output import OutputFlags
 from headwise.cli.pages import require_writable_page, write_example_page
@@ -64,6 +64,7 @@ def importance(
     Prints the heads with the largest scores, and saves all scores in --out.
     """
     from headwise.analysis.importance.importance import create_method
+    from headwise.analysis.losses import name_of_loss
     from headwise.show.scores import print_importance
 
     require_writable_page(html)
@@ -74,7 +75,10 @@ def importance(
         lm_head, loss_function = find_loss(source, dataset.tokenizer, loss)
         if method is None:  # the gradient of a distance is 0 at the unchanged model
             method = "ablation" if isinstance(loss_function, hw.EmbeddingDistance) else "gradient"
-        create_method(method, of_method, loss_function, normalise=normalise)
+        chosen = create_method(method, of_method, loss_function, normalise=normalise)
+        settings = {"method": {"name": method, **asdict(chosen)}, "normalise": normalise}
+        settings["loss"] = name_of_loss(loss_function)
+        require_same_run(hw.Importance, out, source, dataset, model, force=force, **settings)
         loaded = source.model(lm_head, model.torch_dtype).to(device)
         result = hw.importance(
             loaded,

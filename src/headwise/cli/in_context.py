@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_inputs, resumable
-from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags, Top
+from headwise.cli.loading import find_causal, find_inputs, resumable
+from headwise.cli.options import Data, DecoderFlags, Force, Out, TextFlags, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice
 from headwise.settings import IN_CONTEXT_REPLACEMENTS
@@ -22,7 +22,7 @@ def in_context(
     *,
     data: Data,
     out: Out,
-    model: ModelFlags,
+    model: DecoderFlags,
     texts: TextFlags,
     early: Annotated[int, typer.Option(min=2, metavar="N", help="Number of the early token, from 1.")] = 50,
     late: Annotated[int, typer.Option(min=3, metavar="N", help="Number of the late token.")] = 500,
@@ -46,6 +46,7 @@ def in_context(
     from headwise.show.scores import print_in_context
 
     require_new_tables(out, hw.InContextScores.NAME, force=force)
+    find_causal(model)
     with resumable(out):
         source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
         loaded = source.model("causal", model.torch_dtype).to(model.torch_device)

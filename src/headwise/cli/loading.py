@@ -1,5 +1,6 @@
 """Preparation of a command that runs a model over data: all checks that do not need the weights come first."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from headwise.settings import LOSSES
 if TYPE_CHECKING:
     import headwise as hw
     from headwise.data.models import ModelSource
+    from headwise.runs.table import Table
 
 
 def find_inputs(
@@ -43,20 +45,74 @@ def find_inputs(
     return source, dataset
 
 
+def require_same_run(
+    table: "type[Table[Any]]",
+    out: Path,
+    source: "ModelSource",
+    dataset: "hw.Texts",
+    model: ModelFlags,
+    *,
+    force: bool,
+    **settings: Any,
+) -> None:
+    """Raise `InputError` if the folder `out` has another run, as far as this is known before the model is loaded.
+
+    Args:
+        table: table that the command writes.
+        out: output folder.
+        source: the model.
+        dataset: the data.
+        model: options that say how the model is loaded.
+        force: replace the other run; nothing is checked.
+        settings: settings of the run, as its table stores them.
+    """
+    from headwise.runs import checkpoint, fingerprint
+
+    data = {name: value for name, value in fingerprint.text_options(dataset).items() if value is not None}
+    if dataset.limit is None:
+        data["limit"] = None
+    loaded = {"name": source.title, "device": model.torch_device.type}
+    if model.dtype is not None:
+        loaded["dtype"] = model.dtype
+    settings = json.loads(json.dumps(settings))  # tuples become lists, as in the folder
+    known = {"model": loaded, "data": data, "settings": settings}
+    checkpoint.require_same_run(out, table, known, force=force)
+
+
+def find_causal(model: ModelFlags) -> "ModelSource":
+    """Return the location of a model after checking that it is a causal language model.
+
+    Raises:
+        InputError: it is another kind of model.
+    """
+    source = model.find()
+    if source.lm_head() != "causal":
+        expected = "a causal language model (a decoder), such as smollm2"
+        raise InputError("model", expected=expected, got=repr(source.title))
+    return source
+
+
 def find_loss(source: "ModelSource", tokenizer: Any, name: str | None) -> tuple[str | None, Any]:
     """Return the kind of language-model head that the loss called `name` needs, and the loss function. If `name` is
     None, the saved model determines the loss: next-token for a causal language model, masked-token for a masked one,
     otherwise embedding distance.
 
     Raises:
-        InputError: the tokenizer has no mask token, which the loss needs.
+        InputError: the loss needs a language-model head that the saved model lacks, or a mask token that the tokenizer
+            lacks.
     """
     from headwise.analysis.losses import loss_by_name
 
+    trained_head = source.lm_head()
     if name is None:
-        trained_head = source.lm_head()
         name = next(loss for loss, head in LOSSES.items() if head == trained_head)
-    return LOSSES[name], loss_by_name(name, tokenizer)
+    loss = loss_by_name(name, tokenizer)
+    if LOSSES[name] not in (None, trained_head):
+        fitting = " or ".join(each for each, head in LOSSES.items() if head in (None, trained_head))
+        kind = {"causal": "a causal language model", "masked": "a masked language model"}[LOSSES[name]]
+        got = f"{name}, the loss of {kind}, which {source.title} is not"
+        raise InputError("loss", expected=f"a loss of this model: {fitting}", got=got)
+    return LOSSES[name], loss
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_inputs
-from headwise.cli.options import Data, ModelFlags, TextFlags
+from headwise.cli.loading import find_causal, find_inputs
+from headwise.cli.options import Data, DecoderFlags, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
 from headwise.errors import InputError
@@ -23,7 +23,7 @@ def localize(
     *,
     data: Data,
     out: Annotated[Path, typer.Option(parser=path, metavar="FILE", help="JSON file for the result.")],
-    model: ModelFlags,
+    model: DecoderFlags,
     budget: Annotated[
         float, typer.Option(min=0.0, help="Largest relative rise of the loss, such as 0.01 for one percent.")
     ] = 0.01,
@@ -42,9 +42,8 @@ def localize(
         remedy = "--force replaces it" if out.is_file() else None
         raise InputError("out", expected="a new file", got=repr(str(out)), remedy=remedy)
     device = model.torch_device
+    find_causal(model)
     source, dataset = find_inputs(model, data, texts, out.parent, shown=not output.quiet)
-    if source.lm_head() != "causal":
-        raise InputError("model", expected="a decoder with a causal language-model head", got=source.title)
     loaded = source.model("causal", model.torch_dtype).to(device)
     result = hw.localize(loaded, dataset.within(loaded), budget, window=window, first=first)
     result.save(out)

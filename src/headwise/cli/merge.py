@@ -6,7 +6,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import find_inputs
-from headwise.cli.options import Data, Force, ModelFlags, ModelFolder, TextFlags
+from headwise.cli.options import Data, DecoderFlags, Force, ModelFolder, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import choice
 from headwise.settings import MergeGrouping, MergeMethod
@@ -23,7 +23,7 @@ def merge(
     data: Data,
     out: ModelFolder,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads of each layer that remain.")],
-    model: ModelFlags,
+    model: DecoderFlags,
     method: Annotated[
         str, typer.Option(help="How heads are merged; see hw.merge_kv.", **choice(get_args(MergeMethod)))
     ] = "procrustes",

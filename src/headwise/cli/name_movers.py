@@ -6,7 +6,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.head_tests import decoder_and_tokenizer
-from headwise.cli.options import Force, ModelFlags, TableFolder, Top
+from headwise.cli.options import DecoderFlags, Force, TableFolder, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.settings import COPIED_PROMPTS, NAME_PROMPTS
 
@@ -19,7 +19,7 @@ headwise name-movers --model smollm2 --seed 1 --json > name-movers.json
 
 def name_movers(
     *,
-    model: ModelFlags,
+    model: DecoderFlags,
     prompts: Annotated[int, typer.Option(min=2, metavar="N", help="Number of prompts.")] = NAME_PROMPTS,
     copied: Annotated[
         int, typer.Option(min=0, metavar="N", help="Number of prompts whose names test the weights of heads.")

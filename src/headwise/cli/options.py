@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headwise.data.models import ModelSource
 
 Data = Annotated[
-    Path, typer.Option(parser=path, metavar="PATH", help="File or folder with the data: text, JSON lines or Parquet.")
+    Path, typer.Option(parser=path, metavar="PATH", help="Data, a file or folder: text, JSON lines, CSV or Parquet.")
 ]
 Out = Annotated[
     Path,
@@ -27,6 +27,7 @@ Out = Annotated[
         help="Folder for the results. An interrupted run resumes when you repeat the command.",
     ),
 ]
+TableOut = Annotated[Path, typer.Option(parser=path, metavar="FOLDER", help="Folder for the results.")]
 TableFolder = Annotated[
     Path | None, typer.Option(parser=path, metavar="FOLDER", help="Also save the table in this folder.")
 ]
@@ -41,7 +42,7 @@ LossName = Annotated[
     str | None,
     typer.Option("--loss", help="Default: a language model's own loss, otherwise embedding.", **choice(LOSSES)),
 ]
-Column = Annotated[str, typer.Option(help="Column with the text, in JSON lines and Parquet.")]
+Column = Annotated[str, typer.Option(help="Column with the text, in JSON lines, CSV and Parquet.")]
 Device = Annotated[
     str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1. Default: a GPU if there is one.")
 ]
@@ -94,6 +95,15 @@ class ModelFlags:
         from headwise.runs.distributed import LocalProcess
 
         return LocalProcess(True, 0).device(self.device)
+
+
+@dataclass(frozen=True)
+class DecoderFlags(ModelFlags):
+    """Command-line options that name a model, for commands that need a causal language model."""
+
+    model: Annotated[
+        str, typer.Option(help="A causal language model: smollm2, a folder in Hugging Face format, or a hub id.")
+    ] = "smollm2"
 
 
 @dataclass(frozen=True)

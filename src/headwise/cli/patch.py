@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import quiet_libraries
-from headwise.cli.options import Force, ModelFlags, TableFolder, Top
+from headwise.cli.loading import find_causal, quiet_libraries
+from headwise.cli.options import DecoderFlags, Force, TableFolder, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice, path
 from headwise.data.documents import read_json_lines
@@ -119,7 +119,7 @@ class MethodFlags:
 
 def patch(
     *,
-    model: ModelFlags,
+    model: DecoderFlags,
     prompts: PairFlags,
     method: Annotated[
         str, typer.Option(help="Patch each head, estimate this from derivatives, or patch paths.", **choice(METHODS))
@@ -146,9 +146,7 @@ def patch(
     table, function = (getattr(hw, name) for name in METHODS[method])
     require_new_tables(out, table.NAME, force=force)
     quiet_libraries()
-    source = model.find()
-    if source.lm_head() != "causal":
-        raise InputError("model", expected="a causal language model", got=repr(source.title))
+    source = find_causal(model)
     pairs = hw.patching_prompts(source.tokenizer(), **texts)
     loaded = source.model("causal", model.torch_dtype).to(model.torch_device)
     options |= {"direction": direction, "progress": not output.quiet}
@@ -187,7 +185,6 @@ def _head(name: str) -> tuple[int, int]:
     Raises:
         InputError: it is no such name.
     """
-    layer, _, head = name.partition(".")
-    if not (layer.isdecimal() and head.isdecimal()):
-        raise InputError("receiver", expected="a layer and a head, such as 9.6", got=repr(name))
-    return int(layer), int(head)
+    from headwise.checks import head_pair
+
+    return head_pair("receiver", name, of="a layer and a head, such as 9.6")

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_inputs, resumable
+from headwise.cli.loading import find_inputs, require_same_run, resumable
 from headwise.cli.options import Data, Force, Html, ModelFlags, Out, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.pages import require_writable_page, write_example_page
@@ -40,6 +40,7 @@ def profile(
         device = process.device(model.device)
         shown = process.is_first and not output.quiet
         source, dataset = find_inputs(model, data, texts, out, shown=shown)
+        require_same_run(hw.Profile, out, source, dataset, model, force=force, repeats={} if repeats else None)
         loaded = source.model(dtype=model.torch_dtype).to(device)
         result = hw.profile(
             loaded,

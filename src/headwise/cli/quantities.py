@@ -32,6 +32,15 @@ def choice(names: Iterable[str]) -> dict[str, Any]:
     return {"parser": parse, "autocompletion": lambda: list(allowed), "metavar": "|".join(allowed)}
 
 
+def head_name(text: str) -> int | str:
+    """Return the index of a head, such as 11, as a number, or the name of a head, such as 5.11, unchanged. A text of
+    another form raises `typer.BadParameter`.
+    """
+    if not re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII):
+        raise typer.BadParameter(f"expected a head such as 5.11 (layer 5, head 11) or 11, got {text!r}")
+    return text if "." in text else int(text)
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """Parse integers separated by commas, such as 1,2,4, and return them as a tuple. A text of another form raises
     `typer.BadParameter`.

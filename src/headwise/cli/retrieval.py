@@ -7,7 +7,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.head_tests import decoder_and_tokenizer
-from headwise.cli.options import Force, ModelFlags, TableFolder, Top
+from headwise.cli.options import DecoderFlags, Force, TableFolder, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice, numbers, path
 from headwise.settings import CONTINUATIONS, NEEDLE_LENGTHS, NEEDLES
@@ -21,7 +21,7 @@ headwise retrieval --model smollm2 --continuation forced --json > retrieval.json
 
 def retrieval(
     *,
-    model: ModelFlags,
+    model: DecoderFlags,
     haystack: Annotated[
         Path | None,
         typer.Option(parser=path, metavar="PATH", help="Text that hides needles. Default: the help topics of Python."),

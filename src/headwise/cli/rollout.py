@@ -6,7 +6,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import find_inputs
-from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags
+from headwise.cli.options import Data, Force, ModelFlags, TableOut, TextFlags
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice
 from headwise.settings import ROLLOUT_RESIDUAL, ROLLOUT_STATISTICS
@@ -21,7 +21,7 @@ headwise rollout --data sentences.jsonl --residual 0.3 --out rollout --json > ro
 def rollout(
     *,
     data: Data,
-    out: Out,
+    out: TableOut,
     model: ModelFlags,
     residual: Annotated[
         float, typer.Option(metavar="X", help="Share of the residual connection in each layer, below 1.")

@@ -6,7 +6,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import find_inputs
-from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags, Top
+from headwise.cli.options import Data, Force, ModelFlags, TableOut, TextFlags, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import numbers
 from headwise.settings import SINK_EPSILON
@@ -21,9 +21,11 @@ headwise sinks --data sentences.jsonl --epsilon 0.2 --out sinks --json > sinks.j
 def sinks(
     *,
     data: Data,
-    out: Out,
+    out: TableOut,
     model: ModelFlags,
-    epsilon: Annotated[float, typer.Option(metavar="X", help="Threshold of the mean attention.")] = SINK_EPSILON,
+    epsilon: Annotated[
+        float, typer.Option(metavar="X", help="Threshold of the mean attention, above 0 and below 1.")
+    ] = SINK_EPSILON,
     positions: Annotated[str, typer.Option(metavar="N,N", help="Numbers of the tokens, from 0.")] = "0",
     texts: TextFlags,
     top: Top = 20,

@@ -11,7 +11,7 @@ from headwise.cli.loading import quiet_libraries
 from headwise.cli.options import Html, ModelFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.pages import require_writable_page
-from headwise.cli.quantities import choice
+from headwise.cli.quantities import choice, head_name
 from headwise.errors import InputError
 from headwise.settings import FOCUS_KINDS
 
@@ -37,8 +37,13 @@ def view(
     lines: Annotated[bool, typer.Option("--lines", help="Treat each line of the text as a text of its own.")] = False,
     layer: Annotated[list[int] | None, typer.Option(metavar="N", help="Show only this layer. Can be repeated.")] = None,
     head: Annotated[
-        list[int] | None,
-        typer.Option(metavar="N", help="Show only this head, and what each word attends to. Can be repeated."),
+        list[Any] | None,
+        typer.Option(
+            parser=head_name,
+            metavar="HEAD",
+            help="Show only this head, such as 5.11 or 11 (of all layers), and what each word attends to. "
+            "Can be repeated.",
+        ),
     ] = None,
     focus: Annotated[
         list[str] | None,

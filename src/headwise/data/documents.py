@@ -1,5 +1,7 @@
-"""Documents read from text, JSON lines and Parquet files, or given in memory."""
+"""Documents read from text, JSON lines, CSV and Parquet files, or given in memory."""
 
+import csv
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -13,6 +15,9 @@ ColumnTypes = tuple[type[str] | type[int], ...]
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 """Suffixes of files with one document per line; `.parquet` has one per row, and any other file is one document."""
+
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+"""Characters between the columns of files with one document per row, by their suffix. The first row has the names."""
 
 
 class Document(NamedTuple):
@@ -36,13 +41,13 @@ def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]
 
 def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,)) -> Iterator[Document]:
     """Yield the documents of the file `source`, or of all files below the folder `source`, sorted by path; files and
-    subfolders whose name starts with a dot are left out. Each row of a Parquet file and each nonblank line of a JSON
-    lines file is a document. Its text is the value in `column`, of one of the Python types `types`, as a string. Any
-    other file is one document.
+    subfolders whose name starts with a dot are left out. Each row of a Parquet or CSV file and each nonblank line of
+    a JSON lines file is a document. Its text is the value in `column`, of one of the Python types `types`, as a string.
+    Any other file is one document.
 
     Args:
         source: the file or folder.
-        column: name of the column with the text, in JSON lines and Parquet.
+        column: name of the column with the text, in JSON lines, CSV and Parquet.
         types: types of value that the column may have; numbers become text.
 
     Raises:
@@ -65,6 +70,17 @@ def require_first_document(source: Path, column: str) -> None:
             return
     if next(read_documents(source, column), None) is None:
         raise InputError("data", expected="at least one document", got=f"no text in {source}")
+
+
+def require_source(source: str | Path) -> None:
+    """Raise `InputError` if a file or folder does not exist, or is empty. Nothing is read."""
+    for file in list_files(source):
+        try:
+            is_empty = not file.stat().st_size and file.is_file()
+        except OSError as error:
+            raise _unreadable(file, error) from None
+        if is_empty and file == Path(source):
+            raise InputError("data", expected="at least one document", got=f"no text in {source}")
 
 
 def list_files(source: str | Path) -> list[Path]:
@@ -110,14 +126,16 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _read_file(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield the documents of one file, whose suffix determines the format. A Parquet file has one document per row, a
-    JSON lines file has one per line that is not blank, and any other file is one document of plain text. In Parquet and
-    JSON lines, the text is the value in `column`, of one of the Python types `types`, converted to a string.
+    """Yield the documents of one file, whose suffix determines the format. A Parquet or CSV file has one document per
+    row, a JSON lines file has one per line that is not blank, and any other file is one document of plain text. Except
+    in plain text, the text is the value in `column`, of one of the Python types `types`, converted to a string.
     """
     if file.suffix == ".parquet":
         yield from _read_parquet(file, column, types)
     elif file.suffix in JSON_LINES:
         yield from _read_json_lines(file, column, types)
+    elif file.suffix in SEPARATORS:
+        yield from _read_csv(file, column, SEPARATORS[file.suffix])
     else:
         yield Document(_decode(file.read_bytes(), file, offset=0), str(file))
 
@@ -128,6 +146,29 @@ def _read_json_lines(file: Path, column: str, types: ColumnTypes) -> Iterator[Do
     """
     for row, location in read_json_lines(file):
         yield _document_of_row(row, column, location, types)
+
+
+def _read_csv(file: Path, column: str, separator: str) -> Iterator[Document]:
+    """Yield one document for each row of a CSV file below the first, which has the names of the columns. The text is
+    the value in `column`.
+    """
+    rows = csv.reader(io.StringIO(_decode(file.read_bytes(), file, offset=0), newline=""), delimiter=separator)
+    names = None
+    try:
+        for row in filter(None, rows):
+            if names is None:
+                names = row
+                if names.count(column) != 1:
+                    expected = f"a column of {file}, whose first row is {separator.join(names)}"
+                    remedy = "--column (column=) names the one with the text"
+                    raise InputError("column", expected=expected, got=repr(column), remedy=remedy)
+                continue
+            location = f"line {rows.line_num} of {file}"
+            if len(row) != len(names):
+                raise InputError("data", expected=f"{len(names)} columns in {location}", got=len(row))
+            yield Document(row[names.index(column)], location)
+    except csv.Error as error:
+        raise _unreadable(file, error) from None
 
 
 def read_json_lines(file: Path) -> Iterator[tuple[Any, str]]:

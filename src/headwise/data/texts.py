@@ -1,7 +1,7 @@
 """Documents as batches of tokens, always in the same order."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headwise.checks import LARGEST_INTEGER, whole_number
 from headwise.data.document_modes import DOCUMENT_MODES, TokenizedDocument
-from headwise.data.documents import Document, documents_in_memory, read_documents, require_unicode
+from headwise.data.documents import Document, documents_in_memory, read_documents, require_source, require_unicode
 from headwise.data.special_tokens import SpecialTokens
 from headwise.data.tokenization import NO_LIMIT, max_input_tokens, require_tokenizer
 from headwise.errors import InputError
@@ -67,10 +67,10 @@ class Texts:
             by the tokenizer's end token, cut into sequences of exactly the context.
         batch: largest number of sequences in a batch.
         limit: number of sequences to use, from the start of the data; all by default.
-        column: name of the column with the text, in JSON lines, Parquet and mappings.
+        column: name of the column with the text, in JSON lines, CSV, Parquet and mappings.
 
     Raises:
-        InputError: an option has an unusable value.
+        InputError: a file does not exist, there is no document, or an option has an unusable value.
 
     Example:
         >>> texts = Texts("corpus.jsonl", tokenizer, documents="pack", context=1024)  # doctest: +SKIP
@@ -94,6 +94,10 @@ class Texts:
             raise InputError("documents", expected=f"one of {', '.join(DOCUMENT_MODES)}", got=repr(self.documents))
         if isinstance(self.source, Iterator):  # an iterator can be read only once
             object.__setattr__(self, "source", list(self.source))
+        if isinstance(self.source, str | Path):
+            require_source(self.source)
+        elif isinstance(self.source, Sized) and not len(self.source):
+            raise InputError("source", expected="at least one document", got="none")
         for name in ("context", "batch", "limit"):
             number = getattr(self, name)
             if number is not None:

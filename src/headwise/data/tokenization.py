@@ -84,8 +84,8 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
         InputError: the text is empty, too long, or not valid Unicode, or the tokenizer is none of transformers or does
             not fit the model.
     """
-    require_text(text)
     require_tokenizer(tokenizer)
+    require_text(text)
     limit = max_input_tokens(model, tokenizer)
     truncates = truncate and limit is not None
     encoding = tokenizer(
@@ -184,7 +184,9 @@ def output_embeddings(model: Any) -> Any:
 def require_tokenizer(tokenizer: Any) -> None:
     """Raise an `InputError` for an object that is not a tokenizer of `transformers`."""
     if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
-        raise InputError("tokenizer", expected="a transformers tokenizer", got=type(tokenizer).__name__)
+        remedy = "the order is (model, tokenizer, text)" if isinstance(tokenizer, str) else None
+        got = type(tokenizer).__name__
+        raise InputError("tokenizer", expected="a transformers tokenizer", got=got, remedy=remedy)
 
 
 def require_text(text: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headwise.checks import collection_of, pair_of
+from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
 from headwise.plots.canvas import (
     INK,
@@ -130,7 +130,7 @@ def _chosen(lines: list[Line], heads: Any) -> list[Line]:
     available = {line.head for line in lines}
     chosen = set()
     for head in collection_of("heads", heads, of="heads (layer, head)"):
-        chosen.add(pair_of("heads", head, of="a collection of (layer, head)"))
+        chosen.add(head_pair("heads", head, of="a collection of (layer, head)"))
         if tuple(head) not in available:
             raise InputError("heads", expected="each a (layer, head) of the history", got=head)
     if not chosen:

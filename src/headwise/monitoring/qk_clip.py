@@ -8,7 +8,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from headwise.checks import finite_number, is_whole, require_module
+from headwise.checks import finite_number, is_whole, named_head, require_module
 from headwise.errors import InputError
 from headwise.intercept.layer_index import module_paths_of_layer
 from headwise.monitoring.head_slices import HeadSlices, head_slices
@@ -193,7 +193,8 @@ def _of_mapping(model: nn.Module, logits: Any) -> list[_HeadLogit]:
 
 def _checked(logits: Mapping[Any, Any]) -> Iterator[tuple[tuple[int, int], float]]:
     """Yield layer and head, and the logit, of each entry of a mapping."""
-    for key, value in logits.items():
+    for name, value in logits.items():
+        key = named_head(name)
         if not (isinstance(key, tuple) and len(key) == 2 and all(is_whole(number, 0) for number in key)):
             raise InputError("logits", expected="keys (layer, head)", got=repr(key))
         try:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from headwise.checks import collection_of, is_whole, pair_of, whole_number
+from headwise.checks import collection_of, head_pair, is_whole, whole_number
 from headwise.errors import InputError
 from headwise.monitoring.alarms import Alarm
 from headwise.monitoring.history import History, Row, head_of
@@ -24,7 +24,7 @@ def heads_to_log(log_heads: Any) -> int | tuple[tuple[int, int], ...]:
     if isinstance(log_heads, int):
         return whole_number("log_heads", log_heads, least=0)
     heads = collection_of("log_heads", log_heads, of="heads (layer, head), or their number")
-    pairs = tuple(pair_of("log_heads", head, of="a collection of (layer, head)") for head in heads)
+    pairs = tuple(head_pair("log_heads", head, of="a collection of (layer, head)") for head in heads)
     for pair in pairs:
         if not all(is_whole(number, 0) for number in pair):
             raise InputError("log_heads", expected="heads (layer, head) with whole numbers from 0", got=repr(pair))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headwise.checks import collection_of, pair_of
+from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
 from headwise.plots.canvas import (
     SEQUENTIAL,
@@ -87,11 +87,12 @@ def chosen_heads(received: Mapping[tuple[int, int], Sequence[float]], heads: Any
     """
     if heads is None:
         return dict(received)
-    chosen = list(collection_of("heads", heads, of="heads (layer, head)"))
+    of = "a collection of (layer, head)"
+    chosen = [head_pair("heads", head, of=of) for head in collection_of("heads", heads, of="heads (layer, head)")]
     for head in chosen:
-        if pair_of("heads", head, of="a collection of (layer, head)") not in received:
+        if head not in received:
             raise InputError("heads", expected="each a (layer, head) with received attention", got=head)
-    return {tuple(head): received[tuple(head)] for head in chosen}
+    return {head: received[head] for head in chosen}
 
 
 def _positive(line: Sequence[float]) -> list[float]:

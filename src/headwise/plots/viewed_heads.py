@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from headwise.checks import collection_of, pair_of
+from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
 from headwise.plots.head_numbers import HeadNumbers
 from headwise.plots.kinds import Kind
@@ -96,10 +96,11 @@ class ViewedHeads:
         if not pairs:
             raise InputError("heads", expected=expected, got="none", remedy="such as heads=[(0, 2)]")
         by_place = {(head.layer, head.head): head for head in self.heads}
+        pairs = [head_pair("heads", pair, of=expected) for pair in pairs]
         for pair in pairs:
-            if pair_of("heads", pair, of=expected) not in by_place:
+            if pair not in by_place:
                 raise InputError("heads", expected="each a (layer, head) of this view", got=pair)
-        return [by_place[tuple(pair)] for pair in pairs]
+        return [by_place[pair] for pair in pairs]
 
     def _draw_pattern(self, heads: Any = None, *, ax: Any = None) -> "Axes":
         """Draw the weights of one head between words."""

@@ -205,6 +205,39 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         )
 
 
+def require_same_run(
+    folder: str | Path, table_type: type[Table[Any]], known: Mapping[str, Any], *, force: bool
+) -> None:
+    """Raise `InputError` if a folder has a run of a kind, finished or stopped, whose settings differ from `known`, the
+    settings of a new run that are known before its model is loaded. `claimed` compares all settings.
+
+    Args:
+        folder: folder of the new run.
+        table_type: table that the new run writes.
+        known: settings of the new run by name, such as {"data": {"limit": 8}}.
+        force: the new run replaces another one; nothing is compared.
+    """
+    run: CheckpointedRun[Any, Any] = CheckpointedRun(dict, table_type, folder, known)
+    if force or run.folder is None:
+        return
+    saved = run._saved_settings()
+    for path in sorted(run.folder.glob(run._checkpoint_name(ANY)))[:1]:
+        try:
+            saved = json.loads(torch.load(path, weights_only=True, mmap=True)["settings"])
+        except Exception:  # `claimed` reports a checkpoint that cannot be read
+            return
+    difference = first_difference(_among(saved, known), _among(known, saved))
+    if difference is not None:
+        raise run._other_run_error(difference)
+
+
+def _among(settings: Any, others: Any) -> Any:
+    """Return the settings whose names are among those of others."""
+    if not (isinstance(settings, Mapping) and isinstance(others, Mapping)):
+        return settings
+    return {name: _among(value, others[name]) for name, value in settings.items() if name in others}
+
+
 def has_checkpoints(folder: Path) -> bool:
     """Return True if a folder contains checkpoints of a run that was stopped, or is running."""
     return any(folder.glob("unfinished-*.pt"))

@@ -54,7 +54,7 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
             "weights": _weights_digest(model),
             "attention": identity_of(model).as_json(),
         },
-        "data": None if texts is None else _text_options(texts),
+        "data": None if texts is None else text_options(texts),
         "versions": _package_versions(),
         "settings": settings,
     }
@@ -120,7 +120,7 @@ def attention_digest(model: nn.Module, paths: Iterable[str]) -> str:
     return digest_of(part for path in paths if path in modules for part in hashed_state(modules[path]))
 
 
-def _text_options(texts: Texts) -> dict[str, Any]:
+def text_options(texts: Texts) -> dict[str, Any]:
     """Return the name of the source of the texts, and the options by which the texts become batches, by option name."""
     names = ("context", "documents", "batch", "limit", "column")
     return {"source": texts.name} | {name: getattr(texts, name) for name in names}

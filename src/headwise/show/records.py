@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -14,6 +15,9 @@ from headwise.analysis.view_result import View
 from headwise.analysis.view_set import ViewSet
 from headwise.runs.table import Table
 from headwise.studies.study_result import Study
+
+LONGEST_WORD = 300
+"""Number of characters from which on a word is cut."""
 
 LINKS = 6
 """Number of links of each head in a view."""
@@ -80,12 +84,24 @@ def view_records(seen: View | ViewSet, foci: Sequence[Focus] = ()) -> Records:
 
 
 def _text_metadata(view: View) -> dict[str, Any]:
-    """Return the text of a view, its words, and what was cut off or generated; the target of an encoder-decoder too."""
+    """Return the text of a view, its words, and what was cut off or generated; the target of an encoder-decoder too.
+    Very long words are cut.
+    """
     parts = [
-        {"name": text.name, "words": [word.text for word in text.words], "first_generated": text.first_generated}
+        {"name": text.name, "words": [cut(word.text) for word in text.words], "first_generated": text.first_generated}
         for text in view.texts
     ]
-    return {"text": view.text, "truncated": view.truncated, "tokens": view.tokens, "parts": parts}
+    return {
+        "text": re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: cut(word[0]), view.text),
+        "truncated": view.truncated,
+        "tokens": view.tokens,
+        "parts": parts,
+    }
+
+
+def cut(word: str) -> str:
+    """Return a word, of which the middle is left out if it is very long."""
+    return word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD // 2]}…{word[-LONGEST_WORD // 2 :]}"
 
 
 def write_json(records: Records, stream: TextIO) -> None:
@@ -112,9 +128,9 @@ def _view_row(view: View, head: HeadView) -> dict[str, Any]:
     queries, keys = view.query_words(head), view.key_words(head)
     links = [
         {
-            "query": queries[link.query].text,
+            "query": cut(queries[link.query].text),
             "query_position": link.query + 1,
-            "key": keys[link.key].text,
+            "key": cut(keys[link.key].text),
             "key_position": link.key + 1,
             "weight": link.weight,
             "back": link.back,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.data.batches import device_of, evaluation_mode, to_device
-from headwise.data.documents import JSON_LINES, list_files, read_documents
+from headwise.data.documents import JSON_LINES, SEPARATORS, list_files, read_documents
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
@@ -24,7 +24,7 @@ def labelled_examples(texts: Texts, label: str, *, min_texts: int) -> tuple[list
     names. Fewer than `min_texts` texts, or fewer than two different labels, raise `InputError`.
 
     Args:
-        texts: texts in JSON lines or Parquet.
+        texts: texts in JSON lines, CSV or Parquet.
         label: column with the label.
         min_texts: smallest number of texts.
 
@@ -32,8 +32,10 @@ def labelled_examples(texts: Texts, label: str, *, min_texts: int) -> tuple[list
         InputError: a file without columns; too few texts; fewer than two labels.
     """
     source: Any = texts.source
-    if plain := next((file for file in list_files(source) if file.suffix not in (*JSON_LINES, ".parquet")), None):
-        raise InputError("data", expected=f"JSON lines or Parquet with a column {label!r}", got=str(plain))
+    if plain := next(
+        (file for file in list_files(source) if file.suffix not in (*JSON_LINES, *SEPARATORS, ".parquet")), None
+    ):
+        raise InputError("data", expected=f"JSON lines, CSV or Parquet with a column {label!r}", got=str(plain))
     labels = [document.text for document in read_documents(source, label, (str, int))]
     documents = [document.text for document in read_documents(source, texts.column)]
     pairs = [(text, name) for text, name in zip(documents, labels, strict=True) if text.strip()]

@@ -43,7 +43,7 @@ def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Cor
     a `Corpus`: training batches, held-out batches and the loss function.
 
     Args:
-        source: file or folder: text, JSON lines or Parquet.
+        source: file or folder: text, JSON lines, CSV or Parquet.
         tokenizer: a `transformers` tokenizer.
         options: task, columns and sizes.
 

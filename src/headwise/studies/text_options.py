@@ -20,7 +20,7 @@ class TextOptions:
         batch: sequences per batch.
         tokenizer: a `transformers` tokenizer; by default a byte-pair tokenizer is trained on the text.
         vocabulary: number of tokens of the tokenizer that is trained.
-        column: column with the text, in JSON lines and Parquet.
+        column: column with the text, in JSON lines, CSV and Parquet.
         label: column with the label, for "classify".
 
     Raises:

@@ -62,7 +62,7 @@ def study_texts(
     that compares their held-out losses. The table, a plot and the trained models are saved in `out`.
 
     Args:
-        data: file or folder: text, JSON lines or Parquet.
+        data: file or folder: text, JSON lines, CSV or Parquet.
         out: folder for the table, the plot, the database and (in Hugging Face format) the compared models.
         budget: time limit or training length, and the numbers of learning rates and seeds per setting.
         text: task, tokenizer, and size of sequences and batches.

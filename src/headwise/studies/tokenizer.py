@@ -15,7 +15,7 @@ def train_tokenizer(source: str | Path, column: str, vocabulary: int) -> Any:
     return it as a `transformers` tokenizer with at most `vocabulary` tokens. The same texts yield the same tokenizer.
 
     Args:
-        source: file or folder: text, JSON lines or Parquet.
+        source: file or folder: text, JSON lines, CSV or Parquet.
         column: column with the text.
         vocabulary: largest number of tokens.
 

@@ -112,7 +112,7 @@ def test_rollout_of_tokens_is_a_row_of_the_product(name, layer, kept, monkeypatc
     for weights, _ in layers[::-1]:  # from the top: the product of all layers above an input
         below = below @ (0.5 * torch.eye(len(ids), dtype=torch.float64) + 0.5 * weights.mean(0))
         products.append(below)
-    result = hw.token_rollout(model, text, tokenizer, queries=(3, -1), layer=layer)
+    result = hw.token_rollout(model, tokenizer, text, queries=(3, -1), layer=layer)
     assert result.queries == (3, len(ids) - 1)
     assert torch.allclose(result.weights, products[-1][[3, -1]], rtol=0, atol=1e-10)
     for found, product in zip(result.by_layer, products[::-1], strict=True):
@@ -126,24 +126,24 @@ def test_rollout_of_tokens_is_a_row_of_the_product(name, layer, kept, monkeypatc
 def test_mistakes_in_the_arguments_of_token_rollout():
     model, tokenizer, text = model_of("llama"), tiny.tokenizer("decoder"), tiny.texts(5)[0]
     with pytest.raises(hw.InputError, match="^queries: expected indices of 5 tokens, got 5"):
-        hw.token_rollout(model, text, tokenizer, queries=(5,))
+        hw.token_rollout(model, tokenizer, text, queries=(5,))
     with pytest.raises(hw.InputError, match="^queries: expected indices of 5 tokens, got 1.0"):
-        hw.token_rollout(model, text, tokenizer, queries=(1.0,))
+        hw.token_rollout(model, tokenizer, text, queries=(1.0,))
     with pytest.raises(hw.InputError, match="^queries: expected indices of 5 tokens, got none"):
-        hw.token_rollout(model, text, tokenizer, queries=())
+        hw.token_rollout(model, tokenizer, text, queries=())
     with pytest.raises(hw.InputError, match="^tokenizer: expected a transformers tokenizer, got NoneType"):
-        hw.token_rollout(model, text, None)
+        hw.token_rollout(model, None, text)
     with pytest.raises(hw.InputError, match="^layer: expected a number below 2, got 2"):
-        hw.token_rollout(model, text, tokenizer, layer=2)
+        hw.token_rollout(model, tokenizer, text, layer=2)
     with pytest.raises(hw.InputError, match="^residual: expected a share of at least 0 and below 1, got 1"):
-        hw.token_rollout(model, text, tokenizer, residual=1.0)
+        hw.token_rollout(model, tokenizer, text, residual=1.0)
 
 
 def test_queries_may_be_integers_of_any_type():
     model, tokenizer, text = model_of("llama"), tiny.tokenizer("decoder"), tiny.texts(5)[0]
-    expected = hw.token_rollout(model, text, tokenizer, queries=[1, 4])
+    expected = hw.token_rollout(model, tokenizer, text, queries=[1, 4])
     for queries in (torch.tensor([1, -1]), np.array([1, 4]), iter((1, 4))):
-        found = hw.token_rollout(model, text, tokenizer, queries=queries)
+        found = hw.token_rollout(model, tokenizer, text, queries=queries)
         assert found.queries == (1, 4)
         assert torch.equal(found.weights, expected.weights)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from headwise.checks import pair_of, whole_number
+from headwise.checks import head_pair, whole_number
 from headwise.errors import InputError
 from headwise.plots.kinds import Kind, plot_kind, require_name
 from headwise.plots.ranking import draw_ranking
@@ -95,7 +95,7 @@ class Composition(Table[HeadPair]):
         Raises:
             InputError: the table has no such pair.
         """
-        heads = tuple(pair_of("pair", head, of="two heads (layer, head)") for head in (earlier, later))
+        heads = tuple(head_pair("pair", head, of="two heads (layer, head)") for head in (earlier, later))
         for row in self.rows:
             if ((row.earlier_layer, row.earlier_head), (row.layer, row.head)) == heads:
                 return row

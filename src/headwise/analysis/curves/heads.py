@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headwise.checks import collection_of, pair_of
+from headwise.checks import collection_of, head_pair
 
 
 def head_pairs(heads: Any) -> list[tuple[int, int]]:
@@ -12,4 +12,4 @@ def head_pairs(heads: Any) -> list[tuple[int, int]]:
         InputError: not a collection of pairs.
     """
     of = "heads (layer, head)"
-    return [pair_of("heads", head, of=of) for head in collection_of("heads", heads, of=of)]
+    return [head_pair("heads", head, of=of) for head in collection_of("heads", heads, of=of)]

@@ -83,8 +83,8 @@ class TokenRollout:
 
 def token_rollout(
     model: nn.Module,
-    text: str,
     tokenizer: Any,
+    text: str,
     *,
     queries: Collection[int] = (-1,),
     layer: int | None = None,
@@ -94,7 +94,7 @@ def token_rollout(
     """Compute the attention rollout of some tokens of one text: the share of each token of the text in what they read
     from the input, if attention is multiplied over layers (Abnar and Zuidema 2020).
 
-        hw.token_rollout(model, "The keys to the cabinet are", tokenizer).table()
+        hw.token_rollout(model, tokenizer, "The keys to the cabinet are").table()
 
     The rollout of a query is a row of a product of matrices over the layers. It is computed as a row vector that passes
     from the top layer down, so the product of matrices is never computed. The layers run in the other direction. So the
@@ -104,8 +104,8 @@ def token_rollout(
 
     Args:
         model: any model that `watch` can observe and that reads token ids. Of an encoder-decoder, the encoder is read.
-        text: the text.
         tokenizer: the model's tokenizer.
+        text: the text.
         queries: indices of the query tokens; negative ones count from the end. By default the last token.
         layer: number of the layer, from 0 in the order of the run, whose rollout is computed; by default the last one.
         residual: share of the residual connection in each layer, at least 0 and below 1.
@@ -115,7 +115,7 @@ def token_rollout(
         InputError: the text or an argument is unusable; or a layer of the model does not fit, as for `hw.rollout`.
 
     Example:
-        >>> hw.token_rollout(model, "A cup of tea.", tokenizer, queries=range(7)).plot()  # doctest: +SKIP
+        >>> hw.token_rollout(model, tokenizer, "A cup of tea.", queries=range(7)).plot()  # doctest: +SKIP
     """
     require_module(model)
     residual = residual_share(residual)

@@ -97,6 +97,8 @@ def sink_rate(
     require_module(model)
     places = _places(positions)
     epsilon = finite_number("epsilon", epsilon)
+    if not 0.0 < epsilon < 1.0:
+        raise InputError("epsilon", expected="a share of the attention above 0 and below 1", got=epsilon)
     if isinstance(dataset, Texts):
         model = text_model(model)
         dataset = prepare_texts(dataset, model, None, shown=progress)

@@ -14,7 +14,7 @@ from headwise.analysis.in_context.sequences import ON_GPU, ChosenSequences, choo
 from headwise.analysis.in_context.table import CHANGE, InContextScores
 from headwise.analysis.profile import profile
 from headwise.analysis.replacements import Replacement, mean, zero
-from headwise.checks import collection_of, flag, pair_of, require_module, whole_number
+from headwise.checks import collection_of, flag, head_pair, require_module, whole_number
 from headwise.data.batches import NumberedBatches, call_model, device_of, evaluation_mode, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -167,7 +167,7 @@ def _labels(model: nn.Module, data: NumberedBatches, heads: Any) -> list[dict[st
     labels = [label for _, label in registry.head_labels()]
     if heads is None:
         return labels
-    chosen = [pair_of("heads", head, of="heads (layer, head)") for head in collection_of("heads", heads, of="heads")]
+    chosen = [head_pair("heads", head, of="heads (layer, head)") for head in collection_of("heads", heads, of="heads")]
     available = {(label["layer"], label["head"]): label for label in labels}
     for head in chosen:
         if head not in available or chosen.count(head) > 1:

@@ -13,7 +13,7 @@ from headwise.analysis.patching.table import require_direction
 from headwise.analysis.prompts import AnswerTokens, one_batch
 from headwise.analysis.recording import RecordedRun
 from headwise.analysis.repeated_runs import restored_state
-from headwise.checks import collection_of, pair_of, require_module
+from headwise.checks import collection_of, head_pair, require_module
 from headwise.data.batches import call_model, copied, evaluation_mode
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
@@ -128,7 +128,7 @@ class PromptPairs:
         expected = "each a (layer, head) of this model"
         names = [{(labels["layer"], labels["head"]), (labels["module"], labels["head"])} for _, labels in all_heads]
         wanted = [
-            pair_of(argument, head, of=expected) for head in collection_of(argument, heads, of="heads (layer, head)")
+            head_pair(argument, head, of=expected) for head in collection_of(argument, heads, of="heads (layer, head)")
         ]
         for head in wanted:
             if not any(head in names_of_head for names_of_head in names):
