@@ -2,13 +2,21 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.rotary_scaling import most_precise_dtype
-from headwise.checks import LARGEST_SIZE, flag, float_dtype, position_ids, size_argument, whole_number
+from headwise.checks import (
+    LARGEST_SIZE,
+    flag,
+    float_dtype,
+    makes_plain_tensors,
+    position_ids,
+    size_argument,
+    whole_number,
+)
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -151,11 +159,9 @@ class RelativeBias(nn.Module):
         distances in one bucket have the same learned bias.
         """
         size = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
-        ratio = size.clamp(min=self._exact).to(most_precise_dtype(size.device)) / self._exact
-        logarithmic = self._per_direction - self._exact
-        # A distance at the edge of two buckets belongs to the farther one, however the logarithm is rounded.
-        steps = logarithmic * ratio.log() / math.log(self.max_distance / self._exact) + 1e-9
-        bucket = torch.where(size < self._exact, size, self._exact + steps.long()).clamp(max=self._per_direction - 1)
+        first_distances = _kept_first_distances if makes_plain_tensors() else _first_distances
+        edges = first_distances(self._exact, self._per_direction, self.max_distance, size.device)
+        bucket = size.clamp(max=self._exact) + torch.bucketize(size, edges, right=True)
         return bucket + (distances > 0) * self._per_direction if self.bidirectional else bucket
 
     def extra_repr(self) -> str:
@@ -166,6 +172,25 @@ class RelativeBias(nn.Module):
             f"num_heads={self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
             f"bidirectional={self.bidirectional}"
         )
+
+
+def _first_distances(exact: int, per_direction: int, max_distance: int, device: torch.device) -> Int[Tensor, " edges"]:
+    """Return the smallest distance of each bucket of several distances but the first, which begins at `exact`.
+
+    Python computes them: exported programs contain them as constants, which no runtime rounds in another way. A
+    distance at the edge of two buckets belongs to the farther one, however the power is rounded.
+    """
+    logarithmic = per_direction - exact
+    ratio = max_distance / exact
+    steps = ((step - 1e-9) / logarithmic for step in range(1, logarithmic))
+    return torch.tensor([math.ceil(exact * ratio**step) for step in steps], dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=64)
+def _kept_first_distances(*key: Any) -> Int[Tensor, " edges"]:
+    """Return the result of `_first_distances`, which is kept: a copy to a GPU in every call would make it wait."""
+    with torch.inference_mode(False):
+        return _first_distances(*key)
 
 
 def _key_minus_query(

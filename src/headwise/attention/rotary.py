@@ -12,10 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headwise.attention import few_tokens_rotation
 from headwise.attention.autocast import without_autocast
-from headwise.attention.rotary_scaling import LinearScaling, Llama3, Scaling, TextLength, YaRN, base_frequencies
+from headwise.attention.rotary_scaling import (
+    LinearScaling,
+    Llama3,
+    Scaling,
+    TextLength,
+    YaRN,
+    base_frequencies,
+    in_program,
+    most_precise_dtype,
+)
 from headwise.checks import (
     LARGEST_SIZE,
     finite_number,
@@ -194,6 +204,8 @@ class Rotary:
         device = positions.device
         if device.type == "cpu" and self._is_kept and makes_plain_tensors():
             frequencies, factor = _kept_frequencies(self, width, device)
+        elif self._is_kept and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            frequencies, factor = _exported_frequencies(self, width, device)
         else:
             frequencies, factor = self._turns_per_position(width, length, device)
         # Full turns are removed before rounding: a float32 angle is off by thousandths at position 100,000.
@@ -215,7 +227,7 @@ class Rotary:
             frequencies, factor = base_frequencies(self.theta, width, device), 1.0
         else:
             frequencies, factor = self.scaling.frequencies(self.theta, width, length, device=device)
-        return frequencies / math.tau, factor
+        return frequencies / in_program(math.tau, device), factor
 
 
 @lru_cache(maxsize=64)
@@ -225,6 +237,16 @@ def _kept_frequencies(rotary: Rotary, width: int, device: torch.device) -> tuple
     """
     with torch.inference_mode(False):
         return rotary._turns_per_position(width, None, device)
+
+
+def _exported_frequencies(rotary: Rotary, width: int, device: torch.device) -> tuple[Float[Tensor, " pairs"], float]:
+    """Return the result of `_kept_frequencies` as a constant of the program that is being exported. Other runtimes
+    compute frequencies in float32, and angles far from the first position are then wrong.
+    """
+    with _disable_current_modes():
+        frequencies, factor = _kept_frequencies(rotary, width, torch.device("cpu"))
+        values = frequencies.tolist()
+    return torch.tensor(values, dtype=most_precise_dtype(device), device=device), factor
 
 
 def _rotated(

@@ -26,6 +26,15 @@ def base_frequencies(
     return theta**exponents
 
 
+def in_program(number: float, device: torch.device | None) -> float | Float[Tensor, ""]:
+    """Return a number unchanged, or as a tensor while a program is exported: the ONNX exporter of torch rounds Python
+    numbers to float32.
+    """
+    if not torch.compiler.is_exporting():
+        return number
+    return torch.tensor(number, dtype=most_precise_dtype(device), device=device)
+
+
 def most_precise_dtype(device: torch.device | None) -> torch.dtype:
     """Return the most precise float dtype of a device: float32 on Apple's GPUs, float64 elsewhere."""
     return torch.float32 if device is not None and device.type == "mps" else torch.float64
@@ -100,7 +109,8 @@ class DynamicNTK:
         exponent = width / max(width - 2, 1)
         if isinstance(length, Tensor):
             excess = (length.to(most_precise_dtype(length.device)) / self.trained_length - 1).clamp(min=0)
-            return base_frequencies(theta * (1 + self.factor * excess) ** exponent, width, device), 1.0
+            theta, factor, exponent = (in_program(number, length.device) for number in (theta, self.factor, exponent))
+            return base_frequencies(theta * (1 + factor * excess) ** exponent, width, device), 1.0
         excess_ratio = max((length or 0) / self.trained_length - 1, 0)
         return base_frequencies(theta * (1 + self.factor * excess_ratio) ** exponent, width, device), 1.0
 
