@@ -156,7 +156,7 @@ def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, ".
         raise InputError(argument, expected="a float tensor", got=got)
     if value.device != like.device:
         raise InputError(argument, expected=f"a tensor on {like.device} like q", got=value.device)
-    return value
+    return savable(value)
 
 
 def whole_numbers(argument: str, values: Any, *, dimensions: tuple[int, ...], shape: str) -> Int[Tensor, "..."]:
@@ -290,6 +290,22 @@ def makes_plain_tensors() -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def savable(tensor: Tensor) -> Tensor:
+    """Return a tensor that autograd can save: a copy of one that was made in inference mode, such as a mask, outside of
+    this mode.
+    """
+    if torch.compiler.is_compiling() or not tensor.is_inference() or torch.is_inference_mode_enabled():
+        return tensor
+    return tensor.clone()
+
+
+def records_program() -> bool:
+    """Return True while torch records a program that may run without headwise: `torch.export`, the export to ONNX, and
+    `torch.jit.trace`.
+    """
+    return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and torch._C._is_tracing())
 
 
 def _as_float(argument: str, value: Any) -> float:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.backends import fused
+from headwise.attention.backends import fused, reference
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise import scores_bf16, scores_fp32
 from headwise.attention.backends.blockwise.plan import BlockwisePlan, cost_of, score_count
@@ -27,7 +27,7 @@ from headwise.attention.backends.gpu import flex
 from headwise.attention.backends.native import backend as native
 from headwise.attention.backends.native.speed import why_slower
 from headwise.attention.problem import Answer, Backend, Problem
-from headwise.checks import has_own_class, known_to_be_true
+from headwise.checks import has_own_class, known_to_be_true, records_program
 from headwise.errors import InputError
 
 CAUSAL_FLAG_SHARE = 0.6
@@ -42,8 +42,8 @@ FLOAT32_SCORE_COST, BFLOAT16_SCORE_COST = 1.2, 0.8
 MATRIX = "the matrix is asked for, which every backend makes alike"
 """Reason for calls with `return_weights`."""
 
-EXPORTED = "an exported program that calls torch's kernel runs without headwise"
-"""Reason for programs that are being exported."""
+RECORDED = "a recorded program that contains torch's operators alone runs without headwise"
+"""Reason for programs that are being exported or traced."""
 
 SMALLEST_PLANNED = 2**20
 """Number of scores below which no plan of blocks is made."""
@@ -100,17 +100,19 @@ class Choice(NamedTuple):
 
 
 def choose_fastest(problem: Problem) -> Choice:
-    """Return the `Choice` between the backends `native`, `fused` and `blockwise`. On a CPU it is `native` wherever this
-    can compute the problem, unless `fused` can, too, and `_why_not_native` returns a reason to prefer it. If only one
-    of the other two can compute the problem, it is chosen. If both can, it is the one with the lower expected cost, or
-    `fused` where `_why_unplanned` returns a reason not to compare costs, as on a GPU or for few scores. Raises
-    `InputError` if none can compute it.
+    """Return the `Choice` between the backends `native`, `fused` and `blockwise`, or between `fused` and `reference`
+    for a program that torch records.
+
+    On a CPU it is `native` wherever this can compute the problem, unless `fused` can, too, and `_why_not_native`
+    returns a reason to prefer it. If only one of the other two can compute the problem, it is chosen. If both can, it
+    is the one with the lower expected cost, or `fused` where `_why_unplanned` returns a reason not to compare costs, as
+    on a GPU or for few scores. Raises `InputError` if none can compute it.
 
     Raises:
         InputError: no backend can do the problem; the message contains all reasons.
     """
-    if problem.q.device.type == "cuda":
-        return _choose_on_gpu(problem)
+    if records_program() or problem.q.device.type == "cuda":
+        return _choose_for_program(problem) if records_program() else _choose_on_gpu(problem)
     reasons = {backend.name: backend.why_not(problem) for backend in (native, fused, blockwise)}
     if None not in reasons.values():
         raise _refusal(reasons)
@@ -128,6 +130,18 @@ def choose_fastest(problem: Problem) -> Choice:
     if unplanned is not None:
         return Choice("fused", unplanned, candidates, fused.run)
     return _choose_by_cost(problem, candidates)
+
+
+def _choose_for_program(problem: Problem) -> Choice:
+    """Return the `Choice` between the backends whose operators are torch's own, for a program that is being recorded:
+    `fused`, or `reference` for what torch's kernel cannot compute. The log-sum-exp is left to `reference`, too: it
+    comes from an operator that programs cannot store or other runtimes do not have.
+    """
+    reason = "torch's operator for the log-sum-exp is no part of programs" if problem.return_lse else None
+    reason = fused.why_not(problem) or reason
+    backend: Backend = fused if reason is None else reference
+    candidates = (Candidate(fused.name, reason), Candidate(reference.name, None))
+    return Choice(backend.name, RECORDED, candidates, backend.run)
 
 
 def _choose_on_gpu(problem: Problem) -> Choice:
@@ -156,8 +170,6 @@ def _why_fused_on_gpu(problem: Problem) -> str | None:
     """
     if problem.return_weights:
         return MATRIX
-    if torch.compiler.is_exporting():
-        return EXPORTED
     hides_nothing = problem.mask is None or fused.uses_is_causal(problem)
     if hides_nothing and problem.bias is None and problem.sinks is None and not isinstance(problem.scale, Tensor):
         return "nothing is hidden, or the causal flag says what is"
@@ -187,8 +199,6 @@ def _why_not_native(problem: Problem) -> str | None:
     """
     if problem.return_weights:
         return MATRIX
-    if torch.compiler.is_exporting():
-        return EXPORTED
     if not torch.compiler.is_compiling() and not all(map(has_own_class, (problem.q, problem.k, problem.v))):
         return "torch's kernel knows subclasses of tensors, and the native kernels do not"
     return why_slower(problem, hides_nothing=problem.mask is None or fused.uses_is_causal(problem))

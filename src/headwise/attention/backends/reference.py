@@ -11,13 +11,15 @@ Vaswani et al. 2017, equation 1, for every head h with key/value head h // (head
            = after @ A                     over the heads, with talking heads
     out    = A v
 
-Run it in float64 to get the exact result. It is never used unless it is asked for by name.
+Run it in float64 to get the exact result. It is used only if it is asked for by name, and in recorded programs for what
+torch's kernel cannot compute.
 """
 
 import torch
 from torch import Tensor
 
 from headwise.attention.problem import Answer, Problem
+from headwise.checks import records_program
 from headwise.shapes import Float
 
 name = "reference"
@@ -139,9 +141,12 @@ def grouped_matmul(
     """Return `left @ right` for each query head with the key/value head that its group shares.
 
     The key/value head is not repeated in memory: the heads of a group are consecutive, so their rows are stacked and
-    multiplied at once.
+    multiplied at once. Recorded programs repeat it, since torch exports stacked rows for one number of rows only.
     """
     batch, heads, rows, inner = left.shape
     kv_heads, columns = right.shape[1], right.shape[3]
-    grouped = left.reshape(batch, kv_heads, heads // kv_heads * rows, inner)
+    group = heads // kv_heads
+    if records_program():
+        return left @ right[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
+    grouped = left.reshape(batch, kv_heads, group * rows, inner)
     return (grouped @ right).view(batch, heads, rows, columns)

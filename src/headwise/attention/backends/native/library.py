@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from headwise.attention.backends.native import gradients
+from headwise.attention.backends.native import flops, gradients
 from headwise.attention.backends.native.build import INSTRUCTION_SETS, LIBRARY, sources_checksum
 from headwise.attention.backends.plain_statistics import ROWS
 from headwise.checks import called_by_compiler
@@ -53,7 +54,7 @@ def _why_unusable() -> str | None:
     except OSError as error:
         return f"the native kernels cannot be loaded: {error}"
     operators = torch.ops.headwise
-    if not hasattr(operators, "sources_checksum") or operators.sources_checksum() != sources_checksum():
+    if not hasattr(operators, "sources_checksum") or _constant("sources_checksum") != sources_checksum():
         return f"the native kernels were compiled from other sources: install headwise again, or run {BUILD_COMMAND}"
     if not instruction_set():
         choices = ", ".join([*INSTRUCTION_SETS, "off"])
@@ -65,8 +66,16 @@ def _why_unusable() -> str | None:
 
 def instruction_set() -> str:
     """Return the name of the instruction set that the loaded kernels use, such as "avx512"."""
-    name: str = torch.ops.headwise.instruction_set()
+    name: str = _constant("instruction_set")
     return name
+
+
+def _constant(name: str) -> Any:
+    """Return the result of an operator without arguments. Modes of torch that are active do not see the call: those
+    that trace would record it in the program.
+    """
+    with _disable_current_modes():
+        return getattr(torch.ops.headwise, name)()
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,7 +139,10 @@ FAKES: dict[str, Callable[..., Any]] = {
 
 
 def register_rules(names: Iterable[str]) -> None:
-    """Register with torch the rules by which it traces the operators with these names, and differentiates attention."""
+    """Register with torch the rules by which it traces the operators with these names, differentiates attention
+    and counts its operations.
+    """
     for name in names:
         torch.library.register_fake(f"headwise::{name}", FAKES[name])
     gradients.register()
+    flops.register()
