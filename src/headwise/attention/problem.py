@@ -10,7 +10,7 @@ from headwise.attention.masks.base import Mask
 from headwise.attention.masks.by_position import HasPosition
 from headwise.attention.masks.factories import dense
 from headwise.attention.masks.grid import Coverage, Grid, require_broadcast, with_four_axes
-from headwise.checks import finite_number, flag, float_tensor, positions_argument, probability
+from headwise.checks import finite_number, flag, float_tensor, positions_argument, probability, savable
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -218,7 +218,7 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise InputError("bias", expected="a float tensor, added to the scores", got=got)
-    return mask, with_four_axes("bias", bias)
+    return mask, with_four_axes("bias", savable(bias))
 
 
 def _allows_all(mask: Mask, grid: Grid) -> bool:

@@ -22,9 +22,16 @@ from headwise.attention.backends import reference
 from headwise.attention.masks.factories import causal
 from headwise.attention.masks.key_ranges import unexpanded
 from headwise.attention.problem import Answer, Problem
+from headwise.checks import known_to_be_true, records_program
 from headwise.shapes import Bool, Float
 
 name = "fused"
+
+FEWEST_KEYS_WITHOUT_MASK = 16
+"""Number of keys below which torch's kernel on a CPU gets a mask tensor, even if nothing is hidden or its causal flag
+could replace the mask. Without a tensor, it takes a row whose scores are NaN for a row without a key if the row does not
+fill one of its registers, which have up to 16 numbers of float32, and returns 0.
+"""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -85,7 +92,7 @@ def _without_lse(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, dropout: float
 ) -> Float[Tensor, "batch heads queries width"]:
     """Return the output of torch's `scaled_dot_product_attention`, for callers that need no log-sum-exp. A single query
-    row in bfloat16 on CPU is passed to torch as two equal rows, which is faster. While a model is being exported, the
+    row in bfloat16 on CPU is passed to torch as two equal rows, which is faster. While a program is recorded, the
     output of rows without a visible key is set to 0.
     """
     if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
@@ -94,7 +101,7 @@ def _without_lse(
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal, scale=scale, **grouped
     )
-    if torch.compiler.is_exporting() and attn_mask is not None:
+    if records_program() and attn_mask is not None:
         # Other runtimes return NaN for rows without a key.
         hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
         out = out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
@@ -122,14 +129,16 @@ def _with_lse(
 
 def uses_is_causal(problem: Problem) -> bool:
     """Return True if torch's flag `is_causal` can replace the mask. The mask must be causal, there must be no bias and
-    as many queries as keys, and the scale must be a tensor or a number that is positive in float32.
+    as many queries as keys, and the scale must be a tensor or a number that is positive in float32. For few keys on a
+    CPU, the kernel needs the mask as a tensor.
 
     The flag aligns the first query with the first key, which is the same only then. On CPU the kernel multiplies scores
     by the scale after it has set hidden ones to -inf, so a scale that is not positive in float32 would give NaN.
     """
     is_positive = isinstance(problem.scale, Tensor) or problem.scale_is_positive  # a tensor multiplies q instead
     is_square = problem.grid.queries == problem.grid.keys
-    return problem.mask == causal() and problem.bias is None and is_square and is_positive
+    is_causal = problem.mask == causal() and problem.bias is None and is_square and is_positive
+    return is_causal and not _has_few_keys(problem)
 
 
 def keeps_matrix(problem: Problem) -> bool:
@@ -144,10 +153,17 @@ def _needs_lse(problem: Problem) -> bool:
     to include attention sinks in the output. The backend does so on CPU, unless the model is being exported or the bias
     needs a gradient.
     """
-    sinks_from_lse = (
-        problem.q.device.type == "cpu" and not torch.compiler.is_exporting() and not _bias_needs_grad(problem)
-    )
+    sinks_from_lse = problem.q.device.type == "cpu" and not records_program() and not _bias_needs_grad(problem)
     return problem.return_lse or (problem.sinks is not None and sinks_from_lse)
+
+
+def _has_few_keys(problem: Problem) -> bool:
+    """Return True if torch's kernel would lose NaN without a mask tensor: on a CPU, for few keys. False in recorded
+    programs and if the number of keys is unknown while compiling.
+    """
+    if problem.q.device.type != "cpu" or records_program():
+        return False
+    return known_to_be_true(problem.grid.keys < FEWEST_KEYS_WITHOUT_MASK)
 
 
 def _bias_needs_grad(problem: Problem) -> bool:
@@ -283,6 +299,8 @@ def _attn_mask(
         # Torch converts a boolean mask to the dtype of q, so axes that repeat must not be expanded.
         allowed = None if allowed is None else unexpanded(allowed)
         bias = None if bias is None else bias.to(problem.q.dtype)  # other kernels need the dtype of q
+    if bias is None and allowed is None and _has_few_keys(problem):
+        allowed = problem.q.new_ones(1, 1, 1, grid.keys, dtype=torch.bool)
     if bias is None or allowed is None:
         return (allowed if bias is None else bias), False
     return bias.masked_fill(~allowed, -torch.inf), False

@@ -153,7 +153,7 @@ class VisibleKeys:
         """Return the matrix of the further masks for a part, evaluated for few rows at a time, and only for the columns
         that the ranges of these show.
         """
-        if not _can_evaluate(self.grid) or self.grid.batch == 0:
+        if not _can_evaluate(self.grid) or 0 in (self.grid.batch, self.grid.heads):
             return self.evaluate(*part)
         (first, last), origin = (part.rows.start, part.rows.stop), part.columns.start
         matrix = torch.zeros(1, 1, len(part.rows), len(part.columns), dtype=torch.bool, device=self.grid.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from headwise.attention.backends import reference
-from headwise.attention.backends.native import library
+from headwise.attention.backends.native import flops, library
 from headwise.attention.backends.native.parts import Options, attend_in_parts
 from headwise.attention.masks.key_ranges import visible_keys
 from headwise.attention.problem import Answer, Problem
@@ -114,6 +114,8 @@ def arguments(
     """Return the arguments that all native operators share, from an attention problem and the keys that each query
     attends to: those in one of its ranges at which the matrix is True.
     """
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+        flops.register()  # one of the modes may be torch's counter of operations
     scale = problem.scale
     head_scale = scale[:, 0, 0].contiguous() if isinstance(scale, Tensor) else None
     return (
@@ -141,4 +143,6 @@ def _dropout_arguments(problem: Problem) -> tuple[float, Int[Tensor, ""] | None]
 
 def _with_unit_stride(tensor: Tensor) -> Tensor:
     """Return a tensor whose last axis has stride 1; copied only if necessary."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)  # `contiguous` returns an empty tensor unchanged

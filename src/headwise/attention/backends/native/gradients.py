@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends.sinks_gradient import sinks_gradient
+from headwise.checks import savable
 from headwise.shapes import Float
 
 FORWARD, BACKWARD, BIAS_GRADIENT = (
@@ -28,7 +29,8 @@ def register() -> None:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save the inputs and results that the backward pass needs."""
     q, k, v, ctx.scale, head_scale, ctx.softcap, sinks, ranges, matrix, bias, ctx.dropout, seed, *ctx.origin = inputs
-    ctx.save_for_backward(q, k, v, head_scale, sinks, ranges, matrix, bias, seed, *output)
+    tensors = (q, k, v, head_scale, sinks, ranges, matrix, bias, seed)
+    ctx.save_for_backward(*(each if each is None else savable(each) for each in tensors), *output)
     ctx.set_materialize_grads(False)
 
 

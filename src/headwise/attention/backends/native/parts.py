@@ -13,6 +13,7 @@ from torch import Tensor
 from headwise.attention.backends.native import gradients
 from headwise.attention.backends.sinks_gradient import sinks_gradient
 from headwise.attention.masks.key_ranges import Matrix, Part, VisibleKeys
+from headwise.checks import savable
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -106,7 +107,8 @@ class _AttentionInParts(torch.autograd.Function):
             )
             for whole, of_part in zip((out, lse, normalizers), results, strict=True):
                 part.rows_of(whole).copy_(of_part)
-        ctx.save_for_backward(q, k, v, sinks, options.head_scale, bias, options.seed, out, lse, normalizers)
+        tensors = (q, k, v, sinks, options.head_scale, bias, options.seed, out, lse, normalizers)
+        ctx.save_for_backward(*(each if each is None else savable(each) for each in tensors))
         ctx.others = options, visible, parts, checksums
         ctx.mark_non_differentiable(normalizers)
         ctx.set_materialize_grads(False)

@@ -8,6 +8,7 @@ first-level cache.
 
 import torch
 
+from headwise.attention.backends.fused import FEWEST_KEYS_WITHOUT_MASK
 from headwise.attention.problem import Problem
 
 MOST_STEP_ROWS = 8
@@ -43,7 +44,8 @@ def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
         return wide if is_wide else None
     needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (problem.q, problem.k, problem.v))
     rows = problem.grid.queries * problem.grid.heads // max(problem.k.shape[1], 1)
-    if rows <= MOST_STEP_ROWS and not needs_gradient:
+    needs_mask = problem.grid.keys < FEWEST_KEYS_WITHOUT_MASK  # the tensor takes longer than so few scores
+    if not needs_gradient and (rows <= MOST_STEP_ROWS or needs_mask):
         return None
     torch_is_slow = has_dropout or (needs_gradient and not is_float32)
     fewest = FEWEST_QUERIES_WHERE_TORCH_IS_SLOW if torch_is_slow else FEWEST_QUERIES
