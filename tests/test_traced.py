@@ -12,6 +12,7 @@ OPTIONS = [
     "dynamic angles",
     "relative",
     "scores",
+    "softcap",
     "sinks",
 ]
 
@@ -78,9 +79,17 @@ def test_one_exported_program_serves_every_batch_size_and_length(run):
     run(*(f"exports({name!r})" for name in ("plain", "mask rule", "scores")))
 
 
+def test_the_first_exported_call_contains_no_operator_of_headwise(run):
+    run("first_calls_export_without_headwise()", "the_first_call_in_a_mode_is_not_recorded()")
+
+
+def test_onnxruntime_computes_the_same_biases_and_rotations_for_many_lengths(run):
+    run("positions_in_onnxruntime()")
+
+
 @pytest.mark.slow
 def test_onnxruntime_computes_the_same(run):
-    run(*(f"runs_in_onnxruntime({name!r})" for name in ("decoder", "dynamic angles")))
+    run(*(f"runs_in_onnxruntime({name!r})" for name in ("decoder", "dynamic angles", "softcap")))
 
 
 @pytest.mark.slow

@@ -14,7 +14,10 @@ import torch
 from torch.export import Dim
 
 import headwise as hw
+from headwise.attention.backends.blockwise import operator as blockwise_operator
+from headwise.attention.backends.native import library
 from headwise.attention.caches.static import keep_addresses
+from headwise.nn import linear_choice
 
 BATCH, EMBED, HEADS = 2, 24, 6
 
@@ -28,6 +31,7 @@ OPTIONS = {
     "dynamic angles": {"rotary": hw.Rotary(scaling=hw.DynamicNTK(2.0, 6)), "mask": hw.causal(), "fused_qkv": True},
     "relative": {"position_bias": hw.RelativeBias(HEADS)},
     "scores": {"scores": hw.Scores(softcap=5.0, talking_heads=True, temperature=True), "backend": "reference"},
+    "softcap": {"num_kv_heads": 3, "scores": hw.Scores(softcap=5.0), "mask": hw.causal() & hw.window(4)},
     "sinks": {"scores": hw.Scores(sinks=True), "mask": hw.causal()},
 }
 
@@ -236,3 +240,101 @@ def runs_in_onnxruntime(name: str):
             x = torch.randn(*shape, EMBED)
             (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
             close(torch.from_numpy(y), layer(x))
+
+
+class Positions(torch.nn.Module):
+    """Values of position biases, and rotations of a fixed tensor, by positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((32, 128, True), (32, 128, False), (12, 81, True))
+        self.relative = torch.nn.ModuleList(hw.RelativeBias(HEADS, *options) for options in sizes)
+        scalings = (None, hw.LinearScaling(3.3), hw.DynamicNTK(1.7, 64), hw.YaRN(4.3, 64), hw.Llama3(8.1, 64))
+        self.rotaries = [hw.Rotary(theta=12_345.6, scaling=scaling) for scaling in scalings]
+
+    def forward(self, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the biases between queries and keys, and the rotations by the positions of the keys."""
+        biases = [bias.values(HEADS, queries, keys, torch.float32) for bias in (hw.ALiBi(), *self.relative)]
+        x = torch.ones(1, 1, keys.shape[1], 16)
+        return (*biases, *(rotary.rotate(x, keys) for rotary in self.rotaries))
+
+
+def positions_in_onnxruntime():
+    """Check position biases and rotations in onnxruntime for many lengths, and rotations far from the first position:
+    the exporter rounds Python numbers to float32, and some of them decide about buckets and whole turns.
+    """
+    import onnxruntime
+
+    logging.disable(logging.WARNING)
+    module, queries, keys = Positions(), Dim("queries"), Dim("keys")
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad(), contextlib.redirect_stdout(None):
+        path = Path(folder) / "positions.onnx"
+        warnings.simplefilter("ignore")
+        example = (torch.arange(3, 14)[None], torch.arange(13)[None])
+        shapes = ({1: queries}, {1: keys})
+        torch.onnx.export(module, example, dynamic_shapes=shapes, dynamo=True, verbose=False).save(path)
+        session = onnxruntime.InferenceSession(path)
+        names = [each.name for each in session.get_inputs()]
+        for length, first in ((17, 0), (33, 0), (65, 0), (200, 0), (50, 3000), (23, 10**6)):
+            positions = first + torch.arange(length)[None]
+            arguments = (positions[:, -7:], positions)
+            results = session.run(None, dict(zip(names, (each.numpy() for each in arguments), strict=True)))
+            for result, expected in zip(results, module(*arguments), strict=True):
+                torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-6, atol=2e-6)
+
+
+def forget_the_kernels():
+    """Forget that the native kernels were loaded, as in a new process."""
+    for function in (library.load, linear_choice.native_rule, linear_choice.engine_of, blockwise_operator._register):
+        function.cache_clear()
+
+
+def first_calls_export_without_headwise():
+    """Check that a program contains no operator of headwise, whichever layer is exported by the first call of a
+    process, and that a default call can be exported with every option of scores.
+    """
+    options = {"scores": hw.Scores(softcap=5.0, sinks=True), "mask": hw.causal()}
+    layers = (
+        hw.MultiHeadAttention(EMBED, HEADS, mask=hw.causal()),
+        hw.MultiHeadAttention(EMBED, HEADS, num_kv_heads=2, rotary=hw.Rotary(), **options),
+        hw.MultiHeadAttention(EMBED, HEADS, num_kv_heads=3, position_bias=hw.ALiBi(), scores=hw.Scores(softcap=2.0)),
+        hw.DifferentialAttention(EMBED, 3, **options),
+        hw.LatentAttention(EMBED, 3, kv_rank=7, head_dim=4, rotary_dim=2, **options),
+    )
+    for layer in layers:
+        layer.eval()
+        for records in (exported_nodes, traced_nodes):
+            forget_the_kernels()
+            with torch.no_grad():
+                nodes, results = records(layer)
+            assert "headwise::" not in nodes, nodes
+            assert "headwise." not in nodes, nodes
+            for x, y in results:
+                close(y, layer(x))
+
+
+def exported_nodes(layer):
+    """Return the nodes of an exported program as text, and its results for another size."""
+    program = torch.export.export(
+        layer, (torch.randn(BATCH, 5, EMBED),), dynamic_shapes=({0: Dim("batch"), 1: Dim("length")},)
+    )
+    x = torch.randn(3, 11, EMBED)
+    return str(program.graph), [(x, program.module()(x))]
+
+
+def traced_nodes(layer):
+    """Return the nodes of a program of torch.jit.trace as text, and its results for another size."""
+    traced = torch.jit.trace(layer, torch.randn(BATCH, 5, EMBED), check_trace=False)
+    x = torch.randn(3, 11, EMBED)
+    return " ".join(node.kind() for node in traced.inlined_graph.nodes()), [(x, traced(x))]
+
+
+def the_first_call_in_a_mode_is_not_recorded():
+    """Check that a program recorded by make_fx contains the operators of attention alone."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q = torch.randn(1, 2, 150, 8)
+    forget_the_kernels()
+    graph = str(make_fx(lambda q: hw.attend(q, q, q, mask=hw.window(7)))(q).graph)
+    assert "sources_checksum" not in graph
+    assert "instruction_set" not in graph

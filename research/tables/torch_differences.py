@@ -131,6 +131,18 @@ def _(cls):
         return count_nans(block(tokens(), src_mask=mask_without_keys()))
 
 
+@difference(
+    "A float `attn_mask` of 3 axes that hides all keys of a query in one head, in evaluation", TORCH_IS_WRONG, EMPTY
+)
+def _(cls):
+    layer, x = build(cls), tokens()
+    mask = torch.zeros(BATCH * HEADS, LENGTH, LENGTH)
+    mask[1, 3] = -torch.inf
+    with evaluating(layer):
+        y, weights = layer(x, x, x, attn_mask=mask)
+    return f"output: {count_nans(y)}; weights: {count_nans(weights)}"
+
+
 # -- the causal hint --------------------------------------------------------------------------------------------------
 
 

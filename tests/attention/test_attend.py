@@ -383,6 +383,57 @@ def test_an_axis_of_length_zero(backend, sizes):
     assert not any(tensor.grad.any() for tensor in (q, k, v))
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, None])
+@pytest.mark.parametrize("layout", ["every other feature", "transposed"])
+def test_tensors_without_elements_may_have_any_strides(layout, backend):
+    def empty(heads, length, width):
+        if layout == "transposed":
+            return torch.randn(1, heads, width, length).mT.requires_grad_()
+        return torch.randn(1, heads, length, 2 * width)[..., ::2].requires_grad_()
+
+    for queries, keys in ((5, 0), (0, 7), (0, 0)):
+        q, k, v = empty(6, queries, 11), empty(3, keys, 11), empty(3, keys, 13)
+        for mask in (None, hw.causal(), hw.mask_rule(lambda b, h, q, k: (q + k) % 2 == 0)):
+            out = hw.attend(q, k, v, mask=mask, backend=backend)
+            assert out.shape == (1, 6, queries, 13)
+            assert not out.any()
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_heads_and_no_sequences_under_every_mask(dtype, backend):
+    for batch, heads in ((2, 0), (0, 4), (0, 0)):
+        q = torch.randn(batch, heads, 5, 11, dtype=dtype)
+        k, v = torch.randn(batch, 2, 7, 11, dtype=dtype), torch.randn(batch, 2, 7, 13, dtype=dtype)
+        rule = hw.mask_rule(lambda b, h, q, k: (b + h + k) % 2 == 0)
+        for mask in (rule, rule & hw.causal(), ~rule, hw.window(3, dilation=2), torch.ones(5, 7, dtype=torch.bool)):
+            assert hw.attend(q, k, v, mask=mask, backend=backend).shape == (batch, heads, 5, 13)
+
+
+# -- tensors of inference mode ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, None])
+def test_options_made_in_inference_mode_serve_training(backend):
+    length, heads = 131, 3
+    q, k, v = (torch.randn(2, heads, length, 7, requires_grad=True) for _ in range(3))
+    with torch.inference_mode():
+        matrix, bias = torch.rand(length, length) < 0.5, torch.randn(1, heads, length, length)
+        lengths, ids = torch.tensor([length, 97]), torch.arange(length).expand(2, -1) // 20
+        options = (
+            {"mask": matrix},
+            {"mask": hw.dense(matrix) & hw.padding(lengths)},
+            {"mask": hw.mask_rule(lambda b, h, q, k: matrix[q, k])},
+            {"mask": hw.causal() & hw.segments(ids), "bias": bias},
+            {"sinks": torch.randn(heads), "scale": torch.rand(heads), "gate": torch.rand(2, heads)},
+            {"mask": hw.window(9), "query_positions": torch.arange(length), "key_positions": torch.arange(length)},
+        )
+    for each in options:
+        gradients = torch.autograd.grad(hw.attend(q, k, v, backend=backend, **each).sum(), (q, k, v))
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 # -- choice of the backend -----------------------------------------------------------------------------------------
 
 

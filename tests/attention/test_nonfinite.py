@@ -161,3 +161,21 @@ def test_a_layer_ignores_nan_in_padding():
     expected = layer(x, lengths=lengths)
     x[1, 6:] = torch.nan
     torch.testing.assert_close(layer(x, lengths=lengths)[1, :6], expected[1, :6])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("needs_gradient", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_nan_in_a_query_of_few_keys_stays(dtype, needs_gradient, backend):
+    if backend == "native" and dtype not in (torch.float32, torch.bfloat16):
+        pytest.skip("the native kernels do not compute in this dtype")
+    for queries, keys, mask in ((1, 1, None), (3, 3, hw.causal()), (11, 11, hw.causal()), (17, 5, None), (2, 13, None)):
+        q, k = torch.randn(1, 4, queries, 8, dtype=dtype), torch.randn(1, 2, keys, 8, dtype=dtype)
+        q[:, :, -1] = torch.nan
+        q.requires_grad_(needs_gradient)
+        out = hw.attend(q, k, k, mask=mask, backend=backend)
+        assert out[:, :, -1].isnan().all(), (queries, keys)
+        assert out[:, :, :-1].isfinite().all(), (queries, keys)
+        if backend in ("fused", "reference"):
+            lse = hw.attend(q, k, k, mask=mask, backend=backend, return_lse=True)[1]
+            assert lse[:, :, -1].isnan().all(), (queries, keys)

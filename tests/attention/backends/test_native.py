@@ -352,3 +352,33 @@ def test_a_call_in_inference_mode_leaves_nothing_that_training_cannot_use(mask):
     with torch.inference_mode():
         hw.attend(q, q, q, mask=mask)
     assert torch.autograd.grad(hw.attend(q, q, q, mask=mask).sum(), q)[0].isfinite().all()
+
+
+@NATIVE
+@pytest.mark.parametrize("mask", [None, hw.causal(), hw.window(3, dilation=2)], ids=str)
+def test_operations_are_counted_by_the_formula_of_torch(mask):
+    from torch.utils import flop_counter
+
+    def count(function):
+        with flop_counter.FlopCounterMode(display=False) as counter:
+            function()
+        return counter.get_total_flops()
+
+    shapes = (2, 6, 5, 11), (2, 3, 7, 11), (2, 3, 7, 13)
+    forward = flop_counter.sdpa_flop_count(*shapes)
+    backward = flop_counter.sdpa_backward_flop_count((2, 6, 5, 13), *shapes)
+    q, k, v = (torch.randn(shape) for shape in shapes)
+    assert count(lambda: hw.attend(q, k, v, mask=mask, backend="native")) == forward
+    trained = [tensor.requires_grad_() for tensor in (q, k, v)]
+    assert count(lambda: hw.attend(*trained, mask=mask, backend="native").sum().backward()) == forward + backward
+
+
+@NATIVE
+def test_a_counter_that_is_active_at_the_first_call_counts_it(monkeypatch):
+    from torch.utils import flop_counter
+
+    monkeypatch.setattr(flop_counter, "flop_registry", {})
+    q = torch.randn(1, 2, 130, 8)
+    with flop_counter.FlopCounterMode(display=False) as counter:
+        hw.attend(q, q, q, mask=hw.window(7))
+    assert counter.get_total_flops() == 2 * 2 * 2 * 130 * 130 * 8
