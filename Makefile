@@ -16,7 +16,7 @@ KERNEL_TESTS := tests/attention/backends tests/attention/test_attend.py tests/at
   tests/statistics --ignore=tests/attention/backends/gpu -k "not in_triton_kernels"
 IN_USE = $(BIN)/python -c "from headwise.attention.backends.native import library as l; print(l.load() or l.instruction_set())"
 
-.PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint pictures tables census findings formation check-errors pruning claims bench bench-quick gpu gpu-kernels statistics-operator clean
+.PHONY: plain-models demo test test-native drawn-problems wheel readme sanitize test-slow test-research coverage lint pictures tables census findings formation check-errors pruning claims bench bench-quick gpu gpu-kernels statistics-operator clean
 
 demo: $(NATIVE)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -32,9 +32,18 @@ test-native: $(NATIVE)  ## test what the kernels compute on AVX2 and on the port
 drawn-problems: $(NATIVE)  ## compare the native kernels with float64 on 20,000 problems for each instruction set (1.5 hours)
 	$(BIN)/python -m research.native_kernels --out research/native_kernels/results.json
 
-wheel: $(INSTALLED)  ## build the sdist, and from it the wheel, in dist/
+wheel: $(INSTALLED)  ## build the sdist, and from it the wheel with native kernels for every Linux that torch supports, in dist/
+	rm -f dist/headwise-*
 	HEADWISE_TORCH=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch \
 	  $(BIN)/python -m build
+	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+
+readme: wheel  ## type the README into new environments: from the sources, from the wheel, and without a compiler (an hour)
+	$(PYTHON) tools/type_readme.py
+	$(PYTHON) tools/type_readme.py --no-compiler
+	$(PYTHON) tools/type_readme.py --wheel dist/*.whl
+	$(PYTHON) tools/type_readme.py --wheel dist/*.whl --no-compiler
 
 test-slow: $(NATIVE) $(BROWSER)  ## run the long versions of unit tests
 	$(PYTEST) -m slow

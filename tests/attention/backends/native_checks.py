@@ -15,7 +15,7 @@ import torch
 
 import headwise as hw
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.backends.native import library
+from headwise.attention.backends.native import installed, library
 from headwise.attention.backends.native.backend import arguments
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import visible_keys
@@ -226,5 +226,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        library.LIBRARY = Path(sys.argv[1]).resolve()
+        installed.LIBRARY = Path(sys.argv[1]).resolve()
     main()

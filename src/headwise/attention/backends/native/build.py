@@ -1,7 +1,8 @@
 """Compile the native kernels into one shared library: `python build.py [library]`.
 
 The library has no Python code in it and uses torch's stable ABI, so that one file serves all supported versions of
-Python and of torch. Nothing here imports torch or headwise: the build of a wheel runs this file by its path.
+Python and of torch. Nothing here imports torch or headwise: the build of a wheel runs this file by its path. In an
+installed headwise, `headwise kernels build` runs it.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import os
 import platform
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +21,9 @@ from tempfile import TemporaryDirectory
 FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / "_native.so"
 """The library, next to this file."""
+
+NOTE = FOLDER / "_not_compiled.txt"
+"""File in a wheel without the library: the reason why it was not compiled, which `hatch_build.py` writes."""
 
 TORCH_TARGET_VERSION = "0x020b000000000000"
 """Oldest version of torch that the library runs with: 2.11."""
@@ -54,6 +59,7 @@ def torch_folder() -> Path | None:
     """
     paths = sysconfig.get_paths()
     folders = [Path(paths["purelib"]), Path(paths["platlib"]), *(Path(entry) for entry in sys.path if entry)]
+    folders.append(Path(site.getusersitepackages()))
     if "VIRTUAL_ENV" in os.environ:
         folders += sorted(Path(os.environ["VIRTUAL_ENV"]).glob("lib/python*/site-packages"))
     candidates = [folder / "torch" for folder in folders]
@@ -64,14 +70,19 @@ def torch_folder() -> Path | None:
 
 
 def why_not() -> str | None:
-    """Return the reason that the library cannot be built here, in one sentence; None if it can."""
+    """Return the reason that the library cannot be compiled here, in one sentence; None if it can."""
     if platform.system() != "Linux":
-        return f"the native kernels are built on Linux only, and this is {platform.system()}"
-    if shutil.which(_compiler()[0]) is None:
-        return f"there is no C++ compiler {_compiler()[0]!r}"
+        return f"the native kernels are for Linux, and this is {platform.system()}"
+    if not has_compiler():
+        return f"no C++ compiler {_compiler()[0]!r} was found"
     if torch_folder() is None:
-        return "no installed torch was found, whose headers are needed; HEADWISE_TORCH can name its folder"
+        return "torch was not installed"
     return None
+
+
+def has_compiler() -> bool:
+    """Return True if the C++ compiler is on the path."""
+    return shutil.which(_compiler()[0]) is not None
 
 
 def sources_with_flags() -> list[tuple[Path, list[str]]]:
@@ -88,20 +99,44 @@ def sources_with_flags() -> list[tuple[Path, list[str]]]:
 
 
 def build(library: Path = LIBRARY) -> None:
-    """Compile all sources and link them to the file `library`. Raises `CalledProcessError` if the compiler fails. The
-    environment variables `CXXFLAGS` and `LDFLAGS` add flags.
+    """Compile all sources and link them to the file `library`, and print a line for each source. The environment
+    variables `CXX`, `CXXFLAGS` and `LDFLAGS` name the compiler and add flags. A process that uses an earlier library
+    keeps it: the new file takes its place when it is complete.
+
+    Raises:
+        RuntimeError: the library cannot be compiled here, or the compiler failed, in one sentence; or the file cannot
+            be written.
     """
-    compiling, linking = (shlex.split(os.environ.get(name, "")) for name in ("CXXFLAGS", "LDFLAGS"))
-    with TemporaryDirectory() as folder:
-        objects, commands = [], []
-        for source, flags in sources_with_flags():
-            objects.append(f"{folder}/{source.stem}.o")
-            commands.append([*_compiler(), *flags, *compiling, "-c", source, "-o", objects[-1]])
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
-        partial = library.with_suffix(".partial")
-        _run([*_compiler(), "-shared", *objects, "-o", partial, f"-L{torch_folder()}/lib", "-ltorch_cpu", *linking])
+    reason = why_not()
+    if reason is not None:
+        raise RuntimeError(reason)
+    partial = library.with_suffix(f".{os.getpid()}")
+    try:
+        partial.touch()
+    except OSError as error:
+        raise RuntimeError(f"the folder {library.parent} cannot be written: {error.strerror}") from error
+    try:
+        with TemporaryDirectory() as folder:
+            _compile(Path(folder), partial)
         partial.replace(library)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _compile(folder: Path, library: Path) -> None:
+    """Compile all sources to object files in a folder, and link these to the file `library`."""
+    compiling, linking = (shlex.split(os.environ.get(name, "")) for name in ("CXXFLAGS", "LDFLAGS"))
+    sources = sources_with_flags()
+    objects = [folder / f"{source.stem}.o" for source, _ in sources]
+    commands = [
+        [*_compiler(), *flags, *compiling, "-c", source, "-o", compiled]
+        for (source, flags), compiled in zip(sources, objects, strict=True)
+    ]
+    print(f"compiling the native kernels, {len(sources)} files, with {shlex.join(_compiler())}", flush=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (source, _), _done in zip(sources, pool.map(_run, commands), strict=True):
+            print(f"  {source.name}", flush=True)
+    _run([*_compiler(), "-shared", *objects, "-o", library, f"-L{torch_folder()}/lib", "-ltorch_cpu", *linking])
 
 
 def _compiler() -> list[str]:
@@ -110,13 +145,28 @@ def _compiler() -> list[str]:
 
 
 def _run(command: list[str | Path]) -> None:
-    """Run a command; raise `CalledProcessError` if it fails."""
-    subprocess.run([str(part) for part in command], check=True)
+    """Run a command of the compiler, and print its warnings; raise `RuntimeError` with its first error if it fails."""
+    result = subprocess.run([str(part) for part in command], check=False, stderr=subprocess.PIPE, text=True)
+    if result.returncode:
+        lines = result.stderr.splitlines() or [f"exit status {result.returncode}"]
+        first = next((line for line in lines if "error" in line), lines[-1])
+        raise RuntimeError(f"the C++ compiler {command[0]!r} failed: {first.strip()}")
+    sys.stderr.write(result.stderr)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Compile the library to the file that the first argument names, by default next to this file. If that is not
+    possible here, print the reason: headwise then runs on plain torch.
+    """
     reason = why_not()
     if reason is not None:
         print(f"headwise runs without native kernels: {reason}", file=sys.stderr)
-    else:
+        return
+    try:
         build(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else LIBRARY)
+    except RuntimeError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

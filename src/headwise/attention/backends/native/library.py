@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from headwise.attention.backends.native import flops, gradients
-from headwise.attention.backends.native.build import INSTRUCTION_SETS, LIBRARY, sources_checksum
+from headwise.attention.backends.native import flops, gradients, installed
+from headwise.attention.backends.native.installed import VARIABLE
 from headwise.attention.backends.plain_statistics import ROWS
 from headwise.checks import called_by_compiler
-
-VARIABLE = "HEADWISE_NATIVE"
-"""Environment variable that names the instruction set to use, such as "avx2", or "off"."""
-
-BUILD_COMMAND = f"python {LIBRARY.with_name('build.py')}"
-"""Command that compiles the library."""
 
 
 @called_by_compiler
@@ -35,33 +29,21 @@ def load() -> str | None:
     """Load the library at the first call. The result is that of `why_not_loaded`. A library that is there and cannot be
     used is also the subject of a warning.
     """
-    if os.environ.get(VARIABLE) == "off":
-        return f"the native kernels are switched off by {VARIABLE}=off"
-    if not LIBRARY.is_file():
-        return "the native kernels were not compiled when headwise was installed"
-    reason = _why_unusable()
+    reason = installed.why_no_library() or _load_library()
     if reason is None:
         register_rules(FAKES)
-    else:
+    elif installed.LIBRARY.is_file() and os.environ.get(VARIABLE) != "off":
         warnings.warn(f"{reason}; headwise computes without them", stacklevel=2)
     return reason
 
 
-def _why_unusable() -> str | None:
+def _load_library() -> str | None:
     """Load the library, and return None; or return the reason that its kernels cannot be used, in one sentence."""
     try:
-        torch.ops.load_library(str(LIBRARY))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(str(installed.LIBRARY))  # type: ignore[no-untyped-call]
     except OSError as error:
         return f"the native kernels cannot be loaded: {error}"
-    operators = torch.ops.headwise
-    if not hasattr(operators, "sources_checksum") or _constant("sources_checksum") != sources_checksum():
-        return f"the native kernels were compiled from other sources: install headwise again, or run {BUILD_COMMAND}"
-    if not instruction_set():
-        choices = ", ".join([*INSTRUCTION_SETS, "off"])
-        return (
-            f"the native kernels cannot run with {VARIABLE}={os.environ[VARIABLE]} here, which may be one of {choices}"
-        )
-    return None
+    return None if instruction_set() else installed.why_no_instructions()
 
 
 def instruction_set() -> str:

@@ -1,0 +1,130 @@
+"""State of the native kernels in this installation, found without torch, and their compilation into it."""
+
+import ctypes
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+from headwise.attention.backends.native.build import (
+    FOLDER,
+    INSTRUCTION_SETS,
+    LIBRARY,
+    NOTE,
+    build,
+    has_compiler,
+    sources_checksum,
+)
+from headwise.errors import HeadwiseError
+
+VARIABLE = "HEADWISE_NATIVE"
+"""Environment variable that names the instruction set to use, such as "avx2", or "off"."""
+
+COMMAND = "headwise kernels build"
+"""Command that compiles the library into this installation."""
+
+_FLAGS = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
+"""Names in Linux of instructions that the compiler spells in another way."""
+
+
+def why_not() -> str | None:
+    """Return the reason that the native kernels are not used, in one sentence with the command that mends it; None if
+    they are expected to load. The kernels are not loaded, and torch is not imported.
+    """
+    return why_no_library() or (why_no_instructions() if instruction_set() is None else None)
+
+
+def state() -> str:
+    """Return the state of the native kernels in one line: their instruction set, or the reason why they are not used,
+    with the command that mends it.
+    """
+    reason = why_not()
+    return f"native kernels: {instruction_set()}" if reason is None else f"plain torch: {reason}"
+
+
+def why_no_library() -> str | None:
+    """Return the reason that there is no library of native kernels to load, in one sentence with the command that mends
+    it; None if there is one.
+    """
+    if os.environ.get(VARIABLE) == "off":
+        return f"the native kernels are switched off by {VARIABLE}=off"
+    if not LIBRARY.is_file():
+        reason = f" when headwise was installed, since {NOTE.read_text('utf-8').strip()}" if NOTE.is_file() else ""
+        return f"the native kernels were not compiled{reason}{_remedy()}"
+    if sources_checksum().encode() not in LIBRARY.read_bytes():
+        return f"the native kernels were compiled from other sources{_remedy()}"
+    return None
+
+
+def why_no_instructions() -> str:
+    """Return a sentence that refuses the instruction set that `HEADWISE_NATIVE` names."""
+    choices = ", ".join([*supported_instruction_sets(), "off"])
+    return (
+        f"the native kernels cannot run with {VARIABLE}={os.environ.get(VARIABLE)} here, which may be one of {choices}"
+    )
+
+
+def _remedy() -> str:
+    """Return the end of a sentence that states how the kernels are compiled; empty where they cannot be."""
+    if platform.system() != "Linux":
+        return ""
+    first = "" if has_compiler() else "install a C++ compiler, such as g++, then "
+    return f"; {first}run: {COMMAND}"
+
+
+def instruction_set() -> str | None:
+    """Return the name of the instruction set that the kernels choose on this processor, such as "avx512": the one that
+    `HEADWISE_NATIVE` names, by default the first supported one. None if the named one is not supported.
+    """
+    wanted = os.environ.get(VARIABLE)
+    return next((name for name in supported_instruction_sets() if wanted in (None, "", name)), None)
+
+
+@cache
+def supported_instruction_sets() -> list[str]:
+    """Return the names of the instruction sets that this processor supports, the fastest first. The kernels find out
+    the same when they are loaded (`cpp/dispatch.cpp`).
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ["portable"]
+    cpuinfo = Path("/proc/cpuinfo")
+    words = cpuinfo.read_text(errors="replace").partition("flags")[2].partition("\n")[0] if cpuinfo.is_file() else ""
+    available = set(words.split())
+    names = []
+    for name, options in INSTRUCTION_SETS.items():
+        needed = {_FLAGS.get(flag, flag) for flag in options.replace("-m", "").split()}
+        if needed <= available and (name != "amx" or _may_use_amx()):
+            names.append(name)
+    return names
+
+
+def _may_use_amx() -> bool:
+    """Return True if Linux lets this process use the registers of AMX."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+def compile_kernels() -> None:
+    """Compile the native kernels into this installation. They are used by every process that starts afterwards.
+
+    Raises:
+        HeadwiseError: the kernels cannot be compiled here, or the compiler failed, in one sentence.
+    """
+    try:
+        build()
+    except RuntimeError as error:
+        raise HeadwiseError(f"the native kernels were not compiled: {error}") from error
+    _list_in_record(LIBRARY, FOLDER.parents[3])
+
+
+def _list_in_record(library: Path, site_packages: Path) -> None:
+    """Add the library to the list of files of an installed headwise, so that it is uninstalled with the others. In a
+    source tree there is no such list.
+    """
+    entry = f"{library.relative_to(site_packages).as_posix()},,"
+    for record in site_packages.glob("headwise-*.dist-info/RECORD"):
+        lines = record.read_text("utf-8").splitlines()
+        if not any(line.startswith(entry[:-1]) for line in lines):
+            partial = record.with_suffix(".partial")  # the file itself may be shared with a cache by a hard link
+            partial.write_text("\n".join([*lines, entry, ""]), "utf-8")
+            partial.replace(record)

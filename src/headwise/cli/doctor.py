@@ -1,0 +1,300 @@
+"""The command `headwise doctor`: what is installed, what is in use, and what is broken."""
+
+import base64
+import hashlib
+import importlib
+import io
+import json
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headwise.attention.backends.native import installed
+from headwise.packaged_models import PACKAGED, PackagedModel
+
+EXAMPLES = """
+headwise doctor
+headwise doctor --json > doctor.json
+"""
+
+DEVELOPMENT = ("all", "bench", "dev")
+"""Extras that contain others, or that serve the development of headwise."""
+
+BROKEN_STATUS = 1
+"""Exit status if a part of the installation is broken."""
+
+Section = dict[str, Any]
+Report = dict[str, Section]
+
+
+def doctor(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,
+) -> None:
+    """Show versions, processor, native kernels, GPU, extras, packaged models, folders and environment variables of this
+    installation, for a report of a bug. If a part of it is broken, name it and exit with status 1.
+    """
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")  # of other packages, which are all imported here
+        report, problems = examine()
+    if as_json:
+        typer.echo(json.dumps({**report, "problems": problems}, indent=2))
+    else:
+        _print(report, problems)
+    if problems:
+        raise typer.Exit(BROKEN_STATUS)
+
+
+def examine() -> tuple[Report, list[str]]:
+    """Return the facts about this installation by section, and one sentence about each part that is broken."""
+    problems: list[str] = []
+    report = {
+        "versions": _versions(),
+        "processor": _processor(),
+        "kernels": _kernels(problems),
+        "gpu": _gpu(),
+        "extras": _extras(problems),
+        "models": {name: _packaged_model(name, model, problems) for name, model in PACKAGED.items()},
+        "folders": _folders(problems),
+        "environment": _environment(problems),
+    }
+    return report, problems
+
+
+def _versions() -> Section:
+    """Return the versions of headwise, Python, the operating system and torch."""
+    import torch
+
+    import headwise
+
+    return {
+        "headwise": f"{headwise.__version__} in {Path(headwise.__file__).parent}",
+        "python": f"{platform.python_version()} in {sys.executable}",
+        "system": platform.platform(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+    }
+
+
+def _processor() -> Section:
+    """Return the name of the processor, its cores, the threads of torch, and the instruction sets that kernels use."""
+    import torch
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {
+        "name": next(names, platform.processor() or platform.machine()),
+        "instruction_sets": installed.supported_instruction_sets(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _kernels(problems: list[str]) -> Section:
+    """Return the state of the native kernels, after loading them and comparing their results with the definition of
+    attention. Kernels that are there and cannot be used are a problem.
+    """
+    import torch
+
+    import headwise as hw
+    from headwise.attention.backends.native import library
+
+    reason = library.load()
+    if reason is not None:
+        if installed.LIBRARY.is_file() and os.environ.get(installed.VARIABLE) != "off":
+            problems.append(reason)
+        return {"in_use": False, "reason": reason}
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 37, 11, generator=generator) for heads in (6, 3, 3))
+    out = hw.attend(q, k, v, mask=hw.causal(), backend="native")
+    exact = hw.attend(q.double(), k.double(), v.double(), mask=hw.causal(), backend="reference")
+    error = (out - exact).abs().max().item()
+    if not error < 1e-5:
+        problems.append(f"the native kernels compute wrong results on this processor: {error:.1e} from the definition")
+    return {"in_use": True, "instruction_set": library.instruction_set(), "error_in_float32": f"{error:.1e}"}
+
+
+def _gpu() -> Section:
+    """Return the name of the GPU that torch uses, and the engines of attention and of its statistics there."""
+    import torch
+
+    import headwise as hw
+    from headwise.attention.backends.blockwise.call_context import CallContext
+    from headwise.attention.problem import Problem
+    from headwise.statistics import kernel_statistics
+
+    built = torch.version.cuda or torch.version.hip
+    if not torch.cuda.is_available():
+        reason = (
+            "this torch was built without CUDA" if built is None else f"torch is for CUDA {built}, and found no GPU"
+        )
+        return {"name": None, "reason": reason}
+    q = torch.zeros(1, 8, 1024, 64, device="cuda", dtype=torch.bfloat16)
+    return {
+        "name": torch.cuda.get_device_name(),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+        "cuda": built,
+        "attention_causal": hw.explain(q, q, q, mask=hw.causal()).backend,
+        "attention_window": hw.explain(q, q, q, mask=hw.window(256)).backend,
+        "statistics": kernel_statistics.why_not(Problem.checked(q, q, q), CallContext()) or "Triton kernels",
+    }
+
+
+def _extras(problems: list[str]) -> Section:
+    """Return for each extra the versions of its packages, or the command that installs it. A package that is installed
+    and cannot be imported, or is too old, is a problem.
+    """
+    from packaging.requirements import Requirement
+
+    try:
+        distribution = metadata.distribution("headwise")
+    except metadata.PackageNotFoundError:
+        return {"none": "headwise is not installed by pip, but imported from a folder"}
+    requirements = [Requirement(text) for text in distribution.requires or ()]
+    section: Section = {}
+    for extra in sorted(set(distribution.metadata.get_all("Provides-Extra") or ()) - set(DEVELOPMENT)):
+        needed = [each for each in requirements if each.marker and each.marker.evaluate({"extra": extra})]
+        versions = {each.name: _version(each.name) for each in needed}
+        if None in versions.values():
+            missing = ", ".join(name for name, version in versions.items() if version is None)
+            section[extra] = f'without {missing}: pip install "headwise[{extra}]"'
+        else:
+            section[extra] = ", ".join(f"{name} {version}" for name, version in versions.items())
+        for each in needed:
+            version = versions[each.name]
+            if version is not None:
+                broken = _why_broken(each.name, version, each.specifier)
+                problems.extend([broken] if broken and broken not in problems else [])
+    return section
+
+
+def _why_broken(package: str, version: str, allowed: Any) -> str | None:
+    """Return a sentence that says why an installed package cannot be used: its version is not one of the allowed, or
+    its import fails; None if it can be used.
+    """
+    if not allowed.contains(version, prereleases=True):
+        return (
+            f'{package} {version} is installed, and headwise needs {package}{allowed}: pip install "{package}{allowed}"'
+        )
+    try:
+        importlib.import_module(package.replace("-", "_"))
+    except Exception as error:  # an import can fail in any way
+        reason = next(iter(str(error).splitlines()), "") or "no reason is stated"
+        return f"{package} {version} is installed, and its import fails: {type(error).__name__}: {reason}"
+    return None
+
+
+def _packaged_model(name: str, model: PackagedModel, problems: list[str]) -> str:
+    """Return the state of a model in a Python package. A package of which a file is missing or was changed is a
+    problem.
+    """
+    if model.location() is None:
+        return f"not installed: {model.install}"
+    changed = list(_changed_files(model.package))
+    if changed:
+        remedy = f"{model.install.replace('install', 'install --force-reinstall', 1)}"
+        problems.append(f"the files of the model {name} are damaged, such as {changed[0]}: {remedy}")
+        return "damaged"
+    return f"{model.package} {_version(model.package)}"
+
+
+def _changed_files(package: str) -> Iterator[str]:
+    """Yield the paths of files of an installed package that are missing, or differ from their hash in the list that pip
+    wrote.
+    """
+    for file in metadata.files(package) or ():
+        path = Path(str(file.locate()))
+        if not path.is_file():
+            yield str(path)
+        elif file.hash is not None:
+            with path.open("rb") as opened:
+                digest = hashlib.file_digest(opened, file.hash.mode).digest()
+            if base64.urlsafe_b64encode(digest).decode().rstrip("=") != file.hash.value:
+                yield str(path)
+
+
+def _folders(problems: list[str]) -> Section:
+    """Return headwise's cache folder and that of the Hugging Face hub, and whether they can be written. A cache folder
+    that the environment names and that cannot be written is a problem.
+    """
+    stated = os.environ.get("HEADWISE_CACHE")
+    if stated:
+        cache: Path | None = Path(stated).expanduser()
+    else:
+        try:
+            platformdirs = importlib.import_module("platformdirs")
+            cache = Path(platformdirs.user_cache_dir("headwise", appauthor=False))
+        except ModuleNotFoundError:
+            cache = None
+    hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    if stated and cache is not None and not _is_writable(cache):
+        problems.append(f"HEADWISE_CACHE names a folder that cannot be written: {cache}")
+    return {"cache": _folder(cache), "hugging_face": _folder(hub)}
+
+
+def _folder(path: Path | None) -> str | None:
+    """Return the description of a folder."""
+    if path is None:
+        return None
+    return f"{path} ({'exists' if path.is_dir() else 'none yet'}, {'' if _is_writable(path) else 'not '}writable)"
+
+
+def _is_writable(path: Path) -> bool:
+    """Return True if a folder can be written or made."""
+    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK)
+
+
+def _environment(problems: list[str]) -> Section:
+    """Return the environment variables of headwise that are set. Values that headwise refuses are a problem."""
+    import torch
+
+    from headwise.errors import InputError
+    from headwise.nn.linear_choice import engine_of
+
+    try:
+        engine_of(torch.float32)
+    except InputError as error:
+        problems.append(str(error))
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("HEADWISE_")}
+
+
+def _version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _print(report: Report, problems: list[str]) -> None:
+    """Print the report as text."""
+    from rich.text import Text
+
+    from headwise.show.terminal import make_console
+
+    console = make_console()
+    for title, section in report.items():
+        console.print(Text(title.replace("_", " "), style="bold"))
+        for name, value in section.items() or {"none": ""}.items():
+            console.print(Text(f"  {name.replace('_', ' ')}: {_shown(value)}"), soft_wrap=True)
+    for problem in problems:
+        console.print(Text(f"problem: {problem}", style="bold red"), soft_wrap=True)
+    if not problems:
+        console.print("no problem was found")
+
+
+def _shown(value: Any) -> str:
+    """Return a value of the report as text."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return {"None": "none", "True": "yes", "False": "no"}.get(str(value), str(value))
