@@ -35,7 +35,7 @@ while header := sys.stdin.readline():
     code = sys.stdin.read(int(header))
     began = time.process_time()
     try:
-        exec(compile(code, "README.md", "exec"), names)
+        exec(compile(code, "<block>", "exec"), names)
         failed = 0
     except BaseException:
         traceback.print_exc()

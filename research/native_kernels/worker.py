@@ -9,7 +9,7 @@ from multiprocessing import get_context
 import numpy as np
 import torch
 
-from headwise.attention.backends.native import library
+from headwise.attention.backends.native import installed, library
 from research.native_kernels.problems import Draw, draw_problem
 from research.native_kernels.results import Results, native_results
 
@@ -49,7 +49,7 @@ class Worker:
 
 def _start(instruction_set: str) -> None:
     """Choose the instruction set of a new process, before it loads the kernels."""
-    os.environ[library.VARIABLE] = instruction_set
+    os.environ[installed.VARIABLE] = instruction_set
     torch.set_num_threads(1)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import tiny
-from headwise.attention.backends.native.build import LIBRARY
+from headwise.attention.backends.native import installed
 from headwise.cli import app as cli
 
 QUESTION = "Which do you like better, coffee or tea?"
@@ -77,7 +77,7 @@ def test_a_file_with_chosen_heads_is_written_to_a_page(in_process, tmp_path):
 
 def test_the_version_is_printed(in_process):
     result = in_process("--version")
-    kernels = "native kernels: compiled" if LIBRARY.is_file() else "plain torch: the native kernels were not compiled"
+    kernels = installed.state()
     assert (result.returncode, result.stdout.decode(), result.stderr) == (0, f"headwise 0.1.0\n{kernels}\n", b"")
 
 

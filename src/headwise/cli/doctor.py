@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import importlib
 import io
 import json
 import os
@@ -11,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -186,7 +185,7 @@ def _why_broken(package: str, version: str, allowed: Any) -> str | None:
             f'{package} {version} is installed, and headwise needs {package}{allowed}: pip install "{package}{allowed}"'
         )
     try:
-        importlib.import_module(package.replace("-", "_"))
+        import_module(package.replace("-", "_"))
     except Exception as error:  # an import can fail in any way
         reason = next(iter(str(error).splitlines()), "") or "no reason is stated"
         return f"{package} {version} is installed, and its import fails: {type(error).__name__}: {reason}"
@@ -231,7 +230,7 @@ def _folders(problems: list[str]) -> Section:
         cache: Path | None = Path(stated).expanduser()
     else:
         try:
-            platformdirs = importlib.import_module("platformdirs")
+            platformdirs = import_module("platformdirs")
             cache = Path(platformdirs.user_cache_dir("headwise", appauthor=False))
         except ModuleNotFoundError:
             cache = None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.attention.backends.native import build, library
+from headwise.attention.backends.native import build, installed, library
 from headwise.attention.backends.native.backend import arguments
 from headwise.attention.masks import key_ranges
 from headwise.attention.masks.grid import Grid
@@ -89,26 +89,37 @@ def test_the_environment_switches_the_kernels_off(monkeypatch):
 
 @NATIVE
 def test_the_environment_cannot_name_other_instructions():
-    choices = "amx, avx512_bf16, avx512, avx2, portable, off"
+    choices = ", ".join([*installed.supported_instruction_sets(), "off"])
     missing = f"the native kernels cannot run with HEADWISE_NATIVE=mmx here, which may be one of {choices}"
     assert run_python(QUESTION, HEADWISE_NATIVE="mmx") == missing
 
 
 @pytest.mark.usefixtures("_loads_again")
 def test_without_the_library_the_backend_states_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "missing.so")
-    reason = hw.why_not("native", *tensors(1, 2, 5, 8))
-    assert reason == "the native kernels were not compiled when headwise was installed"
+    monkeypatch.setattr(installed, "LIBRARY", tmp_path / "missing.so")
+    assert hw.why_not("native", *tensors(1, 2, 5, 8)).startswith("the native kernels were not compiled; ")
+    with pytest.warns(
+        UserWarning, match="nothing is accelerated: the native kernels were not compiled; .*run: headwise"
+    ):
+        hw.accelerate(torch.nn.Linear(2, 3))
+
+
+@NATIVE
+@pytest.mark.usefixtures("_loads_again")
+def test_a_damaged_library_is_not_used_and_named(monkeypatch, tmp_path):
+    damaged = tmp_path / "damaged.so"
+    damaged.write_text(build.sources_checksum())
+    monkeypatch.setattr(installed, "LIBRARY", damaged)
+    with pytest.warns(UserWarning, match=r"the native kernels cannot be loaded: .*damaged\.so"):
+        assert library.load() is not None
 
 
 @NATIVE
 @pytest.mark.usefixtures("_loads_again")
 def test_a_library_of_other_sources_is_not_used_and_named(monkeypatch):
-    monkeypatch.setattr(library, "sources_checksum", lambda: "of newer sources")
+    monkeypatch.setattr(installed, "sources_checksum", lambda: "of newer sources")
     tensor = tensors(1, 2, 200, 8)[0]
-    with pytest.warns(
-        UserWarning, match=r"compiled from other sources: install headwise again, or run python .*build\.py"
-    ):
+    with pytest.warns(UserWarning, match="compiled from other sources; .*run: headwise kernels build"):
         choice = hw.explain(tensor, tensor, tensor)
     assert choice.backend == "fused"
 

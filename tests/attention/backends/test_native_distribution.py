@@ -1,4 +1,6 @@
-"""Installations of headwise: from the wheel, which has the native kernels, and from the sdist without a compiler."""
+"""Installations of headwise: from the wheel, which has the native kernels, and from the sdist without a compiler, into
+which they are compiled afterwards.
+"""
 
 import os
 import subprocess
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
-from headwise.attention.backends.native import build
+from headwise.attention.backends.native import build, installed
 
 PROGRAM = """
 import torch, headwise as hw
@@ -62,5 +64,27 @@ def test_the_wheel_runs_native_kernels_and_an_sdist_without_a_compiler_plain_tor
     version, *others = reports(environment_with(wheel, tmp_path / "wheel"))
     assert version.startswith("native kernels: ")
     assert others == ["None", "True"]
-    reason = "the native kernels were not compiled when headwise was installed"
-    assert reports(environment_with(sdist, tmp_path / "sdist")) == [f"plain torch: {reason}", reason, "True"]
+    programs = environment_with(sdist, tmp_path / "sdist")
+    reason = (
+        "the native kernels were not compiled when headwise was installed, since no C++ compiler '/no/compiler' was "
+        "found; install a C++ compiler, such as g++, then run: headwise kernels build"
+    )
+    assert reports(programs) == [f"plain torch: {reason}", reason, "True"]
+    assert run(programs / "headwise", "kernels", "build").splitlines()[-1] == version
+    assert reports(programs) == [version, "None", "True"]
+    run(sys.executable, "-m", "pip", "--python", programs / "python", "uninstall", "--yes", "--quiet", "headwise")
+    assert not list(programs.parent.glob("lib/python*/site-packages/headwise"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(installed.why_not() is not None, reason=str(installed.why_not()))
+def test_the_library_needs_no_newer_system_than_torch():
+    elf = pytest.importorskip("auditwheel.elfutils")
+    elffile = pytest.importorskip("elftools.elf.elffile")
+    newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24)}  # those of manylinux_2_28, as which torch is built
+    with installed.LIBRARY.open("rb") as opened:
+        versions = [version for _, version in elf.elf_find_versioned_symbols(elffile.ELFFile(opened))]
+    for version in versions:
+        name, _, number = version.partition("_")
+        assert name not in newest or tuple(map(int, number.split("."))) <= newest[name], version
+    assert {"GLIBC", "GLIBCXX"} <= {version.partition("_")[0] for version in versions}

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 from headwise.attention.backends.native.build import (
-    FOLDER,
     INSTRUCTION_SETS,
     LIBRARY,
     NOTE,
@@ -111,16 +110,17 @@ def compile_kernels() -> None:
         HeadwiseError: the kernels cannot be compiled here, or the compiler failed, in one sentence.
     """
     try:
-        build()
+        build(LIBRARY)
     except RuntimeError as error:
         raise HeadwiseError(f"the native kernels were not compiled: {error}") from error
-    _list_in_record(LIBRARY, FOLDER.parents[3])
+    _list_in_record(LIBRARY)
 
 
-def _list_in_record(library: Path, site_packages: Path) -> None:
+def _list_in_record(library: Path) -> None:
     """Add the library to the list of files of an installed headwise, so that it is uninstalled with the others. In a
     source tree there is no such list.
     """
+    site_packages = library.parents[4]
     entry = f"{library.relative_to(site_packages).as_posix()},,"
     for record in site_packages.glob("headwise-*.dist-info/RECORD"):
         lines = record.read_text("utf-8").splitlines()
