@@ -107,6 +107,24 @@ def float_dtype(argument: str, dtype: Any) -> torch.dtype | None:
     return dtype
 
 
+def device_argument(argument: str, device: Any) -> torch.device:
+    """Return a device, such as "cuda:0", as a `torch.device` after creating an empty tensor on it; raise `InputError`
+    if torch cannot create a tensor there, or if tensors there have no numbers.
+    """
+    expected = "a device that torch can use"
+    try:
+        torch.empty(0, device=device)
+        usable = torch.device(device)
+    except Exception:  # torch has an error for each kind of device
+        reason = _why_unusable(str(device))
+        got = repr(str(device)) if reason is None else f"{str(device)!r}: {reason}"
+        remedy = None if reason is None else "use --device cpu (device='cpu')"
+        raise InputError(argument, expected=expected, got=got, remedy=remedy) from None
+    if usable.type == "meta":
+        raise InputError(argument, expected=expected, got="'meta', whose tensors have no numbers")
+    return usable
+
+
 def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> float:
     """Return `value` as a float; raise `InputError` if it is not a number (strings are not converted), infinite, NaN,
     not greater than `above`, or a tensor that requires grad.
@@ -306,6 +324,21 @@ def records_program() -> bool:
     `torch.jit.trace`.
     """
     return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and torch._C._is_tracing())
+
+
+def _why_unusable(device: str) -> str | None:
+    """Return why torch cannot use a device that has a kind of accelerator in its name; None if that is unknown."""
+    kind, _, index = device.partition(":")
+    if kind not in ("cuda", "mps", "xpu"):
+        return None
+    is_built = torch.backends.mps.is_built() if kind == "mps" else getattr(torch, kind)._is_compiled()
+    if not is_built:
+        return f"this torch has no {'CUDA' if kind == 'cuda' else kind.upper()}"
+    if not getattr(torch, kind).is_available():
+        return "no GPU was found"
+    last = getattr(torch, kind).device_count() - 1
+    is_beyond = index.isdigit() and int(index) > last
+    return f"the last GPU is {kind}:{last}" if is_beyond else None
 
 
 def _as_float(argument: str, value: Any) -> float:

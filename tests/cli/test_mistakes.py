@@ -186,5 +186,5 @@ def test_a_very_long_word_is_cut(headwise, folder, tmp_path):
 
 def test_a_device_that_torch_lacks_has_a_reason(headwise):
     _, _, err = headwise("view", "hi", "--device", "cuda:97")
-    assert "device: expected a device that torch can use, got 'cuda:97', and " in err
+    assert "device: expected a device that torch can use, got 'cuda:97': " in err
     assert "; use --device cpu" in err

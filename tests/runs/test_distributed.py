@@ -8,7 +8,8 @@ import torch
 
 import headwise as hw
 import tiny
-from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size, usable_device
+from headwise.checks import device_argument
+from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from profile_runs import run, texts
 
 
@@ -19,9 +20,31 @@ def test_a_single_process_needs_no_setup():
 
 
 def test_devices_that_torch_cannot_use_are_refused():
-    assert usable_device("cpu") == torch.device("cpu")
-    with pytest.raises(hw.InputError, match="^device: expected a device that torch can use, got 'abacus'$"):
-        usable_device("abacus")
+    assert device_argument("device", "cpu") == torch.device("cpu")
+    for name in ("abacus", "", "cpu:x"):
+        with pytest.raises(hw.InputError, match=f"^device: expected a device that torch can use, got '{name}'$"):
+            device_argument("device", name)
+
+
+@pytest.mark.parametrize(
+    ("is_built", "gpus", "device", "reason"),
+    [
+        (False, 0, "cuda", "this torch has no CUDA"),
+        (False, 0, "cuda:1", "this torch has no CUDA"),
+        (True, 0, "cuda", "no GPU was found"),
+        (True, 2, "cuda:2", "the last GPU is cuda:1"),
+    ],
+)
+def test_a_gpu_that_is_missing_is_refused_with_the_reason(is_built, gpus, device, reason, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: is_built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(hw.InputError) as error:
+        device_argument("device", device)
+    expected = f"device: expected a device that torch can use, got '{device}': {reason}; use --device cpu (device='cpu')"
+    assert str(error.value) == expected
 
 
 def _collect(rank, out):

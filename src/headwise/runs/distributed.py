@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from headwise.errors import HeadwiseError, InputError
+from headwise.checks import device_argument
+from headwise.errors import HeadwiseError
 
 TIMEOUT = timedelta(days=7)
 """Longest wait of a process for the others: after a resumed run one of them may have most of the work left."""
@@ -78,42 +79,7 @@ class LocalProcess(NamedTuple):
         if name is None:
             has_gpu = torch.cuda.is_available()
             name = f"cuda:{self.local_rank % torch.cuda.device_count()}" if has_gpu else "cpu"
-        return usable_device(name)
-
-
-def usable_device(device: torch.device | str) -> torch.device:
-    """Return `device` as a `torch.device` after creating an empty tensor on it; raise `InputError` if torch cannot
-    create a tensor there.
-
-    Raises:
-        InputError: torch cannot use the device.
-    """
-    expected = "a device that torch can use"
-    try:
-        torch.empty(0, device=device)
-    except Exception:  # torch has an error for each kind of device
-        got, remedy = f"{str(device)!r}{_why_unusable(device)}", "use --device cpu (device='cpu')"
-        raise InputError("device", expected=expected, got=got, remedy=remedy) from None
-    usable = torch.device(device)
-    if usable.type == "meta":
-        raise InputError("device", expected=expected, got="'meta', whose tensors have no numbers")
-    return usable
-
-
-def _why_unusable(device: torch.device | str) -> str:
-    """Return the reason that torch has no device of this name, as the end of a sentence; empty for an unknown name."""
-    try:
-        kind, index = torch.device(device).type, torch.device(device).index
-    except (RuntimeError, TypeError, ValueError):
-        return ""
-    if kind != "cuda":
-        return f", and this torch finds no device of the kind {kind}"
-    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        return ", and this torch was built without CUDA"
-    if not torch.cuda.is_available():
-        return ", and no GPU was found"
-    last = torch.cuda.device_count() - 1
-    return "" if index is None or index <= last else f", and the last GPU is cuda:{last}"
+        return device_argument("device", name)
 
 
 @contextmanager

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.checks import whole_number
+from headwise.checks import device_argument, whole_number
 from headwise.errors import InputError
-from headwise.runs.distributed import usable_device
 from headwise.runs.files import require_outside_data, require_writable, writable_folder
 from headwise.studies.budget import StudyBudget
 from headwise.studies.classification import accuracy
@@ -84,7 +83,7 @@ def study_texts(
     _check_text_requirements(budget, params)
     _check_options(text, space, optuna)
     _check_paths(data, out)
-    target = usable_device(torch.get_default_device() if device is None else device)
+    target = device_argument("device", torch.get_default_device() if device is None else device)
     tokenizer = train_tokenizer(data, text.column, text.vocabulary) if text.tokenizer is None else text.tokenizer
     corpus = make_corpus(data, tokenizer, text)
     shape = _model_shape(params, layers, space, text, vocabulary=len(tokenizer), classes=len(corpus.labels) or None)
