@@ -4,7 +4,6 @@ import ast
 import graphlib
 import itertools
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,7 +118,7 @@ def test_packages_have_nothing_in_their_init():
         assert [type(node) for node in ast.parse(path.read_text()).body] == [ast.Expr], path
 
 
-LONGEST_FILE, LONGEST_MEDIAN, LONGEST_FUNCTION, MOST_ARGUMENTS = 350, 150, 60, 15
+LONGEST_FUNCTION, MOST_ARGUMENTS = 60, 15
 PUBLIC_SIGNATURES = {"MultiHeadAttention.__init__", "MultiHeadAttention.forward", "LatentAttention.__init__", "attend"}
 """Functions with many documented options, exempt from the limits of a function."""
 
@@ -130,12 +129,6 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Functi
         if isinstance(node, ast.FunctionDef):
             yield prefix + node.name, node
         yield from functions(node, f"{node.name}." if isinstance(node, ast.ClassDef) else "")
-
-
-def test_files_are_short():
-    lengths = {name: path.read_text().count("\n") for name, path in MODULES.items()}
-    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
-    assert statistics.median(lengths.values()) <= LONGEST_MEDIAN
 
 
 @pytest.mark.parametrize("module", MODULES)
