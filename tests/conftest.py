@@ -1,6 +1,5 @@
 """Fixtures of all tests; every test runs with the shapes in headwise's annotations checked at run time."""
 
-import functools
 import gc
 import os
 import sys
@@ -25,6 +24,9 @@ def modules_with_shapes() -> list[str]:
 
 # Triton reads this when it is first imported: its interpreter runs the kernels on tensors of the CPU.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# All processes of all tests share the converted copies of models, and leave those of the user alone.
+os.environ.setdefault("HEADWISE_CACHE", str(SOURCES.parent / ".pytest_cache" / "headwise"))
 
 # headwise.shapes defines placeholders; the tests replace them by jaxtyping before headwise is imported.
 sys.modules["headwise.shapes"] = jaxtyping
@@ -88,19 +90,10 @@ def minilm():
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """Model and tokenizer of SmolLM2, loaded from its Python package.
-
-    transformers reads the file three times, and maps the names of its tensors once for every module of the model, which
-    takes most of the time. Here both are computed once.
-    """
-    import gguf
-
+    """Model and tokenizer of SmolLM2, loaded from its Python package."""
     from headwise.data.models import load
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
-        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
-        return load("smollm2")
+    return load("smollm2")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from transformers.modeling_utils import AttentionInterface
 import headwise as hw
 import tiny
 from headwise.analysis.view import view
-from headwise.packaged_models import PACKAGED
+from headwise.data.models import find_model
 from headwise.statistics import row_blocks
 from oracles import statistics_of
 
@@ -124,8 +124,7 @@ def test_a_decoder_attends_to_no_later_token():
 @pytest.fixture(scope="module")
 def smollm2_tokenizer():
     """Tokenizer of SmolLM2, without its model."""
-    folder = PACKAGED["smollm2"].location()
-    return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=PACKAGED["smollm2"].gguf)
+    return find_model("smollm2").tokenizer()
 
 
 def word_tokenizer():

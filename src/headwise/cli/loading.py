@@ -37,7 +37,7 @@ def find_inputs(
     require_first_document(data, texts.column)
     source = model.find()
     dataset = texts.texts(data, source.tokenizer())
-    if texts.context is not None and not source.is_gguf:
+    if texts.context is not None:
         limit = getattr(source.config(), "max_position_embeddings", None) or texts.context
         if texts.context > limit:
             raise InputError("context", expected=f"at most {limit} tokens, the model's limit", got=texts.context)
@@ -132,7 +132,7 @@ def resumable(out: Path) -> Iterator[None]:
 
 def quiet_libraries() -> None:
     """Turn off the warnings and progress bars of transformers in this process, if transformers is installed. The
-    conversion of a GGUF file, which takes minutes, still shows its progress.
+    conversion of a GGUF file still shows its progress.
     """
     try:
         from transformers.utils import logging

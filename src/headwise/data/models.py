@@ -3,7 +3,10 @@
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.checks import float_dtype
+from headwise.checks import device_argument, float_dtype
+from headwise.data.converted_models import converted_folder
 from headwise.errors import InputError, MissingExtra, require
 from headwise.packaged_models import PACKAGED
 from headwise.removal.loading import class_of_saved, has_record
@@ -58,20 +62,38 @@ class ModelSource:
         title: name of the model for display.
         location: the folder, or the hub id.
         options: further arguments of `from_pretrained`: the name of the GGUF file, or the revision on the hub.
+        converts: True to read the copy of a GGUF file in the cache folder, which is written when it is first needed;
+            False to read the GGUF file itself, which takes many times as long.
     """
 
     name: str
     title: str
     location: str
     options: dict[str, str]
+    converts: bool = True
 
     @property
     def is_gguf(self) -> bool:
         """True if the model is stored in a GGUF file, which always contains a causal language model."""
         return "gguf_file" in self.options
 
+    @cached_property
+    def _files(self) -> tuple[str, dict[str, str]]:
+        """Folder or hub id, and further arguments of `from_pretrained`; of a GGUF file the folder with its copy."""
+        folder = None
+        if self.is_gguf and self.converts:
+            folder = converted_folder(Path(self.location) / self.options["gguf_file"], self._save)
+        return (self.location, self.options) if folder is None else (str(folder), {})
+
+    def _save(self, folder: Path) -> None:
+        """Save the model of a GGUF file and its tokenizer in a folder, in Hugging Face format."""
+        source: Any = replace(self, converts=False)
+        tokenizer = source.tokenizer()
+        source.model("causal").save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
     def config(self) -> Any:
-        """Return the configuration of the model. Of a GGUF file this takes seconds.
+        """Return the configuration of the model.
 
         Raises:
             InputError: the configuration cannot be loaded.
@@ -134,13 +156,16 @@ class ModelSource:
         """
         types: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         name = self._saved_class() if lm_head == SAVED else AUTO_CLASSES[lm_head]
+        self._require_head(lm_head)
         # Mismatched sizes are in the report, and in the error of `transformers` they are not.
         options = types | {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, report = self._from_pretrained("model", name, **options)
-        self._require_all_weights(report, may_lack_pooler=lm_head != SAVED)
+        self._require_all_weights(report, lm_head, f"{model.base_model_prefix}.")
         quantizer = getattr(model, "hf_quantizer", None)
         if self.is_gguf and quantizer is not None:
             quantizer.remove_quantization_config(model)  # the weights are plain numbers, and can be saved as such
+        if self.is_gguf:
+            model.name_or_path = model.config.name_or_path = self.location  # not the cache folder
         if lm_head is None and not self.is_gguf:
             self._warn_of_head(model)
         loaded: nn.Module = model.eval()
@@ -157,9 +182,29 @@ class ModelSource:
             raise InputError("model", expected=f"a class of transformers that {self.name!r} names", got=names[0])
         return str(names[0])
 
-    def _require_all_weights(self, report: Mapping[str, Any], *, may_lack_pooler: bool) -> None:
+    def _require_head(self, lm_head: str | None) -> None:
+        """Raise `InputError` if `transformers` has no language-model head of a kind for models of this architecture."""
+        if lm_head in (None, SAVED) or (self.is_gguf and lm_head == "causal"):
+            return
+        transformers = require("transformers", purpose="loading a model", extra="hf")
+        config = self.config()
+        if type(config) not in getattr(transformers, AUTO_CLASSES[lm_head])._model_mapping:
+            raise self._lacks_head(lm_head, f"a {config.model_type} model, for which transformers has no such head")
+
+    def _lacks_head(self, lm_head: str | None, reason: str) -> InputError:
+        """Return the error for a model without a language-model head of a kind, for a `reason`."""
+        expected = f"a model with a {lm_head} language-model head"
+        remedy = "smollm2 is such a model" if lm_head == "causal" else None
+        return InputError("model", expected=expected, got=f"{self.name!r}, {reason}", remedy=remedy)
+
+    def _require_all_weights(self, report: Mapping[str, Any], lm_head: str | None, body: str) -> None:
         """Raise `InputError` if weights were missing or had other shapes, according to the report of `transformers`.
         Models that were trained without a pooler, which AutoModel adds, may lack it.
+
+        Args:
+            report: the report.
+            lm_head: kind of the language-model head, as in `model`.
+            body: start of the names of the weights of a model with a head that do not belong to the head.
         """
         mismatched = sorted(report["mismatched_keys"])
         if mismatched:
@@ -167,9 +212,11 @@ class ModelSource:
             others = f" ({len(mismatched)} weights differ)" if len(mismatched) > 1 else ""
             got = f"{tuple(found)} in {self.name!r}{others}"
             raise InputError("model", expected=f"{parameter} of shape {tuple(expected)}", got=got)
-        missing = sorted(key for key in report["missing_keys"] if not (may_lack_pooler and "pooler" in key))
+        missing = sorted(key for key in report["missing_keys"] if not (lm_head != SAVED and "pooler" in key))
+        if missing and lm_head not in (None, SAVED) and not any(key.startswith(body) for key in missing):
+            raise self._lacks_head(lm_head, f"which was saved without one ({missing[0]} is missing)")
         if missing:
-            got = f"none for {missing[0]} ({len(missing)} are missing)"
+            got = f"none for {missing[0]} ({len(missing)} are missing) in {self.name!r}"
             raise InputError("model", expected="all of the model's weights", got=got)
 
     def _warn_of_head(self, model: Any) -> None:
@@ -186,20 +233,24 @@ class ModelSource:
         `InputError` with the first sentence of its reason; `argument` is "model" or "tokenizer".
         """
         transformers = require("transformers", purpose="loading a model", extra="hf")
-        loader = getattr(transformers, auto_class)
+        loader, (location, files) = getattr(transformers, auto_class), self._files
         try:
             if argument == "model" and auto_class != "AutoConfig" and not self.is_gguf:
                 loader = class_of_saved(loader, self.config())
-            return loader.from_pretrained(self.location, trust_remote_code=False, **self.options, **options)
+            with _quiet(transformers):
+                return loader.from_pretrained(location, trust_remote_code=False, **files, **options)
         except Exception as error:  # every file of a broken folder can fail in its own way
-            if argument == "model":
-                raise _not_loadable(argument, self.name, error) from error
-            expected = f"a tokenizer in {self.name!r} that can be loaded"
+            expected = f"a {argument} in {self.name!r} that can be loaded"
             raise InputError(argument, expected=expected, got=_first_sentence(error)) from error
 
 
 def load(
-    name: str, lm_head: str | None = None, *, dtype: torch.dtype | None = None, revision: str | None = None
+    name: str,
+    lm_head: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    revision: str | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer by name: "minilm" or "smollm2" (small models in Python packages), a folder in
     Hugging Face format, or a hub id. The result has the attributes `model`, `tokenizer` and `title`. It can be unpacked
@@ -211,12 +262,20 @@ def load(
         lm_head: "causal" or "masked" for a language model that returns logits; None for one that returns hidden states.
             "saved" loads the class that the model was saved as, with its head, such as a classifier.
         dtype: data type of the weights, such as `torch.bfloat16`; by default that of the saved weights.
+        device: device of the weights, such as "cuda"; by default the CPU.
         revision: branch, tag or commit of a model on the hub.
 
+    The weights of "smollm2" are in a GGUF file. When it is first loaded, it is converted to a folder in Hugging Face
+    format, which headwise keeps in its cache folder (see `docs/command-line.md`).
+
     Raises:
-        InputError: an argument cannot be used, nothing loadable has that name, or weights are missing or have other
-            shapes than the configuration states.
-        MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
+        InputError: an argument cannot be used, nothing loadable has that name, torch cannot use the device, or weights
+            are missing or have other shapes than the configuration states.
+        MissingExtra: `transformers` (or, for a GGUF file, another package of the extra `gguf`) is not installed.
+
+    Warns:
+        UserWarning: the Python package of a model is not installed, so that the hub's model is loaded; or the cache
+            folder cannot be written.
 
     Example:
         >>> model, tokenizer = headwise.load("minilm")  # doctest: +SKIP
@@ -224,9 +283,11 @@ def load(
     if lm_head not in (*AUTO_CLASSES, SAVED):
         raise InputError("lm_head", expected='"causal", "masked", "saved" or None', got=repr(lm_head))
     float_dtype("dtype", dtype)
+    usable = None if device is None else device_argument("device", device)
     source = find_model(name, revision)
     tokenizer = source.tokenizer_if_any()
-    return LoadedModel(source.title, source.model(lm_head, dtype), tokenizer)
+    model = source.model(lm_head, dtype)
+    return LoadedModel(source.title, model if usable is None else model.to(usable), tokenizer)
 
 
 def find_model(name: str, revision: str | None = None, *, argument: str = "model") -> ModelSource:
@@ -244,18 +305,18 @@ def find_model(name: str, revision: str | None = None, *, argument: str = "model
     packaged = PACKAGED.get(name)
     folder = None if packaged is None else packaged.location()
     if folder is None and not is_existing_folder(name):
-        hub_id = name if packaged is None else packaged.hub
-        try:
-            _require_on_hub(hub_id, revision)
-        except Exception as error:  # the type differs between versions of huggingface_hub
-            raise _not_loadable(argument, name, error) from error
+        _require_on_hub(argument, name, revision)
         options = {} if revision is None else {"revision": revision}
-        return ModelSource(name, name if packaged is None else hub_id.split("/")[-1], hub_id, options)
+        if packaged is None:
+            return ModelSource(name, name, name, options)
+        weights = "" if packaged.gguf is None else ", whose weights are not quantised"
+        message = f"{name} is loaded from the hub, as {packaged.hub}{weights}, since its package is not installed"
+        warnings.warn(f"{message}; {packaged.install}", stacklevel=3)
+        return ModelSource(name, packaged.title, packaged.hub, options)
     if revision is not None:
         raise InputError("revision", expected="a model on the hub", got=f"{revision!r} of {name!r}, which is local")
     if packaged is not None:
-        title = packaged.hub.split("/")[-1]
-        return ModelSource(name, title, str(folder), _gguf_options(packaged.gguf))
+        return ModelSource(name, packaged.title, str(folder), _gguf_options(packaged.gguf))
     if not (Path(name) / "config.json").is_file():
         raise InputError(argument, expected="a folder with a config.json (Hugging Face format)", got=repr(name))
     return ModelSource(name, Path(name).resolve().name, name, {})
@@ -277,32 +338,111 @@ def _gguf_options(file: str | None) -> dict[str, str]:
     """
     if file is None:
         return {}
-    for needed in ("gguf", "accelerate"):
+    for needed in ("gguf", "accelerate", "filelock", "platformdirs"):
         if find_spec(needed) is None:
             raise MissingExtra(needed, extra="gguf", purpose=f"reading {file}")
     return {"gguf_file": file}
 
 
-def _not_loadable(argument: str, name: str, error: Exception) -> InputError:
-    """Return the `InputError` for a model that cannot be loaded, with the original exception's reason."""
-    return InputError(
-        argument,
-        expected=f"{', '.join(PACKAGED)}, a folder in Hugging Face format or a hub id that can be reached",
-        got=repr(name),
-        remedy=f"the reason: {_first_sentence(error)}",
-    )
-
-
-def _require_on_hub(name: str, revision: str | None) -> None:
-    """Raise an exception if the `config.json` of a model is not in the local cache and cannot be reached on the Hugging
-    Face hub. `name` is the model's hub id, and `revision` its branch, tag or commit (None for the main branch).
+def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
+    """Raise `InputError` if the `config.json` of a model that is in no local folder and no installed package is neither
+    in the local cache nor on the Hugging Face hub, or if the hub cannot be reached.
 
     One request is enough here, whereas `from_pretrained` would retry for a minute without a network.
-    """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
-    if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+    Args:
+        argument: name of the argument in the message.
+        name: key of `PACKAGED`, or hub id.
+        revision: branch, tag or commit on the hub; None for the main branch.
+    """
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    packaged = PACKAGED.get(name)
+    hub_id, expected = name, f"{', '.join(PACKAGED)}, a folder in Hugging Face format or a hub id"
+    remedy = None
+    if packaged is not None:
+        hub_id, remedy = packaged.hub, packaged.install
+        expected = f"the package of {name} ({packaged.requirement.partition('=')[0]}), or {hub_id} on the hub"
+    similar = _similar_name(name)
+    if similar is not None:
+        remedy = f"did you mean {similar}?"
+    try:
+        validate_repo_id(hub_id)
+        is_path = name.startswith(".")
+    except HFValidationError:
+        is_path = True
+    problem: str | None
+    if is_path or _is_file(name):
+        problem = "which is a file and not a folder" if _is_file(name) else "and there is no such folder"
+        raise InputError(argument, expected=expected, got=f"{name!r}, {problem}", remedy=remedy)
+    # A name that differs in case or punctuation alone is not looked for on the hub.
+    is_misspelt = similar is not None and _letters(name) == _letters(similar)
+    problem = "which is none of these" if is_misspelt else _why_not_on_hub(hub_id, revision)
+    if problem is None:
+        return
+    got = f"{name!r}, {problem}" if packaged is None else f"no such package, and {hub_id}, {problem}"
+    raise InputError(argument, expected=expected, got=got, remedy=remedy)
+
+
+def _why_not_on_hub(hub_id: str, revision: str | None) -> str | None:
+    """Return a clause that states why the `config.json` of a model is neither in the local cache nor on the Hugging
+    Face hub; None if it is.
+    """
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(hub_id, "config.json", revision=revision), str):
+        return None
+    try:
+        get_hf_file_metadata(hf_hub_url(hub_id, "config.json", revision=revision))
+    except Exception as error:  # errors of the network have classes that differ between versions of huggingface_hub
+        reasons = {
+            errors.GatedRepoError: "which the hub opens only to users who have accepted its terms (hf auth login)",
+            errors.RepositoryNotFoundError: "which is not on the hub, or private (then log in: hf auth login)",
+            errors.RevisionNotFoundError: f"which has no revision {revision!r} on the hub",
+            errors.EntryNotFoundError: "which has no config.json on the hub",
+            errors.HfHubHTTPError: f"for which the hub answered: {_first_sentence(error)}",
+            errors.OfflineModeIsEnabled: "which is not in the local cache, and HF_HUB_OFFLINE is set",
+            Exception: "which is not in the local cache, and the hub cannot be reached",
+        }
+        return next(reason for kind, reason in reasons.items() if isinstance(error, kind))
+    return None
+
+
+def _is_file(name: str) -> bool:
+    """Return True if a name is the path of an existing file, and False also for a name that cannot be a path."""
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _similar_name(name: str) -> str | None:
+    """Return the packaged model that a name resembles, or whose title it resembles; None if there is none."""
+    known = {_letters(each): key for key, model in PACKAGED.items() for each in (key, model.title)}
+    similar = get_close_matches(_letters(name), known, n=1, cutoff=0.75)
+    return known[similar[0]] if similar and name not in PACKAGED else None
+
+
+def _letters(name: str) -> str:
+    """Return the letters and digits of a name in lower case."""
+    return re.sub(r"[\W_]", "", name.lower())
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """While the context is open, let `transformers` print no warnings about the model, since headwise raises an error
+    for the serious ones, and show its progress bars only of what takes more than 2 s.
+    """
+    logging = transformers.utils.logging
+    verbosity, set_hook = logging.get_verbosity(), getattr(logging, "set_tqdm_hook", lambda hook: None)
+    if verbosity == logging.WARNING:  # the default
+        logging.set_verbosity_error()
+    previous = set_hook(lambda factory, arguments, options: factory(*arguments, **{"delay": 2} | options))
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        set_hook(previous)
 
 
 def _first_sentence(error: Exception) -> str:
