@@ -40,14 +40,15 @@ class Problem:
     """Checked tensors and options of one attention call, in the one form that all backends read; create it with
     `Problem.checked`.
 
-    Tensors that are added to scores or multiply them have the dtype of the scores.
+    Sinks and a tensor that is the scale have the dtype of the scores.
 
     Attributes:
         q: queries.
         k: keys.
         v: values.
         mask: keys that each query may attend to; None if the mask hides nothing.
-        bias: tensor that is added to the scores; None without.
+        bias: tensor that is added to the scores, in a dtype that the dtype of the scores can represent; None without.
+            Backends convert the parts that they read: a copy of the whole takes memory and time.
         scale: factor of the scores.
         softcap: limit of the scaled scores; None without.
         sinks: sink logit of each head; None without.
@@ -147,7 +148,8 @@ class Problem:
             mask = HasPosition() if mask is None else HasPosition() & mask
         if bias is not None:
             require_broadcast("bias", bias, grid)
-            bias = bias.to(score_dtype(q))
+            if torch.promote_types(bias.dtype, score_dtype(q)) != score_dtype(q):
+                bias = bias.to(score_dtype(q))
         if isinstance(scale, Tensor):
             scale = _one_per_head("scale", scale, q)[:, None, None]
         else:

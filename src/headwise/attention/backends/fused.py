@@ -299,11 +299,22 @@ def _attn_mask(
         # Torch converts a boolean mask to the dtype of q, so axes that repeat must not be expanded.
         allowed = None if allowed is None else unexpanded(allowed)
         bias = None if bias is None else bias.to(problem.q.dtype)  # other kernels need the dtype of q
+    elif bias is not None and not _reads_bias(problem):
+        bias = bias.to(problem.score_dtype)
     if bias is None and allowed is None and _has_few_keys(problem):
         allowed = problem.q.new_ones(1, 1, 1, grid.keys, dtype=torch.bool)
     if bias is None or allowed is None:
         return (allowed if bias is None else bias), False
     return bias.masked_fill(~allowed, -torch.inf), False
+
+
+def _reads_bias(problem: Problem) -> bool:
+    """Return True if torch's kernel for the CPU reads a bias in its dtype, that of the queries. Where torch keeps the
+    whole matrix instead, it would round the scores to this dtype.
+    """
+    assert problem.bias is not None
+    keeps_dtype = not isinstance(problem.scale, Tensor) and not _needs_lse(problem) and not keeps_matrix(problem)
+    return keeps_dtype and problem.bias.dtype == problem.q.dtype
 
 
 def _as_rows(

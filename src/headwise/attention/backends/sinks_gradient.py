@@ -10,9 +10,8 @@ from headwise.shapes import Float
 
 
 def sinks_gradient(
-    out_gradient: Float[Tensor, "batch heads queries value_dim"],
+    deltas: Float[Tensor, "batch heads queries"],
     lse_gradient: Float[Tensor, "batch heads queries"] | None,
-    out: Float[Tensor, "batch heads queries value_dim"],
     lse: Float[Tensor, "batch heads queries"],
     shifts: Float[Tensor, "batch heads queries"],
     inverse_sums: Float[Tensor, "batch heads queries"],
@@ -25,16 +24,16 @@ def sinks_gradient(
     the sum is tiny, the sink has all weight of the row, and the log-sum-exp equals its logit.
 
     Args:
-        out_gradient: gradient of the output.
+        deltas: product of the output and its gradient, for each row. The output must not be rounded to half precision:
+            its rounding error would be one of this gradient.
         lse_gradient: gradient of the log-sum-exp; None for 0.
-        out: output.
         lse: log-sum-exp, with the sinks.
         shifts: number that was subtracted from the scores of a row, in units of ln 2.
         inverse_sums: inverse of the sum of 2 to the power of each shifted score of a row, the sink's included.
         sinks: sink logit of each head.
     """
     gradient: Tensor = _SinksGradient.apply(  # type: ignore[no-untyped-call]
-        out_gradient, lse_gradient, out, lse, shifts, inverse_sums, sinks
+        deltas, lse_gradient, lse, shifts, inverse_sums, sinks
     )
     return gradient
 
@@ -46,18 +45,15 @@ class _SinksGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        out_gradient: Float[Tensor, "batch heads queries value_dim"],
+        deltas: Float[Tensor, "batch heads queries"],
         lse_gradient: Float[Tensor, "batch heads queries"] | None,
-        out: Float[Tensor, "batch heads queries value_dim"],
         lse: Float[Tensor, "batch heads queries"],
         shifts: Float[Tensor, "batch heads queries"],
         inverse_sums: Float[Tensor, "batch heads queries"],
         sinks: Float[Tensor, " heads"],
     ) -> Float[Tensor, " heads"]:
         """Compute the gradient from the arguments of `sinks_gradient`."""
-        dtype = torch.promote_types(out.dtype, torch.float32)
-        delta = (out_gradient.to(dtype) * out.to(dtype)).sum(-1, dtype=torch.float64)
-        upstream = -delta if lse_gradient is None else lse_gradient - delta
+        upstream = -deltas.double() if lse_gradient is None else lse_gradient.double() - deltas
         inverse = inverse_sums.double()
         log_sum = torch.where(inverse > 1e-30, (shifts.double() - inverse.log2()) * math.log(2), lse)
         weight = torch.exp(sinks[:, None] - log_sum).masked_fill(lse == -torch.inf, 0.0)

@@ -110,9 +110,10 @@ class BlockwiseAttention(torch.autograd.Function):
         gradients = BlockwiseBackward.apply(*inputs)  # type: ignore[no-untyped-call]
         of_sinks = None
         if ctx.needs_input_grad[4]:
-            rows = (shifts[..., 0], 1 / sums[..., 0])
-            of_sinks = sinks_gradient(grad_out, grad_lse, out, lse, *rows, sinks[:, 0])[:, None]
-        return *gradients, of_sinks, None
+            deltas = (grad_out * out.to(sums.dtype)).sum(-1)
+            of_sinks = sinks_gradient(deltas, grad_lse, lse, shifts[..., 0], 1 / sums[..., 0], sinks[:, 0])[:, None]
+        *of_qkv, of_bias = gradients
+        return *of_qkv, None if of_bias is None else of_bias.to(bias.dtype), of_sinks, None
 
 
 class BlockwiseBackward(torch.autograd.Function):
@@ -144,7 +145,7 @@ class BlockwiseBackward(torch.autograd.Function):
         grad_k, grad_v = (
             torch.zeros(x.mT.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (k, v)
         )
-        grad_bias = torch.zeros_like(bias) if bias_needs_grad and bias is not None else None
+        grad_bias = torch.zeros_like(bias, dtype=sums.dtype) if bias_needs_grad and bias is not None else None
         pool = Pool(options.plan, q, k, options.threads)
         scores = options.prepare_scores(q, k, bias, pool, shifts)
         scores.start_backward(v, upstream, delta, grad_bias)

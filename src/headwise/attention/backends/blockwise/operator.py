@@ -35,7 +35,7 @@ SCHEMAS = {
     "attend_forward": f"({_PROBLEM}, {_DROPOUT}) -> (Tensor out, Tensor lse, Tensor normalizers)",
     "attend": f"({_PROBLEM}) -> (Tensor out, Tensor lse)",
     "attend_backward": f"({_UPSTREAM}, {_PROBLEM}, {_DROPOUT}) "
-    "-> (Tensor q_gradient, Tensor k_gradient, Tensor v_gradient)",
+    "-> (Tensor q_gradient, Tensor k_gradient, Tensor v_gradient, Tensor deltas)",
     "attend_bias_gradient": f"({_UPSTREAM}, {_PROBLEM}, {_DROPOUT}) -> Tensor",
     "attend_statistics": plain_statistics.SCHEMA,
 }
@@ -165,19 +165,21 @@ def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     return _attend_forward(*arguments)[:2]
 
 
-def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
-    *gradients, _ = _gradients(*arguments, bias_needs_grad=False)
+def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v and, with sinks, the product of the output and its gradient for each row."""
+    has_sinks = arguments[10] is not None
+    *gradients, _, deltas = _gradients(*arguments, bias_needs_grad=False, needs_exact_output=has_sinks)
     of_q, of_k, of_v = (
         torch.empty_like(tensor).copy_(gradient) for tensor, gradient in zip(arguments[4:7], gradients, strict=True)
     )
-    return of_q, of_k, of_v
+    return of_q, of_k, of_v, deltas if has_sinks else deltas.new_empty(0)
 
 
 def _attend_bias_gradient(*arguments: Any) -> Tensor:
     """Return the gradient of the bias, contiguous like that of the native kernels."""
-    gradient: Tensor = _gradients(*arguments, bias_needs_grad=True)[3].contiguous()
-    return gradient
+    repeats_along_keys = arguments[13].shape[3] == 1
+    gradients = _gradients(*arguments, bias_needs_grad=True, needs_exact_output=repeats_along_keys)
+    return gradients[3].contiguous()
 
 
 def _gradients(
@@ -187,13 +189,21 @@ def _gradients(
     normalizers: Tensor,
     *arguments: Any,
     bias_needs_grad: bool,
+    needs_exact_output: bool,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v and the bias, in float32."""
+    """Return the gradients of q, k, v and the bias, and the product of the output and its gradient for each row, all in
+    float32. The last one, and gradients proportional to it, have the rounding error of the output, unless the output is
+    computed again.
+    """
     call = _call_of(*arguments)
+    inputs: tuple[Any, ...] = (call.q, call.k, call.v, call.bias)
+    if needs_exact_output and out.dtype != torch.float32:
+        results: Any = BlockwiseAttention.forward(*inputs, call.sinks, call.options)
+        out = results[0]
     shifts, inverse_sums = normalizers[..., :1], normalizers[..., 1:]
-    tensors: tuple[Any, ...] = (call.q, call.k, call.v, call.bias, out.float(), shifts, 1 / inverse_sums)
-    upstream: tuple[Any, ...] = (out_gradient.float(), lse_gradient)
-    arguments = (*upstream, *tensors, call.options, bias_needs_grad)
+    out_gradient, out = out_gradient.float(), out.float()
+    arguments = (out_gradient, lse_gradient, *inputs, out, shifts, 1 / inverse_sums, call.options, bias_needs_grad)
     gradients: Any = BlockwiseBackward.forward(*arguments)
     of_q, *others = gradients
-    return (of_q if call.head_scale is None else of_q * call.head_scale, *others)
+    of_q = of_q if call.head_scale is None else of_q * call.head_scale
+    return (of_q, *others, (out_gradient * out).sum(-1))

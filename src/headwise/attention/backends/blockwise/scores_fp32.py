@@ -113,7 +113,7 @@ class Float32Scores:
             torch.mul(tanh, self.softcap * LOG2_E, out=scores)
         if self.bias is not None:
             for keys, span in tile.spans(tile.by_head(scores)):
-                bias = select(self.bias, *tile.row_slices, slice(keys.start, keys.stop))
+                bias = select(self.bias, *tile.row_slices, slice(keys.start, keys.stop)).to(span.dtype)
                 if self.bias_hides:
                     bias = bias.clamp(min=torch.finfo(bias.dtype).min / 2)  # finite; `hide` hides these keys
                 span.add_(bias, alpha=LOG2_E)

@@ -60,6 +60,8 @@ def score_rule(problem: Problem) -> ScoreRule | None:
     """
     scale = problem.scale.flatten() if isinstance(problem.scale, Tensor) else None
     softcap, bias = problem.softcap, problem.bias
+    if bias is not None:
+        bias = bias.to(problem.score_dtype)  # the kernel adds up its gradient in its dtype
     if scale is None and softcap is None and bias is None:
         return None
     sizes = None if bias is None else bias.shape

@@ -21,7 +21,7 @@ from headwise.shapes import Bool, Int
 name = "native"
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes that the kernels compute in."""
+"""Dtypes of queries, keys and values, and of a bias, that the kernels read."""
 
 
 def why_not(problem: Problem) -> str | None:
@@ -116,8 +116,10 @@ def arguments(
     """
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         flops.register()  # one of the modes may be torch's counter of operations
-    scale = problem.scale
+    scale, bias = problem.scale, problem.bias
     head_scale = scale[:, 0, 0].contiguous() if isinstance(scale, Tensor) else None
+    if bias is not None and not (bias.is_cpu and bias.dtype in DTYPES):
+        bias = bias.to(problem.score_dtype)
     return (
         *(_with_unit_stride(tensor) for tensor in (problem.q, problem.k, problem.v)),
         1.0 if isinstance(scale, Tensor) else scale,
@@ -126,7 +128,7 @@ def arguments(
         None if problem.sinks is None else problem.sinks[:, 0].contiguous(),
         ranges,
         matrix,
-        problem.bias,
+        bias,
     )
 
 

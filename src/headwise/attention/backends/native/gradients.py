@@ -49,15 +49,14 @@ def _backward(
         *(out_gradient, lse_gradient, out, normalizers, q, k, v),
         *(ctx.scale, head_scale, ctx.softcap, sinks, ranges, matrix, bias, ctx.dropout, seed, *ctx.origin),
     )
-    gradients = (None, None, None)
-    if any(ctx.needs_input_grad[:3]):
-        gradients = torch.ops.headwise.attend_backward(*arguments)
-    bias_gradient = torch.ops.headwise.attend_bias_gradient(*arguments) if ctx.needs_input_grad[9] else None
-    of_sinks = None
+    gradients, of_sinks, of_bias = (None, None, None), None, None
+    if any(ctx.needs_input_grad[:3]) or ctx.needs_input_grad[6]:
+        *gradients, deltas = torch.ops.headwise.attend_backward(*arguments)
     if ctx.needs_input_grad[6]:
-        rows = (normalizers[..., 0], normalizers[..., 1])
-        of_sinks = sinks_gradient(out_gradient, lse_gradient, out, lse, *rows, sinks)
-    return (*gradients, None, None, None, of_sinks, None, None, bias_gradient, *4 * [None])
+        of_sinks = sinks_gradient(deltas, lse_gradient, lse, normalizers[..., 0], normalizers[..., 1], sinks)
+    if ctx.needs_input_grad[9]:
+        of_bias = torch.ops.headwise.attend_bias_gradient(*arguments).to(bias.dtype)
+    return (*gradients, None, None, None, of_sinks, None, None, of_bias, *4 * [None])
 
 
 def with_usual_strides(

@@ -74,15 +74,16 @@ def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, T
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v without values, for tracing."""
-    q, k, v = arguments[4:7]
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    """Return the gradients of q, k and v and, with sinks, a number of each row, without values, for tracing."""
+    q, k, v, sinks = *arguments[4:7], arguments[10]
+    deltas = q.new_empty(0 if sinks is None else q.shape[:3], dtype=torch.float32)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), deltas
 
 
 def _fake_bias_gradient(*arguments: Any) -> Tensor:
     """Return the gradient of the bias without values, for tracing."""
     bias: Tensor = arguments[13]
-    return bias.new_empty(bias.shape)
+    return bias.new_empty(bias.shape, dtype=torch.float32)
 
 
 def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -125,7 +125,8 @@ class _AttentionInParts(torch.autograd.Function):
         out_gradient, lse_gradient = gradients.with_usual_strides(out_gradient, lse_gradient, out)
         q_gradient = torch.empty_like(q)
         k_gradient, v_gradient = (torch.zeros_like(each, dtype=torch.float32) for each in (k, v))
-        bias_gradient = torch.zeros_like(bias) if ctx.needs_input_grad[4] else None
+        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[4] else None
+        deltas = torch.empty_like(lse)
         for part, checksum in zip(parts, checksums, strict=True):
             ranges, matrix = visible.of_part(part)
             if _checksum(matrix) != checksum:
@@ -141,17 +142,19 @@ class _AttentionInParts(torch.autograd.Function):
                 part.rows_of(normalizers).contiguous(),
                 *(*part.of(q, k, v), *options.arguments(part, ranges, matrix), *options.dropout_arguments(part)),
             )
-            of_q, of_k, of_v = torch.ops.headwise.attend_backward(*arguments)
+            of_q, of_k, of_v, of_rows = torch.ops.headwise.attend_backward(*arguments)
             if bias_gradient is not None:
                 _of_part(part, bias_gradient).add_(torch.ops.headwise.attend_bias_gradient(*arguments))
+            if sinks is not None:
+                part.rows_of(deltas).copy_(of_rows)
             part.rows_of(q_gradient).copy_(of_q)
             part.columns_of(k_gradient).add_(of_k)
             part.columns_of(v_gradient).add_(of_v)
         of_sinks = None
         if ctx.needs_input_grad[3]:
-            rows = (normalizers[..., 0], normalizers[..., 1])
-            of_sinks = sinks_gradient(out_gradient, lse_gradient, out, lse, *rows, sinks)
-        return q_gradient, k_gradient.to(k.dtype), v_gradient.to(v.dtype), of_sinks, bias_gradient, None, None, None
+            of_sinks = sinks_gradient(deltas, lse_gradient, lse, normalizers[..., 0], normalizers[..., 1], sinks)
+        of_bias = None if bias_gradient is None else bias_gradient.to(bias.dtype)
+        return q_gradient, k_gradient.to(k.dtype), v_gradient.to(v.dtype), of_sinks, of_bias, None, None, None
 
 
 def _of_part(part: Part, bias: Tensor) -> Tensor:

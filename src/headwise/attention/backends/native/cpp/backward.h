@@ -63,7 +63,9 @@ struct GradientTile {
 // row attends to few keys, it is subtracted from numbers that nearly equal it. The first form then leaves the rounding
 // errors of O, which nothing cancels, and the second one those of the gradients, most of which cancel. So the second
 // form is used where all keys of a block are in `kKeptTiles` tiles, which are computed once, and kept until they are
-// differentiated. It is also used for few rows, which are cheap to compute twice.
+// differentiated. It is also used for few rows, which are cheap to compute twice. Gradients that are proportional to
+// delta, those of sinks and of a bias that repeats along the keys, always have the second form, since the rounding
+// error of O would be theirs.
 template <template <class> class Products, class Element>
 class GradientTiles {
  public:
@@ -82,27 +84,31 @@ class GradientTiles {
   }
 
   // Prepare the factors of products, the normalizers of the rows, and delta. `is_of_forward`: the block is one of the
-  // blocks of the forward pass.
-  void start(const RowBlock& block, const Visibility& visibility, bool is_of_forward) {
-    products_.start(block);
-    const Gradients& g = *p_.gradients;
-    for (int r = 0; r < kRows; ++r) {
-      scale_[r] = p_.scale[block.head[r]];
-      const int64_t index = flat_index(p_, block, r);
-      // In lanes without a row, all weights are 0.
-      shift_[r] = r < block.rows ? g.normalizers[2 * index] : -kHidden;
-      inverse_[r] = r < block.rows ? g.normalizers[2 * index + 1] : 0.0f;
-      lse_gradient_[r] = g.lse_gradient ? g.lse_gradient[index] : 0.0f;
-    }
-    const float* factor = products_.factor();
-    scales_late_ = factor && p_.softcap == 0 && !has_dense_part(p_) && all_positive(factor);
-    for (int r = 0; r < kRows; ++r) factor_[r] = scales_late_ ? factor[r] : 1.0f;
-    tile_ = tiles_;
+  // blocks of the forward pass. Without `needs_delta`, delta is computed only where it costs nothing.
+  void start(const RowBlock& block, const Visibility& visibility, bool is_of_forward, bool needs_delta = true) {
+    start_products(block);
     keeps_tiles_ = fit_in_tiles(visibility);
     const bool has_same_products = Products<Element>::kHasPairs == forward_has_pairs(p_);
     if (has_few_rows(p_) || !is_of_forward || (keeps_tiles_ && !has_same_products)) normalize_again(block, visibility);
-    if (keeps_tiles_ || has_few_rows(p_)) sum_delta(block, visibility);
-    else products_.output_products(delta_);
+    has_exact_delta_ = keeps_tiles_ || (has_few_rows(p_) && needs_delta);
+    if (has_exact_delta_) sum_delta(block, visibility);
+    else if (needs_delta) products_.output_products(delta_);
+  }
+
+  // The same from the numbers that `save` wrote for these rows. No tile is kept.
+  void start(const RowBlock& block, const float* rows) {
+    start_products(block);
+    keeps_tiles_ = has_exact_delta_ = false;
+    for (int r = 0; r < block.rows; ++r) {
+      const float* row = rows + kBiasRowNumbers * flat_index(p_, block, r);
+      shift_[r] = row[0], inverse_[r] = row[1], delta_[r] = row[2];
+    }
+  }
+  void save(const RowBlock& block, float* rows) const {
+    for (int r = 0; r < block.rows; ++r) {
+      float* row = rows + kBiasRowNumbers * flat_index(p_, block, r);
+      row[0] = shift_[r], row[1] = inverse_[r], row[2] = delta_[r];
+    }
   }
 
   // Call `use(tile)` for each tile of the keys `within` that some row may attend to.
@@ -122,8 +128,48 @@ class GradientTiles {
   }
   Products<Element>& products() { return products_; }
 
+  // Weight of the sink of row `r`; 0 in a row without a key.
+  double sink_weight(const RowBlock& block, int r) const {
+    if (inverse_[r] == 0.0f) return 0.0;
+    const double sink = sink_of(p_, block.head[r]);
+    if (inverse_[r] <= kLeastInverse && sink > double(kHidden)) return 1.0;
+    return __builtin_exp2(sink - shift_[r] + __builtin_log2(double(inverse_[r])));
+  }
+
+  // Delta, if it was computed from all weights and their gradients; otherwise null.
+  const float* exact_delta() const { return has_exact_delta_ ? delta_ : nullptr; }
+
+  // Add to `sums` the products of the weights and their gradients.
+  static void add_products(const RowBlock& block, const GradientTile& tile, float* sums) {
+    for_sums(block, tile, sums, [&](int64_t at, Floats sum) {
+      return multiply_add(load(tile.weights + at), load(tile.weight_gradients + at), sum);
+    });
+  }
+  static void add_weights(const RowBlock& block, const GradientTile& tile, float* sums) {
+    for_sums(block, tile, sums, [&](int64_t at, Floats sum) { return load(tile.weights + at) + sum; });
+  }
+
  private:
   static constexpr int kAlignment = Products<Element>::kAlignment;
+  static constexpr float kLeastInverse = 1e-30f;  // where it is less, the keys have no weight next to the sink
+
+  void start_products(const RowBlock& block) {
+    products_.start(block);
+    const Gradients& g = *p_.gradients;
+    for (int r = 0; r < kRows; ++r) {
+      scale_[r] = p_.scale[block.head[r]];
+      const int64_t index = flat_index(p_, block, r);
+      // In lanes without a row, all weights are 0.
+      shift_[r] = r < block.rows ? g.normalizers[2 * index] : -kHidden;
+      inverse_[r] = r < block.rows ? g.normalizers[2 * index + 1] : 0.0f;
+      lse_gradient_[r] = g.lse_gradient ? g.lse_gradient[index] : 0.0f;
+      delta_[r] = 0.0f;
+    }
+    const float* factor = products_.factor();
+    scales_late_ = factor && p_.softcap == 0 && !has_dense_part(p_) && all_positive(factor);
+    for (int r = 0; r < kRows; ++r) factor_[r] = scales_late_ ? factor[r] : 1.0f;
+    tile_ = tiles_;
+  }
 
   // True if all keys that some row may attend to are in `kKeptTiles` tiles.
   static bool fit_in_tiles(const Visibility& visibility) {
@@ -156,32 +202,30 @@ class GradientTiles {
 
   // Compute delta from the weights and their gradients.
   void sum_delta(const RowBlock& block, const Visibility& visibility) {
-    for (float& delta : delta_) delta = 0.0f;
     const Dropout dropout(p_, block);
     for (GradientTile* tile = tiles_; tile < tile_; ++tile) {  // tiles that have scores already
       write_weights(block, dropout, *tile);
-      add_to_delta(block, *tile);
+      add_products(block, *tile, delta_);
     }
     if (tile_ > tiles_) return;
     visit_weights(block, visibility, {0, p_.keys}, [&](const GradientTile& tile) {
-      add_to_delta(block, tile);
+      add_products(block, tile, delta_);
       if (keeps_tiles_) ++tile_;
     });
   }
 
-  // Sums of four are shorter than those of plain attention, which has a lane for every eighth or sixteenth key.
-  void add_to_delta(const RowBlock& block, const GradientTile& tile) {
+  // Sum up numbers of a tile for each row: `add(at, sum)` returns the sum and the number at a place of the tile. Sums
+  // of four are shorter than those of plain attention, which has a lane for every eighth or sixteenth key.
+  template <class Add>
+  static void for_sums(const RowBlock& block, const GradientTile& tile, float* totals, Add add) {
     constexpr int64_t kSums = 4;
     const int64_t count = tile.keys.end - tile.keys.begin;
     for (int r = 0; r < block.width; r += kLanes)
       for (int64_t first = 0; first < count; first += kSummedPowers) {
         Floats sums[kSums] = {zero(), zero(), zero(), zero()};
-        for (int64_t j = first; j < smaller(first + kSummedPowers, count); ++j) {
-          const int64_t at = j * kRows + r;
-          Floats& sum = sums[j % kSums];
-          sum = multiply_add(load(tile.weights + at), load(tile.weight_gradients + at), sum);
-        }
-        store(delta_ + r, load(delta_ + r) + ((sums[0] + sums[1]) + (sums[2] + sums[3])));
+        for (int64_t j = first; j < smaller(first + kSummedPowers, count); ++j)
+          sums[j % kSums] = add(j * kRows + r, sums[j % kSums]);
+        store(totals + r, load(totals + r) + ((sums[0] + sums[1]) + (sums[2] + sums[3])));
       }
   }
 
@@ -225,28 +269,38 @@ class GradientTiles {
       const KeyRange keys = intersection(visibility.next_tile(next, kAlignment, kTileKeys), {next, within.end});
       if (keys.empty()) return;
       next = round_up(keys.end, kAlignment);
-      if (has_dense_part(p_) && !dense_tile(p_, block, visibility, keys, products_.room(), dense_)) continue;
       tile_->keys = keys;
-      write_scores(block, visibility);
-      use();
+      if (write_scores(block, visibility)) use();
     }
   }
 
-  void write_scores(const RowBlock& block, const Visibility& visibility) {
+  // The steps are those of the forward pass, so that scores have the same bits. Returns false if mask and bias hide all
+  // keys of the tile.
+  bool write_scores(const RowBlock& block, const Visibility& visibility) {
     const KeyRange keys = tile_->keys;
     const int64_t count = keys.end - keys.begin;
     float* const scores = tile_->weights;
-    products_.scores(keys, scores);
-    if (products_.factor() && !scales_late_) scale_scores(block, count, products_.factor(), scores);
+    if (is_plain_bias(p_) && products_.adds_to_bias()) {
+      if (!bias_tile(p_, block, keys, scores)) return false;
+      products_.template scores<true>(keys, scores);
+      hide_outside_ranges(visibility, block, keys, scores);
+      return true;
+    }
+    if (has_dense_part(p_) && !dense_tile(p_, block, visibility, keys, products_.room(), dense_)) return false;
+    products_.template scores<false>(keys, scores);
+    const float* late_factor = scales_late_ ? nullptr : products_.factor();
+    if (late_factor && (p_.softcap > 0 || !has_dense_part(p_)))
+      scale_scores(block, count, late_factor, scores), late_factor = nullptr;
     if (p_.softcap > 0) cap_scores(p_, block, count, scores, tile_->slopes);
-    if (has_dense_part(p_)) add_tile(block, count, dense_, scores);
+    if (has_dense_part(p_)) add_tile(block, count, late_factor, dense_, scores);
     else hide_outside_ranges(visibility, block, keys, scores);
+    return true;
   }
 
   const Problem& p_;
   Products<Element> products_;
   bool scales_late_;  // scores are multiplied by the scale where the weights are computed
-  bool keeps_tiles_;
+  bool keeps_tiles_, has_exact_delta_ = false;
   GradientTile tiles_[kKeptTiles], *tile_;  // the tile that is computed next: after those that are kept
   float* dense_;
   float factor_[kRows], scale_[kRows], shift_[kRows], inverse_[kRows], lse_gradient_[kRows], delta_[kRows];
@@ -263,12 +317,18 @@ inline void backward_block(const Problem& p, const RowBlock& block, const Backwa
   bool started = false;
   const Visibility visibility(p, block);
   tiles.start(block, visibility, true);
+  float* const all_deltas = p.gradients->deltas;
+  const bool sums_deltas = all_deltas && !tiles.exact_delta();
+  float deltas[kRows] = {};
   tiles.visit(block, visibility, {0, p.keys}, [&](const GradientTile& tile) {
     const int64_t first = tile.keys.begin - task.keys.begin;
+    if (sums_deltas) GradientTiles<Products, Element>::add_products(block, tile, deltas);
     products.add(tile.keys, tiles.template derivative<kSoftcap, kDropout>(tile), tile.weights, tile.weight_gradients,
                  started, key_sums + first * head_dim, value_sums + first * value_dim);
     started = true;
   });
+  for (int r = 0; all_deltas && r < block.rows; ++r)
+    all_deltas[flat_index(p, block, r)] = sums_deltas ? deltas[r] : tiles.exact_delta()[r];
   float* sums = products.query_sums();
   for (int64_t n = 0; !started && n < p.head_dim * kRows; ++n) sums[n] = 0.0f;
   lanes_to_rows(block, sums, p.head_dim, products.room(), static_cast<Element*>(p.gradients->q),

@@ -33,6 +33,26 @@ inline RowBlock block_of_head(const Problem& p, int64_t batch, int64_t head, int
   return block;
 }
 
+// True if the blocks of rows of one head are blocks of the forward pass.
+inline bool are_of_forward(const Problem& p) { return group_size(p) == 1 || !stacks_heads(p); }
+
+// Number of blocks of rows whose numbers are computed before the tasks: where several tasks compute the same rows, each
+// for some keys. Delta, and the normalizers of few rows, need all keys.
+inline int64_t blocks_of_head(const Problem& p) { return (p.queries + kRows - 1) / kRows; }
+inline int64_t bias_row_blocks(const Problem& p) {
+  return has_bias_rows(p) || bias_parts(p) == 1 ? 0 : p.batch * p.heads * blocks_of_head(p);
+}
+
+template <class Element>
+inline void write_bias_rows(const Problem& p, int64_t index, void* memory) {
+  const int64_t matrix = index / blocks_of_head(p), start = index % blocks_of_head(p) * kRows;
+  const RowBlock block = block_of_head(p, matrix / p.heads, matrix % p.heads, start);
+  Arena arena(memory);
+  GradientTiles<FloatGradientProducts, Element> tiles(p, arena);
+  tiles.start(block, Visibility(p, block), are_of_forward(p));
+  tiles.save(block, p.gradients->bias_rows);
+}
+
 template <class Element>
 class BiasTask {
  public:
@@ -58,7 +78,8 @@ class BiasTask {
       for (int64_t head = heads.begin; head < heads.end; ++head)
         for (int64_t start = rows_.begin; start < rows_.end; start += kRows) {
           const RowBlock block = block_of_head(p_, batch, head, start);
-          if (p_.dropout > 0) add_block<true>(block);
+          if (!has_bias_keys(p_)) add_rows(block);
+          else if (p_.dropout > 0) add_block<true>(block);
           else add_block<false>(block);
         }
     if (has_bias_rows(p_) && has_bias_keys(p_)) return;
@@ -75,7 +96,9 @@ class BiasTask {
   template <bool kDropout>
   void add_block(const RowBlock& block) {
     const Visibility visibility(p_, block);
-    tiles_.start(block, visibility, group_size(p_) == 1 || !stacks_heads(p_));
+    if (visibility.visible(keys_).empty()) return;
+    if (g_.bias_rows) tiles_.start(block, g_.bias_rows);
+    else tiles_.start(block, visibility, are_of_forward(p_));
     float ones[kRows];
     for (float& one : ones) one = 1.0f;
     tiles_.visit(block, visibility, keys_, [&](const GradientTile& tile) {
@@ -84,10 +107,28 @@ class BiasTask {
       float* gradients = tile.weight_gradients;
       for (int64_t j = 0; j < tile.keys.end - tile.keys.begin; ++j)
         for (int r = 0; r < block.width; r += kLanes) store(gradients + j * kRows + r, derivative(j, r).gradient);
-      if (!has_bias_rows(p_)) add_sums_of_keys(block, tile.keys, gradients);
-      else if (has_bias_keys(p_)) add_elements(block, tile.keys, gradients);
-      else add_sums_of_rows(block, tile.keys, gradients);
+      if (has_bias_rows(p_)) add_elements(block, tile.keys, gradients);
+      else add_sums_of_keys(block, tile.keys, gradients);
     });
+  }
+
+  // The gradient of a bias that repeats along the keys. With a_i the weight of the sink,
+  //
+  //     sum_j A_ij (D_ij dO_i . V_j - delta_i + g_i) = a_i delta_i + (1 - a_i) g_i
+  //
+  // The terms of the sum on the left cancel, unless delta has a rounding error.
+  void add_rows(const RowBlock& block) {
+    const Visibility visibility(p_, block);
+    tiles_.start(block, visibility, are_of_forward(p_), false);
+    float deltas[kRows] = {}, weights[kRows] = {};
+    tiles_.visit(block, visibility, {0, p_.keys}, [&](const GradientTile& tile) {
+      Tiles::add_products(block, tile, deltas);
+      if (g_.lse_gradient) Tiles::add_weights(block, tile, weights);
+    });
+    for (int r = 0; r < block.rows; ++r) {
+      const double of_lse = g_.lse_gradient ? g_.lse_gradient[flat_index(p_, block, r)] : 0.0f;
+      sums_[has_bias_rows(p_) ? r : 0] += tiles_.sink_weight(block, r) * deltas[r] + of_lse * weights[r];
+    }
   }
 
   void add_elements(const RowBlock& block, KeyRange keys, const float* gradients) {
@@ -99,21 +140,12 @@ class BiasTask {
     }
   }
 
-  void add_sums_of_rows(const RowBlock& block, KeyRange keys, const float* gradients) {
-    for (int r = 0; r < block.width; r += kLanes) {
-      Floats total = zero();
-      for (int64_t j = 0; j < keys.end - keys.begin; ++j) total = total + load(gradients + j * kRows + r);
-      store(room_ + r, total);
-    }
-    for (int r = 0; r < block.rows; ++r) sums_[r] += room_[r];
-  }
-
-  // Sums over rows, for each key or for all.
+  // Sums over rows, for each key.
   void add_sums_of_keys(const RowBlock& block, KeyRange keys, const float* gradients) {
     for (int64_t key = keys.begin; key < keys.end; ++key) {
       Floats total = zero();
       for (int r = 0; r < block.width; r += kLanes) total = total + load(gradients + (key - keys.begin) * kRows + r);
-      sums_[has_bias_keys(p_) ? key - keys_.begin : 0] += sum(total);
+      sums_[key - keys_.begin] += sum(total);
     }
   }
 

@@ -25,11 +25,13 @@ class FloatProducts {
 
   float* room() { return room_; }
   const float* factor() const { return nullptr; }  // the queries are scaled
+  bool adds_to_bias() const { return is_one_sum(p_.head_dim, block_.width); }
 
-  // scores (keys x kRows) = K Q^T, in units of ln 2.
+  // scores (keys x kRows) = K Q^T, in units of ln 2, or the bias that `scores` has and it.
+  template <bool kAdd>
   void scores(KeyRange keys, float* scores) {
-    multiply<false>(tile_of(p_.k, p_.k_strides, keys, p_.head_dim), keys.end - keys.begin, queries_, kRows, p_.head_dim,
-                    scores, kRows, block_.width);
+    multiply<kAdd>(tile_of(p_.k, p_.k_strides, keys, p_.head_dim), keys.end - keys.begin, queries_, kRows, p_.head_dim,
+                   scores, kRows, block_.width);
   }
 
   // output (value_dim x kRows) = V^T powers, or output + it.
@@ -115,19 +117,28 @@ inline void forward_block(const Problem& p, const RowBlock& block, void* memory)
   const bool changes_scores = p.softcap > 0 || has_dense_part(p);
   const float* factor = products.factor();
   if (factor && (changes_scores || !all_positive(factor))) factor = nullptr;
+  const bool adds_to_bias = !kStatistics && products.adds_to_bias() && is_plain_bias(p);
 
   for (KeyRange keys = visibility.next_tile(0, kAlignment); !keys.empty();
        keys = visibility.next_tile(round_up(keys.end, kAlignment), kAlignment)) {
     const int64_t count = keys.end - keys.begin;
-    if (has_dense_part(p) && !dense_tile(p, block, visibility, keys, products.room(), dense)) continue;
-    products.scores(keys, scores);
-    if (products.factor() && !factor) scale_scores(block, count, products.factor(), scores);
-    if (p.softcap > 0) {
-      if constexpr (kStatistics) statistics.raise_uncapped(state, keys, has_dense_part(p) ? dense : nullptr, scores);
-      cap_scores(p, block, count, scores);
+    if (adds_to_bias) {
+      if (!bias_tile(p, block, keys, scores)) continue;
+      products.template scores<true>(keys, scores);
+      hide_outside_ranges(visibility, block, keys, scores);
+    } else {
+      if (has_dense_part(p) && !dense_tile(p, block, visibility, keys, products.room(), dense)) continue;
+      products.template scores<false>(keys, scores);
+      const float* late_factor = factor ? nullptr : products.factor();
+      if (late_factor && (p.softcap > 0 || !has_dense_part(p)))
+        scale_scores(block, count, late_factor, scores), late_factor = nullptr;
+      if (p.softcap > 0) {
+        if constexpr (kStatistics) statistics.raise_uncapped(state, keys, has_dense_part(p) ? dense : nullptr, scores);
+        cap_scores(p, block, count, scores);
+      }
+      if (has_dense_part(p)) add_tile(block, count, late_factor, dense, scores);
+      else hide_outside_ranges(visibility, block, keys, scores);
     }
-    if (has_dense_part(p)) add_tile(block, count, dense, scores);
-    else hide_outside_ranges(visibility, block, keys, scores);
     const float* away = kStatistics ? statistics.start_tile(keys) : nullptr;
     softmax_tile<kStatistics, Products<Element>::kDegree>(block, state, count, factor, scores, output, p.value_dim,
                                                           away, statistics.indices());

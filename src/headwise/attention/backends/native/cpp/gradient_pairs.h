@@ -61,13 +61,15 @@ class PairGradientProducts {
 
   float* room() { return room_; }
   const float* factor() const { return factor_; }
+  bool adds_to_bias() const { return false; }  // the factor follows the product
   float* query_sums() { return query_sums_; }
 
-  // scores (keys x kRows) = K Q^T.
+  // scores (keys x kRows) = K Q^T, or the numbers that `scores` has and it.
+  template <bool kAdd>
   void scores(KeyRange keys, float* scores) const {
     for (int64_t key = keys.begin; key < keys.end; key += kPairTile)
-      multiply_pairs<false>({block_of(key), shape_.head_dim, kPairTile}, kPairTile, {queries_, kRows}, width_,
-                            shape_.head_dim, scores + (key - keys.begin) * kRows, kRows);
+      multiply_pairs<kAdd>({block_of(key), shape_.head_dim, kPairTile}, kPairTile, {queries_, kRows}, width_,
+                           shape_.head_dim, scores + (key - keys.begin) * kRows, kRows);
   }
 
   // Gradients of the weights (keys x kRows) = V dO^T.

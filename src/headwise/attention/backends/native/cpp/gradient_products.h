@@ -81,12 +81,14 @@ class FloatGradientProducts {
 
   float* room() { return room_; }
   const float* factor() const { return nullptr; }  // the queries are scaled
+  bool adds_to_bias() const { return is_one_sum(p_.head_dim, block_->width); }
   float* query_sums() { return query_sums_; }
 
-  // scores (keys x kRows) = K Q^T, in units of ln 2.
+  // scores (keys x kRows) = K Q^T, in units of ln 2, or the bias that `scores` has and it.
+  template <bool kAdd>
   void scores(KeyRange keys, float* scores) {
     const LeftMatrix key_rows = tile_of(p_.k, p_.k_strides, keys, p_.head_dim, keys_);
-    multiply<false>(key_rows, keys.end - keys.begin, queries_, kRows, p_.head_dim, scores, kRows, block_->width);
+    multiply<kAdd>(key_rows, keys.end - keys.begin, queries_, kRows, p_.head_dim, scores, kRows, block_->width);
   }
 
   // Gradients of the weights (keys x kRows) = V dO^T.

@@ -33,7 +33,10 @@ struct Kernels {
   int64_t (*backward_memory)(const Problem&);
   void (*backward)(const Problem&, const BackwardTask& task, void* memory);
   void (*reduce)(const Problem&, const BackwardTask* tasks, int64_t count, int64_t unit, int64_t part);
-  // The gradient of the bias.
+  // The gradient of the bias. Before its tasks run, numbers of the rows of each of these blocks are computed, with the
+  // same memory.
+  int64_t (*bias_row_blocks)(const Problem&);
+  void (*bias_rows)(const Problem&, int64_t block, void* memory);
   int64_t (*bias_tasks)(const Problem&);
   int64_t (*bias_memory)(const Problem&);
   void (*bias)(const Problem&, int64_t task, void* memory);

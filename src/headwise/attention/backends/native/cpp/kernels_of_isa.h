@@ -81,17 +81,21 @@ inline void reduce(const Problem& p, const BackwardTask* tasks, int64_t count, i
 }
 
 inline int64_t bias_memory(const Problem& p) { return BiasTask<float>::memory(p); }
+inline void bias_rows(const Problem& p, int64_t block, void* memory) {
+  if (p.bfloat16) write_bias_rows<uint16_t>(p, block, memory);
+  else write_bias_rows<float>(p, block, memory);
+}
 inline void bias(const Problem& p, int64_t task, void* memory) {
   if (p.bfloat16) BiasTask<uint16_t>(p, task, memory).run();
   else BiasTask<float>(p, task, memory).run();
 }
 
 constexpr Kernels table(const char* name) {
-  return {
-      name,          &forward_tasks, &forward_memory, &forward,     &piece_count,   &piece_bytes,    &attend_piece,
-      &merge_pieces, &packed_bytes,  &pack_tasks,     &pack,        &keys_of_block, &floats_per_key, &backward_memory,
-      &backward,     &reduce,        &bias_tasks,     &bias_memory, &bias,          &linear_tasks,   &linear,
-      &rotate};
+  return {name,         &forward_tasks,   &forward_memory, &forward,         &piece_count,
+          &piece_bytes, &attend_piece,    &merge_pieces,   &packed_bytes,    &pack_tasks,
+          &pack,        &keys_of_block,   &floats_per_key, &backward_memory, &backward,
+          &reduce,      &bias_row_blocks, &bias_rows,      &bias_tasks,      &bias_memory,
+          &bias,        &linear_tasks,    &linear,         &rotate};
 }
 
 }  // namespace headwise::HEADWISE_ISA

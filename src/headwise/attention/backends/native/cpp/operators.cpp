@@ -38,7 +38,8 @@ Problem problem_of(const Call& call, float* scales) {
     STD_TORCH_CHECK(x->stride(3) == 1 || x->size(3) == 1, "the last axis of q, k and v must have stride 1");
   require(call.head_scale, ScalarType::Float, "head_scale"), require(call.sinks, ScalarType::Float, "sinks");
   require(call.ranges, ScalarType::Int, "ranges"), require(call.dense, ScalarType::Bool, "dense");
-  require(call.bias, ScalarType::Float, "bias");
+  p.bias_bfloat16 = call.bias && call.bias->scalar_type() == ScalarType::BFloat16;
+  require(call.bias, p.bias_bfloat16 ? ScalarType::BFloat16 : ScalarType::Float, "bias");
   p.q = q.const_data_ptr(), p.k = k.const_data_ptr(), p.v = v.const_data_ptr();
   p.q_strides = strides_of(q), p.k_strides = strides_of(k), p.v_strides = strides_of(v);
   const float* head_scale = pointer<float>(call.head_scale);
@@ -56,8 +57,7 @@ Problem problem_of(const Call& call, float* scales) {
   }
   p.dense = reinterpret_cast<const uint8_t*>(pointer<bool>(call.dense));
   if (call.dense) p.dense_strides = strides_of(*call.dense);
-  p.bias = pointer<float>(call.bias);
-  if (call.bias) p.bias_strides = strides_of(*call.bias);
+  if (call.bias) p.bias = call.bias->const_data_ptr(), p.bias_strides = strides_of(*call.bias);
   return p;
 }
 
@@ -124,12 +124,13 @@ void set_upstream(const Upstream& upstream, Problem& p, Gradients& g) {
   p.gradients = &g;
 }
 
-std::tuple<Tensor, Tensor, Tensor> attend_backward(Tensor out_gradient, MaybeTensor lse_gradient, Tensor out,
-                                                   Tensor normalizers, Tensor q, Tensor k, Tensor v, double scale,
-                                                   MaybeTensor head_scale, double softcap, MaybeTensor sinks,
-                                                   MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias,
-                                                   double dropout, MaybeTensor seed, int64_t first_query,
-                                                   int64_t first_key) {
+// The gradients of q, k and v and, with sinks, delta of each row, from which the gradient of the sinks follows.
+std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(Tensor out_gradient, MaybeTensor lse_gradient, Tensor out,
+                                                           Tensor normalizers, Tensor q, Tensor k, Tensor v,
+                                                           double scale, MaybeTensor head_scale, double softcap,
+                                                           MaybeTensor sinks, MaybeTensor ranges, MaybeTensor dense,
+                                                           MaybeTensor bias, double dropout, MaybeTensor seed,
+                                                           int64_t first_query, int64_t first_key) {
   std::vector<float> scales(q.size(1));
   Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
   set_dropout(p, dropout, seed, first_query, first_key);
@@ -140,8 +141,14 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(Tensor out_gradient, MaybeTen
   g.q = q_gradient.mutable_data_ptr(), g.q_strides = strides_of(q_gradient);
   g.k = k_gradient.mutable_data_ptr(), g.k_strides = strides_of(k_gradient);
   g.v = v_gradient.mutable_data_ptr(), g.v_strides = strides_of(v_gradient);
+  const std::vector<int64_t> sizes =
+      sinks ? std::vector<int64_t>{p.batch, p.heads, p.queries} : std::vector<int64_t>{0};
+  const std::vector<int64_t> strides =
+      sinks ? std::vector<int64_t>{p.heads * p.queries, p.queries, 1} : std::vector<int64_t>{1};
+  Tensor deltas = allocate(sizes, strides, ScalarType::Float);
+  if (sinks) g.deltas = writable<float>(deltas);
   run_backward(p);
-  return {q_gradient, k_gradient, v_gradient};
+  return {q_gradient, k_gradient, v_gradient, deltas};
 }
 
 // The same without what the backward pass needs.
@@ -235,7 +242,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
       "Tensor? dense, Tensor? bias, float dropout=0.0, Tensor? seed=None, "
       "SymInt first_query=0, SymInt first_key=0) "
-      "-> (Tensor q_gradient, Tensor k_gradient, Tensor v_gradient)");
+      "-> (Tensor q_gradient, Tensor k_gradient, Tensor v_gradient, Tensor deltas)");
   m.def(
       "attend_bias_gradient(Tensor out_gradient, Tensor? lse_gradient, Tensor out, Tensor normalizers, Tensor q, "
       "Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "

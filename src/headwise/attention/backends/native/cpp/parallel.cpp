@@ -129,11 +129,17 @@ void run_backward(const Problem& call) {
   shared.release_if_large();
 }
 
-void run_bias_gradient(const Problem& p) {
+void run_bias_gradient(const Problem& call) {
   const Kernels* kernels = chosen_kernels();
   STD_TORCH_CHECK(kernels, "HEADWISE_NATIVE names an instruction set that is not available here");
-  run_tasks(kernels->bias_tasks(p), kernels->bias_memory(p),
-            [&](int64_t task, void* memory) { kernels->bias(p, task, memory); });
+  Problem p = call;
+  Gradients gradients = *call.gradients;
+  p.gradients = &gradients;
+  const int64_t blocks = kernels->bias_row_blocks(p), bytes = kernels->bias_memory(p);
+  std::vector<float> rows(size_t(blocks ? kBiasRowNumbers * p.batch * p.heads * p.queries : 0));
+  if (blocks) gradients.bias_rows = rows.data();
+  run_tasks(blocks, bytes, [&](int64_t block, void* memory) { kernels->bias_rows(p, block, memory); });
+  run_tasks(kernels->bias_tasks(p), bytes, [&](int64_t task, void* memory) { kernels->bias(p, task, memory); });
 }
 
 void run_linear(const LinearMap& map) {

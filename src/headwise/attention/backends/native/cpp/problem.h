@@ -67,10 +67,16 @@ struct Gradients {
   Strides out_strides;
   void *q, *k, *v;  // results
   Strides q_strides, k_strides, v_strides;
+  float* deltas = nullptr;  // delta of each row (backward.h), `(batch, heads, queries)`; null if it is not needed
   // Gradient of the bias, contiguous, zeros at first; its axes are those of the bias, of size 1 where it repeats.
   float* bias = nullptr;
   int64_t bias_batch, bias_heads, bias_queries, bias_keys;
+  // Numbers of each row that all tasks of a bias which repeats along the queries need, `(batch, heads, queries,
+  // kBiasRowNumbers)`; null where a task computes them.
+  float* bias_rows = nullptr;
 };
+
+constexpr int kBiasRowNumbers = 3;
 
 // The row blocks of one key/value head, from `first` to `last`, that one thread computes in the backward pass, with
 // sums of the gradients of all keys and values that these rows may attend to.
@@ -99,7 +105,8 @@ struct Problem {
   Strides range_strides;
   const uint8_t* dense = nullptr;
   Strides dense_strides;
-  const float* bias = nullptr;  // added to the scores after scale and softcap
+  const void* bias = nullptr;  // added to the scores after scale and softcap
+  bool bias_bfloat16 = false;  // its elements: bfloat16 or float32
   Strides bias_strides;
 
   double dropout = 0.0;                    // probability with which a weight is dropped; not with statistics

@@ -81,6 +81,13 @@ constexpr int64_t kSumLength = 16;
 // processor.
 inline int64_t most_summed(int64_t width) { return width <= 16 ? 16 : kSumLength<kTileVectors>; }
 
+// True if each number of a product of this depth and width is one sum: then the product can be added to what the result
+// has already with one rounding.
+inline bool is_one_sum(int64_t depth, int64_t width) {
+  const int64_t narrowest = width % (kTileVectors * kLanes) ? kSumLength<1> : kSumLength<kTileVectors>;
+  return depth <= smaller(narrowest, most_summed(width));
+}
+
 // A strip of a product, in sums of at most `kSumLength` numbers, or `most` if that is less.
 template <int kN, bool kAdd>
 inline void multiply_in_blocks(LeftMatrix left, int64_t height, const float* right, int64_t right_row, int64_t depth,

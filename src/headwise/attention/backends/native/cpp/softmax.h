@@ -113,10 +113,13 @@ inline void cap_scores(const Problem& p, const RowBlock& block, int64_t keys, fl
     }
 }
 
-inline void add_tile(const RowBlock& block, int64_t keys, const float* added, float* scores) {
-  for (int64_t j = 0; j < keys; ++j)
-    for (int r = 0; r < block.width; r += kLanes)
-      store(scores + j * kRows + r, load(scores + j * kRows + r) + load(added + j * kRows + r));
+// Scores times one factor for each row (null for 1), plus what is added to them, in place.
+inline void add_tile(const RowBlock& block, int64_t keys, const float* factor, const float* added, float* scores) {
+  for (int r = 0; r < block.width; r += kLanes) {
+    const Floats scale = factor ? load(factor + r) : all(1.0f);
+    for (int64_t at = r; at < keys * kRows; at += kRows)
+      store(scores + at, multiply_add(load(scores + at), scale, load(added + at)));
+  }
 }
 
 // Move the shifts of the lanes from `r` on to the new largest scores, and rescale the sums and the output.

@@ -17,6 +17,16 @@ inline void transpose_square(Floats (&rows)[kLanes]) {
   }
 }
 
+#if !defined(__AVX2__) || defined(__AVX512F__)
+// `kLanes` numbers of each of `kLanes` rows, from a column on, transposed.
+template <class T>
+inline void load_transposed(const T* const* rows, int64_t column, Floats (&to)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) to[i] = load(rows[i] + column);
+  transpose_square(to);
+}
+#endif
+
 // The sums of the lanes of `kLanes` vectors, as one vector. Each round interleaves the two halves of the list as in a
 // transposition, and adds the results, so that half as many vectors are left.
 inline Floats sums_of_vectors(Floats (&vectors)[kLanes]) {

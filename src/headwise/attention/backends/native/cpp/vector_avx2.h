@@ -80,6 +80,36 @@ inline Floats as_floats(Ints bits) { return _mm256_castsi256_ps(bits); }
 inline Floats even_numbers(Ints pairs) { return as_floats(_mm256_slli_epi32(pairs, 16)); }
 inline Floats odd_numbers(Ints pairs) { return as_floats(_mm256_and_si256(pairs, all(int32_t(0xffff0000)))); }
 
+// Read 4 numbers of each of two rows.
+inline Floats load_halves(const float* low, const float* high) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
+}
+inline Floats load_halves(const uint16_t* low, const uint16_t* high) {
+  const __m128i bits = _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low)),
+                                          _mm_loadl_epi64(reinterpret_cast<const __m128i*>(high)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+// 8 numbers of each of 8 rows, from a column on, transposed. Rows are loaded in halves, so that no number moves between
+// the halves of a vector: that would take twice as many shuffles.
+template <class T>
+inline void load_transposed(const T* const* rows, int64_t column, Floats (&to)[8]) {
+#pragma GCC unroll 2
+  for (int n = 0; n < 8; n += 4) {
+    const int64_t at = column + n;
+    const Floats row0 = load_halves(rows[0] + at, rows[4] + at), row1 = load_halves(rows[1] + at, rows[5] + at);
+    const Floats row2 = load_halves(rows[2] + at, rows[6] + at), row3 = load_halves(rows[3] + at, rows[7] + at);
+    const __m256d low01 = _mm256_castps_pd(_mm256_unpacklo_ps(row0, row1));
+    const __m256d low23 = _mm256_castps_pd(_mm256_unpacklo_ps(row2, row3));
+    const __m256d high01 = _mm256_castps_pd(_mm256_unpackhi_ps(row0, row1));
+    const __m256d high23 = _mm256_castps_pd(_mm256_unpackhi_ps(row2, row3));
+    to[n] = _mm256_castpd_ps(_mm256_unpacklo_pd(low01, low23));
+    to[n + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low01, low23));
+    to[n + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(high01, high23));
+    to[n + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(high01, high23));
+  }
+}
+
 // Lanes 0 to 3 of both vectors, or lanes 4 to 7, alternating.
 inline Floats interleave_low(Floats a, Floats b) {
   return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20);
