@@ -55,7 +55,14 @@ def has_nonfinite_keys_or_values(problem: Problem) -> bool:
     tensors = (problem.k, problem.v)
     if not all(map(_can_check, tensors)):
         return False
-    return not all(_has_finite_sum(tensor) or bool(tensor.isfinite().all()) for tensor in tensors)
+    return not all(map(all_finite, tensors))
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return True if all numbers of a tensor on a CPU are finite, in the time of a sum if their sum is finite."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return math.isfinite(tensor.sum()) or bool(tensor.isfinite().all())
 
 
 def _can_check(tensor: Tensor) -> bool:
@@ -67,7 +74,7 @@ def _can_check(tensor: Tensor) -> bool:
 
 def _has_finite_sum(tensor: Tensor) -> bool:
     """Return True if the sum of a tensor is finite. Then all its numbers are; a sum of finite numbers may overflow."""
-    return math.isfinite(tensor.detach().sum())
+    return math.isfinite((tensor.detach() if tensor.requires_grad else tensor).sum())
 
 
 def _may_have_leaked(problem: Problem, result: Answer) -> bool:

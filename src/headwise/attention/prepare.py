@@ -96,8 +96,6 @@ def prepare_qkv(
             or weights with an axis of that size.
         offsets: of packed sequences, among the queries and among the keys.
     """
-    if rotary is None and positions is None and cache is None and offsets is None:
-        return AttentionInputs(q, k, k if v is None else v)
     order, query_positions, new_positions = _positions(q, k, positions, cache, lengths, offsets)
     if rotary is not None and not rotary.depends_on_length:
         q, k = rotary.rotate_both(q, k, query_positions, new_positions)

@@ -125,6 +125,14 @@ class AttentionLayer(nn.Module):
         """
         scores = self.scores or PLAIN_SCORES
         scale = head_dim**-0.5 if scores.scale is None else scores.scale
+        parameters = self._parameters  # reading None from here takes less time than as an attribute
+        if (
+            self.scores is None
+            and parameters.get("sinks", self) is None
+            and parameters.get("temperature", self) is None
+            and parameters.get("talking_before", self) is None
+        ):
+            return ScoreParameters(scale, None, None, None)
         talking_heads = None
         if self.talking_before is not None and self.talking_after is not None:
             talking_heads = (self.talking_before, self.talking_after)
@@ -140,7 +148,8 @@ class AttentionLayer(nn.Module):
         """Return a view of projected features with the last axis split into `heads` and the heads axis moved before the
         length: `(batch, heads, length, head_width)`.
         """
-        return projected.view(*projected.shape[:-1], heads, projected.shape[-1] // heads).transpose(1, 2)
+        batch, length, width = projected.shape
+        return projected.view(batch, length, heads, width // heads).transpose(1, 2)
 
     def _prepare(
         self,
@@ -160,6 +169,8 @@ class AttentionLayer(nn.Module):
             call: options of the call.
             rotary: rotation; None leaves queries and keys unrotated.
         """
+        if rotary is None and call.cache is None and call.positions is None and call.offsets is None:
+            return AttentionInputs(q, k, k if v is None else v)
         return prepare_qkv(
             q,
             k,
@@ -264,7 +275,11 @@ class AttentionLayer(nn.Module):
         Inputs of the layer must have the device and dtype of this parameter. Return None if the projection has no such
         parameter, as when it is quantised.
         """
-        projection = next(self._modules[name] for name in INPUT_PROJECTIONS if name in self._modules)
+        modules = self._modules
+        for name in INPUT_PROJECTIONS:
+            if name in modules:
+                break
+        projection = modules[name]
         assert projection is not None
         if type(projection) is nn.Linear:
             return projection.weight

@@ -1,7 +1,7 @@
 """Options of one call of an attention layer, after they were checked."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -9,12 +9,10 @@ from headwise.attention.caches.base import Cache
 from headwise.attention.caches.static import StaticCache
 from headwise.attention.masks.base import Mask
 from headwise.attention.packed import Offsets
-from headwise.checks import flag
 from headwise.shapes import Float, Int
 
 
-@dataclass(frozen=True)
-class LayerCall:
+class LayerCall(NamedTuple):
     """Checked options of one call of an attention layer: mask, bias, gate, positions, cache and the like, but not its
     input tensors.
 
@@ -38,9 +36,6 @@ class LayerCall:
     lengths: Int[Tensor, " batch"] | Sequence[int] | None
     offsets: Offsets | None
     return_weights: bool
-
-    def __post_init__(self) -> None:
-        flag("return_weights", self.return_weights)
 
     @property
     def needs_full_capacity(self) -> bool:

@@ -9,7 +9,6 @@ q, k (batch, 2 * heads, length, head_dim)    the first maps of all heads, then t
 """
 
 import math
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -135,7 +134,7 @@ class DifferentialAttention(MultiHeadAttention):
         (first_inputs, first_parameters), (second_inputs, second_parameters) = self._score_maps(inputs)
         call = self._with_position_bias(first_inputs, call)
         factor = None if call.gate is None else gate_factor(call.gate, first_inputs.q)
-        ungated = replace(call, gate=None)
+        ungated = call._replace(gate=None)
         first, first_weights = self._call_attend(first_inputs, ungated, first_parameters)
         second, second_weights = self._call_attend(second_inputs, ungated, second_parameters)
 

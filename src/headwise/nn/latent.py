@@ -196,12 +196,12 @@ class LatentAttention(AttentionLayer):
             InputError: inputs that do not fit the layer or each other; `absorbed=True` with a `kv_up` that has a bias.
         """
         self._check_input("x", x, self.embed_dim)
-        layout_of_x = layout.Batch() if x.ndim == 3 else layout.SingleRow()
+        layout_of_x = layout.BATCH if x.ndim == 3 else layout.SingleRow()
         x = x if x.ndim == 3 else x.unsqueeze(0)
         self._check_cache(cache, lengths)
         positions = self._checked_positions(x, positions, cache)
         mask, bias = self._mask_and_bias(mask, bias, cache)
-        call = LayerCall(mask, bias, gate, positions, cache, lengths, offsets=None, return_weights=return_weights)
+        call = LayerCall(mask, bias, gate, positions, cache, lengths, None, flag("return_weights", return_weights))
 
         q, latents = self._queries(x), self._latents(x)
         # q (batch, heads, queries, rotary_dim + head_dim), latents (batch, 1, keys, rotary_dim + kv_rank)

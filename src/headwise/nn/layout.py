@@ -8,7 +8,7 @@ The layer itself computes with `(batch, length, width)` alone:
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,6 +56,10 @@ class Batch(Layout):
     def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Float[Tensor, "batch queries out"]:
         """Return the output of the layer unchanged, since the layer's input x had a batch axis too."""
         return y
+
+
+BATCH = Batch()
+"""Layout of every x with one sequence per row."""
 
 
 @dataclass(frozen=True)
@@ -145,13 +149,13 @@ def unpack_padded(
             positions = positions.expand(x.shape[:2])[padded.is_real][None]
         return (
             padded.pack(x)[None],
-            replace(call, positions=positions, offsets=packed.Offsets(offsets, offsets)),
+            call._replace(positions=positions, offsets=packed.Offsets(offsets, offsets)),
             PackedPadding(padded),
         )
     if not (has_readable_values(padded.lengths) and bool(padded.is_real.all())):
         x = x.masked_fill(~padded.is_real[..., None], 0.0)
     is_real = Padding(padded.lengths, "right")  # `padding` would read lengths on a GPU
-    return x, replace(call, mask=is_real if call.mask is None else is_real & call.mask), MaskedPadding(padded)
+    return x, call._replace(mask=is_real if call.mask is None else is_real & call.mask), MaskedPadding(padded)
 
 
 def _can_be_packed(call: LayerCall) -> bool:

@@ -26,6 +26,10 @@ SMALLEST_BFLOAT16_WORK = 2**20
 """Number of multiplications below which the bias of a product in bfloat16 is left to torch."""
 
 
+_LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
+"""Functions of torch that compute the call of an `nn.Linear`."""
+
+
 def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
     """Return `linear(x)`, computed by the faster engine if `linear` is a plain `nn.Linear`.
 
@@ -39,8 +43,10 @@ def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tenso
         is_replaced = not torch.compiler.is_exporting() and _is_compiled_with_operator(linear, x)
         engine = "onednn" if is_replaced else "torch"
     elif type(linear) is nn.Linear:
-        weight, bias = linear.weight, linear.bias  # read once: in a step of decoding, the reads of modules take time
-        engine = _choose(linear, x, weight, bias).engine
+        weight, bias = _parameters_of(linear)  # read once: in a step of decoding, the reads of modules take time
+        engine = _choose(linear, x, weight, bias).engine if _may_gain(x) else "torch"
+        if engine == "torch" and _is_plain_call(linear):
+            return F.linear(x, weight, bias)  # the call of the module takes longer than a small product
     else:
         engine = "torch"
     result: Tensor
@@ -89,6 +95,41 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
             return LinearChoice("torch", reason)
     reason = _why_not_plain(linear, x, weight, bias)
     return choice if reason is None else LinearChoice("torch", reason)
+
+
+def _parameters_of(linear: nn.Linear) -> tuple[Any, Any]:
+    """Return the weight and the bias of an `nn.Linear`. Its own dictionary is read first, which takes less time."""
+    parameters = linear._parameters
+    if "weight" in parameters and "bias" in parameters:
+        return parameters["weight"], parameters["bias"]
+    return linear.weight, linear.bias
+
+
+def _may_gain(x: Tensor) -> bool:
+    """Return False if the number of tokens alone decides that torch computes the products of x."""
+    if not (type(x) is Tensor and x.is_cpu) or torch._C._is_tracing():  # tracing would record the sizes
+        return False
+    dtype = x.dtype
+    return engine_of(dtype).engine != "torch" or x.numel() // max(x.shape[-1], 1) in native_rule(dtype).rows
+
+
+def _is_plain_call(linear: nn.Linear) -> bool:
+    """Return True if the call of an `nn.Linear` is one call of `F.linear`: no hook of a module sees or changes it, and
+    its functions are torch's own.
+    """
+    attributes = linear.__dict__
+    return not (
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
+        or "_compiled_call_impl" in attributes
+        or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        or nn.Linear.forward is not _LINEAR_FORWARD
+        or nn.Module.__call__ is not _MODULE_CALL
+        or torch._C._is_tracing()  # a traced program names its operators by their modules
+    )
 
 
 def _is_compiled_with_operator(linear: nn.Module, x: Tensor) -> bool:

@@ -17,7 +17,6 @@ Inputs in another layout (unbatched, padded, packed, nested) are brought to thes
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -216,7 +215,19 @@ class MultiHeadAttention(QKVProjection):
         Raises:
             InputError: inputs that do not fit the layer or each other.
         """
-        inputs, call, layout_of_x = self._unpack(
+        is_plain = (
+            context is None
+            and value_context is None
+            and bias is None
+            and gate is None
+            and positions is None
+            and lengths is None
+            and offsets is None
+            and context_offsets is None
+            and return_weights is False
+        )
+        unpacked = self._unpack_plain(x, mask, cache) if is_plain else None
+        inputs, call, layout_of_x = unpacked or self._unpack(
             x,
             context,
             value_context,
@@ -241,9 +252,33 @@ class MultiHeadAttention(QKVProjection):
         # heads (batch, heads, queries, value_dim), weights (batch, heads, queries, keys) or None
         if self.output_gate is not None:
             heads = heads * torch.sigmoid(self._split_heads(project(self.gate_proj, inputs.x), self.num_heads))
-        y = project(self.out_proj, heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
+        y = project(self._modules["out_proj"], heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
         self._commit(prepared, call)
         return layout_of_x.restore(y, weights)
+
+    def _unpack_plain(self, x: Any, mask: Any, cache: Any) -> tuple[LayerInputs, LayerCall, layout.Layout] | None:
+        """Return the result of `_unpack` for self-attention on the CPU without other options, with few checks; None if
+        one of them fails. `_unpack` then states the reason, or converts the arguments.
+        """
+        parameter = self._input_parameter()
+        if not (
+            type(x) is Tensor
+            and not x.is_nested
+            and x.ndim == 3
+            and x.shape[2] == self.embed_dim == self.context_dim == self.value_context_dim
+            and parameter is not None
+            and x.dtype is parameter.dtype
+            and x.is_cpu
+            and parameter.is_cpu
+            and (mask is None or isinstance(mask, Mask))
+            and (cache is None or isinstance(cache, Cache))
+        ):
+            return None
+        if cache is not None or mask is not None:
+            mask, _ = self._mask_and_bias(mask, None, cache)
+        else:
+            mask = self.mask
+        return LayerInputs(x, x, x), LayerCall(mask, None, None, None, cache, None, None, False), layout.BATCH
 
     def _unpack(
         self,
@@ -273,7 +308,7 @@ class MultiHeadAttention(QKVProjection):
             offsets, context_offsets = starts["x"], starts.get("context")
             layout_of_x = layout.Nested(offsets)
         else:
-            layout_of_x = layout.Batch() if isinstance(x, Tensor) and x.ndim == 3 else layout.SingleRow()
+            layout_of_x = layout.BATCH if isinstance(x, Tensor) and x.ndim == 3 else layout.SingleRow()
         cross = context is not None
         inputs = self._checked_inputs(x, context, value_context)
         packing = query_and_key_offsets(x, inputs.num_keys, offsets, context_offsets, cross=cross)
@@ -284,7 +319,7 @@ class MultiHeadAttention(QKVProjection):
         self._check_cache(cache, lengths, cross=cross, packed=packing is not None)
         positions = self._checked_positions(inputs.x, positions, cache, cross=cross)
         mask, bias = self._mask_and_bias(mask, bias, cache)
-        call = LayerCall(mask, bias, gate, positions, cache, lengths, packing, return_weights)
+        call = LayerCall(mask, bias, gate, positions, cache, lengths, packing, flag("return_weights", return_weights))
         if padded is not None:
             x, call, layout_of_x = layout.unpack_padded(inputs.x, padded, call)
             inputs = LayerInputs(x, x, x)
@@ -309,7 +344,7 @@ class MultiHeadAttention(QKVProjection):
             require_broadcast("bias", call.bias, inputs.grid)
         positions = inputs.query_positions, inputs.key_positions
         bias = self.position_bias.values(self.num_heads, *positions, score_dtype(inputs.q))
-        return replace(call, bias=bias if call.bias is None else bias + call.bias)
+        return call._replace(bias=bias if call.bias is None else bias + call.bias)
 
     def _attend_packed(
         self, inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets

@@ -1,7 +1,6 @@
 """Packed sequences in a layer: checks of their offsets and options, and the inputs and options of each sequence."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -104,7 +103,7 @@ def _as_one_call(
     gate = call.gate
     if gate is not None and gate.ndim == 2:
         gate = gate[of_queries].T[None]
-    return inputs, replace(call, mask=mask, gate=gate, offsets=None)
+    return inputs, call._replace(mask=mask, gate=gate, offsets=None)
 
 
 def each_sequence(
@@ -126,4 +125,4 @@ def each_sequence(
         )
         mask = None if call.mask is None else call.mask.for_sequence(index)
         gate = call.gate if call.gate is None or call.gate.ndim == 1 else call.gate[index : index + 1]
-        yield one_input, replace(call, mask=mask, gate=gate, offsets=None)
+        yield one_input, call._replace(mask=mask, gate=gate, offsets=None)

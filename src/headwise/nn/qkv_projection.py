@@ -173,14 +173,16 @@ class QKVProjection(AttentionLayer):
         """Return the queries, keys and values of a call, projected and split into heads, with queries and keys
         normalised if the layer has a `qk_norm`. Keys and values of a `ProjectedContext` are returned unchanged.
         """
-        if isinstance(inputs.context, ProjectedContext):
-            return self._query_heads(project(self.q_proj, inputs.x)), inputs.context.k, inputs.context.v
+        x, context, value_context = inputs
+        modules: Any = self._modules  # reading a module from here takes less time than as an attribute
+        if isinstance(context, ProjectedContext):
+            return self._query_heads(project(modules["q_proj"], x)), context.k, context.v
         if self.fused_qkv:
-            q, k, v = torch.split(project(self.qkv_proj, inputs.x), list(self.qkv_widths), dim=-1)
+            q, k, v = torch.split(project(modules["qkv_proj"], x), list(self.qkv_widths), dim=-1)
         else:
-            q = project(self.q_proj, inputs.x)
-            assert inputs.value_context is not None
-            k, v = project(self.k_proj, inputs.context), project(self.v_proj, inputs.value_context)
+            q = project(modules["q_proj"], x)
+            assert value_context is not None
+            k, v = project(modules["k_proj"], context), project(modules["v_proj"], value_context)
         return self._query_heads(q), self._key_heads(k), self._split_heads(v, self.num_kv_heads)
 
     def _query_heads(

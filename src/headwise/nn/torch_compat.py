@@ -18,6 +18,7 @@ from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
 from headwise.errors import InputError
 from headwise.nn.base import check_like_layer
+from headwise.nn.linear_engine import project
 from headwise.shapes import Float
 
 
@@ -110,18 +111,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         if isinstance(query, Tensor) and query.is_nested:
             self._check_nested(query, key, value, key_padding_mask, attn_mask, is_causal)
             return self._attend_nested(query, need_weights, average_attn_weights)
-        self._check_inputs(query, key, value)
-        self._check_masks(query, key, key_padding_mask, attn_mask, is_causal)
+        if not self._is_plain_self_attention(query, key, value):
+            self._check_inputs(query, key, value)
+        if key_padding_mask is not None or attn_mask is not None or is_causal:
+            self._check_masks(query, key, key_padding_mask, attn_mask, is_causal)
 
-        q, k, v = (self._split_heads(projected) for projected in self._project(query, key, value))
+        q, k, v = map(self._split_heads, self._project(query, key, value))
         # q (batch, heads, queries, head_dim), k and v (batch, heads, keys, head_dim)
-        k, v = self._append_learned(k, self.bias_k), self._append_learned(v, self.bias_v)
-        mask, bias = self._mask_and_bias(q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
+        if self.add_zero_attn or self.bias_k is not None:
+            k, v = self._append_learned(k, self.bias_k), self._append_learned(v, self.bias_v)
+        mask, bias = None, None
+        if key_padding_mask is not None or attn_mask is not None:
+            mask, bias = self._mask_and_bias(q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
         dropout = self.dropout if self.training else 0.0
         attended = attend(q, k, v, mask=mask, bias=bias, dropout=dropout, return_weights=bool(need_weights))
         heads, *weights = attended if isinstance(attended, tuple) else (attended,)
         # heads (batch, heads, queries, head_dim), weights[0] (batch, heads, queries, keys)
-        y: Tensor = self.out_proj(self._join_heads(heads, batched=query.ndim == 3))
+        y = project(self.out_proj, self._join_heads(heads, batched=query.ndim == 3))
         if not need_weights:
             return y, None
         returned = weights[0].mean(1) if average_attn_weights else weights[0]
@@ -142,11 +148,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         packed: Tensor | None = self.in_proj_weight
         bias: Tensor | None = self.in_proj_bias
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
         if bias is not None:
-            bias = bias.to(weights[0].dtype)  # torch's layer also adds a bias of another dtype
+            like = self.q_proj_weight if packed is None else packed
+            bias = bias if bias.dtype is like.dtype else bias.to(like.dtype)  # torch's layer also adds another dtype
         if packed is not None and query is key and key is value:
             return F.linear(query, packed, bias).chunk(3, dim=-1)
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
         inputs = (query, key, value)
         return tuple(F.linear(x, weight, add) for x, weight, add in zip(inputs, weights, biases, strict=True))
@@ -259,6 +266,22 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise InputError(
                 "query", expected="a tensor with a mask", got="a nested tensor", remedy="its lengths are its mask"
             )
+
+    def _is_plain_self_attention(self, query: Any, key: Any, value: Any) -> bool:
+        """Return True if the inputs are one plain tensor on the CPU that fits the layer, so that `_check_inputs` would
+        find nothing.
+        """
+        weight = self._parameters.get("in_proj_weight")
+        return (
+            query is key is value
+            and type(query) is Tensor
+            and weight is not None
+            and query.ndim == 3
+            and query.shape[2] == self.embed_dim
+            and query.dtype is weight.dtype
+            and query.is_cpu
+            and weight.is_cpu
+        )
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
         """Raise `InputError` unless query, key and value have 2 or 3 axes each, the layer's widths, dtype and device,

@@ -69,7 +69,7 @@ def run(problem: Problem) -> Answer:
     # The kernels need equal widths of keys and values, and rows of unit stride. Zeros change no product.
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (widen(tensor, width) for tensor in (q, k, v))
-    attn_mask, is_causal = _attn_mask(problem)
+    attn_mask, is_causal = mask_arguments(problem)
     needs_lse = _needs_lse(problem)
     if problem.sinks is not None and not needs_lse:
         k, v, attn_mask, is_causal = _with_sink_key(problem, k, v, attn_mask)
@@ -285,7 +285,7 @@ class _FlashWithLseBackward(torch.autograd.Function):
         )
 
 
-def _attn_mask(
+def mask_arguments(
     problem: Problem,
 ) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Float[Tensor, "#batch #heads #queries #keys"] | None, bool]:
     """Return mask and bias as the arguments `attn_mask` (a tensor or None) and `is_causal` of torch's attention. The

@@ -1,0 +1,306 @@
+"""Cache of prepared calls: the backend of a short call, and its mask in the form that this backend reads.
+
+The checks of `Problem.checked`, the choice of a backend and the evaluation of a mask take longer than attention to a
+few tokens. Their results follow from the signature of a call: its sizes, dtypes, mask and options. So `attend` looks up
+the signature first, and computes a call that has been prepared at once.
+
+The readable path is the specification. A call is prepared from its `Problem` and its `Choice`. It runs the same
+operator with the same arguments, so that its result is the same, bit for bit. Other calls take the readable path:
+tensors of other classes or devices than plain ones on a CPU; calls that torch compiles, traces, transforms or observes;
+autocast; and results that hidden NaN or infinity may have reached.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from headwise.attention.backend_choice import SMALLEST_PLANNED, Choice
+from headwise.attention.backends import fused
+from headwise.attention.backends.native import backend as native
+from headwise.attention.masks.base import And, Mask, Not, Or
+from headwise.attention.masks.by_head import PerHead
+from headwise.attention.masks.by_position import Band, Chunked, Prefix
+from headwise.attention.masks.by_sequence import Padding, Segments
+from headwise.attention.masks.key_ranges import is_constant, unexpanded, visible_keys
+from headwise.attention.nonfinite import all_finite
+from headwise.attention.problem import Problem
+
+MOST_CALLS = 512
+"""Largest number of signatures that are kept; the oldest is removed first."""
+
+MOST_ELEMENTS = 2**21
+"""Largest number of elements of all prepared masks together, 8 MiB in float32."""
+
+MOST_ELEMENTS_OF_A_MASK = 2**18
+"""Largest number of elements of one prepared mask."""
+
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PreparedCall:
+    """One call of `attend`, ready to run on other values of q, k and v.
+
+    Attributes:
+        run: function that computes the output with the operator and the arguments of the chosen backend.
+        hides_keys: True if NaN and infinity in hidden keys may reach the output.
+        checks_keys: True if infinity in keys may reach the gradients alone.
+        checks_values: True if NaN and infinity in values may reach the gradients alone.
+        elements: number of elements of the prepared mask.
+        reads: tensors that the mask stores, with the versions from which it was prepared.
+        parts: parts of the mask. A part without tensors is kept, so that an equal mask has the same signature. Of other
+            parts this is a weak reference, which removes the prepared call when the part is deleted.
+    """
+
+    run: Run
+    hides_keys: bool
+    checks_keys: bool
+    checks_values: bool
+    elements: int
+    reads: tuple[tuple[Tensor, int], ...]
+    parts: tuple[Any, ...]
+
+
+_calls: dict[Hashable, PreparedCall | bool] = {}
+"""Prepared calls by signature; True for a signature that was seen once, and False for one that cannot be prepared."""
+
+_lock = Lock()
+
+# Looking up these functions anew takes as long as calling them.
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_is_any_autocast_enabled, _is_tracing = torch._C._is_any_autocast_enabled, torch._C._is_tracing
+_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, backend: Any) -> Hashable | None:
+    """Return what the preparation of a call of `attend` depends on, as a key; None if the call is not ordinary. All
+    other arguments of `attend` must have their defaults. The operators check the dtypes and devices of k and v.
+
+    Without a mask that is evaluated, neither the batch nor the number of keys is part of the signature, so that the
+    steps of decoding share one.
+    """
+    if not (
+        type(q) is type(k) is type(v) is Tensor
+        and q.is_cpu
+        and (scale is None or type(scale) is float)
+        and (backend is None or type(backend) is str)
+    ):
+        return None
+    if (
+        _function_modes()
+        or _dispatch_modes()
+        or _is_any_autocast_enabled()
+        or _transform() is not None
+        or _is_tracing()
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    try:
+        batch, heads, queries, width = q.shape
+        key_batch, kv_heads, keys, key_width = k_shape = k.shape
+        if (
+            batch != key_batch
+            or width != key_width
+            or k_shape != v.shape
+            or not 0 < batch * heads * queries * keys < SMALLEST_PLANNED  # larger calls may be planned by their sizes
+            or not q.stride(3) == k.stride(3) == v.stride(3) == 1
+        ):
+            return None
+    except (RuntimeError, ValueError):  # nested or sparse tensors, or another number of axes
+        return None
+    masked: Hashable = None
+    if mask is not None:
+        if type(mask) is Band and mask.width is None and mask.ahead == 0 and mask.dilation == 1:  # causal
+            masked = None if queries == 1 else True if queries == keys else (weakref.ref(mask), batch, keys)
+        elif isinstance(mask, Mask):
+            masked = (_key_of(mask), batch, keys)
+        else:
+            return None
+    needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return queries, heads, kv_heads, width, q.dtype, needs_gradient, masked, scale, backend
+
+
+def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    """Return the output of a call with this signature; None if it has not been prepared, if its operator refuses the
+    tensors, if its mask was changed, or if NaN or infinity in hidden keys may reach the output or the gradients.
+    """
+    try:
+        call = _calls.get(key)
+        if type(call) is not PreparedCall:
+            return None
+        out = call.run(q, k, v)
+    except (TypeError, RuntimeError):  # a mask that has no hash, such as a rule that is an unhashable object
+        return None
+    for tensor, version in call.reads:
+        if tensor._version != version:
+            _calls.pop(key, None)
+            return None
+    if call.hides_keys and not (
+        all_finite(out) and (not call.checks_keys or all_finite(k)) and (not call.checks_values or all_finite(v))
+    ):
+        return None
+    return out
+
+
+def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) -> None:
+    """Prepare the calls with a signature when it is seen for the second time.
+
+    Args:
+        key: result of `signature`.
+        mask: mask of the caller; that of the problem is None if it hides nothing.
+        problem: the call.
+        choice: its backend.
+    """
+    try:
+        seen = _calls.get(key)
+        if seen is False or isinstance(seen, PreparedCall):
+            return
+        tensors = () if mask is None else tuple(_stored_tensors(mask))
+    except TypeError:  # a mask that has no hash, or whose results may change
+        return
+    if not _lock.acquire(blocking=False):
+        return
+    try:
+        _calls[key] = True if seen is None else _prepared(key, mask, tensors, problem, choice) or False
+        elements = sum(call.elements for call in _calls.values() if isinstance(call, PreparedCall))
+        for oldest in list(_calls):
+            if len(_calls) <= MOST_CALLS and elements <= MOST_ELEMENTS:
+                break
+            removed = _calls.pop(oldest, None)
+            elements -= removed.elements if isinstance(removed, PreparedCall) else 0
+    finally:
+        _lock.release()
+
+
+def clear() -> None:
+    """Forget all prepared calls."""
+    _calls.clear()
+
+
+def _prepared(
+    key: Hashable, mask: Mask | None, tensors: tuple[Tensor, ...], problem: Problem, choice: Choice
+) -> PreparedCall | None:
+    """Return the prepared call of a problem; None if its backend is neither `fused` nor `native`, or changes q, k and v
+    before its operator.
+    """
+    needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (problem.q, problem.k, problem.v))
+    # The prepared tensors serve later calls, which may save them for a backward pass.
+    with torch.inference_mode(False), torch.no_grad():
+        prepare_run = {"fused": _fused, "native": _native}.get(choice.backend)
+        prepared = None if prepare_run is None else prepare_run(problem, needs_gradient)
+    if prepared is None:
+        return None
+    run, elements, every_key_is_visible = prepared
+    if elements > MOST_ELEMENTS_OF_A_MASK:
+        return None
+    hides_keys = problem.mask is not None
+    return PreparedCall(
+        run,
+        hides_keys,
+        checks_keys=needs_gradient,
+        # NaN and infinity in a value reach the output of each row that may attend to it.
+        checks_values=needs_gradient and not every_key_is_visible,
+        elements=elements,
+        reads=tuple((tensor, tensor._version) for tensor in tensors if not tensor.is_inference()),
+        parts=() if mask is None else tuple(_kept(part, key) for part in _parts(mask)),
+    )
+
+
+def _fused(problem: Problem, needs_gradient: bool) -> tuple[Run, int, bool] | None:
+    """Return the function that computes a problem with torch's kernel, the number of elements of its mask, and True if
+    every head of queries is known to attend to every key. Return None if the kernel needs other tensors than q, k and v
+    themselves.
+    """
+    is_grouped = problem.q.shape[1] != problem.k.shape[1]
+    if problem.grid.queries == 1 and (is_grouped or problem.q.dtype == torch.bfloat16):
+        return None
+    matrix, is_causal = fused.mask_arguments(problem)
+    elements, every_key_is_visible = 0, True
+    if matrix is not None:
+        every_key_is_visible = bool(matrix.any(2).all())
+        matrix = unexpanded(matrix)
+        elements = matrix.numel()
+        matrix = torch.zeros(matrix.shape, dtype=problem.q.dtype).masked_fill(~matrix, -torch.inf)  # as torch does
+    run = partial(_run_fused, matrix, is_causal, {"scale": problem.scale, "enable_gqa": is_grouped})
+    return run, elements, every_key_is_visible
+
+
+def _run_fused(
+    matrix: Tensor | None, is_causal: bool, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """Return the output of torch's kernel, by the function that models call too, which may have been replaced."""
+    return F.scaled_dot_product_attention(q, k, v, matrix, 0.0, is_causal, **options)
+
+
+def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int, bool] | None:
+    """Return the function that computes a problem with the native kernels, the number of elements of its mask, and
+    False, since the kernels may leave out keys. Return None if they compute the problem in parts.
+    """
+    visible = visible_keys(problem.mask, problem.grid)
+    if visible.parts() is not None:
+        return None
+    matrix = visible.matrix()
+    _, _, _, *arguments = native.arguments(problem, visible.ranges, matrix)
+    if needs_gradient:
+        operator, arguments = torch.ops.headwise.attend_forward.default, [*arguments, 0.0, None]
+    else:
+        operator = torch.ops.headwise.attend.default
+    elements = sum(tensor.numel() for tensor in (visible.ranges, matrix) if tensor is not None)
+    return partial(_run_native, operator, arguments), elements, False
+
+
+def _run_native(operator: Any, arguments: list[Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the output of a native operator."""
+    out: Tensor = operator(q, k, v, *arguments)[0]
+    return out
+
+
+def _key_of(mask: Mask) -> Hashable:
+    """Return a key that is equal for equal masks. References compare the masks themselves, and cache their hashes."""
+    kind = type(mask)
+    if kind is And or kind is Or:
+        return kind, _key_of(mask.left), _key_of(mask.right)
+    return weakref.ref(mask)
+
+
+def _parts(mask: Mask) -> Iterator[Mask]:
+    """Iterate over the masks to which the key of a mask refers."""
+    if type(mask) in (And, Or):
+        for part in mask.parts:
+            yield from _parts(part)
+    else:
+        yield mask
+
+
+def _kept(part: Mask, key: Hashable) -> Any:
+    """Return a part of a mask if it is made of numbers alone, otherwise a reference that removes the prepared call with
+    the key when the part is deleted.
+    """
+    return part if is_constant(part) else weakref.ref(part, lambda _: _calls.pop(key, None) and None)
+
+
+def _stored_tensors(mask: Mask) -> Iterator[Tensor]:
+    """Iterate over the tensors that a mask stores, all of them copies that headwise made; raise `TypeError` for masks
+    whose results may change otherwise: matrices of the caller, functions, and masks of other packages.
+    """
+    kind = type(mask)
+    if kind in (And, Or, Not):
+        for part in mask.parts:
+            yield from _stored_tensors(part)
+    elif kind is PerHead:
+        for part in mask.masks:
+            yield from _stored_tensors(part)
+    elif kind is Padding:
+        yield mask.lengths
+    elif kind is Segments:
+        yield mask.ids
+    elif kind not in (Band, Prefix, Chunked):
+        raise TypeError(kind)
