@@ -64,6 +64,13 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_prepared_calls():
+    """Start every test without prepared calls, so that a test may replace what prepares them."""
+    if module := sys.modules.get("headwise.attention.prepared_calls"):
+        module.clear()
+
+
 @pytest.fixture(scope="session")
 def tracing_server():
     """Server whose `run` runs code in a new process without shape checks, which torch's compiler cannot trace."""

@@ -69,8 +69,10 @@ class PreparedCall:
     parts: tuple[Any, ...]
 
 
-_calls: dict[Hashable, PreparedCall | bool] = {}
-"""Prepared calls by signature; True for a signature that was seen once, and False for one that cannot be prepared."""
+_calls: dict[Hashable, PreparedCall | tuple[Any, ...] | None] = {}
+"""Prepared calls by signature. For a signature that was seen once, the parts of its mask; None for one that cannot be
+prepared.
+"""
 
 _lock = Lock()
 
@@ -82,7 +84,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 
 def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, backend: Any) -> Hashable | None:
     """Return what the preparation of a call of `attend` depends on, as a key; None if the call is not ordinary. All
-    other arguments of `attend` must have their defaults. The operators check the dtypes and devices of k and v.
+    other arguments of `attend` must have their defaults. The operators check the dtypes of k and v.
 
     Without a mask that is evaluated, neither the batch nor the number of keys is part of the signature, so that the
     steps of decoding share one.
@@ -90,6 +92,8 @@ def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, backend: Any) -> Ha
     if not (
         type(q) is type(k) is type(v) is Tensor
         and q.is_cpu
+        and k.is_cpu
+        and v.is_cpu
         and (scale is None or type(scale) is float)
         and (backend is None or type(backend) is str)
     ):
@@ -160,8 +164,8 @@ def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) 
         choice: its backend.
     """
     try:
-        seen = _calls.get(key)
-        if seen is False or isinstance(seen, PreparedCall):
+        known = _calls.get(key, False)
+        if known is None or type(known) is PreparedCall:
             return
         tensors = () if mask is None else tuple(_stored_tensors(mask))
     except TypeError:  # a mask that has no hash, or whose results may change
@@ -169,13 +173,16 @@ def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) 
     if not _lock.acquire(blocking=False):
         return
     try:
-        _calls[key] = True if seen is None else _prepared(key, mask, tensors, problem, choice) or False
-        elements = sum(call.elements for call in _calls.values() if isinstance(call, PreparedCall))
+        if known is False:
+            _calls[key] = () if mask is None else tuple(_kept(part, key) for part in _parts(mask))
+        else:  # the parts of the first call keep the signature valid
+            _calls[key] = _prepared(known, tensors, problem, choice)
+        elements = sum(call.elements for call in list(_calls.values()) if type(call) is PreparedCall)
         for oldest in list(_calls):
             if len(_calls) <= MOST_CALLS and elements <= MOST_ELEMENTS:
                 break
             removed = _calls.pop(oldest, None)
-            elements -= removed.elements if isinstance(removed, PreparedCall) else 0
+            elements -= removed.elements if type(removed) is PreparedCall else 0
     finally:
         _lock.release()
 
@@ -186,7 +193,7 @@ def clear() -> None:
 
 
 def _prepared(
-    key: Hashable, mask: Mask | None, tensors: tuple[Tensor, ...], problem: Problem, choice: Choice
+    parts: tuple[Any, ...], tensors: tuple[Tensor, ...], problem: Problem, choice: Choice
 ) -> PreparedCall | None:
     """Return the prepared call of a problem; None if its backend is neither `fused` nor `native`, or changes q, k and v
     before its operator.
@@ -210,7 +217,7 @@ def _prepared(
         checks_values=needs_gradient and not every_key_is_visible,
         elements=elements,
         reads=tuple((tensor, tensor._version) for tensor in tensors if not tensor.is_inference()),
-        parts=() if mask is None else tuple(_kept(part, key) for part in _parts(mask)),
+        parts=parts,
     )
 
 
