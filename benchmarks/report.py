@@ -27,6 +27,7 @@ TITLES = {
     "ablating": "Removing heads, one at a time",
     "pruned_attention": "Attention with half of the heads",
     "monitoring": "Monitoring a training",
+    "calls": "Short calls",
 }
 """Title of the section of each script, in the order of the document."""
 INTRODUCTION = """\
@@ -37,7 +38,8 @@ the results of `make bench`.
 the same round. Above 1, headwise is better. A cell shows the median over all rounds and, in brackets, the lowest and
 the highest ratio. Six kinds of ratio are headwise divided by the other: shares of a rate, growth, extra memory, a
 watched forward pass relative to a plain one, a monitored step of training relative to a plain one, and attention with
-half of the heads relative to all of them.
+half of the heads relative to all of them. Figures of short calls are not ratios: they are the microseconds that
+headwise adds to the other.
 
 **Regimes.** A regime is (batch, length, embed, heads), a mask, a dtype, and forward or training. The docstring of each
 script states the rest.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks import calls
 from benchmarks.ablating import WHOLE
 from benchmarks.attention import WITH_SHARE
 from benchmarks.attention_only import FLEX, SDPA
@@ -152,6 +153,11 @@ def _monitored(against: str) -> Callable[[str, Row], bool]:
     return lambda name, row: (name, row.against) == ("monitoring", against)
 
 
+def _short(against: str) -> Callable[[str, Row], bool]:
+    """Return the condition for rows of short calls minus these calls."""
+    return lambda name, row: (name, row.against) == ("calls", against)
+
+
 TARGETS = (
     Target(f"attention alone, against {SDPA}, float32, forward", 2.2, _alone("float32", training=False)),
     Target(f"attention alone, against {SDPA}, float32, training", 1.7, _alone("float32", training=True)),
@@ -228,6 +234,18 @@ TARGETS = (
     ),
     Target("training step monitored with every=100, over the plain step", 1.01, _monitored(EVERY_100), at_most=True),
     Target("training step monitored with every=1, over the plain step", 1.5, _monitored(EVERY_1), at_most=True),
+    Target(
+        "microseconds of `attend` over SDPA, 1 to 64 tokens, full and causal", 12.0, _short(calls.SDPA), at_most=True
+    ),
+    Target("microseconds of a mask that was seen before, 1 to 64 tokens", 15.0, _short(calls.UNMASKED), at_most=True),
+    Target("microseconds of `MultiHeadAttention` over the block by hand", 25.0, _short(calls.BLOCK), at_most=True),
+    Target(
+        "microseconds of `compat.MultiheadAttention` over `nn.MultiheadAttention`",
+        25.0,
+        _short(calls.TORCH_LAYER),
+        at_most=True,
+    ),
+    Target("microseconds of a decoding step over the step by hand", 40.0, _short(calls.STEP), at_most=True),
 )
 
 

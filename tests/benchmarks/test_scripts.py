@@ -16,6 +16,7 @@ from benchmarks import (
     accelerating,
     attention,
     attention_only,
+    calls,
     command_line,
     decoding,
     layer,
@@ -143,6 +144,21 @@ def test_steps_of_a_training_are_compared_with_both_intervals(capsys):
     ratios = {each["against"]: each["ratio"]["median"] for each in results["rows"]}
     assert list(ratios) == [monitoring.EVERY_1, monitoring.UNOBSERVED, monitoring.EVERY_100]
     assert ratios[monitoring.EVERY_100] == pytest.approx(1 + (ratios[monitoring.EVERY_1] - 1) / 100, abs=0.002)
+
+
+def test_short_calls_are_compared_and_measured(capsys):
+    results = calls.main(["--tiny", "--rounds", "1", "--peers", "torch"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == results
+    rows = [(each["against"], each["note"], each["regime"]["training"]) for each in results["rows"]]
+    assert len(set(rows)) == 2 * 5 + 4  # in both modes: attention twice, layers thrice; and steps of decoding
+    for each in results["rows"]:
+        assert each["ratio"]["median"] == pytest.approx((each["ours"] - each["theirs"]) * 1e6, rel=1e-2, abs=2.0)
+
+
+def test_short_calls_with_other_results_end_the_script(monkeypatch):
+    monkeypatch.setattr(calls.hw, "attend", lambda q, k, v, mask=None: q + v)
+    with pytest.raises(SystemExit, match=r"\(1, 1, 512, 8\) .*, against SDPA : results differ by "):
+        calls.main(["--tiny", "--rounds", "1", "--peers", "torch"])
 
 
 def test_losses_that_a_monitor_changes_end_the_script(monkeypatch):

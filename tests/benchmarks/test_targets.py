@@ -9,6 +9,7 @@ from benchmarks import (
     ablating,
     accelerating,
     attention_only,
+    calls,
     measure,
     memory,
     monitoring,
@@ -174,6 +175,16 @@ def test_every_length_of_a_monitored_training_has_the_bound_of_its_interval(agai
     (target,) = [each for each in targets.TARGETS if each.covers("monitoring", row(1.0, monitoring.LLAMA, against))]
     assert (target.bound, target.at_most) == (bound, True)
     assert target.covers("monitoring", row(1.0, replace(monitoring.LLAMA, length=512), against))
+
+
+@pytest.mark.parametrize(
+    ("against", "bound"),
+    [(calls.SDPA, 12), (calls.UNMASKED, 15), (calls.BLOCK, 25), (calls.TORCH_LAYER, 25), (calls.STEP, 40)],
+)
+def test_short_calls_have_bounds_in_microseconds(against, bound):
+    regime = Regime(1, 16, 512, 8, training=True)
+    (target,) = [each for each in targets.TARGETS if each.covers("calls", row(1.0, regime, against))]
+    assert (target.bound, target.at_most) == (bound, True)
 
 
 def test_no_regime_of_a_whole_layer_may_be_slower_on_any_machine():
