@@ -86,8 +86,8 @@ def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, backend: Any) -> Ha
     """Return what the preparation of a call of `attend` depends on, as a key; None if the call is not ordinary. All
     other arguments of `attend` must have their defaults. The operators check the dtypes of k and v.
 
-    Without a mask that is evaluated, neither the batch nor the number of keys is part of the signature, so that the
-    steps of decoding share one.
+    Without a mask that is evaluated, the batch is not part of the signature, nor is the number of keys, unless there are
+    so few that torch's kernel gets a mask. So the steps of decoding share one.
     """
     if not (
         type(q) is type(k) is type(v) is Tensor
@@ -129,7 +129,8 @@ def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, backend: Any) -> Ha
         else:
             return None
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return queries, heads, kv_heads, width, q.dtype, needs_gradient, masked, scale, backend
+    few_keys = keys if keys < fused.FEWEST_KEYS_WITHOUT_MASK else None
+    return queries, heads, kv_heads, width, few_keys, q.dtype, needs_gradient, masked, scale, backend
 
 
 def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
