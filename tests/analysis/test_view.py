@@ -6,7 +6,7 @@ import unicodedata
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
@@ -297,6 +297,55 @@ def test_words_of_a_tokenizer_without_pre_tokenization():
     assert len(set(pieces) - {None}) == 1  # the trap: one piece, many words
     names = [name for name, special, _ in words_of(tokenizer, "abc de, a")[0] if not special]
     assert names == ["abc", "de,", "a"]
+
+
+JOINED = [
+    "👨\u200d👩\u200d👧",
+    "🇩🇪",
+    "🇯🇵🇫🇷",
+    "👍🏽",
+    "❤️\u200d🔥",
+    "cafe\u0301",
+    "नमस्ते",
+    "🏴\U000e0067\U000e0062\U000e007f",
+    "نمی\u200c",
+]
+"""Words with characters that consist of several: a family, flags, a skin tone, letters with marks."""
+
+
+def bytes_tokenizer():
+    """Return a tokenizer whose tokens are bytes, and which splits letters, marks and other characters apart."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_of = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    bytes_of.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_of.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=bytes_of)
+
+
+@pytest.mark.parametrize("word", JOINED)
+def test_a_character_that_readers_see_as_one_is_in_one_word(word):
+    from headwise.data.decoded_words import decoded_words
+
+    tokenizer = bytes_tokenizer()
+    words, word_of = words_of(tokenizer, f"a {word} b")
+    assert [text for text, *_ in words if text != "␣"] == ["a", word, "b"]
+    assert word_of == sorted(word_of)
+    decoded = decoded_words(tokenizer, tokenizer(f"a {word} b")["input_ids"])
+    assert [each.text for each in decoded.words if each.text != "␣"] == ["a", word, "b"]
+
+
+def test_invisible_characters_that_join_nothing_are_written_as_escapes():
+    words, _ = words_of(bytes_tokenizer(), "a\u200bb \u200d x\u202ey")
+    assert "".join(text for text, *_ in words) == "a\\u200bb\\u200dx\\u202ey"
+
+
+def test_long_words_are_cut_between_characters_as_readers_see_them():
+    from headwise.analysis.head_view import shortened
+
+    family = "👨\u200d👩\u200d👧"
+    assert shortened(family * 30) == f"{family * 10}…{family * 9}"
+    assert shortened(family * 20) == family * 20
+    assert shortened("x" * 30) == f"{'x' * 10}…{'x' * 9}"
 
 
 @pytest.mark.slow

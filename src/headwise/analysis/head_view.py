@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from headwise.analysis.roles import Role
-from headwise.data.tokenization import Token, Word
+from headwise.data.tokenization import Token, Word, character_spans
 from headwise.page.columns import HeadPlace
 from headwise.page.contents import HeadAttention, Picture
 from headwise.shapes import Float, Int
@@ -19,10 +19,10 @@ LONGEST_WORD = 20
 
 def shortened(word: str) -> str:
     """Return a word for display: the middle of a word of more than 20 characters is replaced by an ellipsis."""
-    if len(word) <= LONGEST_WORD:
+    if len(word) <= LONGEST_WORD or len(spans := character_spans(word)) <= LONGEST_WORD:
         return word
     half = (LONGEST_WORD - 1) // 2
-    return f"{word[: LONGEST_WORD - 1 - half]}…{word[-half:]}"
+    return f"{word[: spans[LONGEST_WORD - 1 - half][0]]}…{word[spans[-half][0] :]}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.data.special_tokens import special_ids
-from headwise.data.tokenization import Token, Word, displayed_token, displayed_word
+from headwise.data.tokenization import Token, Word, character_spans, displayed_token, displayed_word
 from headwise.shapes import Int
 
 CONTEXT = 16
@@ -34,7 +34,7 @@ class DecodedWords(NamedTuple):
 def decoded_words(tokenizer: Any, ids: list[int], context: Sequence[int] = ()) -> DecodedWords:
     """Decode token ids, and group the tokens into words. A word starts at a token that begins with white space, at a
     special token and after it, at a wide character (such as a Chinese one), and between letters or digits and other
-    characters.
+    characters, but never within a character as readers see it, such as a flag.
 
     Args:
         tokenizer: the tokenizer.
@@ -61,6 +61,8 @@ def decoded_words(tokenizer: Any, ids: list[int], context: Sequence[int] = ()) -
 def _continues(word: str, piece: str) -> bool:
     """Return True if the characters of a token continue a word."""
     if not piece:
+        return True
+    if word.strip() and all(start != len(word) for start, _ in character_spans(word + piece)):
         return True
     if piece[0].isspace() or east_asian_width(piece[0]) == "W":
         return False

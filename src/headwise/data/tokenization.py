@@ -1,5 +1,6 @@
 """A text as the tokens of a model, grouped into words."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unicodedata import category, east_asian_width
@@ -8,11 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from headwise.data.special_tokens import special_ids
-from headwise.errors import InputError
+from headwise.errors import InputError, require
 from headwise.shapes import Int
 
 NO_LIMIT = 10**9
 """Value of a tokenizer's `model_max_length` from which on it means that there is no limit."""
+
+JOINERS = re.compile("(?<=.)[\u200c\u200d]|(?<=\U0001f3f4)[\U000e0020-\U000e007f]+", re.DOTALL)
+"""Invisible characters that change how the characters before them are drawn: joiners, and the letters of a
+flag such as that of Scotland.
+"""
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,8 @@ def _group_into_words(
     """Group tokens into words for display, and return the words and the index of each token's word. A token continues
     the word before it if there is no blank between them in the text (`spans`), and both come from the same piece
     (`pieces`, the numbers of the pieces into which the tokenizer splits the text). A special token is a word of its
-    own, and a wide character (such as a Chinese one) starts a word.
+    own, and a wide character (such as a Chinese one) starts a word. No word starts within a character as readers see
+    it, such as a flag, a family of emoji or a letter with its marks.
 
     Spans and pieces are both needed: some tokenizers treat a whole text as one piece, others include the blank in the
     token.
@@ -240,6 +247,7 @@ def _group_into_words(
     words: list[Word] = []
     word_of: list[int] = []
     word_start, word_piece, word_end = 0, None, -1
+    starts = {start for start, _ in character_spans(text)}
     for token, piece, (start, stop), special in zip(tokens, pieces, spans, is_special, strict=True):
         if special or start == stop:
             words.append(Word(token, special, False))
@@ -248,7 +256,9 @@ def _group_into_words(
             # The tokenizer may have dropped characters in between, such as accents.
             has_blank = any(character.isspace() for character in text[word_end : start + 1])
             continues = piece is not None and piece == word_piece and not has_blank
-            if continues and start == word_end and east_asian_width(text[start]) == "W":
+            if start not in starts:
+                continues = word_piece is not None and not has_blank
+            elif continues and start == word_end and east_asian_width(text[start]) == "W":
                 continues = False
             if not continues:
                 word_start = start
@@ -316,7 +326,24 @@ def displayed_word(characters: str) -> Word:
 
 def _on_one_line(characters: str) -> str:
     """Return characters for display on one line. Blanks at the ends are removed, and inner ones become single spaces.
-    Blanks alone become `␣`, and control characters are written as escapes.
+    Blanks alone become `␣`, and control characters are written as escapes, except `JOINERS`.
     """
     shown = " ".join(characters.split()) or characters.replace(" ", "") or "␣"
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
+    kept = {index for joiner in JOINERS.finditer(shown) for index in range(*joiner.span())}
+    return "".join(
+        character if character.isprintable() or index in kept else repr(character)[1:-1]
+        for index, character in enumerate(shown)
+    )
+
+
+def character_spans(text: str) -> list[tuple[int, int]]:
+    """Return the start and the end of each character as readers see it (extended grapheme cluster of Unicode), such as
+    a letter with its marks, a flag, or a family of emoji.
+
+    Raises:
+        MissingExtra: regex, which transformers installs, is missing.
+    """
+    if text.isascii():
+        return [(index, index + 1) for index in range(len(text))]
+    regex = require("regex", purpose="dividing a text into words", extra="hf")
+    return [match.span() for match in regex.finditer(r"\X", text)]
