@@ -27,7 +27,7 @@ def main() -> None:
     seen = hw.view(loaded.model, loaded.tokenizer, QUESTION, title=loaded.title)
     draw_page(seen)
     lines = seen.plot(kind="lines", heads=[(0, 2), (1, 8), (5, 11), (1, 11)])
-    roles = hw.load_profile(RESULTS / "smollm2").plot(kind="role_counts")
+    roles = hw.load_profile(RESULTS / "smollm2" / "profile").plot(kind="role_counts")
     for axes, name in ((lines, "heads"), (roles, "roles")):
         figure: Any = axes.figure
         figure.savefig(PICTURES / f"{name}.png", dpi=110)

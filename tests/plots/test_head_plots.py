@@ -11,10 +11,11 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import headwise as hw
-from headwise.plots.canvas import tick_step
+from headwise.plots.canvas import layer_colours, tick_step
 from headwise.plots.heatmap import draw_heatmap
+from headwise.plots.pattern import draw_pattern
 from headwise.plots.ranking import draw_ranking
-from headwise.plots.received import draw_received
+from headwise.plots.received import LINE_COLOURS, draw_received
 from headwise.plots.role_colours import ROLE_STYLES, UNKNOWN_ROLE, role_style
 from headwise.plots.role_counts import draw_role_counts
 from headwise.plots.role_grid import draw_role_grid
@@ -70,6 +71,39 @@ def test_a_head_without_a_number_is_crossed():
     axes = draw_heatmap({(0, 0): 1.0, (0, 1): NAN, (3, 1): INF, (3, 2): 2.0}, statistic="cost")
     assert axes.collections[0].get_offsets().tolist() == [[1.0, 0.0], [1.0, 1.0]]
     assert scale_of(axes)[1:] == (1.0, 2.0)
+    assert axes.get_xlabel() == "head\ngrey: 2 of 4 heads without a number, such as a mean over no row"
+
+
+def test_a_map_of_one_colour_says_why():
+    equal = {(layer, head): 0.0 for layer in range(2) for head in range(3)}
+    axes = draw_heatmap(equal, statistic="cost", centred=True)
+    assert axes.get_xlabel() == "head\none colour: every head has 0"
+    axes = draw_heatmap(equal | {(0, 1): NAN}, statistic="cost")
+    assert axes.get_xlabel().splitlines()[1:] == [
+        "one colour: every head with a number has 0",
+        "grey: 1 of 6 heads without a number, such as a mean over no row",
+    ]
+    assert draw_heatmap({(0, 0): 1.0}, statistic="cost").get_xlabel() == "head"
+    pattern = draw_pattern(torch.zeros(2, 3), ["a", "b"], ["a", "b", "c"])
+    assert pattern.get_xlabel() == "key\none colour: every cell has 0"
+
+
+def contrast_to_white(colour: str) -> float:
+    """Return the contrast ratio of a colour and white as in the Web Content Accessibility Guidelines."""
+    srgb = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in srgb]
+    return 1.05 / (sum(part * value for part, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)) + 0.05)
+
+
+def test_lines_and_points_are_visible_on_white():
+    roles = [style.colour for style in (*ROLE_STYLES.values(), UNKNOWN_ROLE)]
+    of_layers = [to_hex(colour) for colour in layer_colours().colors]
+    for colour in (*roles, *LINE_COLOURS, *of_layers):
+        assert contrast_to_white(colour) >= 3, colour
+    points = draw_scatter(PlottedNumbers("a", [0.0, 1.0]), PlottedNumbers("b", [0.0, 1.0]), heads=[(0, 0), (9, 0)])
+    drawn = points.collections[0]
+    points.figure.draw_without_rendering()
+    assert all(contrast_to_white(to_hex(colour)) >= 3 for colour in drawn.get_facecolors())
 
 
 def test_one_head_and_a_thousand_heads_have_readable_labels():
@@ -117,7 +151,7 @@ def test_bars_of_roles_add_up_to_the_heads_of_each_layer():
     assert [bar.get_y() for bar in axes.containers[2]] == [3, 1]
     assert legend_of(axes) == ["a new role (1)", "mixed (2)", "induction (2)"]  # from top to bottom, as in the bars
     assert labels_on(axes.xaxis) == ["0", "4"]
-    assert axes.containers[0][0].get_facecolor()[:3] == pytest.approx(torch.tensor([0xD5, 0x5E, 0x00]) / 255)
+    assert axes.containers[0][0].get_facecolor()[:3] == pytest.approx(torch.tensor([0xBC, 0x72, 0x00]) / 255)
 
 
 HEADS = [(0, 0), (0, 1), (3, 0), (3, 1)]
@@ -246,6 +280,8 @@ def test_new_axes_are_displayed_by_notebooks_and_not_kept_by_pyplot(draw):
     assert pyplot.get_fignums() == before
 
 
+NO_ROW = "a mean over no row is NaN, such as one over repeated words of a text without any"
+
 REFUSED = {
     "no head": (lambda: draw_heatmap({}, statistic="a"), "heads: expected at least one head to plot, got none"),
     "no role": (lambda: draw_role_grid({}), "heads: expected at least one head to plot, got none"),
@@ -253,12 +289,12 @@ REFUSED = {
     "only NaN": (
         lambda: draw_heatmap({(0, 0): NAN, (0, 1): INF}, statistic="a"),
         "statistic: expected a statistic with a finite number for at least one head, "
-        "got 'a', NaN or infinite for all 2",
+        f"got 'a', NaN or infinite for all 2; {NO_ROW}",
     ),
     "no pair": (
         lambda: draw_scatter(PlottedNumbers("a", [NAN, 1.0]), PlottedNumbers("b", [1.0, NAN]), heads=HEADS[:2]),
         "statistic: expected a statistic with a finite number for at least one head, "
-        "got 'b against a', NaN or infinite for all 2",
+        f"got 'b against a', NaN or infinite for all 2; {NO_ROW}",
     ),
     "a figure": (
         lambda: draw_heatmap({(0, 0): 1.0}, statistic="a", ax=Figure()),
@@ -299,11 +335,11 @@ def seen_with(colour: str, vision: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("vision", ["normal", "protan", "deutan", "tritan"])
-def test_roles_have_different_colours_for_every_colour_vision(vision):
-    colours = [*(style.colour for style in ROLE_STYLES.values()), UNKNOWN_ROLE.colour]
-    seen = torch.stack([seen_with(colour, vision) for colour in colours])
-    distances = torch.pdist(seen)
-    assert float(distances.min()) > 15
+def test_roles_and_lines_have_different_colours_for_every_colour_vision(vision):
+    for colours in ([*(style.colour for style in ROLE_STYLES.values()), UNKNOWN_ROLE.colour], LINE_COLOURS):
+        seen = torch.stack([seen_with(colour, vision) for colour in colours])
+        distances = torch.pdist(seen)
+        assert float(distances.min()) > 15
 
 
 def test_every_role_has_a_style_of_its_own():

@@ -72,20 +72,22 @@ def test_a_profile_draws_its_statistics():
     axes = profile.plot()
     assert axes.get_title() == "entropy, a-model"
     assert axes.images[0].get_array().tolist() == [[0.0, 0.125, 0.25], [1.0, 1.125, 1.25]]
-    assert axes.figure.axes[1].get_ylabel() == "entropy (nats)"
+    meaning = "Mean entropy of the attention weights of a\nquery"
+    assert axes.figure.axes[1].get_ylabel() == f"entropy (nats)\n{meaning}"
     assert profile.plot("distance").images[0].get_cmap().name == "RdBu_r"  # it has negative numbers
     ranking = profile.plot("distance", kind="ranking", errors=1.0)
     assert ranking.containers[0].lines[0].get_ydata().tolist() == [4.0, 3.0, 2.0, 0.0, -1.0, -2.0]
     segments = [segment[:, 1].tolist() for segment in ranking.containers[0].lines[2][0].get_segments()]
     assert segments[0] == [3.5, 4.5]
-    assert ranking.get_ylabel() == "distance (tokens)\nbars: ±1 standard error"
+    distance = "distance (tokens)\nMean distance between a query and the keys\nthat it attends to"
+    assert ranking.get_ylabel() == f"{distance}\nbars: ±1 standard error"
     scatter = profile.plot(kind="scatter", top=1)
-    assert (scatter.get_xlabel(), scatter.get_ylabel()) == ("entropy (nats)", "distance (tokens)")
+    assert (scatter.get_xlabel(), scatter.get_ylabel()) == (f"entropy (nats)\n{meaning}", distance)
     points = {tuple(point) for drawn in scatter.collections for point in drawn.get_offsets().tolist()}
     assert points == {(layer + head / 8, 4.0 * layer - head) for layer in range(2) for head in range(3)}
     assert [text.get_text() for text in scatter.texts] == ["1.0"]
     other = profile.plot("entropy", kind="scatter", against="distance")
-    assert (other.get_xlabel(), other.get_ylabel()) == ("distance (tokens)", "entropy (nats)")
+    assert (other.get_xlabel(), other.get_ylabel()) == (distance, f"entropy (nats)\n{meaning}")
     for kind in ("roles", "role_counts"):
         legend = [text.get_text() for text in profile.plot(kind=kind).get_legend().get_texts()]
         assert sorted(legend) == ["broad (2)", "induction (2)", "mixed (2)"]
@@ -99,6 +101,7 @@ def test_effects_are_drawn_around_0():
     importance = table_of(hw.Importance, {"gradient": [1.0, 2.0], "first_order_per_layer": [1.0, 2.0]})
     assert importance.plot().images[0].get_cmap().name == "cividis"
     assert importance.plot("first_order_per_layer").images[0].get_clim() == (-2.0, 2.0)
+    assert importance.plot("first_order_per_layer").figure.axes[1].get_ylabel() == "first order per layer"
     for table_type, name in ((hw.Patching, "recovered"), (hw.Attribution, "logit")):
         assert table_of(table_type, {name: [0.5, 1.0]}).plot().images[0].get_clim() == (-1.0, 1.0)
 
@@ -205,7 +208,9 @@ def test_a_view_draws_words(coffee):
     assert len(coffee.plot(kind="role_counts").containers) == len({head.role for head in coffee.heads})
     assert coffee.plot("confidence").images[0].get_array()[0, 2] == coffee.head(0, 2).means["confidence"]
     assert coffee.plot(kind="scatter").get_legend() is not None
-    assert coffee.plot(kind="ranking").get_ylabel() == "entropy (nats)"  # one text has no standard errors
+    assert (
+        coffee.plot(kind="ranking").get_ylabel().splitlines()[0] == "entropy (nats)"
+    )  # one text has no standard errors
 
 
 @pytest.mark.parametrize("name", ["minilm", pytest.param("smollm2", marks=pytest.mark.slow)])
@@ -273,7 +278,8 @@ def test_a_view_refuses_heads_by_name(coffee):
         (
             {"statistic": "duplicate"},
             "statistic: expected a statistic with a finite number for at least one head, "
-            "got 'duplicate', NaN or infinite for all 6",
+            "got 'duplicate', NaN or infinite for all 6; "
+            "a mean over no row is NaN, such as one over repeated words of a text without any",
         ),
         ({"ax": 5}, "ax: expected matplotlib axes, got int; figure.subplots() returns axes"),
     ],

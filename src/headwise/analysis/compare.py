@@ -186,7 +186,8 @@ class Comparison:
         """Draw the means of one statistic in b against those in a."""
         name = numbers.chosen(statistic)
         a, b = (profile._head_numbers().axis(name) for profile in (self.a, self.b))
-        axes = [replace(axis, label=f"{axis.label} in {of}") for axis, of in ((a, "a"), (b, "b"))]
+        label = replace(numbers, label_suffix="", meanings={}).axis(name).label
+        axes = [replace(axis, label=f"{label} in {of}") for axis, of in ((a, "a"), (b, "b"))]
         differences = numbers.values[name]
         return numbers.draw_pairs(*axes, errors=errors, top=top, named_by=differences, with_diagonal=True, ax=ax)
 

@@ -9,10 +9,10 @@ from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
 from headwise.plots.canvas import (
     INK,
-    SEQUENTIAL,
     SOFT,
     add_colour_bar,
     axes_for,
+    layer_colours,
     put_legend_right,
     set_title,
     without_upper_frame,
@@ -140,14 +140,11 @@ def _chosen(lines: list[Line], heads: Any) -> list[Line]:
 
 def _draw_lines(axes: "Axes", lines: Sequence[Line], named: set[tuple[int, int]]) -> Any:
     """Draw the lines, those of the `named` heads above the others, and return the scale of colours."""
-    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import ListedColormap, Normalize
+    from matplotlib.colors import Normalize
 
     layers = sorted({line.head[0] for line in lines})
-    # The lightest colours of the map are hard to see on white.
-    colours = ListedColormap(colormaps[SEQUENTIAL](range(225)))
-    mappable: Any = ScalarMappable(Normalize(layers[0], layers[-1]), colours)
+    mappable: Any = ScalarMappable(Normalize(layers[0], layers[-1]), layer_colours())
     few = len(layers) <= len(LINE_COLOURS)
     is_dense = len(lines) > 50
     for line in sorted(lines, key=lambda line: line.head[::-1]):  # so that no layer covers all others

@@ -1,10 +1,12 @@
 """Axes that plots are drawn on, and what many plots need on them: tick labels that fit, colour bars, legends."""
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import InputError, require
+from headwise.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +18,9 @@ vision can read them.
 
 INK, SOFT, BLANK = "#1d2330", "#667085", "#e4e6ea"
 """Colours of main text, of other text, and of cells without a number."""
+
+LONGEST_LINE = 44
+"""Number of characters in a line of a label."""
 
 INCHES_PER_LABEL = 0.21
 """Smallest distance of tick labels."""
@@ -41,6 +46,40 @@ def axes_for(ax: Any, width: float, height: float) -> "Axes":
     return axes
 
 
+def layer_colours() -> Any:
+    """Return the colour map of lines and points by layer, without colours that are pale on white."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(colormaps["plasma"](range(160)))
+
+
+def axis_label(name: str, unit: str = "", meaning: str = "") -> str:
+    r"""Return the label of an axis in words: a name with its unit, and its meaning on further lines.
+
+    >>> axis_label("first_order", "nats", "Effect of removing the head.")
+    'first order (nats)\nEffect of removing the head'
+    """
+    label = name.replace("_", " ") + (f" ({unit})" if unit else "")
+    return "\n".join([label, *textwrap.wrap(meaning.removesuffix("."), LONGEST_LINE)])
+
+
+def explain_blank(axes: "Axes", values: Sequence[float], noun: str = "head") -> None:
+    """Write below the axes why a map of numbers has one colour only, or cells with crosses: all numbers are equal, or
+    some are NaN or infinite. Without such a reason, nothing is written.
+    """
+    shown, notes = finite(values), []
+    if len(values) > 1 and len(set(shown)) == 1:
+        notes.append(
+            f"one colour: every {noun}{' with a number' if len(shown) < len(values) else ''} has {shown[0]:.3g}"
+        )
+    if len(shown) < len(values):
+        missing = len(values) - len(shown)
+        notes.append(f"grey: {missing} of {counted(len(values), noun)} without a number, such as a mean over no row")
+    if notes:
+        axes.set_xlabel("\n".join([axes.get_xlabel(), *notes]), parse_math=False)
+
+
 def finite(values: Iterable[float]) -> list[float]:
     """Return the values that are neither NaN nor infinite."""
     return [value for value in values if math.isfinite(value)]
@@ -57,7 +96,9 @@ def require_finite(statistic: str, values: Sequence[float]) -> None:
         raise InputError("heads", expected="at least one head to plot", got="none")
     if not finite(values):
         expected = "a statistic with a finite number for at least one head"
-        raise InputError("statistic", expected=expected, got=f"{statistic!r}, NaN or infinite for all {len(values)}")
+        got = f"{statistic!r}, NaN or infinite for all {len(values)}"
+        remedy = "a mean over no row is NaN, such as one over repeated words of a text without any"
+        raise InputError("statistic", expected=expected, got=got, remedy=remedy)
 
 
 def label_ticks(axes: "Axes", which: str, labels: Sequence[str], **style: Any) -> None:
@@ -102,7 +143,7 @@ def separate_cells(axes: "Axes", rows: int, columns: int) -> None:
 def add_colour_bar(axes: "Axes", drawn: Any, label: str) -> None:
     """Draw a colour bar with a label to the right of the axes, for the colours of `drawn`, such as an image."""
     bar = axes.figure.colorbar(drawn, ax=axes, pad=0.02, aspect=24)
-    bar.set_label(label, parse_math=False)
+    bar.set_label(label, parse_math=False, fontsize=10 if "\n" not in label else 8)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
 

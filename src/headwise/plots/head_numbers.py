@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.checks import finite_number, whole_number
 from headwise.errors import InputError
+from headwise.plots.canvas import axis_label
 from headwise.plots.heatmap import draw_heatmap
 from headwise.plots.kinds import Kind, require_name
 from headwise.plots.ranking import draw_ranking
@@ -35,6 +36,7 @@ class HeadNumbers:
         roles: name of each head's role; None if roles were not measured.
         title: end of titles, such as the model.
         units: unit of each statistic that has one.
+        meanings: meaning of statistics in one sentence, for labels.
         signed: names of effects and differences, which are drawn with colours around 0.
         default: statistic that is drawn by default; the first one if None.
         label_suffix: text after the name of the statistic in labels, such as ", b minus a".
@@ -46,6 +48,7 @@ class HeadNumbers:
     roles: Sequence[str] | None = None
     title: str = ""
     units: Mapping[str, str] = field(default_factory=dict)
+    meanings: Mapping[str, str] = field(default_factory=dict)
     signed: Collection[str] = ()
     default: str | None = None
     label_suffix: str = ""
@@ -66,10 +69,10 @@ class HeadNumbers:
         return kinds
 
     def axis(self, statistic: str) -> PlottedNumbers:
-        """Return the numbers of one statistic with their standard errors, and a label with the unit."""
-        unit = self.units.get(statistic)
-        name = statistic + self.label_suffix
-        label = f"{name} ({unit})" if unit in UNITS_IN_LABELS else name
+        """Return the numbers of one statistic with their standard errors, and a label with the unit and the meaning."""
+        unit = self.units.get(statistic, "")
+        unit = unit if unit in UNITS_IN_LABELS else ""
+        label = axis_label(statistic + self.label_suffix, unit, self.meanings.get(statistic, ""))
         return PlottedNumbers(statistic, self.values[statistic], self.sems.get(statistic, ()), label)
 
     def chosen(self, statistic: Any) -> str:

@@ -11,6 +11,7 @@ from headwise.plots.canvas import (
     SOFT,
     add_colour_bar,
     axes_for,
+    explain_blank,
     finite,
     label_ticks,
     require_finite,
@@ -32,7 +33,8 @@ def draw_heatmap(
     ax: Any = None,
 ) -> "Axes":
     """Draw a heat map of one number per head, with layers down and heads across, and return the axes. Cells without a
-    head are grey. A head whose number is NaN or infinite is a grey cell with a cross.
+    head are grey. A head whose number is NaN or infinite is a grey cell with a cross. If there are such heads, or all
+    numbers are equal, a line below the map says so.
 
     Args:
         values: the number of each head by `(layer, head)`, zero-based.
@@ -61,6 +63,7 @@ def draw_heatmap(
         columns, rows = zip(*undefined, strict=True)
         axes.scatter(columns, rows, marker="x", s=14, linewidths=0.8, color=SOFT)
     label_head_grid(axes, layers, heads)
+    explain_blank(axes, list(values.values()))
     set_title(axes, statistic, title)
     add_colour_bar(axes, image, label or statistic)
     return axes

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from headwise.errors import InputError
-from headwise.plots.canvas import WEIGHTS, add_colour_bar, axes_for, label_ticks, separate_cells, set_title
+from headwise.plots.canvas import (
+    WEIGHTS,
+    add_colour_bar,
+    axes_for,
+    explain_blank,
+    label_ticks,
+    separate_cells,
+    set_title,
+)
 from headwise.shapes import Float
 from headwise.wording import counted
 
@@ -54,6 +62,7 @@ def draw_pattern(
     label_ticks(axes, "y", group_labels(queries, rows))
     separate_cells(axes, rows, columns)
     axes.set(xlabel="key", ylabel="query")
+    explain_blank(axes, weights.flatten().tolist(), "cell")
     is_grouped = rows < len(queries) or columns < len(keys)
     add_colour_bar(axes, image, "attention weight, summed over a group of words" if is_grouped else "attention weight")
     set_title(axes, title)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
 from headwise.plots.canvas import (
-    SEQUENTIAL,
     add_colour_bar,
     axes_for,
     label_ticks,
+    layer_colours,
     put_legend_right,
     require_finite,
     set_title,
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 MOST_NAMED = 8
 """Largest number of heads whose lines have a colour and a name each; more lines are coloured by layer."""
 
-LINE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#882255")
+LINE_COLOURS = ("#0078f3", "#692700", "#00a972", "#492740", "#c87500", "#124c81", "#000000", "#bf7ea6")
 LINE_STYLES = ("-", "--")
-"""Colours (Okabe and Ito 2008) and styles of named lines."""
+"""Colours and styles of named lines. A test measures that the colours differ for readers with any colour vision, and
+that their contrast to white is at least 3.
+"""
 
 
 def draw_received(
@@ -102,12 +104,11 @@ def _positive(line: Sequence[float]) -> list[float]:
 
 def _draw_by_layer(axes: "Axes", received: Mapping[tuple[int, int], Sequence[float]]) -> None:
     """Draw a thin line for each head, coloured by layer, and a colour bar of layers."""
-    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
     layers = [layer for layer, _ in received]
-    scale: Any = ScalarMappable(Normalize(min(layers), max(layers)), colormaps[SEQUENTIAL])
+    scale: Any = ScalarMappable(Normalize(min(layers), max(layers)), layer_colours())
     for (layer, _), line in received.items():
         axes.plot(range(len(line)), _positive(line), color=scale.to_rgba(layer), linewidth=0.7, alpha=0.7)
     if len(set(layers)) > 1:

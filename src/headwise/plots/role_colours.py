@@ -1,8 +1,8 @@
 """Colour and marker of each role of heads, which readers with any colour vision can distinguish.
 
-Most colours are from the schemes of Paul Tol (2021, "Colour schemes", SRON/EPS/TN/09-002) and of Okabe and Ito (2008).
-A test simulates deficiencies of colour vision and measures how much the colours differ. Markers repeat what colours
-show.
+The colours are near those of the schemes of Paul Tol (2021, "Colour schemes", SRON/EPS/TN/09-002) and of Okabe and Ito
+(2008), and darker where these are pale on white. A test simulates deficiencies of colour vision and measures how much
+the colours differ, and their contrast to white. Markers repeat what colours show.
 """
 
 from collections.abc import Iterable
@@ -23,18 +23,18 @@ class RoleStyle(NamedTuple):
 
 ROLE_STYLES = {
     "previous token": RoleStyle("#332288", "<"),
-    "next token": RoleStyle("#56b4e9", ">"),
-    "induction": RoleStyle("#d55e00", "^"),
-    "duplicate token": RoleStyle("#aa4499", "D"),
+    "next token": RoleStyle("#2d8ddf", ">"),
+    "induction": RoleStyle("#bc7200", "^"),
+    "duplicate token": RoleStyle("#9c4294", "D"),
     "same token": RoleStyle("#000000", "v"),
-    "mixed": RoleStyle("#9da1a8", "o"),
-    "broad": RoleStyle("#f0c000", "h"),
-    "sink on the first token": RoleStyle("#225522", "s"),
-    "sink on special tokens": RoleStyle("#aadd88", "P"),
+    "mixed": RoleStyle("#74797c", "o"),
+    "broad": RoleStyle("#7a4e00", "h"),
+    "sink on the first token": RoleStyle("#17421a", "s"),
+    "sink on special tokens": RoleStyle("#6a9f52", "P"),
 }
 """Colour and marker of each role by the role's name, in the order of legends."""
 
-UNKNOWN_ROLE = RoleStyle("#5c5c5c", "X")
+UNKNOWN_ROLE = RoleStyle("#424242", "X")
 """Style of a role with a name that is not in `ROLE_STYLES`."""
 
 
@@ -42,7 +42,7 @@ def role_style(role: str) -> RoleStyle:
     """Return the colour and marker of a role by the role's name; grey for an unknown name.
 
     >>> role_style("induction")
-    RoleStyle(colour='#d55e00', marker='^')
+    RoleStyle(colour='#bc7200', marker='^')
     """
     return ROLE_STYLES.get(role, UNKNOWN_ROLE)
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.plots.canvas import (
     INK,
-    SEQUENTIAL,
     SOFT,
     add_colour_bar,
     axes_for,
+    layer_colours,
     put_legend_right,
     require_finite,
     set_title,
@@ -153,7 +153,7 @@ def _draw_by_layer(
     """Draw the heads with the indices `shown` as points with colours by layer, and a colour bar of layers."""
     layers = [heads[index][0] for index in shown]
     x_values, y_values = ([numbers.values[index] for index in shown] for numbers in (x, y))
-    options: dict[str, Any] = {"cmap": SEQUENTIAL, "s": 22, "edgecolors": "white", "linewidths": 0.4, "zorder": 2}
+    options: dict[str, Any] = {"cmap": layer_colours(), "s": 22, "edgecolors": "white", "linewidths": 0.4, "zorder": 2}
     points = axes.scatter(x_values, y_values, c=layers, vmin=min(layers), vmax=max(layers), **options)
     if len(set(layers)) > 1:
         add_colour_bar(axes, points, "layer")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from headwise.plots.canvas import BLANK, add_colour_bar, axes_for, require_finite, set_title
+from headwise.plots.canvas import BLANK, add_colour_bar, axes_for, explain_blank, require_finite, set_title
 from headwise.plots.heatmap import colour_scale
 from headwise.shapes import Float
 
@@ -51,6 +51,7 @@ def draw_similarity(
     axes.set_xticks(first_heads, labels)
     axes.set_yticks(first_heads, labels)
     axes.set(xlabel="layer", ylabel="layer")
+    explain_blank(axes, numbers, "pair")
     axes.tick_params(labelsize=7)
     axes.spines[:].set_visible(False)
     add_colour_bar(axes, image, measure)

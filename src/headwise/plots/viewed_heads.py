@@ -61,11 +61,13 @@ class ViewedHeads:
         heads: the heads.
         title: end of titles, such as the model.
         units: unit of each statistic that has one.
+        meanings: meaning of statistics in one sentence, for labels.
     """
 
     heads: Sequence[ViewedHead]
     title: str = ""
     units: Mapping[str, str] = field(default_factory=dict)
+    meanings: Mapping[str, str] = field(default_factory=dict)
 
     def kinds(self) -> dict[str, Kind]:
         """Return every kind of plot of these heads by name: those of a table of heads, and "pattern", "lines" and
@@ -78,6 +80,7 @@ class ViewedHeads:
             roles=[head.role for head in self.heads],
             title=self.title,
             units=self.units,
+            meanings=self.meanings,
         )
         return numbers.kinds() | {
             "pattern": Kind(self._draw_pattern, ("heads",)),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.errors import require
 from headwise.plots.canvas import axes_for, set_title, without_upper_frame
+from headwise.plots.received import LINE_COLOURS
 from headwise.runs.rows import MeanEstimate
 from headwise.studies.space import Setting
 
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
 
 FRONTIER, OTHERS = "#0072b2", "0.6"
 """Colours of settings on the Pareto frontier and of other settings."""
-
-LINE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Colours of lines (Okabe and Ito 2008)."""
 
 
 @dataclass(frozen=True, kw_only=True)
