@@ -226,6 +226,38 @@ def test_tables_of_different_texts_are_noted(encoder, texts):
     assert page_contents([profile], against=[profile]).notes == ()
 
 
+def test_models_of_the_same_name_are_named_by_what_differs(encoder, texts):
+    model, tokenizer, seen, profile, _ = encoder
+    fewer = hw.profile(model, hw.Texts(texts[1:], tokenizer), title="tiny")
+    contents = page_contents([profile], against=[fewer])
+    assert [each.name for each in contents.models] == ["tiny, on 4 sequences", "tiny, on 3 sequences"]
+    other = hw.view(tiny.model("encoder", seed=1), tokenizer, texts, title="tiny")
+    names = [each.name for each in page_contents([seen], against=[other]).models]
+    assert names == [f"tiny, weights {each[0].identity.digest[:8]}" for each in (seen, other)]
+    assert len(set(names)) == 2
+
+
+def test_a_page_opens_on_its_result(encoder):
+    _, _, seen, profile, ablation = encoder
+    for results, options, shown in (
+        ([ablation], {}, ("ablation", "cost")),
+        ([seen, ablation], {}, ("ablation", "cost")),
+        ([profile], {}, None),
+        ([seen], {}, None),
+        ([seen, profile], {"statistic": "entropy"}, ("profile", "entropy")),
+        ([profile], {"statistic": "first"}, ("profile", "first")),
+        ([seen], {"statistic": "special"}, ("4 texts", "special")),
+    ):
+        contents = page_contents(results, **options)
+        index = [(each.source, each.name) for each in contents.statistics].index(shown) if shown else None
+        expected = {} if shown is None else {"colour": str(index), "sort": str(index), "group": "none"}
+        assert contents.opening == expected, (results, options)
+    assert page_contents([profile], against=[profile]).opening == {"model": "difference"}
+    assert ablation.contents().opening["sort"] == str(ablation.statistics.index("cost"))
+    with pytest.raises(hw.InputError, match=r"^statistic: expected one of entropy, .*, got 'cost'$"):
+        page_contents([seen], statistic="cost")
+
+
 def test_the_first_word_names_a_role_only_if_the_roles_are_of_its_text():
     model, tokenizer = tiny.model("decoder"), tiny.tokenizer("decoder")
     for parameter in (model.layers[0].self_attn.q_proj.weight, model.layers[1].self_attn.q_proj.weight):
@@ -234,5 +266,5 @@ def test_the_first_word_names_a_role_only_if_the_roles_are_of_its_text():
     profile = hw.profile(model, hw.Texts(["w5", "w6"], tokenizer))
     titles = {role.name: role.title for role in page_contents([seen]).roles}
     of_both = {role.name: role.title for role in page_contents([seen, profile]).roles}
-    assert titles.get("sink on the first token", "sink on w5") == "sink on w5"
+    assert titles.get("sink on the first token", "sink on “w5”") == "sink on “w5”"
     assert all("w5" not in title for title in of_both.values())

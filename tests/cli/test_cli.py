@@ -59,7 +59,7 @@ def test_smollm2_shows_all_its_heads():
     assert result.returncode == 0, result.stderr
     text = result.stdout.decode()
     assert "SmolLM2-135M-Instruct, 10 tokens, 270 heads" in text
-    assert "sink on Which" in text
+    assert "sink on “Which”" in text
 
 
 def test_a_file_with_chosen_heads_is_written_to_a_page(in_process, tmp_path):

@@ -17,6 +17,11 @@ from page.synthetic import (
 from page.test_text import SIDE, word
 
 
+def quoted(word: str) -> str:
+    """Return a word as sentences name it: in quotes unless it is a special token."""
+    return word if word.startswith("[") else f"“{word}”"
+
+
 @pytest.mark.parametrize("kind", ["received", "exchanged"])
 def test_marked_words_rank_the_heads(open_page, kind):
     contents, truth = page_contents()
@@ -48,7 +53,14 @@ def test_marked_words_rank_the_heads(open_page, kind):
         "exchanged": "In no head do these words put at least half of their attention on each other.",
     }[kind]
     closest = f"Head {name} comes closest: {100 * share:.0f} % (uniform attention: {100 * uniform:.0f} %)."
-    assert page.locator("#find-status").inner_text() == f"{none} {closest}"
+    matrix = word_matrix(truth[0][0][[head.name for head in contents.models[0].heads].index(name)], SIDE)
+    rows_of = others if kind == "received" else marked
+    means = matrix[rows_of].mean(0)
+    means[marked] = 0
+    most = int(means.argmax())
+    note = f" Head {name} puts more on {quoted(SIDE.words[most])}: {100 * float(means[most]):.0f} %."
+    expected = f"{none} {closest}{note if float(means[most]) > share else ''}"
+    assert page.locator("#find-status").inner_text() == expected
     assert page.locator("#find-words").inner_text() == "Marked: coffee, tea"
     above, below = page.locator(".text-legend:visible").bounding_box(), page.locator(".readout:visible").bounding_box()
     assert above["y"] < page.locator("#find").bounding_box()["y"] < below["y"]

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from headwise.page.contents import AllWeights
 from page.synthetic import (
     MINUS,
     STATISTICS,
@@ -35,8 +36,48 @@ def test_first_block_shows_the_best_head_of_each_focus(open_page):
     assert tint == pytest.approx(expected, abs=0.002)
     top = page.locator("#foci").bounding_box()["y"]
     assert top < page.locator("#overview").bounding_box()["y"]
+    assert "puts more" not in block.inner_text()
     block.get_by_role("button", name="head 2.4").click()
     assert page.locator("#head-title").inner_text() == "Head 2.4"
+
+
+def test_the_best_head_of_a_focus_that_puts_more_on_another_token_says_so(open_page):
+    contents, _ = page_contents(foci=True)
+    count = len(SIDE.tokens)
+    weights = torch.full((count, count), 0.01, dtype=torch.float64)
+    weights[:, 0] = 0.6
+    weights[:, 5] = 0.4 - 0.01 * (count - 2)
+    stored = head_attention(weights, causal=False)
+    passage = contents.passages[0]
+    heads = (*passage.heads[0][:-1], stored)
+    page = open_page(dataclasses.replace(contents, passages=(dataclasses.replace(passage, heads=(heads,)),)))
+    verdict = page.locator("#foci-lines .verdict").inner_text()
+    assert verdict == f"{contents.foci[0].verdict} Head 2.4 puts more on [CLS]: 60 %."
+
+
+def test_models_are_named_by_what_differs_and_small_differences_stay_on_one_line(open_page):
+    contents, _ = page_contents(models=2)
+    models = tuple(
+        dataclasses.replace(model, name=name)
+        for model, name in zip(contents.models, ("net-135M-chat", "net-360M-chat"), strict=True)
+    )
+    heads = list(contents.passages[0].heads)
+    heads[1] = tuple(
+        dataclasses.replace(one, weights=AllWeights(one.weights.weights * (1 - 1e-5)))
+        for one in contents.passages[0].heads[0]
+    )
+    passage = dataclasses.replace(contents.passages[0], heads=tuple(heads))
+    contents = dataclasses.replace(contents, models=models, passages=(passage,), opening={"model": "difference"})
+    page = open_page(contents, width=400)
+    assert page.locator("#toolbar .choice button").all_inner_texts() == ["A: 135M", "B: 360M", f"B {MINUS} A"]
+    assert page.locator("#head-statistics thead th").all_inner_texts()[1:3] == ["A: 135M", "B: 360M"]
+    page.locator(".readout:visible .number").first.wait_for()
+    heights = page.locator(".bars:visible .number").evaluate_all(
+        "all => all.map(each => each.getClientRects()[0].height)"
+    )
+    assert max(heights) < 30
+    assert max(map(len, page.locator(".bars:visible .number").all_inner_texts())) > 6
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
 def test_comparison_shows_a_line_for_each_head_and_the_mean_of_a_layer(open_page):

@@ -169,9 +169,51 @@ def test_uniform_attention_has_a_pale_colour(open_page):
     assert tints == pytest.approx([0.25] * 6, abs=0.01)
 
 
-def test_long_texts_have_no_buttons_for_curves_and_say_why(open_page):
-    page = open_page(page_contents(sides=[text_side([f"w{i}" for i in range(61)])])[0])
-    note = page.locator(".curves:visible p").inner_text()
-    assert note == "Curves are drawn for at most 60 words; here are 61 words."
-    assert page.get_by_role("button", name="Curves").count() == 0
-    assert page.get_by_role("button", name="Matrix PNG").count() == 1
+def columns(page) -> tuple[list[str], list[str]]:
+    """Return the words from which and to which curves are drawn."""
+    return tuple(page.locator(f".line-word[data-{axis}]").all_text_contents() for axis in ("query", "key"))
+
+
+def test_curves_of_long_texts_are_those_of_a_window_or_of_the_pinned_word(open_page):
+    contents, truth = page_contents(layers=1, heads=1, sides=[text_side([f"w{i}" for i in range(150)])])
+    weights = truth[0][0][0]
+    page = open_page(contents)
+    assert columns(page) == ([f"w{i}" for i in range(60)],) * 2
+    assert "These are words 1 to 60 of 150" in page.locator(".curves p").inner_text()
+    page.get_by_role("button", name="Later words").click()
+    assert columns(page)[0] == [f"w{i}" for i in range(60, 120)]
+    page.get_by_role("button", name="Later words").click()
+    assert columns(page)[1] == [f"w{i}" for i in range(90, 150)]
+    assert page.get_by_role("button", name="Later words").is_disabled()
+    text = page.locator(".head-view:visible .text")
+    text.evaluate("text => { text.style.maxHeight = '80px'; text.scrollTop = text.scrollHeight / 3; }")
+    page.locator(".curves p").filter(has_not_text="words 91 to").wait_for()
+    first = int(columns(page)[0][0][1:])
+    frame = text.bounding_box()
+    box = page.locator(f'.word[data-unit="{first}"]').bounding_box()
+    assert 20 < first < 90
+    assert abs(box["y"] - frame["y"]) < box["height"] + 12  # it is in the first line that is visible
+    page.locator('.word[data-unit="140"]').evaluate("word => word.click()")
+    drawn = [key for key in range(150) if float(weights[140, key]) >= 0.04] or [int(weights[140].argmax())]
+    assert columns(page) == (["w140"], [f"w{key}" for key in drawn])
+    page.get_by_role("button", name="to the word", exact=True).click()
+    queries = weights[:, 140].topk(60).indices.tolist()
+    strong = [query for query in sorted(queries) if float(weights[query, 140]) >= 0.04] or [queries[0]]
+    assert columns(page) == ([f"w{query}" for query in strong], ["w140"])
+    assert page.get_by_role("button", name="Curves SVG").count() == 1
+
+
+def test_a_veil_keeps_the_hues_of_a_picture_and_has_an_opacity(open_page):
+    contents, weights = picture_contents()
+    page = open_page(contents, address="#head=0.2&pin=q6")
+    colour = "patch => getComputedStyle(patch).backgroundColor.match(/[\\d.]+/g).map(Number)"
+    full = strength(float(weights[2][6].max()), 1 / 7)
+    for opacity in (0.75, 0.2):
+        if opacity == 0.2:
+            page.get_by_label("Opacity").fill("20")
+        for unit in range(1, 7):
+            red, green, blue, *alpha = page.locator(f'.head-view .patch[data-unit="{unit}"]').evaluate(colour)
+            assert red == green == blue  # grey changes no hue
+            part = full * (float(weights[2][6][unit]) / float(weights[2][6].max())) ** 0.5
+            assert (alpha or [1])[0] == pytest.approx(opacity * (1 - part), abs=0.01)
+    assert "opacity=20" in page.url

@@ -40,8 +40,9 @@ def test_hostile_words_are_shown_as_text(open_page, width):
     assert len(word(page, 9).get_attribute("title")) <= 350
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("img").count() == 0
-    left, right = (word(page, unit).bounding_box() for unit in (4, 5))
-    assert (left["y"], left["x"]) < (right["y"], right["x"])
+    # A Hebrew and an Arabic word in a row are read from right to left; the words after them stay in their places.
+    first, second, after = (word(page, unit).bounding_box() for unit in (4, 5, 7))
+    assert (second["y"], second["x"]) < (first["y"], first["x"]) < (after["y"], after["x"])
 
 
 def test_link_restores_the_state(open_page):

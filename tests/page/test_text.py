@@ -244,3 +244,24 @@ def test_head_whose_queries_are_not_generated_says_so(open_page):
     page.get_by_role("button", name="Head 0.1,").click()
     page.locator(".hidden-note:visible", has_text="of this head's attention is on hidden words.").wait_for()
     page.locator(".matrix:visible").wait_for()
+
+
+RIGHT_TO_LEFT = ("[CLS]", "أحب", "برنامج", "Google", "Maps", "لأن", "שלום", ".", "[SEP]")
+
+
+def test_lines_have_the_direction_of_their_words(open_page):
+    side = replace(text_side((*RIGHT_TO_LEFT, "She", "said", "שלום", "אדוני", "twice")), line_starts=(9,))
+    page = open_page(page_contents(sides=[side])[0], address="#head=0.0&tray=A0")
+    assert page.locator(".head-view .text > div").evaluate_all("all => all.map(line => line.dir)") == ["rtl", "ltr"]
+    boxes = [word(page, unit).bounding_box() for unit in range(14)]
+    order = sorted(range(9), key=lambda unit: -boxes[unit]["x"])
+    assert order == [0, 1, 2, 4, 3, 5, 6, 7, 8]  # the Latin words are read from left to right
+    assert sorted(range(9, 14), key=lambda unit: boxes[unit]["x"]) == [9, 10, 12, 11, 13]
+    assert page.locator(".head-view .word").all_inner_texts() == list(side.words)
+    word(page, 0).focus()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert page.evaluate("document.activeElement.dataset.unit") == "2"
+    page.keyboard.press("Enter")
+    assert page.locator(".readout:visible h3").inner_text() == f"Attention from “\u2068{RIGHT_TO_LEFT[2]}\u2069”"
+    assert page.locator("#tray-lines .sentence").get_attribute("dir") == "rtl"

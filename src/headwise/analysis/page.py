@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,18 @@ from headwise.checks import collection_of
 from headwise.errors import InputError
 from headwise.intercept.heads import Heads
 from headwise.page import contents as page
-from headwise.page.columns import Columns, ModelIdentity, joined_estimates
+from headwise.page.columns import Columns, ModelIdentity, joined_estimates, sorted_by
 from headwise.page.write import write_page as write_contents
 from headwise.runs.head_table import HeadTable
 
 
 def write_page(
-    path: str | Path, *results: Any, against: Sequence[Any] = (), foci: Sequence[Focus] = (), title: str | None = None
+    path: str | Path,
+    *results: Any,
+    against: Sequence[Any] = (),
+    foci: Sequence[Focus] = (),
+    title: str | None = None,
+    statistic: str | None = None,
 ) -> None:
     """Write one HTML file that shows every head of a model, and works offline: an overview, the attention of each head
     on texts, and the numbers of all results.
@@ -36,17 +40,20 @@ def write_page(
             the page compares.
         foci: results of `find` for the views in `results`.
         title: title of the page; by default the name of the model.
+        statistic: statistic by which heads are coloured and sorted when the page opens. By default it is the main one
+            of the first table without roles, such as the cost of an ablation. Other pages open on the roles. A page
+            with `against` opens on the differences.
 
     Raises:
         InputError: there is no result, results are of other heads or of different models, the views of both models are
-            of different texts, or the file cannot be written.
+            of different texts, no result has the statistic, or the file cannot be written.
         MissingExtra: jinja2 is not installed.
 
     Example:
         >>> seen = headwise.view(model, tokenizer, "Coffee or tea?")  # doctest: +SKIP
         >>> headwise.write_page("page.html", seen, headwise.ablate(model, texts, loss))  # doctest: +SKIP
     """
-    contents = page_contents(results, against=against, foci=foci, title=title)
+    contents = page_contents(results, against=against, foci=foci, title=title, statistic=statistic)
     try:
         write_contents(contents, Path(path))
     except OSError as error:
@@ -55,7 +62,12 @@ def write_page(
 
 
 def page_contents(
-    results: Sequence[Any], *, against: Sequence[Any] = (), foci: Sequence[Focus] = (), title: str | None = None
+    results: Sequence[Any],
+    *,
+    against: Sequence[Any] = (),
+    foci: Sequence[Focus] = (),
+    title: str | None = None,
+    statistic: str | None = None,
 ) -> page.Contents:
     """Return the contents of a page with these results, for `write_page`, whose docstring describes the arguments."""
     if not results:
@@ -75,18 +87,15 @@ def page_contents(
         if not statistics:
             raise InputError("against", expected="results with some of the same statistics", got="none")
     models = [
-        page.PageModel(group.name, group.with_roles.page_heads(), joined_estimates(group.columns, statistics))
-        for group in groups
+        page.PageModel(name, group.with_roles.page_heads(), joined_estimates(group.columns, statistics))
+        for name, group in zip(_names(groups), groups, strict=True)
     ]
-    names = [model.name for model in models]
-    if len(set(names)) < len(names):
-        models = [replace(model, name=f"{model.name} ({letter})") for model, letter in zip(models, "AB", strict=True)]
     views = groups[0].views
     notes = [note for group in groups for note in group.notes]
     if against:
         notes += groups[1].differences_of_data(groups[0])
     return page.Contents(
-        title=title or " and ".join(dict.fromkeys(names)),
+        title=title or " and ".join(dict.fromkeys(group.name for group in groups)),
         notes=tuple(dict.fromkeys(notes)),
         roles=page_roles(
             (role for group in groups for role in group.with_roles.roles),
@@ -96,7 +105,42 @@ def page_contents(
         models=tuple(models),
         passages=passages_of([(group.views, group.columns[0].source) for group in groups], statistics),
         foci=tuple(_page_focus(each, groups[0]) for each in foci),
+        opening=_opening(groups, statistics, statistic),
     )
+
+
+def _names(groups: Sequence["_ModelResults"]) -> list[str]:
+    """Return the names of the models. Two models of the same name also have the first detail in which they differ."""
+    names, details = [group.name for group in groups], [group.details for group in groups]
+    if len(set(names)) == len(names):
+        return names
+    for key, value in details[0].items():
+        if details[1].get(key, value) != value:
+            return [f"{name}, {of_model[key]}" for name, of_model in zip(names, details, strict=True)]
+    return [f"{name} ({letter})" for name, letter in zip(names, "AB", strict=True)]
+
+
+def _opening(
+    groups: Sequence["_ModelResults"], statistics: Sequence[page.PageStatistic], statistic: str | None
+) -> dict[str, str]:
+    """Return the settings of a page when it opens: the differences of two models, and the statistic by which heads are
+    coloured and sorted, for `write_page`.
+    """
+    opening = {"model": "difference"} if len(groups) == 2 else {}
+    columns = groups[0].columns
+    shown = [(each.source, each.shown) for each in columns if each.shown is not None]
+    if statistic is not None:
+        # A statistic of a table is over more data than that of the texts on the page, whose columns come first.
+        shown = [(each.source, statistic) for each in reversed(columns)]
+    index_of = {(each.source, each.name): index for index, each in enumerate(statistics)}
+    indices = [index_of[key] for key in shown if key in index_of]
+    if statistic is not None and not indices:
+        raise InputError(
+            "statistic",
+            expected=f"one of {', '.join(dict.fromkeys(each.name for each in statistics))}",
+            got=repr(statistic),
+        )
+    return opening | (sorted_by(indices[0]) if indices else {})
 
 
 class _ModelResults:
@@ -132,6 +176,15 @@ class _ModelResults:
     def name(self) -> str:
         """Name of the model."""
         return self.columns[0].model
+
+    @property
+    def details(self) -> dict[str, str]:
+        """Facts about the model and its results in words, by which models of the same name are distinguished."""
+        details = {name: text for each in self.columns for name, text in each.details.items()}
+        for _, identity in self._identities:
+            if identity is not None:
+                details |= {"dtype": identity.dtype, "weights": f"weights {identity.digest[:8]}"}
+        return details
 
     def _require_one_model(self) -> None:
         """Raise `InputError` if two results are known to be of different models."""

@@ -77,9 +77,13 @@ def columns_of(views: Sequence[Viewed]) -> Columns:
 
 
 def title_role_word(views: Sequence[Viewed]) -> str | None:
-    """Return the word that takes the place of "the first token" in titles of roles: the first word of a single text."""
-    is_one_text = len(views) == 1 and views[0].texts[0].picture is None
-    return shortened(views[0].texts[0].words[0].text) if is_one_text else None
+    """Return the word that takes the place of "the first token" in titles of roles: the first word of a single text, in
+    quotes unless it is a special token.
+    """
+    if len(views) != 1 or views[0].texts[0].picture is not None:
+        return None
+    word = views[0].texts[0].words[0]
+    return shortened(word.text) if word.special else f"“{shortened(word.text)}”"
 
 
 def view_html(views: Sequence[Viewed]) -> str:

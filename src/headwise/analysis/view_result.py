@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from headwise.analysis.focus import Focus, find_heads
 from headwise.analysis.head_view import HeadView, Link, ViewedText, shortened
 from headwise.analysis.roles import Role
-from headwise.analysis.view_contents import view_html
+from headwise.analysis.view_contents import title_role_word, view_html
 from headwise.checks import named_head, pair_of
 from headwise.data.tokenization import Word
 from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity
 from headwise.plots.kinds import plot_kind
 from headwise.plots.viewed_heads import ViewedHead, ViewedHeads
+from headwise.statistics.meanings import page_statistic
 from headwise.statistics.registry import STATISTICS
 from headwise.wording import counted
 
@@ -108,7 +109,7 @@ class View:
 
     def role_title(self, role: Role) -> str:
         """Return the name of a role for display, with "the first token" replaced by the first word of the text."""
-        return role.name.replace("the first token", shortened(self.words[0].text))
+        return role.name.replace("the first token", title_role_word([self]) or "the first token")
 
     def select(self, layers: Collection[int] = (), heads: Collection[int | str | tuple[int, int]] = ()) -> "View":
         """Return a view with only the heads in these layers and with these indices; an empty collection selects all.
@@ -244,5 +245,6 @@ class View:
             for head in self.heads
         ]
         units = {name: definition.unit for name, definition in STATISTICS.items()}
-        kinds = ViewedHeads(heads_to_draw, self.title, units).kinds()
+        meanings = {name: page_statistic(name, "").meaning for name in units}
+        kinds = ViewedHeads(heads_to_draw, self.title, units, meanings).kinds()
         return plot_kind(kinds, kind, ax, statistic=statistic, against=against, heads=heads, top=top)

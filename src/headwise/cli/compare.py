@@ -43,7 +43,7 @@ def compare(
     comparison = hw.compare(hw.load_profile(a), hw.load_profile(b))
     statistics = statistic or []
     if html is not None:
-        hw.write_page(html, comparison.a, against=[comparison.b])
+        hw.write_page(html, comparison.a, against=[comparison.b], statistic=next(iter(statistics), None))
     output.show(
         lambda: comparison_records(comparison, statistics),
         lambda console: print_comparison(comparison, console, statistics, top),

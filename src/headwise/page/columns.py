@@ -1,7 +1,7 @@
 """Numbers of each head from one result, and their union from several, as columns of a page."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +74,9 @@ class Columns:
         roles: name of each head's role; None where it is unknown.
         identity: identity of the model; None if it is unknown.
         data: hash of the data that the numbers were measured on; None if it is unknown.
+        shown: name of the statistic by which a page of these numbers is coloured and sorted when it opens; None for
+            roles.
+        details: facts about the model and the run in words, by which two models of the same name are distinguished.
     """
 
     model: str
@@ -84,6 +87,8 @@ class Columns:
     roles: tuple[str | None, ...]
     identity: ModelIdentity | None = None
     data: str | None = None
+    shown: str | None = None
+    details: Mapping[str, str] = field(default_factory=dict)
 
     def in_order(self, places: Sequence[HeadPlace]) -> "Columns":
         """Return these columns for the heads at `places`, in their order.
@@ -124,7 +129,15 @@ class Columns:
         """Return the contents of a page with these columns alone. Roles that are not described are left out."""
         described = {role.name for role in roles}
         heads = tuple(head if head.role in described else replace(head, role=None) for head in self.page_heads())
-        return Contents(self.model, (), roles, self.statistics, (PageModel(self.model, heads, self.estimates),))
+        names = [statistic.name for statistic in self.statistics]
+        opening = {} if self.shown is None else sorted_by(names.index(self.shown))
+        models = (PageModel(self.model, heads, self.estimates),)
+        return Contents(self.model, (), roles, self.statistics, models, opening=opening)
+
+
+def sorted_by(statistic: int) -> dict[str, str]:
+    """Return the settings of a page whose heads are coloured and sorted by the statistic with this index."""
+    return {"colour": str(statistic), "sort": str(statistic), "group": "none"}
 
 
 def joined_estimates(columns: Sequence[Columns], statistics: Sequence[PageStatistic]) -> Estimates:

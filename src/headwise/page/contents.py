@@ -1,7 +1,7 @@
 """Contents of a page: heads, their statistics, and their attention weights on texts or images, as plain values."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -265,6 +265,8 @@ class Contents:
         models: one model, or two that are compared.
         passages: texts or images; none for a page of tables alone.
         foci: words whose attention was measured.
+        opening: settings of the page when it opens, by their names in `page/script/state.js`; those that are missing
+            have the page's defaults.
     """
 
     title: str
@@ -274,3 +276,4 @@ class Contents:
     models: tuple[PageModel, ...]
     passages: Sequence[Passage] = ()
     foci: tuple[PageFocus, ...] = ()
+    opening: Mapping[str, str] = field(default_factory=dict)

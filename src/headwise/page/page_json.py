@@ -33,6 +33,7 @@ def page_json(contents: Contents) -> tuple[dict[str, Any], dict[str, str]]:
     values = {
         "title": contents.title,
         "notes": contents.notes,
+        "opening": dict(contents.opening),
         "roles": [asdict(role) for role in contents.roles],
         "statistics": [asdict(statistic) for statistic in contents.statistics],
         "models": [_model_json(contents, index) for index in range(len(contents.models))],

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headwise.errors import InputError
+from headwise.intercept.model_name import short_name
 from headwise.page.columns import Columns, HeadPlace, ModelIdentity, estimates_of
 from headwise.page.contents import Contents
 from headwise.page.notebook import notebook_html
@@ -11,6 +12,7 @@ from headwise.plots.head_numbers import HeadNumbers
 from headwise.plots.kinds import plot_kind
 from headwise.runs.table import HeadRowT, Table
 from headwise.statistics.meanings import page_statistic
+from headwise.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +64,34 @@ class HeadTable(Table[HeadRowT]):
         places = tuple(HeadPlace(row.layer, row.head, row.kind, row.module) for row in self.rows)
         roles = tuple(getattr(row, "role", None) for row in self.rows)
         data = self.metadata.get("measured", {}).get("digest")
-        return Columns(self.model_name, self.NAME, places, statistics, estimates, roles, self.identity, data)
+        default = self.PLOTTED if self.PLOTTED in self.statistics else next(iter(self.statistics), None)
+        shown = None if any(roles) else default
+        return Columns(
+            self.model_name,
+            self.NAME,
+            places,
+            statistics,
+            estimates,
+            roles,
+            self.identity,
+            data,
+            shown,
+            self._details(),
+        )
+
+    def _details(self) -> dict[str, str]:
+        """Return the model, the data and the settings of the run in words."""
+        model, settings = self.metadata.get("model", {}), self.metadata.get("settings", {})
+        source = short_name(self.metadata.get("data", {}).get("source", ""))
+        sequences = self.metadata.get("measured", {}).get("sequences")
+        details = {
+            "name": model.get("name"),
+            "data": source and f"on {source}",
+            "sequences": sequences and f"on {counted(sequences, 'sequence')}",
+            "dtype": model.get("dtype"),
+            **{name: f"{name} {value}" for name, value in settings.items() if isinstance(value, str | int | float)},
+        }
+        return {name: value for name, value in details.items() if value}
 
     def contents(self) -> Contents:
         """Return the contents of a page with this table alone."""
@@ -122,6 +151,7 @@ class HeadTable(Table[HeadRowT]):
             values={name: [row.statistics[name].value for row in self.rows] for name in self.statistics},
             sems={name: [row.statistics[name].sem for row in self.rows] for name in self.statistics},
             title=self.model_name,
+            meanings={name: page_statistic(name, self.NAME).meaning for name in self.statistics},
             signed=[name for name in self.statistics if name.removesuffix("_per_layer") in self.SIGNED],
             default=self.PLOTTED if self.PLOTTED in self.statistics else None,
         )

@@ -19,9 +19,12 @@ import {tilesOf} from "../../../src/headwise/page/script/tiles.js";
 import {activeWeights, strongestWords} from "../../../src/headwise/page/script/readout.js";
 import {
   beginning,
+  differingParts,
+  directionOf,
   hiddenUnits,
   plainName,
   quotedName,
+  shortened,
   unitName,
   unitsOf,
 } from "../../../src/headwise/page/script/words.js";
@@ -51,6 +54,44 @@ test("a long text is cut between words", () => {
   assert.equal(beginning("Coffee or tea?", 20), "Coffee or tea?");
   assert.equal(beginning("Which do you like better", 15), "Which do you…");
   assert.equal(beginning("Donaudampfschifffahrt", 10), "Donaudampf…");
+});
+
+test("texts are cut between characters as readers see them", () => {
+  const family = "👨\u200d👩\u200d👧";
+  assert.equal(beginning(`ab${family}cd`, 3), `ab${family}…`);
+  assert.equal(shortened(family.repeat(10), 10), family.repeat(10));
+  assert.equal(shortened(family.repeat(30), 10), `${family.repeat(6)}…${family.repeat(3)}`);
+  assert.equal(shortened("e\u0301".repeat(30), 10), `${"e\u0301".repeat(6)}…${"e\u0301".repeat(3)}`);
+  assert.equal(shortened("x".repeat(10_000), 10), "xxxxxx…xxx");
+});
+
+test("a line has the direction of most of its words", () => {
+  assert.equal(directionOf(["Python", "هي", "لغة"]), "rtl");
+  assert.equal(directionOf(["שלום", "is", "a", "word"]), "ltr");
+  assert.equal(directionOf(["She", "said", "שלום"]), "ltr");
+  assert.equal(directionOf(["שלום", "2024", "!", "yes"]), "rtl");
+  assert.equal(directionOf(["2024", "!"]), "ltr");
+  assert.equal(directionOf([]), "ltr");
+});
+
+test("names of words that are written from right to left do not change the order of a sentence", () => {
+  const side = {...randomSide(3, () => 0.5), tokens: ["שלום", "tea", "שלום"], special: [0, 0, 0]};
+  const units = unitsOf(side, false);
+  assert.equal(unitName(units, 0), "\u2068שלום\u2069 (1)");
+  assert.equal(plainName(units, 0), "שלום (1)");
+  assert.equal(quotedName(units, 1), "“tea”");
+});
+
+test("models are named by the words in which their names differ", () => {
+  for (const [a, b, ...parts] of [
+    ["SmolLM2-135M-Instruct", "SmolLM2-360M-Instruct", "135M", "360M"],
+    ["SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-pruned", "Instruct", "Instruct-pruned"],
+    ["bert, on 3 texts", "bert, on 4 texts", "3 texts", "4 texts"],
+    ["org/a/model", "org/b/model", "a", "b"],
+    ["gpt2", "llama", "gpt2", "llama"],
+    ["same", "same", "same", "same"],
+  ])
+    assert.deepEqual(differingParts(a, b), parts);
 });
 
 test("copied weights of a page with the largest weights are rounded down, and say so", () => {
@@ -160,6 +201,7 @@ test("numbers are rounded so that they stay bounds, and small weights are not sh
   assert.deepEqual([-0.01, 0, 1e-5, 0.33001].map(formatBound), ["unknown", "≥ 0", "≥ 0", "at least 0.33"]);
   assert.deepEqual([0, 0.12, -0.128, 0.001, -0.001].map(formatSigned), ["0.00", "+0.12", "−0.13", "+0.001", "−0.001"]);
   assert.deepEqual([-1e-9, -0.0003, -0.01].map(formatNumber), ["0.00", "−0.0003", "−0.01"]);
+  assert.deepEqual([0.0007, -0.00996].map(formatShort), ["0.001", "−0.01"]);
   assert.deepEqual([0, -0.0003, -0.003, 0.25, -1234, 12_345, -2_345_678, NaN].map(formatShort), [
     "0.00",
     "≈0",

@@ -29,8 +29,8 @@ name = "fused"
 
 FEWEST_KEYS_WITHOUT_MASK = 16
 """Number of keys below which torch's kernel on a CPU gets a mask tensor, even if nothing is hidden or its causal flag
-could replace the mask. Without a tensor, it takes a row whose scores are NaN for a row without a key if the row does not
-fill one of its registers, which have up to 16 numbers of float32, and returns 0.
+could replace the mask. Without a tensor, the kernel returns 0 for a row whose scores are NaN, as for a row without a
+key, if the row does not fill one of its registers, which have up to 16 numbers of float32.
 """
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

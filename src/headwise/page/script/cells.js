@@ -17,8 +17,15 @@ import {kindTitle, shortKind} from "./kinds.js";
 import {drawDifference, drawTiles} from "./thumbnail.js";
 import {colourStatistic, isDiverging, roleChanged} from "./filter.js";
 
-/** Width and height of a thumbnail in CSS pixels. */
-const CELL_SIZE = 40;
+/** Smallest and largest width of a thumbnail in CSS pixels, and the area that the thumbnails of all heads may fill. */
+const CELL_SIZES = [64, 120];
+const CELL_AREA = 360_000;
+
+/** Return the least width of the thumbnails of a number of heads: the fewer heads, the larger they are. */
+export function cellSize(heads) {
+  const [least, most] = CELL_SIZES;
+  return Math.min(Math.max(Math.round(Math.sqrt(CELL_AREA / heads)), least), most);
+}
 
 /** Return the buttons of all heads: {buttons, repaint()}. Only those that are on screen are painted. */
 export function createCells(app) {
@@ -143,7 +150,7 @@ function paintTiles(picture, tiles, role) {
     return;
   }
   const canvas = element("canvas", {"aria-hidden": "true"});
-  const size = Math.round(CELL_SIZE * Math.max(window.devicePixelRatio, 1));
+  const size = Math.round((picture.clientWidth || CELL_SIZES[0]) * Math.max(window.devicePixelRatio, 1));
   if (tiles.length === 2) {
     const stops = scaleStops("diverging");
     drawDifference(canvas, tiles[0], tiles[1], size, part => scaleColour(stops, (part + 1) / 2));

@@ -1,9 +1,9 @@
 /** Contents of the page. Large arrays are decompressed when they are first needed. */
 import {angularTable, bytesOfBase64, gunzip, parseDense, parseSparse, parseVisibility} from "./decode.js";
-import {unitsOf} from "./words.js";
 import {unitMatrix} from "./attention.js";
 import {tilesOf} from "./tiles.js";
 import {differentKinds, headKinds, imageNouns, showsImages} from "./kinds.js";
+import {differingParts, shortened, unitsOf} from "./words.js";
 
 /** Number of heads whose decompressed attention is kept. */
 const KEPT_HEADS = 16;
@@ -34,6 +34,7 @@ export async function loadContents() {
   const statistics = contents.statistics.map(each => ({...each, unit: say(each.unit), source: say(each.source)}));
   const kinds = headKinds(contents);
   const heads = models[0].heads;
+  const parts = models.length === 2 ? differingParts(...models.map(model => model.name)) : [];
   const values = new Float32Array(await blobOf("values"));
   const size = models.length * statistics.length * heads.length;
   const at = (model, statistic, head) => (model * statistics.length + statistic) * heads.length + head;
@@ -77,6 +78,8 @@ export async function loadContents() {
     ...contents,
     statistics,
     heads,
+    /** Letter of each of two models, with the part of its name that differs. */
+    labels: parts.map((part, model) => "AB"[model] + (/^\(?[AB]\)?$/.test(part) ? "" : `: ${shortened(part, 24)}`)),
     /** Return a text of the page with the nouns for what it shows: words of a text, or patches of an image. */
     say,
     /** Kind of each head. */

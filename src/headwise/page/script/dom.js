@@ -99,6 +99,7 @@ const COMPACT = new Intl.NumberFormat("en-US", {notation: "compact"});
 export function formatShort(value) {
   const size = Math.abs(value);
   if (size > 0 && size < 0.0005) return "≈0";
+  if (size > 0 && size < 0.01) return `${value < 0 ? "−" : ""}${size.toFixed(size < 0.0095 ? 3 : 2)}`;
   if (!(size >= 10_000)) return formatNumber(value);
   return `${value < 0 ? "−" : ""}${size >= 1e15 ? size.toExponential(0) : COMPACT.format(size)}`;
 }

@@ -10,7 +10,7 @@ import {
   formatWeight,
   pressChoice,
 } from "./dom.js";
-import {focusVerdict, hasFocus} from "./focus.js";
+import {focusVerdict, hasFocus, otherWordNote} from "./focus.js";
 import {marksOfSide} from "./marks.js";
 import {rankHeads} from "./rank.js";
 import {unitName} from "./words.js";
@@ -86,8 +86,11 @@ export function createFind(app) {
     });
     if (!ranked) return;
     const nameOf = head => page.heads[head].name;
-    const verdict = focusVerdict(ranked, kind, nameOf, {percent: formatPercent, atLeast: formatPercentAtLeast});
-    status.textContent = page.say(verdict);
+    const formats = {percent: formatPercent, atLeast: formatPercentAtLeast};
+    const verdict = focusVerdict(ranked, kind, nameOf, formats);
+    const [best] = ranked;
+    const note = best ? otherWordNote(best.focus, units, nameOf(best.head), formats) : "";
+    status.textContent = `${page.say(verdict)} ${note}`.trim();
     if (ranked.length) result.replaceChildren(rankingTable(app, ranked));
   }
 

@@ -1,6 +1,7 @@
 /** Best head for each focus: the same sentence once per focus, with the words of the focus underlined. */
-import {byId, element, formatPercent, formatWeight} from "./dom.js";
+import {byId, element, formatPercent, formatPercentAtLeast, formatWeight} from "./dom.js";
 import {receivedAttention} from "./attention.js";
+import {focusOf, otherWordNote} from "./focus.js";
 import {seriesClass} from "./colours.js";
 import {roleBadge} from "./cells.js";
 import {largestWordWeight, sentenceLine} from "./sentence.js";
@@ -23,6 +24,7 @@ export function createFoci(app) {
     const largest = Math.max(0, ...known.map(({units, weights}) => largestWordWeight(units, weights)));
     const uniform = Math.min(1, ...known.map(({units}) => 1 / units.count));
     const scale = {largest, strength: strengthOfLargest(largest, uniform)};
+    byId("foci-legend").className = known.some(({image}) => image) ? "shows-image" : "";
     byId("foci-legend").replaceChildren(known.length ? tintScale(scale, "mean weight") : "");
     lines.replaceChildren(...page.foci.map((focus, place) => focusLine(app, focus, place, attention[place], scale)));
   }
@@ -68,7 +70,7 @@ function focusLine(app, focus, place, attention, scale) {
     about,
     line,
     numbers,
-    element("p", {class: "verdict soft"}, focus.verdict),
+    element("p", {class: "verdict soft"}, [focus.verdict, attention?.note].filter(Boolean).join(" ")),
   );
 }
 
@@ -83,7 +85,11 @@ async function focusAttention(page, passage, focus) {
   const isSelf = queryUnits === keyUnits;
   const isRow = query => (focus.kind === "exchanged" ? words.has(query) : !isSelf || !words.has(query));
   const rows = matrix.visible.map((visible, query) => Number(visible && !queryUnits.special[query] && isRow(query)));
+  const shares = focusOf(matrix, words, focus.kind, isSelf);
+  const formats = {percent: formatPercent, atLeast: formatPercentAtLeast};
+  const note = shares && otherWordNote(shares, keyUnits, page.heads[best.head].name, formats);
   return {
+    note: note && page.passages.length > 1 ? `On this text: ${note}` : note,
     units: keyUnits,
     weights: receivedAttention(matrix, rows),
     underlined: words,

@@ -1,5 +1,6 @@
 /** Focus of a head: the share of attention that marked words receive, or exchange with each other. */
 import {visibleKeys} from "./decode.js";
+import {quotedName} from "./words.js";
 
 /** Share of the attention from which a head has a focus. */
 const FOCUS_SHARE = 0.5;
@@ -11,12 +12,13 @@ const EXCESS_ERROR = 1e-4;
 const LISTED_NAMES = 8;
 
 /**
- * Return the focus of a head on marked words, {share, upper, uniform, rows, exact}, or null if no row counts.
+ * Return the focus of a head on marked words, {share, upper, uniform, rows, exact, other}, or null if no row counts.
  *
  * Rows are query words that are not special and have a visible key. For "received" they are words that are not marked,
  * and the share is their mean attention on the marked words. For "exchanged" they are marked words, and the share is
  * their mean attention on the other marked words. `uniform` is the share that uniform attention would have. If the
- * matrix lists only the largest weights, `share` is a lower bound of the share, and `upper` an upper bound.
+ * matrix lists only the largest weights, `share` is a lower bound of the share, and `upper` an upper bound. `other` is the
+ * word that is not marked with the largest mean attention of these rows, {unit, share}.
  *
  * @param matrix word-level matrix of the head
  * @param marked Set of marked key words
@@ -25,6 +27,7 @@ const LISTED_NAMES = 8;
  */
 export function focusOf(matrix, marked, kind, sameSide = true) {
   const {queryUnits} = matrix;
+  const sums = new Float64Array(matrix.keyUnits.count);
   let share = 0;
   let rest = 0;
   let uniform = 0;
@@ -40,17 +43,27 @@ export function focusOf(matrix, marked, kind, sameSide = true) {
     rest += matrix.rest[query];
     for (let entry = matrix.start[query]; entry < matrix.start[query + 1]; entry++) {
       const key = matrix.key[entry];
-      if (marked.has(key) && (kind === "received" || key !== query)) share += matrix.weight[entry];
+      if (!marked.has(key)) sums[key] += matrix.weight[entry];
+      else if (kind === "received" || key !== query) share += matrix.weight[entry];
     }
   }
   if (!rows) return null;
+  const unit = sums.indexOf(sums.reduce((largest, sum) => Math.max(largest, sum), 0));
   return {
     share: share / rows,
     upper: Math.min((share + rest) / rows, 1),
     uniform: uniform / rows,
     rows,
     exact: matrix.exact,
+    other: {unit, share: sums[unit] / rows},
   };
+}
+
+/** Return a sentence about the word that gets more attention than the marked words, or "" if there is none. */
+export function otherWordNote({upper, exact, other}, units, nameOfHead, {percent, atLeast}) {
+  if (other.share <= upper + EXCESS_ERROR) return "";
+  const name = units.special[other.unit] ? units.labels[other.unit] : quotedName(units, other.unit);
+  return `Head ${nameOfHead} puts more on ${name}: ${exact ? percent(other.share) : `at least ${atLeast(other.share)}`}.`;
 }
 
 /** Return the share of the visible tokens of a query word that belong to the target words. */

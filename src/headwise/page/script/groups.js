@@ -1,4 +1,5 @@
 /** Groups of heads in the overview. */
+import {statisticTitle} from "./data.js";
 import {counted} from "./dom.js";
 import {kindTitle} from "./kinds.js";
 
@@ -7,7 +8,9 @@ export function groupsOf(app, heads) {
   const {page, state} = app;
   const by = state.get("group");
   const model = page.models[app.model()];
-  if (by === "none") return [{title: counted(heads.length, "head"), heads}];
+  const sort = state.get("sort");
+  if (by === "none")
+    return [{title: page.statistics[sort] ? `by ${statisticTitle(page, sort)}` : counted(heads.length, "head"), heads}];
   if (by === "kind" && page.allKinds.length > 1)
     return page.allKinds
       .map(kind => ({title: kindTitle(kind), heads: heads.filter(head => page.kinds[head] === kind)}))

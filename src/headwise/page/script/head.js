@@ -4,6 +4,7 @@ import {roleBadge} from "./cells.js";
 import {roleClass} from "./colours.js";
 import {roleChanged} from "./filter.js";
 import {createHeadView} from "./headview.js";
+import {MOST_LINE_WORDS} from "./lines.js";
 import {exampleList, statisticsTable} from "./table.js";
 import {exportButtons} from "./export.js";
 import {ADD_TO_COMPARISON, addToTray, comparisonLink} from "./tray.js";
@@ -31,7 +32,7 @@ export function createHead(app) {
   const hasText = page.passages.length > 0;
   const isCompared = page.models.length === 2;
   const models = [...(isCompared ? [[0, 1]] : []), ...page.models.map((_, model) => [model])];
-  const views = hasText ? models.map(each => createHeadView(app, each, {over, focused, chosen})) : [];
+  const views = hasText ? models.map(each => createHeadView(app, each, {over, focused, chosen, scrolled})) : [];
   const isTouch = matchMedia("(pointer: coarse)").matches;
   const direction = choiceButtons(
     "Direction",
@@ -114,6 +115,11 @@ export function createHead(app) {
     const pin = (active.axis === "query" ? "q" : "k") + active.unit;
     state.set({pin: state.get("pin") === pin ? "" : pin});
     app.announce(shownView().sentence());
+  }
+
+  /** Move the curves of a long text to the words that are visible. */
+  function scrolled(unit) {
+    if (page.passages[app.passage()].sides.some(side => side.tokens.length > MOST_LINE_WORDS)) state.set({start: unit});
   }
 
   /** Mark a word, or remove its mark. Marks are words, also when tokens are shown. */
@@ -218,6 +224,7 @@ export function createHead(app) {
     marking.setAttribute("aria-pressed", String(state.get("marking")));
     activate();
   });
+  state.on(["start"], () => views.forEach(view => view.moveCurves()));
   state.on(["scale"], () => views.forEach(view => view.matrixView.setScale(state.get("scale"))));
   app.onTheme(() => views.forEach(view => view.redraw()));
   marking.setAttribute("aria-pressed", String(state.get("marking")));

@@ -28,7 +28,7 @@ import {createPictures} from "./pictures.js";
  *
  * @param app the page's context
  * @param models index of the model, or the indices of both for the difference of their weights
- * @param events {over(active or null), focused(active), chosen(active, keySideWord)}
+ * @param events {over(active or null), focused(active), chosen(active, keySideWord), scrolled(unit)}
  */
 export function createHeadView(app, models, events) {
   const {page, state} = app;
@@ -223,6 +223,9 @@ export function createHeadView(app, models, events) {
     reveal: ({axis, unit}) => content()?.sides[axis].reveal(unit),
     flagTexts: (type, units) => content()?.sides.key.flag(type, units),
     select: (axis, units) => content()?.sides[axis].select(units),
+    moveCurves: () => {
+      if (isDrawn()) pictures.activate(active);
+    },
     redraw: () => {
       if (isDrawn()) pictures.show(current, active);
     },

@@ -1,11 +1,14 @@
 /** Picture of a head's attention as curves between two columns of words. */
 import {svgElement} from "./dom.js";
 import {cssColour, propertyColour} from "./colours.js";
-import {rowOf} from "./attention.js";
+import {columnOf, rowOf} from "./attention.js";
 import {shortened} from "./words.js";
 
-/** Number of words up to which curves are drawn. */
+/** Largest number of words in a column. */
 export const MOST_LINE_WORDS = 60;
+
+/** Smallest weight that is drawn, except the largest of each word. */
+const LEAST_LINE = 0.04;
 
 const STEP = 22;
 const LEFT = 150;
@@ -18,28 +21,77 @@ export function unitsShown(units, hidden) {
 }
 
 /**
- * Return curves from queries (left) to keys (right) as an SVG element, or null if there are too many words.
+ * Return the words between which curves are drawn, {queries, keys, isPinned, window}, or null if all are hidden: all words,
+ * or, if they are too many, the pinned word and the words with its largest weights, or else a window of words: {first, last,
+ * count, earlier, later}, the numbers of its words, and the words at which the windows before and after it start.
  *
- * Each row's strongest weight is drawn, and all weights of at least 0.04. The colours are attributes, so that the
- * picture can be saved.
+ * @param matrix matrix of a head
+ * @param shown {rows, hiddenQueries, hiddenKeys}: flags of rows that count and of hidden words
+ * @param pin {axis, unit} of the pinned word, or null
+ * @param from word at which the window starts
  */
-export function linesPicture(matrix, {rows, hiddenQueries, hiddenKeys}, colour, title) {
-  const queries = unitsShown(matrix.queryUnits, hiddenQueries);
-  const keys = unitsShown(matrix.keyUnits, hiddenKeys);
-  if (!queries.length || !keys.length || queries.length > MOST_LINE_WORDS || keys.length > MOST_LINE_WORDS) return null;
+export function lineUnits(matrix, {rows, hiddenQueries, hiddenKeys}, pin, from) {
+  const all = {queries: unitsShown(matrix.queryUnits, hiddenQueries), keys: unitsShown(matrix.keyUnits, hiddenKeys)};
+  if (!all.queries.length || !all.keys.length) return null;
+  if (Math.max(all.queries.length, all.keys.length) <= MOST_LINE_WORDS) return all;
+  if (pin) {
+    const isQuery = pin.axis === "query";
+    const {indices, weights} = (isQuery ? rowOf : columnOf)(matrix, pin.unit);
+    const isShown = unit => (isQuery ? !hiddenKeys[unit] : rows[unit]);
+    const others = largestUnits(indices, weights, isShown);
+    return {queries: isQuery ? [pin.unit] : others, keys: isQuery ? others : [pin.unit], isPinned: true};
+  }
+  const startOf = units => {
+    const place = units.findIndex(unit => unit >= from);
+    return Math.max(Math.min(place < 0 ? Infinity : place, units.length - MOST_LINE_WORDS), 0);
+  };
+  const windowOf = units => units.slice(startOf(units), startOf(units) + MOST_LINE_WORDS);
+  const units = all.queries.length > MOST_LINE_WORDS ? all.queries : all.keys;
+  const start = startOf(units);
+  const stop = start + MOST_LINE_WORDS;
+  return {
+    queries: windowOf(all.queries),
+    keys: windowOf(all.keys),
+    window: {
+      first: start + 1,
+      last: stop,
+      count: units.length,
+      earlier: start > 0 ? units[Math.max(start - MOST_LINE_WORDS, 0)] : null,
+      later: units[stop] ?? null,
+    },
+  };
+}
+
+/** Return the units with the largest weights, at most as many as a column has, in the order of the text. */
+function largestUnits(indices, weights, isShown) {
+  const places = [...indices.keys()].filter(place => isShown(indices[place]) && weights[place] > 0);
+  places.sort((a, b) => weights[b] - weights[a]);
+  const drawn = places.slice(0, MOST_LINE_WORDS).filter((place, rank) => !rank || weights[place] >= LEAST_LINE);
+  return drawn.map(place => indices[place]).sort((a, b) => a - b);
+}
+
+/**
+ * Return curves from queries (left) to keys (right) as an SVG element.
+ *
+ * Each row's strongest weight on these keys is drawn, and all weights of at least 0.04. The colours are attributes, so that
+ * the picture can be saved.
+ */
+export function linesPicture(matrix, rows, {queries, keys}, colour, title) {
   const queryPlace = new Map(queries.map((unit, place) => [unit, place]));
   const keyPlace = new Map(keys.map((unit, place) => [unit, place]));
-  const height = Math.max(queries.length, keys.length) * STEP + 34;
-  const y = place => place * STEP + STEP / 2 + 28;
+  const most = Math.max(queries.length, keys.length);
+  const height = most * STEP + 34;
+  // A pinned word is opposite to the middle of the other words.
+  const y = (place, count) => (place + (count === 1 ? (most - 1) / 2 : 0)) * STEP + STEP / 2 + 28;
   const ink = cssColour(propertyColour("--ink"));
   const soft = cssColour(propertyColour("--soft"));
   const curves = lineWeights(
     matrix,
     queries.filter(query => rows[query]),
-    hiddenKeys,
+    keyPlace,
   ).map(({query, key, weight}) => {
-    const from = y(queryPlace.get(query));
-    const to = y(keyPlace.get(key));
+    const from = y(queryPlace.get(query), queries.length);
+    const to = y(keyPlace.get(key), keys.length);
     return svgElement("path", {
       d: `M${LEFT + 6} ${from}C${LEFT + 70} ${from} ${RIGHT - 70} ${to} ${RIGHT - 6} ${to}`,
       fill: "none",
@@ -49,12 +101,12 @@ export function linesPicture(matrix, {rows, hiddenQueries, hiddenKeys}, colour, 
       "data-key": key,
     });
   });
-  const label = (units, axis, x, anchor) => (unit, place) =>
+  const label = (units, axis, x, anchor) => (unit, place, column) =>
     svgElement(
       "text",
       {
         x,
-        y: y(place) + 4.5,
+        y: y(place, column.length) + 4.5,
         "text-anchor": anchor,
         fill: units.special[unit] ? soft : ink,
         [`data-${axis}`]: unit,
@@ -94,24 +146,25 @@ export function lineStyle(weight) {
 }
 
 /** Return the links that are drawn, the weakest first, so that strong links are on top. */
-function lineWeights(matrix, queries, hiddenKeys) {
+function lineWeights(matrix, queries, shownKeys) {
   const links = [];
   for (const query of queries) {
     const {indices, weights} = rowOf(matrix, query);
-    const row = [...indices.keys()].filter(place => !hiddenKeys[indices[place]]);
+    const row = [...indices.keys()].filter(place => shownKeys.has(indices[place]));
     const largest = Math.max(...row.map(place => weights[place]));
     for (const place of row) {
-      if (weights[place] >= 0.04 || (weights[place] === largest && largest > 0))
+      if (weights[place] >= LEAST_LINE || (weights[place] === largest && largest > 0))
         links.push({query, key: indices[place], weight: weights[place]});
     }
   }
   return links.sort((a, b) => a.weight - b.weight);
 }
 
-/** Show only the curves of the active word; all if there is none. */
+/** Show only the curves of the active word; all if the picture does not have it. */
 export function highlightLines(svg, active) {
+  const isDrawn = active && svg.querySelector(`.line-word[data-${active.axis}="${active.unit}"]`);
   for (const curve of svg.querySelectorAll("path")) {
-    curve.classList.toggle("faded", Boolean(active) && Number(curve.dataset[active.axis]) !== active.unit);
+    curve.classList.toggle("faded", Boolean(isDrawn) && Number(curve.dataset[active.axis]) !== active.unit);
   }
   for (const word of svg.querySelectorAll(".line-word")) {
     word.classList.toggle("active", Boolean(active) && word.dataset[active.axis] === String(active.unit));

@@ -1,7 +1,8 @@
 /** Start of the page. */
 import {byId, counted, element, scrollToPart} from "./dom.js";
 import {loadContents} from "./data.js";
-import {windowState} from "./state.js";
+import {createState, windowState} from "./state.js";
+import {chosenHeads} from "./filter.js";
 import {createTheme, createToolbar} from "./toolbar.js";
 import {createFoci} from "./foci.js";
 import {createOverview} from "./overview.js";
@@ -12,13 +13,14 @@ import {createShortcuts} from "./shortcuts.js";
 
 /** Return the context that all parts of the page share. */
 function pageContext(page, state) {
+  const first = firstHead(page);
   const app = {
     page,
     state,
     onTheme: createTheme(state),
     passage: () => Math.min(state.get("passage"), Math.max(page.passages.length - 1, 0)),
     model: () => (state.get("model") === "B" && page.models.length === 2 ? 1 : 0),
-    head: () => Math.max(page.headIndex(state.get("head")), state.get("head") ? 0 : firstHead(page)),
+    head: () => Math.max(page.headIndex(state.get("head")), state.get("head") ? 0 : first),
     nextFrame: () =>
       new Promise(resolve => {
         requestAnimationFrame(() => setTimeout(resolve, 0));
@@ -36,12 +38,16 @@ function pageContext(page, state) {
   return app;
 }
 
-/** Return the head that is shown first: the best head of the first focus, or the first head of the first role. */
+/**
+ * Return the head that is shown first: the best head of the first focus, the first of the order in which the page opens, or
+ * the first head of the first role.
+ */
 function firstHead(page) {
   const scores = page.foci?.[0]?.scores ?? [];
   const best = Array.isArray(scores[0]) ? scores[0][0] : scores[0];
   return (
     best?.head ??
+    (page.opening.sort ? chosenHeads(page, createState("", () => {}, page.opening))[0] : null) ??
     Math.max(
       page.models[0].heads.findIndex(head => head.role === 0),
       0,
@@ -62,7 +68,7 @@ function showSummary({models, heads, notes, passages, allKinds, say}) {
 
 async function start() {
   const page = await loadContents();
-  const state = windowState(window);
+  const state = windowState(window, page.opening);
   const app = pageContext(page, state);
   showSummary(page);
   for (const node of document.querySelectorAll("[data-nouns]")) node.textContent = page.say(node.textContent);

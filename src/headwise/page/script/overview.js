@@ -4,7 +4,7 @@ import {scaleColour, valueScale} from "./colours.js";
 import {drawScale} from "./thumbnail.js";
 import {shownValue, statisticWithUnit} from "./data.js";
 import {chosenHeads, colourStatistic, isDiverging, isNameSearch} from "./filter.js";
-import {createCells, roleBadge} from "./cells.js";
+import {cellSize, createCells, roleBadge} from "./cells.js";
 import {groupsOf} from "./groups.js";
 import {nearestInLine} from "./navigate.js";
 import {rankHeads, wordsEqualTo} from "./rank.js";
@@ -31,6 +31,10 @@ export function createOverview(app) {
   const groups = byId("overview-groups");
   const status = byId("overview-status");
   const cells = createCells(app);
+  const layers = page.heads.map(head => `${head.module} ${head.layer}`);
+  const columns = Math.max(...layers.map(layer => layers.filter(other => other === layer).length));
+  groups.style.setProperty("--cell", `${cellSize(page.heads.length)}px`);
+  groups.style.setProperty("--columns", columns);
   let searching = null;
   createControls(app);
 
@@ -164,7 +168,7 @@ function showLegend({page, state}) {
     legend.replaceChildren(
       page.passages.length
         ? "Each picture shows the attention of one head: rows are queries, columns are keys. " +
-            "The darkness is the square root of the weight."
+            "The darkness is the square root of the weight; each picture has a scale of its own."
         : "The darkness is the statistic that decides the role.",
     );
     if (document.documentElement.dataset.theme === "dark")

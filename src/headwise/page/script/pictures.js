@@ -1,7 +1,8 @@
 /** Pictures of a head on a passage: curves between words, and the matrix. */
 import {element} from "./dom.js";
 import {cssColour, roleColour} from "./colours.js";
-import {MOST_LINE_WORDS, highlightLines, linesPicture, linesTitle} from "./lines.js";
+import {highlightLines, lineUnits, linesPicture, linesTitle} from "./lines.js";
+import {pinnedUnit} from "./meanattention.js";
 import {strengthOfLargest, uniformWeight} from "./tint.js";
 import {createMatrixView, matrixUnits} from "./matrixview.js";
 
@@ -23,23 +24,58 @@ export function createPictures(app, name, heading, events) {
   });
   const content = element("div", {}, lines, element("div", {}, element("h3", {}, "Matrix"), matrixView.root));
   const root = element("div", {class: "pictures"}, heading(), content);
+  let drawn = null;
 
-  function show({matrix, matrices, shown, tiles, role, head}, active) {
+  function show(next, active) {
+    const {matrix, matrices, shown, tiles, role} = next;
     const largest = matrices.reduce((all, each) => each.weight.reduce((a, b) => Math.max(a, Math.abs(b)), all), 0) || 1;
     const strength = strengthOfLargest(largest, uniformWeight(matrix, [...matrix.visible.keys()]));
     const units = matrixUnits(matrix, shown, state.get("generated"));
     matrixView.show({matrix, tiles, role, largest, strength, ...units});
     lines.hidden = Boolean(matrix.signed);
-    const picture = matrix.signed
-      ? null
-      : linesPicture(matrix, shown, cssColour(roleColour(role)), linesTitle(page.heads[head].name, matrix));
+    drawn = null;
+    drawLines(next);
+    activate(active);
+  }
+
+  /** Draw the curves of the words that the settings select, unless they are drawn. */
+  function drawLines(next) {
+    const {matrix, shown, role, head} = next;
+    const pin = pinnedUnit(state.get("pin"), matrix.queryUnits, matrix.keyUnits);
+    const units = matrix.signed ? null : lineUnits(matrix, shown, pin, state.get("start"));
+    const isSame = ["queries", "keys"].every(axis => String(units?.[axis]) === String(drawn?.units?.[axis]));
+    if (drawn?.next === next && isSame) return;
+    drawn = {next, units};
+    const title = linesTitle(page.heads[head].name, matrix);
+    const picture = units && linesPicture(matrix, shown.rows, units, cssColour(roleColour(role)), title);
     lines.replaceChildren(
       element("h3", {}, "Curves"),
       picture ?? "",
-      element("p", {class: "soft"}, page.say(picture ? CURVES_NOTE : tooManyNote(matrix))),
+      windowTools(units),
+      element("p", {class: "soft"}, page.say(linesNote(units))),
     );
     if (picture) listen(picture);
-    activate(active);
+  }
+
+  /** Return buttons that move the window of words, if there is one. */
+  function windowTools(units) {
+    if (!units?.window) return "";
+    const move = (name, start) =>
+      element(
+        "button",
+        {
+          type: "button",
+          class: name,
+          disabled: start === null,
+          click: () => {
+            state.set({start});
+            lines.querySelector(`.${name}`)?.focus();
+          },
+        },
+        page.say(`${name === "earlier" ? "Earlier" : "Later"} words`),
+      );
+    const {earlier, later} = units.window;
+    return element("div", {class: "tools"}, move("earlier", earlier), move("later", later));
   }
 
   function listen(picture) {
@@ -59,6 +95,7 @@ export function createPictures(app, name, heading, events) {
   }
 
   function activate(active) {
+    if (drawn) drawLines(drawn.next);
     matrixView.setActive(active);
     const picture = curves();
     if (picture) highlightLines(picture, active);
@@ -71,9 +108,15 @@ export function createPictures(app, name, heading, events) {
   return {root, content, matrixView, show, activate, curves};
 }
 
-const CURVES_NOTE = "Weights below 0.04 are left out, except the largest of each word.";
-
-function tooManyNote({queryUnits, keyUnits}) {
-  const count = Math.max(queryUnits.count, keyUnits.count).toLocaleString("en-US");
-  return `Curves are drawn for at most ${MOST_LINE_WORDS} words; here are ${count} words.`;
+/** Return sentences about what the curves leave out. */
+function linesNote(units) {
+  if (!units) return "All words are hidden.";
+  const least = "Weights below 0.04 are left out, except the largest of each word";
+  if (units.isPinned) return "The curves are those of the pinned word. Weights below 0.04 are left out, except the largest.";
+  if (!units.window) return `${least}.`;
+  const [first, last, count] = ["first", "last", "count"].map(name => units.window[name].toLocaleString("en-US"));
+  return (
+    `These are words ${first} to ${last} of ${count}, and the curves between them. Scroll the text to see others, or pin a ` +
+    `word to see its curves to all words. ${least} on these words.`
+  );
 }

@@ -1,7 +1,7 @@
 /** One line of text, or one picture, whose words or patches are coloured by the attention on them. */
 import {element} from "./dom.js";
 import {tintStrengths} from "./tint.js";
-import {shortened} from "./words.js";
+import {directionOf, shortened} from "./words.js";
 
 /** Number of words that a line shows. */
 const LINE_WORDS = 120;
@@ -29,9 +29,10 @@ export function sentenceLine(units, weights, scale, options = {}) {
   const start =
     words.length > LINE_WORDS ? Math.min(Math.max(centre - LINE_WORDS / 2, 0), words.length - LINE_WORDS) : 0;
   const shown = words.slice(start, start + LINE_WORDS);
-  const line = element("p", {class: "sentence"}, start ? "… " : null);
+  const direction = directionOf(shown.map(unit => units.labels[unit]));
+  const line = element("p", {class: "sentence", dir: direction}, start ? "… " : null);
   for (const unit of shown) {
-    const word = tinted(unit, element("bdi", {class: "word"}, shortened(units.labels[unit], 40)));
+    const word = tinted(unit, element("span", {class: "word"}, shortened(units.labels[unit], 40)));
     line.append(units.space[unit] && unit !== shown[0] ? " " : "", word);
   }
   if (start + LINE_WORDS < words.length) line.append(" …");

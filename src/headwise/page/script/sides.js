@@ -8,7 +8,7 @@ import {createText} from "./text.js";
  * @param app the page's context
  * @param passage index of the passage
  * @param stored {queries, keys}: indices of the sides
- * @param events {over(active or null), focused(active), chosen(active, keySideWord)}
+ * @param events {over(active or null), focused(active), chosen(active, keySideWord), scrolled(unit)}
  */
 export function createSides({page, state}, passage, {queries, keys}, events) {
   const {sides} = page.passages[passage];
@@ -21,6 +21,7 @@ export function createSides({page, state}, passage, {queries, keys}, events) {
       over: unit => events.over(unit === null ? null : {axis: axis(), unit}),
       focused: unit => events.focused({axis: axis(), unit}),
       chosen: unit => events.chosen({axis: axis(), unit}, side === keys),
+      scrolled: unit => events.scrolled(unit),
     });
   const titled = (text, title) =>
     element("div", {class: "side"}, element("h3", {class: "side-title"}, title), text.root);

@@ -1,7 +1,7 @@
 /** Table of a head's statistics, and the passages in which the head is most typical. */
 import {element, formatNumber, ordinal} from "./dom.js";
 import {rankOf, shownValue} from "./data.js";
-import {beginning} from "./words.js";
+import {beginning, isolated} from "./words.js";
 
 /** Number of passages that are listed as examples. */
 const EXAMPLES = 5;
@@ -15,7 +15,7 @@ export function statisticsTable(app, head) {
   const hasErrors = isKnown((...place) => Number.isFinite(page.error(...place)));
   const hasCounts = isKnown((...place) => page.samples(...place) > 1);
   const columns = isPair
-    ? ["A", "B", "B − A", view === "difference" ? "rank of B − A" : `rank in ${view}`]
+    ? [...page.labels, "B − A", view === "difference" ? "rank of B − A" : `rank in ${view}`]
     : ["mean", hasErrors && "standard error", hasCounts && "samples", "rank"].filter(Boolean);
   const sources = [...new Set(page.statistics.map(statistic => statistic.source))];
   const bodies = sources.map(source =>
@@ -131,9 +131,9 @@ export async function exampleList(app, model, head) {
               type: "button",
               class: "link",
               "aria-current": passage === app.passage() ? "true" : null,
-              click: () => state.set({passage, pin: "", marks: ""}),
+              click: () => state.set({passage, pin: "", marks: "", start: 0}),
             },
-            beginning(page.passages[passage].title, 80),
+            isolated(beginning(page.passages[passage].title, 80)),
           ),
           " ",
           element("span", {class: "number"}, formatNumber(values[passage])),

@@ -1,7 +1,10 @@
 /** Running text or picture whose words can be tinted, activated, pinned and marked. */
 import {element} from "./dom.js";
-import {shortened, unitName} from "./words.js";
+import {directionOf, shortened, unitName} from "./words.js";
 import {nearestInLine} from "./navigate.js";
+
+/** Time without scrolling after which a text counts as scrolled, in milliseconds. */
+const SCROLL_PAUSE = 150;
 
 /** Longest word that is shown completely, in characters. */
 const LONGEST_WORD = 60;
@@ -9,13 +12,17 @@ const LONGEST_WORD = 60;
 /** Labels of white space. */
 const BLANK = /^(\\[nrt]|␣|\s)+$/;
 
+/** Characters that change the direction of what follows them. */
+const DIRECTION_MARKS = /[\u202a-\u202e\u2066-\u2069]/;
+
 /**
  * Return a view of one side of a passage.
  *
  * The units are options of a list box with one tab stop; arrow keys move between them. All events are handled by the
  * list box, so that long texts stay fast.
  *
- * @param options {side, units, label, multiple, over(unit or null), focused(unit), chosen(unit)}
+ * @param options {side, units, label, multiple, over(unit or null), focused(unit), chosen(unit), scrolled(unit)}: `scrolled`
+ *   is called with the first visible unit
  */
 export function createText({
   side,
@@ -25,6 +32,7 @@ export function createText({
   over = () => {},
   focused = () => {},
   chosen = () => {},
+  scrolled = () => {},
 }) {
   const words = units.labels.map((_, unit) => wordElement(units, unit));
   const root = element("div", {
@@ -50,6 +58,15 @@ export function createText({
   };
   root.addEventListener("pointerover", event => point(unitAt(event.target)));
   root.addEventListener("pointerleave", () => point(null));
+  let pause = 0;
+  root.addEventListener("scroll", () => {
+    clearTimeout(pause);
+    pause = setTimeout(() => {
+      const {top} = root.getBoundingClientRect();
+      const first = words.findIndex(word => word.getBoundingClientRect().bottom > top);
+      if (first >= 0) scrolled(first);
+    }, SCROLL_PAUSE);
+  });
   root.addEventListener("click", event => {
     const unit = unitAt(event.target);
     if (unit !== null) {
@@ -68,7 +85,8 @@ export function createText({
       chosen(stop);
       return;
     }
-    const next = nextUnit(event.key);
+    const isMirrored = words[stop]?.closest("[dir]")?.dir === "rtl";
+    const next = nextUnit(isMirrored ? (MIRRORED[event.key] ?? event.key) : event.key);
     if (next === undefined) return;
     event.preventDefault();
     if (!words[next]) return;
@@ -128,14 +146,17 @@ export function createText({
   };
 }
 
-/** Return the element of a word. <bdi> keeps words of right-to-left scripts from moving their neighbours. */
+/** Arrow keys in a line that is written from right to left. */
+const MIRRORED = {ArrowLeft: "ArrowRight", ArrowRight: "ArrowLeft"};
+
+/** Return the element of a word. <bdi> keeps special tokens and direction marks from changing the order of their line. */
 function wordElement(units, unit) {
   const label = units.labels[unit];
   const classes = ["word"];
   for (const flag of ["special", "generated"]) if (units[flag][unit]) classes.push(flag);
   if (BLANK.test(label)) classes.push("blank");
   return element(
-    "bdi",
+    units.special[unit] || DIRECTION_MARKS.test(label) ? "bdi" : "span",
     {
       class: classes.join(" "),
       role: "option",
@@ -148,14 +169,18 @@ function wordElement(units, unit) {
   );
 }
 
+/** Fill the root with words. Each line of the text has the direction of its words. */
 function fillText(root, units, words) {
-  const children = [];
-  words.forEach((word, unit) => {
-    if (units.lineBreak[unit] && unit) children.push(element("br"));
-    else if (units.space[unit] || units.special[unit] || units.special[unit - 1]) children.push(" ");
-    children.push(word);
-  });
-  root.append(...children);
+  let first = 0;
+  for (let unit = 1; unit <= words.length; unit++) {
+    if (unit < words.length && !units.lineBreak[unit]) continue;
+    const line = element("div", {dir: directionOf(units.labels.slice(first, unit).filter((_, at) => !units.special[first + at]))});
+    for (; first < unit; first++) {
+      const isApart = units.space[first] || units.special[first] || units.special[first - 1];
+      line.append(isApart && line.firstChild ? " " : "", words[first]);
+    }
+    root.append(line);
+  }
 }
 
 /** Fill the root with a picture, its patches as rectangles, and tokens that stand for no patch below it. */

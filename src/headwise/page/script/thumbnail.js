@@ -1,5 +1,6 @@
 /** Thumbnails: small pictures of a head's attention, drawn from its tiles. */
 import {cssColour, mixed} from "./colours.js";
+import {strengthOfLargest} from "./tint.js";
 
 /**
  * Return tiles resampled to `height` x `width` pixels. Each tile counts by its area, which is the number of its tokens.
@@ -39,10 +40,21 @@ function overlaps(sizes, count) {
   return found;
 }
 
-/** Draw weights as a square picture. The colour is that of the square root, because small weights would be invisible. */
+/** Share of the visible pixels of a thumbnail that have at least the weight with the full colour. */
+const FULL_PIXELS = 0.02;
+
+/**
+ * Draw weights as a square picture. The colour is that of the square root, because small weights would be invisible. Its
+ * scale is that of the picture's largest weights, so that heads whose weights are all small differ, too.
+ */
 export function drawTiles(canvas, tiles, size, ground, colour) {
-  drawPixels(canvas, resampled(tiles, size, size), size, weight =>
-    mixed(ground, colour, Math.sqrt(Math.min(weight, 1))),
+  const weights = resampled(tiles, size, size);
+  const sorted = weights.filter(weight => weight > 0).sort();
+  const largest = sorted[Math.floor((1 - FULL_PIXELS) * sorted.length)] ?? 1;
+  const uniform = sorted.reduce((sum, weight) => sum + weight, 0) / sorted.length;
+  const strength = strengthOfLargest(largest, uniform);
+  drawPixels(canvas, weights, size, weight =>
+    mixed(ground, colour, strength * Math.sqrt(Math.min(weight / largest, 1))),
   );
 }
 

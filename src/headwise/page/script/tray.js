@@ -77,6 +77,7 @@ export function createTray(app) {
     if (job !== started) return;
     const scale = scaleOf(shown);
     byId("tray-empty").hidden = entries.length > 0;
+    byId("tray-legend").className = shown.some(line => line.mean?.image) ? "shows-image" : "";
     byId("tray-legend").replaceChildren(scale ? tintScale(scale, legendText(page, shown)) : "");
     lines.replaceChildren(...shown.map(line => trayItem(app, line, scale)));
   }

@@ -5,9 +5,47 @@ const PUNCTUATION = /^[\p{P}\p{Z}\p{C}\p{Sm}\p{Sc}\p{Sk}]*$/u;
 /** Label of a patch: its row and column. */
 const PATCH = /^\((\d+), (\d+)\)$/;
 
+/** Characters as readers see them: a letter with its marks, a flag or a family of emoji is one character. */
+const SEGMENTER = new Intl.Segmenter("en", {granularity: "grapheme"});
+
+/** Letters and marks that are written from right to left. */
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
+
+function charactersOf(text) {
+  return Array.from(SEGMENTER.segment(text), ({segment}) => segment);
+}
+
+/** Return the direction of a line of words, "rtl" or "ltr": that of most of them, or of the first if there are as many. */
+export function directionOf(labels) {
+  const directions = labels.filter(label => /\p{L}/u.test(label)).map(label => RIGHT_TO_LEFT.test(label));
+  const many = directions.filter(Boolean).length;
+  const half = directions.length / 2;
+  return many > half || (many === half && directions[0]) ? "rtl" : "ltr";
+}
+
+/** Return the parts of two names that differ: whole words, without those that both names begin or end with. */
+export function differingParts(...names) {
+  const [a, b] = names.map(name => name.split(/([\s,/_-]+)/));
+  const most = Math.min(a.length, b.length) - 1;
+  let start = 0;
+  while (start < most && a[start] === b[start]) start += 1;
+  start -= start % 2;
+  let stop = 0;
+  // The last words of two names explain what differs, as in "3 texts".
+  const isEnd = word => !/\s/.test(word);
+  while (stop < most - start && a.at(-1 - stop) === b.at(-1 - stop) && isEnd(a.at(-2 - stop))) stop += 1;
+  stop -= stop % 2;
+  return [a, b].map(words => words.slice(start, words.length - stop).join(""));
+}
+
+/** Return a text that does not change the order of its neighbours if it is written from right to left. */
+export function isolated(text) {
+  return RIGHT_TO_LEFT.test(text) ? `\u2068${text}\u2069` : text;
+}
+
 /** Return the beginning of a text, cut between words, with "…" if it is cut. */
 export function beginning(text, limit) {
-  const characters = Array.from(text);
+  const characters = charactersOf(text);
   if (characters.length <= limit) return text;
   const start = characters.slice(0, limit).join("");
   const cut = (start + characters[limit]).search(/\s+\S*$/);
@@ -17,8 +55,10 @@ export function beginning(text, limit) {
 /** Shorten a long text in the middle, so that it has at most about `limit` characters. */
 export function shortened(text, limit = 32) {
   if (text.length <= limit) return text;
-  const head = Array.from(text.slice(0, 2 * limit));
-  const tail = Array.from(text.slice(-limit));
+  const most = 16 * limit;
+  const head = charactersOf(text.slice(0, most));
+  if (text.length <= most && head.length <= limit) return text;
+  const tail = charactersOf(text.slice(-most));
   const left = Math.ceil(limit * 0.6);
   const right = Math.floor(limit * 0.3);
   return `${head.slice(0, left).join("")}…${tail.slice(-right).join("")}`;
@@ -59,15 +99,15 @@ export function unitsOf(side, merged) {
   };
 }
 
-/** Return the label of a unit, with its position counted from 1 if the label occurs more than once. */
+/** Return the label of a unit, with its position counted from 1 if the label occurs more than once, for copied text. */
 export function plainName(units, unit, limit = 32) {
   return withPosition(units, unit, shortened(units.labels[unit], limit));
 }
 
 /** Return the name of a unit for display: its label, in quotes if it is punctuation, and the position as in `plainName`. */
 export function unitName(units, unit, limit = 32) {
-  if (!isQuoted(units, unit)) return plainName(units, unit, limit);
-  return withPosition(units, unit, `“${shortened(units.labels[unit], limit)}”`);
+  const label = isolated(shortened(units.labels[unit], limit));
+  return withPosition(units, unit, isQuoted(units, unit) ? `“${label}”` : label);
 }
 
 /** Return the name of a unit in quotes, for a sentence. */
