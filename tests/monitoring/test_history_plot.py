@@ -7,6 +7,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 import headwise as hw
+from headwise.plots.received import LINE_COLOURS
 from histories import history, rows
 
 NAN, INF = math.nan, math.inf
@@ -31,8 +32,8 @@ def test_each_head_is_a_line_with_its_numbers_and_the_colour_of_its_layer():
     drawn = {tuple(line.get_ydata()): to_hex(line.get_color()) for line in axes.lines}
     expected = {tuple(linear(layer, head, step) for step in (0, 7, 20)): layer for layer in (0, 1) for head in range(3)}
     assert drawn.keys() == expected.keys()
-    assert {drawn[line] for line, layer in expected.items() if layer == 0} == {"#0072b2"}
-    assert {drawn[line] for line, layer in expected.items() if layer == 1} == {"#d55e00"}
+    assert {drawn[line] for line, layer in expected.items() if layer == 0} == {LINE_COLOURS[0]}
+    assert {drawn[line] for line, layer in expected.items() if layer == 1} == {LINE_COLOURS[1]}
     assert all(list(line.get_xdata()) == [0, 7, 20] for line in axes.lines)
     assert legend_of(axes) == ["layer 0", "layer 1"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "entropy (nats)")

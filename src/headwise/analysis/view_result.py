@@ -224,7 +224,6 @@ class View:
             MissingExtra: matplotlib is not installed.
 
         Example:
-            >>> seen = headwise.view(model, tokenizer, "A cup of tea.")  # doctest: +SKIP
             >>> seen.plot(kind="pattern", heads=[(0, 2)]).figure.savefig("pattern.svg")  # doctest: +SKIP
         """
         heads_to_draw = [
@@ -246,5 +245,5 @@ class View:
         ]
         units = {name: definition.unit for name, definition in STATISTICS.items()}
         meanings = {name: page_statistic(name, "").meaning for name in units}
-        kinds = ViewedHeads(heads_to_draw, self.title, units, meanings).kinds()
-        return plot_kind(kinds, kind, ax, statistic=statistic, against=against, heads=heads, top=top)
+        drawn = ViewedHeads(heads_to_draw, self.title, units, meanings).kinds()
+        return plot_kind(drawn, kind, ax, statistic=statistic, against=against, heads=heads, top=top)

@@ -136,7 +136,7 @@ def test_a_table_is_joined_resumed_saved_and_drawn(tmp_path):
     assert joined["induction_random_x"].tolist() == joined["induction_random_y"].tolist()
     found.plot("change_zero")
     axes = found.plot("change_zero", kind="scatter", against="induction_random")
-    assert axes.get_xlabel().startswith("induction_random")
+    assert axes.get_xlabel().startswith("induction random")
 
 
 def test_models_that_see_later_tokens_are_refused():

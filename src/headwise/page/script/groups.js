@@ -10,7 +10,7 @@ export function groupsOf(app, heads) {
   const model = page.models[app.model()];
   const sort = state.get("sort");
   if (by === "none")
-    return [{title: page.statistics[sort] ? `by ${statisticTitle(page, sort)}` : counted(heads.length, "head"), heads}];
+    return [{title: page.statistics[sort] ? `by ${statisticTitle(page, Number(sort))}` : counted(heads.length, "head"), heads}];
   if (by === "kind" && page.allKinds.length > 1)
     return page.allKinds
       .map(kind => ({title: kindTitle(kind), heads: heads.filter(head => page.kinds[head] === kind)}))
