@@ -210,11 +210,12 @@ def test_the_version_and_the_kernels_name_the_reason_and_the_command(headwise, t
 
 
 def test_the_kernels_are_built_or_the_reason_is_named(headwise, tmp_path, monkeypatch):
-    monkeypatch.setattr(installed, "build", lambda path: path.write_text(build.sources_checksum()))
+    compile_all = build.build
+    monkeypatch.setattr(build, "build", lambda path: path.write_text(build.sources_checksum()))
     monkeypatch.setattr(installed, "LIBRARY", tmp_path.joinpath("a", "b", "c", "d", "_native.so"))
     installed.LIBRARY.parent.mkdir(parents=True)
     assert headwise("kernels", "build") == (0, f"native kernels: {installed.instruction_set()}\n", "")
-    monkeypatch.setattr(installed, "build", build.build)
+    monkeypatch.setattr(build, "build", compile_all)
     monkeypatch.setenv("CXX", "/no/compiler")
     sentence = "headwise: the native kernels were not compiled: no C++ compiler '/no/compiler' was found\n"
     assert headwise("kernels", "build") == (2, "", sentence)

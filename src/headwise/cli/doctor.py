@@ -114,8 +114,8 @@ def _kernels(problems: list[str]) -> Section:
         return {"in_use": False, "reason": reason}
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 37, 11, generator=generator) for heads in (6, 3, 3))
-    out = hw.attend(q, k, v, mask=hw.causal(), backend="native")
-    exact = hw.attend(q.double(), k.double(), v.double(), mask=hw.causal(), backend="reference")
+    out: Any = hw.attend(q, k, v, mask=hw.causal(), backend="native")
+    exact: Any = hw.attend(q.double(), k.double(), v.double(), mask=hw.causal(), backend="reference")
     error = (out - exact).abs().max().item()
     if not error < 1e-5:
         problems.append(f"the native kernels compute wrong results on this processor: {error:.1e} from the definition")

@@ -6,15 +6,11 @@ import platform
 from functools import cache
 from pathlib import Path
 
-from headwise.attention.backends.native.build import (
-    INSTRUCTION_SETS,
-    LIBRARY,
-    NOTE,
-    build,
-    has_compiler,
-    sources_checksum,
-)
+from headwise.attention.backends.native import build
 from headwise.errors import HeadwiseError
+
+LIBRARY, NOTE = build.LIBRARY, build.NOTE
+"""The library in this installation; the reason of a wheel without it."""
 
 VARIABLE = "HEADWISE_NATIVE"
 """Environment variable that names the instruction set to use, such as "avx2", or "off"."""
@@ -50,7 +46,7 @@ def why_no_library() -> str | None:
     if not LIBRARY.is_file():
         reason = f" when headwise was installed, since {NOTE.read_text('utf-8').strip()}" if NOTE.is_file() else ""
         return f"the native kernels were not compiled{reason}{_remedy()}"
-    if sources_checksum().encode() not in LIBRARY.read_bytes():
+    if build.sources_checksum().encode() not in LIBRARY.read_bytes():
         return f"the native kernels were compiled from other sources{_remedy()}"
     return None
 
@@ -67,7 +63,7 @@ def _remedy() -> str:
     """Return the end of a sentence that states how the kernels are compiled; empty where they cannot be."""
     if platform.system() != "Linux":
         return ""
-    first = "" if has_compiler() else "install a C++ compiler, such as g++, then "
+    first = "" if build.has_compiler() else "install a C++ compiler, such as g++, then "
     return f"; {first}run: {COMMAND}"
 
 
@@ -90,7 +86,7 @@ def supported_instruction_sets() -> list[str]:
     words = cpuinfo.read_text(errors="replace").partition("flags")[2].partition("\n")[0] if cpuinfo.is_file() else ""
     available = set(words.split())
     names = []
-    for name, options in INSTRUCTION_SETS.items():
+    for name, options in build.INSTRUCTION_SETS.items():
         needed = {_FLAGS.get(flag, flag) for flag in options.replace("-m", "").split()}
         if needed <= available and (name != "amx" or _may_use_amx()):
             names.append(name)
@@ -100,7 +96,7 @@ def supported_instruction_sets() -> list[str]:
 def _may_use_amx() -> bool:
     """Return True if Linux lets this process use the registers of AMX."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def compile_kernels() -> None:
@@ -110,7 +106,7 @@ def compile_kernels() -> None:
         HeadwiseError: the kernels cannot be compiled here, or the compiler failed, in one sentence.
     """
     try:
-        build(LIBRARY)
+        build.build(LIBRARY)
     except RuntimeError as error:
         raise HeadwiseError(f"the native kernels were not compiled: {error}") from error
     _list_in_record(LIBRARY)
