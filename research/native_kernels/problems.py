@@ -1,6 +1,6 @@
 """Attention problems drawn at random: sizes, masks, options, memory layouts and values. The seed determines all."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class DrawnProblem:
-    """One attention problem. Tensors of options are in float32.
+    """One attention problem. Tensors of options are in float32; a bias that is not learned may be in bfloat16.
 
     Attributes:
         seed: number that the problem was drawn with.
@@ -227,7 +227,7 @@ def draw_problem(seed: int) -> DrawnProblem:
     if random.random() < 0.06:  # scores of up to about 1e5
         largest = head_dim**-0.5 if scale is None else float(torch.as_tensor(scale).abs().max())
         spread = random.choice((1e3, 1e4, 1e5)) / (4 * max(largest, 1e-2) * head_dim**0.5)
-    return DrawnProblem(
+    drawn = DrawnProblem(
         seed=seed,
         sizes=sizes,
         layouts=(q_layout, k_layout, v_layout),
@@ -246,6 +246,9 @@ def draw_problem(seed: int) -> DrawnProblem:
         learns_bias=random.random() < 0.5 and bias is not None,
         dropout=random.choice((0.1, 0.5, 0.9)) if random.random() < 0.15 else 0.0,
     )
+    if bias is None or has_least_numbers or drawn.learns_bias or seed % 4 != 1:
+        return drawn
+    return replace(drawn, bias=bias.bfloat16())
 
 
 def draw_mask_of(

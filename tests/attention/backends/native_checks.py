@@ -66,6 +66,7 @@ def options_for(heads: int, queries: int, keys: int) -> dict[str, Options]:
         "a matrix": Options(hw.dense(matrix) & hw.causal()),
         "a bias": Options(hw.causal(), {"bias": bias}),
         "softcap": Options(hw.causal(), {"softcap": 3.0}),
+        "a bias in bfloat16": Options(hw.causal(), {"bias": bias[:, :1].bfloat16()}),
         "sinks": Options(hw.window(9), {"sinks": torch.randn(heads, generator=generator)}),
         "scales": Options(None, {"scale": torch.rand(heads, generator=generator) - 0.2}),
     }
@@ -171,8 +172,15 @@ def check_statistics(dtype: torch.dtype) -> None:
     real[1, :9] = False
     gram = torch.randn(4, 48, 48)
     context = CallContext(tokens, tokens == 3, real[:, -211:], real)
-    for mask in (None, hw.causal(), hw.causal() & (hw.window(30) | hw.prefix(4)), hw.dense(torch.rand(211, 331) < 0.5)):
-        problem = Problem.checked(q, k, v, mask=mask, softcap=None if mask is None else 3.0)
+    narrow = torch.randn(1, 4, 211, 331).bfloat16()
+    window = hw.causal() & (hw.window(30) | hw.prefix(4))
+    for mask, bias in (
+        (None, None),
+        (hw.causal(), narrow),
+        (window, None),
+        (hw.dense(torch.rand(211, 331) < 0.5), narrow),
+    ):
+        problem = Problem.checked(q, k, v, mask=mask, bias=bias, softcap=None if mask is None else 3.0)
         ours, theirs = Tally(gram @ gram.mT), Tally(gram @ gram.mT)
         assert kernel_statistics.why_not(problem, context) is None
         assert kernel_statistics.attend_tallied(problem, context, ours) is not None
