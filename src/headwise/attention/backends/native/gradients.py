@@ -49,14 +49,14 @@ def _backward(
         *(out_gradient, lse_gradient, out, normalizers, q, k, v),
         *(ctx.scale, head_scale, ctx.softcap, sinks, ranges, matrix, bias, ctx.dropout, seed, *ctx.origin),
     )
-    gradients, of_sinks, of_bias = (None, None, None), None, None
+    of_q = of_k = of_v = of_sinks = of_bias = None
     if any(ctx.needs_input_grad[:3]) or ctx.needs_input_grad[6]:
-        *gradients, deltas = torch.ops.headwise.attend_backward(*arguments)
+        of_q, of_k, of_v, deltas = torch.ops.headwise.attend_backward(*arguments)
     if ctx.needs_input_grad[6]:
         of_sinks = sinks_gradient(deltas, lse_gradient, lse, normalizers[..., 0], normalizers[..., 1], sinks)
     if ctx.needs_input_grad[9]:
         of_bias = torch.ops.headwise.attend_bias_gradient(*arguments).to(bias.dtype)
-    return (*gradients, None, None, None, of_sinks, None, None, of_bias, *4 * [None])
+    return (of_q, of_k, of_v, None, None, None, of_sinks, None, None, of_bias, *4 * [None])
 
 
 def with_usual_strides(
