@@ -157,7 +157,7 @@ def test_short_calls_are_compared_and_measured(capsys):
 
 def test_short_calls_with_other_results_end_the_script(monkeypatch):
     monkeypatch.setattr(calls.hw, "attend", lambda q, k, v, mask=None: q + v)
-    with pytest.raises(SystemExit, match=r"\(1, 1, 512, 8\) .*, against SDPA : results differ by "):
+    with pytest.raises(SystemExit, match=r"\(1, 1, 128, 4\) .*, against SDPA : results differ by "):
         calls.main(["--tiny", "--rounds", "1", "--peers", "torch"])
 
 

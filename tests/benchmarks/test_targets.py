@@ -66,6 +66,11 @@ def test_bounds_of_all_targets():
         (0.6, True),  # and decoding
         (1.01, True),  # monitored training, every=100
         (1.5, True),  # and every=1
+        (12.0, True),  # microseconds of attend over SDPA
+        (15.0, True),  # of a mask
+        (25.0, True),  # of the layer
+        (25.0, True),  # of the replacement of nn.MultiheadAttention
+        (40.0, True),  # of a decoding step
     ]
 
 

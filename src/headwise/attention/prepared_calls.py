@@ -176,7 +176,7 @@ def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) 
     try:
         if known is False:
             _calls[key] = () if mask is None else tuple(_kept(part, key) for part in _parts(mask))
-        else:  # the parts of the first call keep the signature valid
+        elif isinstance(known, tuple):  # the parts of the first call keep the signature valid
             _calls[key] = _prepared(known, tensors, problem, choice)
         elements = sum(call.elements for call in list(_calls.values()) if type(call) is PreparedCall)
         for oldest in list(_calls):
@@ -271,7 +271,7 @@ def _run_native(operator: Any, arguments: list[Any], q: Tensor, k: Tensor, v: Te
     return out
 
 
-def _key_of(mask: Mask) -> Hashable:
+def _key_of(mask: Any) -> Hashable:
     """Return a key that is equal for equal masks. References compare the masks themselves, and cache their hashes."""
     kind = type(mask)
     if kind is And or kind is Or:
@@ -279,7 +279,7 @@ def _key_of(mask: Mask) -> Hashable:
     return weakref.ref(mask)
 
 
-def _parts(mask: Mask) -> Iterator[Mask]:
+def _parts(mask: Any) -> Iterator[Mask]:
     """Iterate over the masks to which the key of a mask refers."""
     if type(mask) in (And, Or):
         for part in mask.parts:
@@ -295,7 +295,7 @@ def _kept(part: Mask, key: Hashable) -> Any:
     return part if is_constant(part) else weakref.ref(part, lambda _: _calls.pop(key, None) and None)
 
 
-def _stored_tensors(mask: Mask) -> Iterator[Tensor]:
+def _stored_tensors(mask: Any) -> Iterator[Tensor]:
     """Iterate over the tensors that a mask stores, all of them copies that headwise made; raise `TypeError` for masks
     whose results may change otherwise: matrices of the caller, functions, and masks of other packages.
     """

@@ -252,7 +252,8 @@ class MultiHeadAttention(QKVProjection):
         # heads (batch, heads, queries, value_dim), weights (batch, heads, queries, keys) or None
         if self.output_gate is not None:
             heads = heads * torch.sigmoid(self._split_heads(project(self.gate_proj, inputs.x), self.num_heads))
-        y = project(self._modules["out_proj"], heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
+        out_proj: Any = self._modules["out_proj"]
+        y = project(out_proj, heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
         self._commit(prepared, call)
         return layout_of_x.restore(y, weights)
 

@@ -26,6 +26,9 @@ from headwise.checks import (
 from headwise.errors import InputError
 from headwise.shapes import Int
 
+MOST_LISTED = 16
+"""Largest number of positions that are compared in Python."""
+
 
 class StaticCache(Cache):
     """Cache with preallocated slots for `capacity` tokens of each sequence. The slots never change their shape or their
@@ -109,7 +112,7 @@ class StaticCache(Cache):
             positions = torch.where(step < counts[:, None], positions, -1)
         # Where positions are not read, the index check of the device still rejects a token beyond the capacity.
         if has_readable_values(positions) and positions.numel():
-            last = int(positions.max())
+            _, last = _extremes(positions)
             if last >= self.capacity:
                 raise InputError("cache", expected=f"room for {last + 1} tokens", got=f"a capacity of {self.capacity}")
         return positions
@@ -262,6 +265,17 @@ def _common_span(positions: Int[Tensor, "batch new"]) -> range | None:
     sequences, without padding; otherwise None.
     """
     # The real tokens of a sequence are consecutive. So all positions agree if together they fill a range of this size.
-    first, last = (int(position) for position in positions.aminmax())
+    first, last = _extremes(positions)
     is_shared = first >= 0 and last - first + 1 == positions.shape[1]
     return range(first, last + 1) if is_shared else None
+
+
+def _extremes(positions: Int[Tensor, "batch new"]) -> tuple[int, int]:
+    """Return the smallest and the largest of some positions. Few of them are compared in Python, as in a step of
+    decoding, which takes less time than an operator.
+    """
+    if positions.numel() <= MOST_LISTED:
+        numbers = [position for row in positions.tolist() for position in row]
+        return min(numbers), max(numbers)
+    smallest, largest = positions.aminmax()
+    return int(smallest), int(largest)
