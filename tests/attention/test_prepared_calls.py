@@ -255,7 +255,7 @@ class Seen(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:Converting a tensor")
 def test_what_is_not_ordinary_takes_the_readable_path(runs):
     q, k, v = random_tensors(kv_heads=6, queries=13)  # enough queries for torch's kernel
     for _ in range(3):
