@@ -6,6 +6,8 @@ import transformers
 
 import headwise as hw
 import tiny
+from headwise.analysis.visible_weights import VisibleWeights, largest
+from headwise.analysis.word_weights import TokensOfWords, WordWeights
 from headwise.page.contents import AllWeights, LargestWeights
 
 
@@ -92,3 +94,54 @@ def test_sums_of_weights_are_kept_where_a_sink_takes_some():
     for head in hw.view(model, tokenizer, text, keep_all=0).heads:
         expected = weights[head.layer, head.head].sum(-1)
         torch.testing.assert_close(head.attention.weights.totals, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 31, 32, 33, 64, 131, 257, 1021, 2053])
+@pytest.mark.parametrize("count", [1, 8, 32])
+def test_the_largest_weights_are_those_of_topk(columns, count):
+    count = min(count, columns)
+    for weights in (torch.randn(2, 3, columns), (9 * torch.randn(2, 3, columns)).softmax(-1)):
+        found, chosen = largest(weights, count)
+        assert torch.equal(found, weights.topk(count).values)
+        assert torch.equal(weights.gather(-1, chosen), found)
+    equal = largest(torch.zeros(2, 3, columns), count)[1]
+    assert all(len(set(row.tolist())) == count for row in equal.flatten(0, 1))
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_weights_between_words_are_sums_of_those_between_tokens(seed):
+    """Words of up to 5 tokens, in blocks of rows that begin within words, with keys before them that are hidden."""
+    generator = torch.Generator().manual_seed(seed)
+    word_of = torch.randint(0, 5, (61,), generator=generator).ne(0).cumsum(0)
+    words, tokens, heads = int(word_of[-1]) + 1 - int(word_of[0]), 61, 2
+    word_of = word_of - word_of[0]
+    sides = TokensOfWords(word_of, torch.rand(words, generator=generator) > 0.3)
+    is_visible = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(-11)
+    weights = torch.randn(heads, tokens, tokens, generator=generator).masked_fill(~is_visible, -torch.inf).softmax(-1)
+    found = WordWeights(heads, sides, sides)
+    for start in range(0, tokens, 9):
+        rows = range(start, min(start + 9, tokens))
+        keys = torch.arange(max(start - 11, 0), rows.stop)
+        selected = slice(rows.start, rows.stop)
+        shown = is_visible[None, selected][..., keys]
+        found.add(VisibleWeights(weights[:, selected][..., keys], slice(0, heads), rows, keys, shown, tokens))
+    member = torch.nn.functional.one_hot(word_of, words).float()
+    expected = (member.T / member.sum(0)[:, None]) @ weights @ member
+    top = expected.topk(8)
+    torch.testing.assert_close(found.top_weights, top.values)
+    has_weight = top.values > 0
+    torch.testing.assert_close(expected.gather(-1, found.top_keys)[has_weight], top.values[has_weight])
+    torch.testing.assert_close(found.picture, expected)
+    may_link = sides.is_lexical & sides.is_lexical[:, None] & ~torch.eye(words, dtype=torch.bool)
+    may_link[:, 0] = False  # the first token sees no other
+    best = expected.masked_fill(~may_link, -1.0).amax(-1)
+    torch.testing.assert_close(found.best_weight.clamp(min=0), best.clamp(min=0))
+    has_link = best > 0
+    assert torch.equal(expected.gather(-1, found.best_key[..., None])[..., 0][has_link], best[has_link])
+    strengths = [link.weight for link in found.links(0)]
+    assert strengths == sorted(strengths, key=lambda weight: -round(weight, 4))
+    for link in found.links(0):
+        key, weight = int(found.best_key[0, link.query]), float(found.best_weight[0, link.query])
+        assert (link.key, link.weight) == (key, weight)
+        is_mutual = int(found.best_key[0, key]) == link.query and min(weight, float(best[0, key])) > 1 / words
+        assert (link.back is not None) == is_mutual

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -25,8 +25,7 @@ def shortened(word: str) -> str:
     return f"{word[: spans[LONGEST_WORD - 1 - half][0]]}…{word[spans[-half][0] :]}"
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """Link between two words in one head: a word of the text, the other word that it attends to most, and the attention
     weight. Special tokens and words without a letter or digit are not linked, and no word is linked to the first word
     if the first token sees no other token.
@@ -43,13 +42,6 @@ class Link:
     key: int
     weight: float
     back: float | None
-
-
-def link_strength(link: Link) -> tuple[float, int]:
-    """Return a key that sorts links by attention weight, largest first, and links of equal rounded weight in the order
-    of the text.
-    """
-    return -round(link.weight, 4), link.query
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from headwise.analysis.visible_weights import VisibleWeights
+from headwise.analysis.visible_weights import VisibleWeights, largest
 from headwise.page.contents import AllWeights, HeadAttention, LargestWeights, VisibleKeys
 from headwise.page.row_storage import LISTED_KEYS
 from headwise.shapes import Bool, Float, Int
@@ -48,9 +48,9 @@ class TokenWeights:
         if self._all is not None:
             self._all[heads, selected, keys] = weights
         else:
-            top = weights.topk(min(LISTED_KEYS, len(keys)))
-            self._largest[heads, selected, : top.values.shape[-1]] = top.values
-            self._largest_keys[heads, selected, : top.values.shape[-1]] = keys[top.indices].int()
+            count = min(LISTED_KEYS, len(keys))
+            self._largest[heads, selected, :count], columns = largest(weights, count)
+            self._largest_keys[heads, selected, :count] = keys.int()[columns]
         runs = self._known_runs.of(block)
         for place, head in enumerate(range(self._tiles.shape[0])[heads]):
             self._runs[head][rows.start] = runs[place if len(runs) > 1 else 0]
@@ -59,10 +59,14 @@ class TokenWeights:
         self, heads: slice, rows: slice, keys: Int[Tensor, " columns"], weights: Float[Tensor, "part rows columns"]
     ) -> None:
         """Add the weights of some query rows to the tiles: means over queries of sums over keys."""
-        row_of = self._row_of[rows]
-        by_column = torch.zeros(*weights.shape[:2], self._tiles.shape[2]).index_add_(2, self._column_of[keys], weights)
-        sizes = torch.bincount(self._row_of)[row_of]
-        self._tiles[heads] = self._tiles[heads].index_add(1, row_of, by_column / sizes[:, None])
+        first, last = int(self._row_of[rows.start]), int(self._row_of[rows.stop - 1])
+        # Rows are contiguous in memory: summed first, they leave few numbers to be summed over columns.
+        by_row = weights.new_zeros(len(weights), last + 1 - first, weights.shape[-1])
+        by_row.index_add_(1, self._row_of[rows] - first, weights)
+        by_row /= torch.bincount(self._row_of)[first : last + 1, None]
+        self._tiles[heads, first : last + 1] += torch.zeros(*by_row.shape[:2], self._tiles.shape[2]).index_add_(
+            2, self._column_of[keys], by_row
+        )
 
     def of_head(self, head: int, queries: int, keys: int) -> HeadAttention:
         """Return the attention of one head, after all rows were added.

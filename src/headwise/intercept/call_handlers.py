@@ -1,6 +1,6 @@
 """Answer of one intercepted attention call: its rows go to the observers, its output through the changes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
@@ -28,7 +27,7 @@ from headwise.intercept.unreadable_tensors import why_not_observed
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import WholeCall, attend_observed
 from headwise.statistics.kernel_statistics import fastest_or_reference
-from headwise.statistics.row_blocks import row_blocks_of_problem, row_blocks_of_weights
+from headwise.statistics.row_blocks import row_blocks_of_weights
 
 
 class CallHandlers(NamedTuple):
@@ -66,8 +65,7 @@ class CallHandlers(NamedTuple):
             with _outside_torch_modes(problem.q):
                 if self._has_check:
                     answer = compute()
-                    with torch.no_grad(), without_autocast(problem.q.device):
-                        self._observe_checked(row_blocks_of_problem(problem, self._call_context, True), answer.out)
+                    self._observe_checked_problem(problem, answer.out)
                 elif problem.dropout > 0 or keeps_output or self.keeps_output:
                     answer = compute()
                     # Statistics are those without dropout, also those of the output.
@@ -112,7 +110,8 @@ class CallHandlers(NamedTuple):
         with call_stack.paused(), torch.no_grad(), _outside_torch_modes(weights):
             row_blocks = partial(row_blocks_of_weights, weights, out, self._call_context, visible, values)
             if self._has_check and is_unchecked and out is not None:
-                self._observe_checked(row_blocks(with_output=True, scores=scores()), out)
+                for row_block in row_blocks(with_output=True, scores=scores()):
+                    self._check_and_observe(out, row_block)
             else:
                 for row_block in row_blocks(scores=scores()):
                     self._observe(row_block)
@@ -131,8 +130,7 @@ class CallHandlers(NamedTuple):
             return
         with call_stack.paused(), torch.no_grad(), _outside_torch_modes(problem.q):
             if self._has_check:
-                with without_autocast(problem.q.device):
-                    self._observe_checked(row_blocks_of_problem(problem, self._call_context, True), out)
+                self._observe_checked_problem(problem, out)
             else:
                 undropped, answer = problem.without_dropout(), Answer(out, None, None)
                 attend_observed(undropped, self._observe, self._call_context, lambda _: answer, self._whole_call)
@@ -184,17 +182,24 @@ class CallHandlers(NamedTuple):
         for observation in self.observations:
             observation.observer(row_block.with_call_context(observation.call_context))
 
-    def _observe_checked(
-        self, row_blocks: Iterable[RowBlock], out: Float[Tensor, "batch heads queries value_dim"]
-    ) -> None:
-        """For each row block (attention weights of some query rows), call the check of every observation that has one,
-        with the block and the same rows of the model's own output `out`. Then pass the block to every observer.
+    def _observe_checked_problem(self, problem: Problem, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
+        """Compute the attention weights and outputs of a problem in row blocks, compare the outputs with the model's
+        own output `out` by the check of every observation that has one, and pass the blocks to every observer.
         """
-        for row_block in row_blocks:
-            for observation in self.observations:
-                if observation.check is not None:
-                    observation.check(row_block, out[:, :, row_block.rows.start : row_block.rows.stop])
-            self._observe(row_block)
+        answer, observe = Answer(out, None, None), partial(self._check_and_observe, out)
+        with torch.no_grad():
+            attend_observed(
+                problem.without_dropout(), observe, self._call_context, lambda _: answer, computes_output=True
+            )
+
+    def _check_and_observe(self, out: Float[Tensor, "batch heads queries value_dim"], row_block: RowBlock) -> None:
+        """Call the check of every observation that has one, with a row block (attention weights of some query rows) and
+        the same rows of the model's own output `out`. Then pass the block to every observer.
+        """
+        for observation in self.observations:
+            if observation.check is not None:
+                observation.check(row_block, out[row_block.tile.row_slices])
+        self._observe(row_block)
 
     def _end(self) -> None:
         """Notify every observation that the call has ended."""

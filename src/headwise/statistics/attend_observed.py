@@ -38,6 +38,8 @@ def attend_observed(
     call_context: CallContext | None = None,
     compute: Callable[[Problem], Answer] = fastest_or_reference,
     whole_call: WholeCall | None = None,
+    *,
+    computes_output: bool = False,
 ) -> Answer:
     """Compute one attention call and return its answer: the output, and the other results that the problem requests.
     Also pass each of its attention weights once to `observer`, in row blocks (some query rows at a time), with the
@@ -58,6 +60,8 @@ def attend_observed(
         call_context: tokens and padding of the call.
         compute: function that answers problems on a GPU, and those that blockwise attention cannot solve.
         whole_call: what `observer` does with the row blocks, if it needs no weights of single rows.
+        computes_output: True if the output in each row block must be the product of its weights and the values, rather
+            than the answer of `compute`.
     """
     context = call_context or CallContext()
     if whole_call is not None and kernel_statistics.why_not(problem, context) is None:
@@ -73,6 +77,7 @@ def attend_observed(
             return blockwise.run(problem, observer=observer, call_context=call_context)
     answer = compute(problem)
     with torch.no_grad(), without_autocast(problem.q.device):
-        for row_block in row_blocks_of_problem(problem, call_context, out=None if is_finite else answer.out):
+        out = None if is_finite or computes_output else answer.out
+        for row_block in row_blocks_of_problem(problem, call_context, computes_output, out):
             observer(row_block)
     return answer
