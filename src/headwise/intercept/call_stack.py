@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from headwise.intercept.attention_kind import query_and_key
 from headwise.intercept.followed_attention import FollowedAttention
@@ -31,18 +31,28 @@ class Interception(Protocol):
 
 
 class _Paused:
-    """Context in which interception in one thread is paused; a class, as it is entered at each call of a module."""
+    """Context in which interception in one thread is paused; a class, as it is entered at each call of a module. The
+    mode that intercepts torch's functions is off while it is open, if no other mode was entered after it.
+    """
 
-    __slots__ = ("_before", "_stack")
+    __slots__ = ("_before", "_mode", "_stack")
 
     def __init__(self, stack: "CallStack") -> None:
         self._stack = stack
 
     def __enter__(self) -> None:
-        self._before, self._stack.is_paused = self._stack.is_paused, True
+        stack = self._stack
+        self._before, stack.is_paused = stack.is_paused, True
+        self._mode = stack.torch_mode
+        if self._mode is None or _get_current_function_mode() is not self._mode:  # type: ignore[no-untyped-call]
+            self._mode = None
+        else:
+            _pop_mode()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *_: object) -> None:
         self._stack.is_paused = self._before
+        if self._mode is not None and self._stack.torch_mode is self._mode:
+            _push_mode(self._mode)  # type: ignore[no-untyped-call]
 
 
 class CallStack(threading.local):

@@ -14,7 +14,7 @@ from torch import nn
 from headwise.errors import InputError
 from headwise.intercept.call_stack import CallStack, call_stack
 from headwise.intercept.interceptor import Interceptor
-from headwise.intercept.module_hooks import ModuleHooks, Signatures
+from headwise.intercept.module_hooks import ModuleHooks
 from headwise.intercept.site import Site, sites_by_path
 from headwise.intercept.torch_patches import function_patches
 
@@ -85,10 +85,8 @@ class HooksAndPatches:
 
     def __init__(self, model: nn.Module, interceptor: Interceptor, sites: Mapping[str, Site], context: str) -> None:
         self.interceptor = interceptor
-        signatures = Signatures()
         self._hooks = [
-            ModuleHooks(interceptor, path, module, sites.get(path), signatures, context)
-            for path, module in model.named_modules()
+            ModuleHooks(interceptor, path, module, sites.get(path), context) for path, module in model.named_modules()
         ]
         self._lock, self._depth, self._installed = threading.Lock(), 0, ExitStack()
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -28,13 +29,12 @@ class ModuleHooks(UncopiedHooks):
         path: str,
         module: nn.Module,
         stated: Site | None,
-        signatures: "Signatures",
         context: str,
     ) -> None:
         self._context = context
         self._interceptor, self._path, self._module = interceptor, path, module
         self._stated, self._parts = stated, SiteParts()
-        self._argument_names = signatures.argument_names(module.forward)
+        self._argument_names = _names_of(module)
 
     @property
     def context(self) -> str:
@@ -86,18 +86,18 @@ class ModuleHooks(UncopiedHooks):
         return None
 
 
-class Signatures:
-    """Names of the arguments of functions, each read once, as reading a signature is slow."""
+_NAMES: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
+"""Names of the arguments of the methods `forward` of classes, each read once, as reading a signature is slow."""
 
-    def __init__(self) -> None:
-        self._names: dict[int, tuple[Any, tuple[str, ...]]] = {}  # by identity of the function, which stays alive
 
-    def argument_names(self, forward: Callable[..., Any]) -> tuple[str, ...]:
-        """Return the names of the arguments of a function or method that may be passed by position."""
-        function = getattr(forward, "__func__", forward)
-        if id(function) not in self._names:
-            self._names[id(function)] = function, _argument_names(forward)
-        return self._names[id(function)][1]
+def _names_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments of a module's `forward` that may be passed by position."""
+    if "forward" in vars(module):
+        return _argument_names(module.forward)
+    function = type(module).forward
+    if function not in _NAMES:
+        _NAMES[function] = _argument_names(module.forward)
+    return _NAMES[function]
 
 
 def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:

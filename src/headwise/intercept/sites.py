@@ -157,12 +157,21 @@ class _LatestCall(NamedTuple):
             clusters = with_several_values(clusters)
         has_value = self.tally.has_value()
         values = {name: (means, has_value[name]) for name, means in self.tally.means().items()}
-        return {
-            name: RunningLargest.from_values(numbers.double().cpu(), is_value.cpu(), clusters)
-            if name in LARGEST
-            else RunningMoments.from_values(numbers.double().cpu(), is_value.cpu(), clusters)
-            for name, (numbers, is_value) in (values | self.tally.further_values()).items()
-        }
+        values |= self.tally.further_values()
+        if not values:
+            return {}
+        numbers, is_value = (
+            torch.cat(each, 1).cpu()
+            for each in ([mean.double() for mean, _ in values.values()], [has for _, has in values.values()])
+        )
+        heads = numbers.shape[1] // len(values)
+        of_all = RunningMoments.from_values(numbers, is_value, clusters).parts(heads)
+        moments: dict[str, Summary] = dict(zip(values, of_all, strict=True))
+        for name in LARGEST & values.keys():
+            columns = slice(start := heads * list(values).index(name), start + heads)
+            counted = of_all[list(values).index(name)]
+            moments[name] = RunningLargest.from_values(numbers[:, columns], is_value[:, columns], counted)
+        return moments
 
 
 class SiteRegistry(Interceptor):

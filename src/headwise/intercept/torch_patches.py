@@ -50,10 +50,12 @@ class TorchCalls(TorchFunctionMode):
         attention are recorded, and their arguments may be changed by the interceptors.
         """
         kwargs = kwargs or {}
+        if func in QUERIES:
+            return func(*args, **kwargs)
         func = torchs_own(func)
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)  # a compiler reads the function; its calls are intercepted when they run
-        if func in QUERIES or call_stack.torch_mode is not self or not call_stack.intercepts:
+        if call_stack.torch_mode is not self or not call_stack.intercepts:
             return func(*args, **kwargs)  # the mode is another one where a backward pass repeats modules in a module
         if func is SDPA:
             return intercepted_sdpa(SDPA, *args, **kwargs)

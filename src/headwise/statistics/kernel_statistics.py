@@ -191,6 +191,7 @@ def _tally(
     missing |= set() if context.is_special is not None else {"special", "confidence_content"}
     missing |= set() if inputs.key_tokens is not None else {"duplicate", "induction"}
     missing |= set() if like.gram is not None else {"written_norm"}
+    missing |= set() if like.measured is None else STATISTICS.keys() - like.measured
     measured = (values.keys() | {"evenness"}) - missing
     tally = Tally(like.gram, like.first_token)
     names = tuple(name for name in STATISTICS if name in measured - LARGEST - {"received"})

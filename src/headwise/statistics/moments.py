@@ -156,9 +156,27 @@ class RunningMoments:
         if is_unknown:
             clusters = torch.full((len(values),), ALONE)
         is_alone = clusters < 0
+        if bool(is_alone.all()):
+            empty = values.new_zeros(0, values.shape[1])
+            return RunningMoments(Moments.of(values, is_value), ClusterSums(empty, empty), not is_unknown)
         alone = Moments.of(values[is_alone], is_value[is_alone])
         sums = ClusterSums.of(values[~is_alone], is_value[~is_alone], clusters[~is_alone])
         return RunningMoments(alone, sums, not is_unknown)
+
+    def parts(self, heads: int) -> "list[RunningMoments]":
+        """Return the moments of each part of the columns, of this number of heads."""
+        count, mean, deviations, counts, sums = (
+            each.split(heads, -1)
+            for each in (
+                self.alone.count,
+                self.alone.mean,
+                self.alone.deviations,
+                self.clustered.counts,
+                self.clustered.sums,
+            )
+        )
+        alone, clustered = map(Moments, count, mean, deviations), map(ClusterSums, counts, sums)
+        return [RunningMoments(*part, self.is_clustered) for part in zip(alone, clustered, strict=True)]
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> "RunningMoments":
@@ -235,14 +253,14 @@ class RunningLargest:
     def from_values(
         values: Float[Tensor, "sequences heads"],
         is_value: Bool[Tensor, "sequences heads"],
-        clusters: Clusters | None = None,
+        counted: RunningMoments,
     ) -> "RunningLargest":
-        """Return the largest of each head's values at which `is_value` is True, also if they are NaN. `clusters` are as
-        for `RunningMoments.from_values`.
+        """Return the largest of each head's values at which `is_value` is True, also if they are NaN. `counted` are the
+        moments of these values.
         """
         empty = values.new_full((1, values.shape[1]), -math.inf)
         largest = torch.cat([empty, values.masked_fill(~is_value, -math.inf)]).amax(0)
-        return RunningLargest(RunningMoments.from_values(values, is_value, clusters), largest)
+        return RunningLargest(counted, largest)
 
     def merge(self, other: "RunningLargest") -> "RunningLargest":
         """Return the largest of two sets of values together, for the same heads."""
