@@ -274,7 +274,12 @@ def test_unknown_families():
     config = transformers.OPTConfig(
         vocab_size=97, hidden_size=48, num_hidden_layers=1, num_attention_heads=6, ffn_dim=37, word_embed_proj_dim=48
     )
-    refuses(transformers.AutoModel.from_config(config), "got OPTAttention in decoder.layers.0.self_attn$")
+    opt = transformers.AutoModel.from_config(config)
+    refuses(opt, "got OPTAttention in decoder.layers.0.self_attn, whose class is unknown; pass the monitor, or inputs=")
+    ids = torch.arange(14).view(2, 7)
+    logits = {(row["layer"], row["head"]): row["max_logit"] for row in rows_of(opt, {"input_ids": ids})}
+    assert len(hw.qk_clip(opt, logits, 1e-9, inputs={"input_ids": ids})) == 6
+    assert max(row["max_logit"] for row in rows_of(opt, {"input_ids": ids})) < 1e-6
 
 
 def test_classes_with_a_known_name():
@@ -283,9 +288,7 @@ def test_classes_with_a_known_name():
 
     other = model("llama")
     other.layers[0].self_attn.__class__ = LlamaAttention
-    refuses(
-        other, r"^model: expected attention modules of headwise, torch or transformers, got .*LlamaAttention in layers"
-    )
+    refuses(other, r"^model: expected attention modules of known families, got LlamaAttention in layers.0.self_attn, ")
 
 
 def test_shared_parameters():

@@ -22,7 +22,7 @@ from headwise.errors import InputError
 from headwise.nn.differential import DifferentialAttention
 from headwise.nn.latent import LatentAttention
 from headwise.nn.multihead import MultiHeadAttention
-from headwise.removal.families import HeadwiseLayer, head_module
+from headwise.removal.families import FAMILIES, HeadwiseLayer, head_module
 from headwise.removal.head_axes import HeadAxis, HeadBlocks
 from headwise.removal.head_module import HeadModule
 from headwise.removal.plain_projections import require_plain_projections
@@ -52,6 +52,16 @@ HeadSlices = tuple[tuple[HeadSlice, ...], ...]
 
 DEEPSEEK = ("DeepseekV2Attention", "DeepseekV3Attention")
 """Names of the classes of latent attention in `transformers`."""
+
+
+def is_known(module: nn.Module) -> bool:
+    """Return True for an attention module of a class whose projections are known by name: of headwise, or of a family
+    of torch and transformers.
+    """
+    name, package = type(module).__name__, type(module).__module__.partition(".")[0]
+    families = {each for family in FAMILIES for each in family.classes}
+    is_family = name in families or name in DEEPSEEK
+    return package == "headwise" or (package in ("torch", "transformers") and is_family) or bool(_why_not(module))
 
 
 def head_slices(model: nn.Module, path: str) -> HeadSlices:

@@ -1,6 +1,6 @@
 """`monitor`: statistics of every head during training, at the cost of the steps that are observed."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from headwise.intercept.sites import SiteRegistry
 from headwise.monitoring.alarms import Alarm, AlarmLimits, limits_of
 from headwise.monitoring.history import History, Row
 from headwise.monitoring.inner_model import inner_model
-from headwise.monitoring.observation import observed_training
+from headwise.monitoring.observation import TrainingObserver, observed_training
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.files import writable_folder
 from headwise.runs.lock import locked_folder
@@ -100,6 +100,8 @@ class Monitor:
     Attributes:
         history: statistics of the steps observed so far. In processes other than the first it is in memory alone.
         alarms: the alarms so far.
+        inputs: arguments of the latest observed call of the model, by name; None before the first observed step has
+            ended.
     """
 
     def __init__(
@@ -118,6 +120,8 @@ class Monitor:
         self._layers, self._out, self._limits, self._on_alarm = layers, out, limits, on_alarm
         self._start, self._next = start, start or 0
         self._heads: Heads | None = None
+        self._observer: TrainingObserver | None = None
+        self.inputs: Mapping[str, Any] | None = None
         self._of_run, self._of_step = ExitStack(), ExitStack()
         self._has_warned = self._is_open = False
         self.history = History({})
@@ -186,16 +190,21 @@ class Monitor:
         """Start to observe, if the next step is to be observed."""
         if self._next % self._every == 0:
             heads = Heads(self._model)
-            self._of_step.enter_context(observed_training(self._model, heads, self._recorded, self._sequences))
+            context = observed_training(self._model, heads, self._recorded, self._sequences)
+            self._observer = self._of_step.enter_context(context)
             self._heads = heads
 
     def _record(self, heads: Heads) -> list[Alarm]:
         """Stop to observe, add the statistics of all processes to the history, and return the alarms."""
         self._heads = None
         self._of_step.close()
-        registry = SiteRegistry(self._model)
-        for records in gather_from_ranks(heads.records):
-            registry.merge(records)
+        self.inputs = None if self._observer is None else self._observer.inputs
+        self._observer = None
+        registry: SiteRegistry = heads
+        if rank_and_world_size()[1] > 1:
+            registry = SiteRegistry(self._model)
+            for records in gather_from_ranks(heads.records):
+                registry.merge(records)
         if not self._has_warned:
             heads.warn_of_unread(stacklevel=4)
             self._has_warned = bool(registry.records)
@@ -216,19 +225,23 @@ class Monitor:
 
     def _rows(self, registry: SiteRegistry) -> list[Row]:
         """Return one row for each head of the chosen layers."""
+        labelled = list(registry.head_labels())
+        of_sites = {}
+        for record in registry.records:
+            chosen = {name: each for name, each in record.statistics.items() if name in self._recorded}
+            of_heads = zip(*(each.count.tolist() for each in chosen.values()), strict=True)
+            counts = [int(max(of_head)) for of_head in of_heads]
+            of_sites[record.site] = counts, {name: each.value.tolist() for name, each in chosen.items()}
         rows = []
-        for record, labels in registry.head_labels():
+        for record, labels in labelled:
             if self._layers is not None and labels["layer"] not in self._layers:
                 continue
-            head = labels["head"]
-            of_head = {name: each for name, each in record.statistics.items() if name in self._recorded}
-            counts = {int(each.count[head]) for each in of_head.values()}
-            numbers = {name: float(each.value[head]) for name, each in of_head.items()}
-            rows.append(
-                {**labels, "sequences": max(counts, default=0), "nonfinite_rows": record.nonfinite_rows, **numbers}
-            )
+            head, (counts, values) = labels["head"], of_sites[record.site]
+            numbers = {name: each[head] for name, each in values.items()}
+            sequences = counts[head] if counts else 0
+            rows.append({**labels, "sequences": sequences, "nonfinite_rows": record.nonfinite_rows, **numbers})
         if not rows:
-            available = sorted({labels["layer"] for _, labels in registry.head_labels()})
+            available = sorted({labels["layer"] for _, labels in labelled})
             raise InputError("layers", expected=f"some of {available}", got=sorted(self._layers or ()))
         return rows
 

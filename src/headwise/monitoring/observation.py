@@ -1,13 +1,14 @@
 """Observation of the forward passes of one training step."""
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from headwise.intercept.call_stack import call_stack
 from headwise.intercept.heads import Heads
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Observation
@@ -28,6 +29,9 @@ class TrainingObserver(StatisticsObserver):
         statistics: names of the statistics to compute.
         sequences: number of sequences of each module after which further calls of the model are not observed in it;
             None for no limit. Calls of the model that have begun are observed to their end.
+
+    Attributes:
+        inputs: arguments of the latest call of the model, by name; None before the first one.
     """
 
     def __init__(self, model: nn.Module, heads: Heads, statistics: Collection[str], sequences: int | None) -> None:
@@ -35,6 +39,7 @@ class TrainingObserver(StatisticsObserver):
         super().__init__(model, heads, (), None, measured=measured, keeps_output=True)
         self._modules = dict(model.named_modules())
         self._limit = None if sequences is None else _SequenceLimit(sequences)
+        self.inputs: Mapping[str, Any] | None = None
 
     def on_model_call(self) -> None:
         """Begin a call of the model."""
@@ -45,6 +50,8 @@ class TrainingObserver(StatisticsObserver):
     def on_module_call(self, path: str) -> None:
         """Record that a module in training mode ran. Attention of other modules is not missing in the results."""
         if self._modules[path].training:
+            if not path:
+                self.inputs = call_stack.module_calls[-1].arguments
             super().on_module_call(path)
 
     def observe(self, call: Call) -> Observation | None:
@@ -114,9 +121,9 @@ forced_eager = _ForcedEager()
 @contextmanager
 def observed_training(
     model: nn.Module, heads: Heads, statistics: Collection[str], sequences: int | None
-) -> Iterator[None]:
-    """Add the statistics of the training forward passes of `model` within the context to `heads`. Compiled modules run
-    without compilation there.
+) -> Iterator[TrainingObserver]:
+    """Add the statistics of the training forward passes of `model` within the context to `heads`, and yield their
+    observer. Compiled modules run without compilation there.
 
     Args:
         model: the model.
@@ -126,5 +133,5 @@ def observed_training(
     """
     observer = TrainingObserver(model, heads, statistics, sequences)
     with forced_eager, intercepted(model, observer, context="hw.monitor", runs_eagerly=True):
-        yield
+        yield observer
     observer.finish()

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.checks import finite_number, is_whole, named_head, require_module
+from headwise.data.batches import arguments_of
 from headwise.errors import InputError
 from headwise.intercept.layer_index import module_paths_of_layer
-from headwise.monitoring.head_slices import HeadSlices, head_slices
+from headwise.monitoring.derived_slices import derived_slices
+from headwise.monitoring.head_slices import HeadSlices, head_slices, is_known
 from headwise.monitoring.history import History, Row
 from headwise.monitoring.inner_model import inner_model
 from headwise.monitoring.monitor import Monitor
@@ -52,7 +54,11 @@ whose logits were scaled since."""
 
 
 def qk_clip(
-    model: nn.Module, logits: Monitor | History | Mapping[tuple[int, int], float], threshold: float = 100.0
+    model: nn.Module,
+    logits: Monitor | History | Mapping[tuple[int, int], float],
+    threshold: float = 100.0,
+    *,
+    inputs: Mapping[str, Any] | Tensor | None = None,
 ) -> list[ClippedHead]:
     """Scale the query and key projections of the heads whose largest attention logit exceeds a threshold, in place, so
     that it becomes the threshold (QK-clip, Kimi Team 2025, section 2.1). Call it after the step of the optimizer.
@@ -74,12 +80,16 @@ def qk_clip(
         logits: the monitor of the model, or its history, of which the last observed step is used once: until a further
             step is observed, nothing is scaled. Or the largest logit of each head by `(layer, head)`.
         threshold: largest accepted logit.
+        inputs: arguments of the model by name, or its first argument. Attention modules of unknown classes, such as
+            hand-written ones, run on them, to derive which rows of their linear maps compute the query and the key of
+            each head. By default those of the latest observed call of the model, if `logits` is its monitor.
 
     Returns:
         the heads that were scaled, with their factors of the logits.
 
     Raises:
-        InputError: a module is not supported, such as one with a norm of queries and keys; projections are shared;
+        InputError: a module is not supported, such as one with a norm of queries and keys; a module of an unknown class
+            has no linear maps that its logits follow, or there are no inputs to derive them; projections are shared;
             logits are missing or not finite. Nothing is scaled then.
 
     Example:
@@ -98,7 +108,9 @@ def qk_clip(
         head_logits = _of_rows(model, history.rows(used))
     else:
         head_logits = _of_mapping(model, logits)
-    slices_of = _slices_of_modules(model, head_logits, is_complete=isinstance(history, History))
+    if isinstance(logits, Monitor) and inputs is None:
+        inputs = logits.inputs
+    slices_of = _slices_of_modules(model, head_logits, inputs, is_complete=isinstance(history, History))
     clipped = [ClippedHead(*each, threshold / each.logit) for each in head_logits if each.logit > threshold]
     factors = {piece: each.factor**piece.exponent for each in clipped for piece in slices_of[each.module][each.head]}
     require_scalable(model, factors)
@@ -218,14 +230,38 @@ def _path_of(model: nn.Module, layer: int) -> str:
     return paths[0]
 
 
+_DERIVED: WeakKeyDictionary[nn.Module, tuple[str, HeadSlices]] = WeakKeyDictionary()
+"""Path and slices of modules of unknown classes. `require_scalable` verifies the projections each time."""
+
+
+def _derived(model: nn.Module, heads: Mapping[str, int | None], inputs: Any) -> dict[str, HeadSlices]:
+    """Return the slices of each head of modules of unknown classes, which are derived once."""
+    known = {path: _DERIVED.get(model.get_submodule(path), ("", ())) for path in heads}
+    slices = {path: of_heads for path, (name, of_heads) in known.items() if of_heads and name == path}
+    missing = {path: number for path, number in heads.items() if path not in slices}
+    if missing:
+        path = next(iter(missing))
+        arguments = None if inputs is None else arguments_of(inputs)
+        if arguments is None:
+            name = type(model.get_submodule(path)).__name__
+            remedy = "pass the monitor, or inputs=, arguments of the model to derive its projections"
+            got = f"{name} in {path or 'the model'}, whose class is unknown"
+            raise InputError("model", expected="attention modules of known families", got=got, remedy=remedy)
+        derived = derived_slices(model, missing, arguments)
+        _DERIVED.update({model.get_submodule(path): (path, of_heads) for path, of_heads in derived.items()})
+        slices |= derived
+    return slices
+
+
 def _slices_of_modules(
-    model: nn.Module, head_logits: Iterable[_HeadLogit], *, is_complete: bool
+    model: nn.Module, head_logits: Iterable[_HeadLogit], inputs: Any, *, is_complete: bool
 ) -> dict[str, HeadSlices]:
     """Return the slices of the parameters of each head, by the path of the attention module.
 
     Args:
         model: the model.
         head_logits: the heads.
+        inputs: arguments of the model, on which modules of unknown classes run; None if there are none.
         is_complete: True if these are all heads of each module.
 
     Raises:
@@ -235,11 +271,18 @@ def _slices_of_modules(
     for each in head_logits:
         heads_of.setdefault(each.module, set()).add(each.head)
     modules = dict(model.named_modules())
-    slices_of = {}
+    slices_of: dict[str, HeadSlices] = {}
+    unknown: dict[str, int | None] = {}
     for path, heads in heads_of.items():
         if path not in modules:
             raise InputError("logits", expected="logits of attention modules of this model", got=f"those of {path}")
-        slices_of[path] = head_slices(model, path)
+        if not is_known(modules[path]):
+            unknown[path] = len(heads) if is_complete else None
+        else:
+            slices_of[path] = head_slices(model, path)
+    if unknown:
+        slices_of |= _derived(model, unknown, inputs)
+    for path, heads in heads_of.items():
         count = len(slices_of[path])
         if max(heads) >= count or (is_complete and len(heads) != count):
             place = path or type(modules[path]).__name__
