@@ -108,7 +108,7 @@ def _of_module(
             module.forward(*args, **kwargs)
         if len(mode.recorded) != 1:
             raise _refused(path, module, f"{len(mode.recorded)} attention calls in one run")
-        (scores,) = mode.recorded
+        scores: Tensor = mode.recorded[0]
         if scores.ndim == 3 and heads and len(scores) % heads == 0:
             scores = scores.unflatten(0, (-1, heads))
         if scores.ndim != 4 or heads not in (None, scores.shape[1]) or min(scores.shape[2:]) < 2:
@@ -224,14 +224,14 @@ def _halved(module: nn.Module, rows: Rows) -> Iterator[None]:
     try:
         for name, features in rows.items():
             for parameter, axis in _parameters(module, name).items():
-                tensor = module.get_submodule(name).get_parameter(parameter)
+                tensor: Tensor = module.get_submodule(name).get_parameter(parameter)
                 saved.append((tensor, tensor.clone()))
                 index = torch.tensor(features, device=tensor.device)
                 tensor.index_copy_(axis, index, tensor.index_select(axis, index) * 0.5)
         yield
     finally:
-        for tensor, before in saved:
-            tensor.copy_(before)
+        for changed, before in saved:
+            changed.copy_(before)
 
 
 def _require_halved(path: str, module: nn.Module, before: Tensor, after: Tensor, head: int) -> None:
