@@ -62,7 +62,7 @@ class WeightChange(NamedTuple):
             moments: of the tokens.
         """
         outer = torch.outer(self.centre, moments.x)
-        xx = moments.xx - outer - outer.mT + moments.tokens * torch.outer(self.centre, self.centre)
+        xx = moments.xx - outer - outer.mT + moments.mass * torch.outer(self.centre, self.centre)
         square = ((self.right @ xx @ self.right.mT) * (self.left.mT @ self.left)).sum()
         return float(square + 2 * ((residual @ self.right.mT) * self.left).sum())
 
@@ -112,7 +112,7 @@ def fitted_removals(
             fitted, bias = others.fit(weight, kept, has_bias, damping)
             before[tried] += own.error(fitted, bias, kept)
             residual = own.yx - fitted @ own.xx[kept] - torch.outer(bias, own.x)
-            lost = own.y - fitted @ own.x[kept] - own.tokens * bias
+            lost = own.y - fitted @ own.x[kept] - own.mass * bias
             for index, change in enumerate(_changes(others, fitted, blocks, kept, has_bias, damping)):
                 changes[tried][index][fold] = change
                 added[tried, index] += change.added_error(residual - torch.outer(lost, change.centre), own)
@@ -132,7 +132,7 @@ def _changes(
     """Return the change of a fitted projection by each block if the other columns are fitted again to the same data."""
     width = len(moments.x)
     centred = moments.about_mean() if has_bias else moments
-    centre = moments.x / moments.tokens if has_bias else torch.zeros_like(moments.x)
+    centre = moments.x / moments.mass if has_bias else torch.zeros_like(moments.x)
     inverse = torch.linalg.inv(centred.damped(damping)[kept][:, kept])
     place = torch.full((width,), -1)
     place[kept] = torch.arange(len(kept))

@@ -93,7 +93,7 @@ class FoldedMoments:
 
     def add(self, fold: int, moments: OutputMoments) -> None:
         """Add moments to those of a fold."""
-        if moments.tokens:
+        if moments.mass:
             self.folds[fold] = self.folds[fold] + moments if fold in self.folds else moments
 
     def checked(self) -> "FoldedMoments":

@@ -6,6 +6,8 @@
 The weight of some columns S of x that minimises the mean of `|y - W x_S - b|^2` is `W = E[y x_S^T] E[x_S x_S^T]^-1`,
 with moments about the means if there is a bias. With a damping d, the minimised number has one more term,
 `d m |W - W_dense|^2`, where m is the mean square of the columns of x (ridge regression, Hoerl and Kennard 1970).
+
+All means are weighted means over tokens, see `token_weights`.
 """
 
 from dataclasses import dataclass
@@ -21,10 +23,11 @@ ROUNDING = 1e-12
 
 @dataclass
 class OutputMoments:
-    """Sums over tokens of x, y and their products, in float64.
+    """Weighted sums over tokens of x, y and their products, in float64.
 
     Attributes:
         tokens: number of tokens.
+        mass: sum of the weights of the tokens.
         x: sum of x.
         y: sum of y.
         xx: sum of x x^T.
@@ -33,6 +36,7 @@ class OutputMoments:
     """
 
     tokens: int
+    mass: float
     x: Float[Tensor, " width"]
     y: Float[Tensor, " out"]
     xx: Float[Tensor, "width width"]
@@ -40,28 +44,36 @@ class OutputMoments:
     yy: float
 
     @staticmethod
-    def of(x: Float[Tensor, "tokens width"], y: Float[Tensor, "tokens out"]) -> "OutputMoments":
-        """Return the sums over the tokens of one batch."""
+    def of(
+        x: Float[Tensor, "tokens width"],
+        y: Float[Tensor, "tokens out"],
+        weights: Float[Tensor, " tokens"] | None = None,
+    ) -> "OutputMoments":
+        """Return the sums over some tokens. Each token has the weight 1 by default."""
         x, y = x.double(), y.double()
-        return OutputMoments(len(x), x.sum(0), y.sum(0), x.mT @ x, y.mT @ x, float(y.square().sum()))
+        weights = x.new_ones(len(x)) if weights is None else weights.double()
+        weighted = weights[:, None] * x
+        squares = float(weights @ y.square().sum(1))
+        mass = float(weights.sum())
+        return OutputMoments(len(x), mass, weighted.sum(0), weights @ y, weighted.mT @ x, y.mT @ weighted, squares)
 
     def __add__(self, other: "OutputMoments") -> "OutputMoments":
-        sums = (getattr(self, name) + getattr(other, name) for name in ("tokens", "x", "y", "xx", "yx", "yy"))
+        sums = (getattr(self, name) + getattr(other, name) for name in ("tokens", "mass", "x", "y", "xx", "yx", "yy"))
         return OutputMoments(*sums)
 
     def about_mean(self) -> "OutputMoments":
         """Return the moments about the means of x and y, for a projection with a bias."""
-        x, y = self.x / self.tokens, self.y / self.tokens
-        xx = self.xx - self.tokens * torch.outer(x, x)
-        yx = self.yx - self.tokens * torch.outer(y, x)
-        yy = self.yy - self.tokens * float(y.square().sum())
+        x, y = self.x / self.mass, self.y / self.mass
+        xx = self.xx - self.mass * torch.outer(x, x)
+        yx = self.yx - self.mass * torch.outer(y, x)
+        yy = self.yy - self.mass * float(y.square().sum())
         if float(xx.trace()) <= ROUNDING * float(self.xx.trace()):
             xx, yx = torch.zeros_like(xx), torch.zeros_like(yx)
-        return OutputMoments(self.tokens, self.x, self.y, xx, yx, yy if yy > ROUNDING * self.yy else 0.0)
+        return OutputMoments(self.tokens, self.mass, self.x, self.y, xx, yx, yy if yy > ROUNDING * self.yy else 0.0)
 
     def damped(self, damping: float) -> Float[Tensor, "width width"]:
         """Return the mean of x x^T, with a part of its mean diagonal added to the diagonal; the identity if x is 0."""
-        mean = self.xx / self.tokens
+        mean = self.xx / self.mass
         added = damping * mean.diagonal().mean() if bool(mean.any()) else 1.0
         return mean + added * torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
 
@@ -79,9 +91,9 @@ class OutputMoments:
         """
         centred = self.about_mean() if has_bias else self
         dense = weight.double()[:, kept]
-        missing = (centred.yx[:, kept] - dense @ centred.xx[kept][:, kept]) / self.tokens
+        missing = (centred.yx[:, kept] - dense @ centred.xx[kept][:, kept]) / self.mass
         fitted = dense + torch.linalg.solve(centred.damped(damping)[kept][:, kept], missing.mT).mT
-        bias = (self.y - fitted @ self.x[kept]) / self.tokens
+        bias = (self.y - fitted @ self.x[kept]) / self.mass
         return fitted, bias if has_bias else torch.zeros_like(bias)
 
     def error(
@@ -89,6 +101,6 @@ class OutputMoments:
     ) -> float:
         """Return the sum over tokens of `|y - W x - b|^2`, for some columns of x."""
         x, xx = self.x[kept], self.xx[kept][:, kept]
-        about_bias = self.yy - 2 * bias @ self.y + self.tokens * bias @ bias
+        about_bias = self.yy - 2 * bias @ self.y + self.mass * bias @ bias
         of_weight = (weight @ xx - 2 * (self.yx[:, kept] - torch.outer(bias, x))) * weight
         return float(about_bias + of_weight.sum())

@@ -1,6 +1,8 @@
-"""Inputs of output projections: the outputs of all heads side by side, for each token except padding."""
+"""Inputs of output projections: the outputs of all heads side by side, for each token except padding; and derivatives
+with respect to the outputs of the projections.
+"""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -37,6 +39,49 @@ def projection_inputs(
         batch: arguments of the model, whose padding masks tell which tokens count.
     """
     recorded: dict[str, list[SequenceInputs]] = {name: [] for name in paths}
+
+    def record(name: str, division: "_Division", inputs: Tensor, output: Tensor) -> None:
+        recorded[name].extend(division(inputs.detach()))
+
+    with _projection_calls(model, paths, batch, record):
+        yield recorded
+
+
+@contextmanager
+def projection_slopes(
+    model: nn.Module, paths: Mapping[str, str], batch: Mapping[str, Any]
+) -> Iterator[dict[str, list[list[SequenceInputs]]]]:
+    """Record derivatives with respect to the outputs of projections, of calls of the model and backward passes while
+    the context is open: for each name in `paths` those of each call of the module at its path, by sequence. A call of
+    which no derivative is computed has an empty list.
+    """
+    recorded: dict[str, list[list[SequenceInputs]]] = {name: [] for name in paths}
+
+    def record(name: str, division: "_Division", inputs: Tensor, output: Tensor) -> Tensor:
+        slopes: list[SequenceInputs] = []
+        recorded[name].append(slopes)
+        output = output if output.requires_grad else output.detach().requires_grad_()
+        output.register_hook(lambda slope: slopes.extend(division(slope)))  # type: ignore[no-untyped-call]
+        return output
+
+    with _projection_calls(model, paths, batch, record):
+        yield recorded
+
+
+_Division = Callable[[Tensor], list[SequenceInputs]]
+"""Function that divides a tensor with one vector for each input of a projection into those of each sequence."""
+
+
+@contextmanager
+def _projection_calls(
+    model: nn.Module,
+    paths: Mapping[str, str],
+    batch: Mapping[str, Any],
+    on_call: Callable[[str, _Division, Tensor, Tensor], Tensor | None],
+) -> Iterator[None]:
+    """Pass each call of an output projection to a function while the context is open: its name, the division of its
+    tokens into sequences, its input and its output, which the function may replace.
+    """
     lengths: dict[str, list[int]] = {}
     sequences = count_sequences_and_tokens(batch)[0]
 
@@ -48,26 +93,30 @@ def projection_inputs(
 
         return hook
 
-    def record(name: str) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            inputs = arguments[0].detach()
+    def pass_on(name: str) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
+            inputs = arguments[0]
             mask = _first_tokens(inputs, lengths[name]) if name in lengths else padding_mask(inputs, batch)
             has_sequences_first = _has_sequences_first(model, paths[name])
             if mask is not None and not mask.all() and not has_sequences_first:
                 expected = "batches without padding, or layers with batch_first=True"
                 raise InputError("calibration", expected=expected, got=f"tokens first in {paths[name]}")
-            if inputs.ndim == 3 and len(inputs) == sequences and has_sequences_first:
-                parts = enumerate(inputs if mask is None else (x[own] for x, own in zip(inputs, mask, strict=True)))
-            else:
-                parts = enumerate([inputs.flatten(0, -2) if mask is None else inputs[mask]])
-            recorded[name].extend(SequenceInputs(*part) for part in parts)
+            is_divided = inputs.ndim == 3 and len(inputs) == sequences and has_sequences_first
+
+            def division(vectors: Tensor) -> list[SequenceInputs]:
+                if is_divided:
+                    rows = vectors if mask is None else (x[own] for x, own in zip(vectors, mask, strict=True))
+                    return [SequenceInputs(*row) for row in enumerate(rows)]
+                return [SequenceInputs(0, vectors.flatten(0, -2) if mask is None else vectors[mask])]
+
+            return on_call(name, division, inputs, output)
 
         return hook
 
-    hooks = [model.get_submodule(path).register_forward_pre_hook(record(name)) for name, path in paths.items()]
+    hooks = [model.get_submodule(path).register_forward_hook(pass_on(name)) for name, path in paths.items()]
     hooks += [_parent(model, path).register_forward_pre_hook(note_lengths(name)) for name, path in paths.items()]
     try:
-        yield recorded
+        yield
     finally:
         for hook in hooks:
             hook.remove()

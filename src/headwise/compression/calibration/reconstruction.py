@@ -18,6 +18,7 @@ from headwise.compression.calibration.folds import FoldedMoments, folds_of
 from headwise.compression.calibration.layer_runs import LayerRuns, layer_of_site
 from headwise.compression.calibration.output_moments import OutputMoments
 from headwise.compression.calibration.projection_inputs import SequenceInputs, projection_inputs
+from headwise.compression.calibration.token_weights import token_weights, weights_of
 from headwise.errors import InputError
 from headwise.intercept.layer_index import is_inside
 from headwise.removal.families import head_module
@@ -55,6 +56,7 @@ def reconstruct(
     paths, sites = dict(model.named_modules()), _in_order_of_runs(model, list(kept), batches)
     layer_of = {path: _layer_with_output(model, path, layer_of_site(paths, path, sites)) for path in sites}
     layers = list(dict.fromkeys(layer_of.values()))
+    weights = token_weights(model, {path: head_module(model, path).output for path in sites}, batches)
     dense_runs, changed_runs = (LayerRuns(each, batches, layers) for each in (model, changed))
     for layer in layers:
         inside = [path for path in sites if layer_of[path] == layer]
@@ -64,9 +66,10 @@ def reconstruct(
             inputs = _inputs(changed, module, changed_runs, layer, batches, store=False)
             projection: Any = model.get_submodule(module.output)
             moments = FoldedMoments(module.output)
-            for fold_of, xs, ys in zip(folds, inputs, targets, strict=True):
-                for (sequence, x), (_, y) in zip(xs, ys, strict=True):
-                    moments.add(fold_of[sequence], OutputMoments.of(x, projection(y)))
+            for number, (fold_of, xs, ys) in enumerate(zip(folds, inputs, targets, strict=True)):
+                for index, ((sequence, x), (_, y)) in enumerate(zip(xs, ys, strict=True)):
+                    own = weights_of(weights[path], number, index, x)
+                    moments.add(fold_of[sequence], OutputMoments.of(x, projection(y), own))
             _fit(changed.get_submodule(module.output), module, kept[path], moments.checked())
         changed_runs.run(layer, lambda index: nullcontext(), store=True)
 

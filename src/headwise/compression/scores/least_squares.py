@@ -16,6 +16,7 @@ from headwise.compression.calibration.folds import FoldedMoments, folds_of
 from headwise.compression.calibration.output_moments import OutputMoments
 from headwise.compression.calibration.projection_inputs import projection_inputs
 from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches
+from headwise.compression.calibration.token_weights import token_weights, weights_of
 from headwise.compression.calibration.weight_gradients import WeightGradients, require_slope, weight_gradients
 from headwise.compression.pruning.pruning_plan import Head
 from headwise.data.batches import call_model, copied, documents_of, evaluation_mode
@@ -32,6 +33,8 @@ class LeastSquaresScores:
     """Scores of sets of heads: the mean squared error of a module's output y that removal of the heads adds if the
     output projection is fitted again, by least squares, to y. The unit is the mean of `|y|^2`, about the
     mean of y if the projection has a bias. The error is that on sequences left out of the fit, by cross-validation.
+    Means are weighted: the weight of a token is the mean squared derivative of what the model returns with respect to y
+    at this token, so that an error at a token that all others depend on counts as much as its effect.
 
     State with `fitted` whether the projections will be fitted (`hw.prune` with calibration data) or keep their weights.
 
@@ -137,13 +140,15 @@ def _dense_moments(
     """Return the moments of inputs and outputs of each module's output projection in the dense model, by fold."""
     moments = {path: FoldedMoments(module.output) for path, module in modules.items()}
     outputs = {path: module.output for path, module in modules.items()}
-    for batch, fold_of in zip(batches, folds, strict=True):
+    weights = token_weights(model, outputs, batches)
+    for number, (batch, fold_of) in enumerate(zip(batches, folds, strict=True)):
         with projection_inputs(model, outputs, batch) as recorded:
             call_model(model, copied(batch))
         for path, inputs in recorded.items():
             projection = model.get_submodule(outputs[path])
-            for sequence, x in inputs:
-                moments[path].add(fold_of[sequence], OutputMoments.of(x, projection(x)))
+            for index, (sequence, x) in enumerate(inputs):
+                own = weights_of(weights[path], number, index, x)
+                moments[path].add(fold_of[sequence], OutputMoments.of(x, projection(x), own))
     return {path: each.checked() for path, each in moments.items()}
 
 

@@ -1,0 +1,124 @@
+"""Weights of tokens: the effect that a change of an attention module's output at a token has on what the model returns.
+
+A sum of squares over tokens in which all count equally hides an error that everything depends on. In most decoders,
+all later tokens attend to the first one, and its state is formed in the first layers: there a small error at the first
+token of a text changes the outputs at all others. A token's weight in the fit of an output projection, and in scores by
+least squares, is therefore the mean squared derivative of the model's output with respect to the module's output there:
+
+    w_t = E |d (u . f) / d y_t|^2
+
+y_t is the output of the projection at token t, and f is what the model returns, at all tokens except padding. The
+expectation is over directions u of random signs; for logits, they are multiplied by a square root of the Fisher matrix
+of the predicted distribution. To second order, the weighted squared error is then that of the model's output, or twice
+the Kullback-Leibler divergence from the dense model, if errors at different tokens and in different directions of y do
+not depend on each other.
+
+One direction for each batch is drawn, with a fixed seed: the weights cost one backward pass for each batch. They need
+no labels, and no loss.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from headwise.compression.calibration.projection_inputs import projection_slopes, stated_padding
+from headwise.compression.calibration.weight_gradients import without_parameter_gradients
+from headwise.data.batches import call_model, copied
+from headwise.errors import InputError
+from headwise.shapes import Float
+
+TokenWeights = list[list[Tensor]]
+"""Weights `(tokens,)` of the tokens of each sequence of each batch, in the order of `projection_inputs`."""
+
+
+def token_weights(
+    model: nn.Module, paths: Mapping[str, str], batches: Sequence[dict[str, Any]]
+) -> dict[str, TokenWeights | None]:
+    """Return the weights of tokens for each output projection, by name; None for weights of 1, if the model's output
+    does not depend on the projection.
+
+    Args:
+        model: the model, in evaluation mode.
+        paths: paths of the output projections, by name.
+        batches: arguments of the model.
+
+    Warns:
+        UserWarning: the model's output has no derivatives, so that all tokens have the weight 1.
+    """
+    weights: dict[str, TokenWeights] = {name: [] for name in paths}
+    for batch in batches:
+        with torch.enable_grad(), without_parameter_gradients(model), projection_slopes(model, paths, batch) as slopes:
+            problem = _backward(call_model(model, copied(batch)), batch)
+        if problem:
+            reason = f"the output of {type(model).__name__} has no derivatives: {problem}"
+            warnings.warn(f"all tokens have the same weight in scores and fits, because {reason}", stacklevel=2)
+            return dict.fromkeys(paths)
+        for name, calls in slopes.items():
+            weights[name].append([_squares(slope.x) for call in calls for slope in call])
+    return {name: own if _are_usable(own) else None for name, own in weights.items()}
+
+
+def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tensor) -> Tensor | None:
+    """Return the weights of the tokens of one recorded sequence of a batch; None for weights of 1.
+
+    Raises:
+        InputError: the projection has other tokens than in the backward pass.
+    """
+    if weights is None:
+        return None
+    own = weights[batch]
+    if sequence >= len(own) or len(own[sequence]) != len(x):
+        got = "another number with derivatives than without"
+        raise InputError("model", expected="output projections with the same number of tokens", got=got)
+    return own[sequence]
+
+
+def _backward(output: Any, batch: Mapping[str, Any]) -> str:
+    """Compute the derivatives of a random direction of a model's output, and return why it has none; otherwise ""."""
+    name, compared = next(((name, part) for name, part in _parts(output) if part.requires_grad), ("", None))
+    if compared is None:
+        return "no tensor of it requires a gradient"
+    direction = _direction(compared.detach(), is_logits=name == "logits" and compared.ndim == 3)
+    mask = stated_padding(compared.shape[:2], batch) if compared.ndim == 3 else None
+    if mask is not None:
+        direction = direction * mask[..., None].to(direction)
+    try:
+        compared.backward(direction.to(compared))  # type: ignore[no-untyped-call]
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _parts(output: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors of numbers in a model's output, each with its name; the first one is compared."""
+    named = [(name, getattr(output, name, None)) for name in ("logits", "last_hidden_state")]
+    parts = [*named, *(("", leaf) for leaf in pytree.tree_leaves(output))]
+    return [(name, part) for name, part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+
+
+def _direction(output: Float[Tensor, "..."], *, is_logits: bool) -> Float[Tensor, "..."]:
+    """Return a direction of random signs. For the logits of a distribution p, it is multiplied by the matrix
+    `B = diag(sqrt p) - p sqrt(p)^T`, so that `B B^T = diag(p) - p p^T` is the Fisher matrix of the logits.
+    """
+    signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    direction = signs.to(output).mul_(2).sub_(1)
+    if not is_logits or output.shape[-1] == 1:
+        return direction
+    probabilities = output.softmax(-1)
+    rooted = probabilities.sqrt() * direction
+    return rooted - probabilities * rooted.sum(-1, keepdim=True)
+
+
+def _squares(slopes: Float[Tensor, "tokens out"]) -> Float[Tensor, " tokens"]:
+    """Return the squared norm of the derivatives at each token."""
+    return slopes.double().square().sum(-1)
+
+
+def _are_usable(weights: TokenWeights) -> bool:
+    """Return True if weights are finite, and some are not 0."""
+    flat = [own for of_batch in weights for own in of_batch]
+    return bool(flat) and all(bool(own.isfinite().all()) for own in flat) and any(bool(own.any()) for own in flat)
