@@ -255,7 +255,7 @@ class Seen(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:Converting a tensor")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_what_is_not_ordinary_takes_the_readable_path(runs):
     q, k, v = random_tensors(kv_heads=6, queries=13)  # enough queries for torch's kernel
     for _ in range(3):
@@ -271,8 +271,6 @@ def test_what_is_not_ordinary_takes_the_readable_path(runs):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert attend(q, k, v).dtype == torch.bfloat16
     torch.testing.assert_close(torch.func.vmap(attend)(q[None], k[None], v[None])[0], expected)
-    traced = torch.jit.trace(attend, (q, k, v))
-    torch.testing.assert_close(traced(q, k, v), expected)
     attend(q.as_subclass(Subclass), k, v)
     attend(q, k, v, dropout=0.5)
     layer = hw.MultiHeadAttention(24, 3).eval()
