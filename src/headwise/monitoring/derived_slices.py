@@ -110,7 +110,7 @@ def _of_module(
             raise _refused(path, module, f"{len(mode.recorded)} attention calls in one run")
         scores: Tensor = mode.recorded[0]
         if scores.ndim == 3 and heads and len(scores) % heads == 0:
-            scores = scores.unflatten(0, (-1, heads))
+            scores = scores.unflatten(0, (-1, heads))  # type: ignore[no-untyped-call]
         if scores.ndim != 4 or heads not in (None, scores.shape[1]) or min(scores.shape[2:]) < 2:
             stated = "an unknown number of" if heads is None else heads
             raise _refused(path, module, f"logits of shape {tuple(scores.shape)} for {stated} heads")
