@@ -80,3 +80,13 @@ def test_the_bar_of_a_finished_study_is_full(budget, capsys):
         update()
         raise KeyboardInterrupt
     assert expected not in capsys.readouterr().err
+
+
+def test_a_view_shows_its_layers_on_a_terminal(monkeypatch, minilm):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    hw.view(minilm.model, minilm.tokenizer, "Coffee or tea?")
+    assert terminal.getvalue() == ""
+    hw.view(minilm.model, minilm.tokenizer, "Coffee or tea?", progress=True)
+    assert re.search(r"view.*6/6.*layers", terminal.getvalue())

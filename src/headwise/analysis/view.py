@@ -17,13 +17,15 @@ from headwise.analysis.head_view import ViewedText
 from headwise.analysis.view_result import View
 from headwise.analysis.view_set import ViewSet
 from headwise.analysis.viewer import Viewer
-from headwise.checks import whole_number
+from headwise.checks import flag, whole_number
 from headwise.data.batches import device_of
 from headwise.data.tokenization import EncodedText, encode_text, text_model
 from headwise.errors import HeadwiseError, InputError
 from headwise.intercept.install import intercepted
+from headwise.intercept.layer_index import innermost_attention_modules
 from headwise.intercept.model_name import model_name
 from headwise.runs.fingerprint import identity_of
+from headwise.runs.progress import progress_bar
 
 KEPT_TOKENS = 256
 """Number of tokens up to which `view` keeps all weights between tokens by default."""
@@ -40,6 +42,7 @@ def view(
     title: str | None = ...,
     truncate: bool = ...,
     keep_all: int = ...,
+    progress: bool = ...,
 ) -> View: ...
 
 
@@ -54,6 +57,7 @@ def view(
     title: str | None = ...,
     truncate: bool = ...,
     keep_all: int = ...,
+    progress: bool = ...,
 ) -> ViewSet: ...
 
 
@@ -67,6 +71,7 @@ def view(
     title: str | None = None,
     truncate: bool = False,
     keep_all: int = KEPT_TOKENS,
+    progress: bool = False,
 ) -> View | ViewSet:
     """Run a model on one text, and return the attention of each head: its statistics, its role (name for what it
     attends to), and the strongest links (largest attention weights) between words. For a list of texts, return a
@@ -86,6 +91,7 @@ def view(
         truncate: cut off a text that is longer than the model's limit, instead of refusing it.
         keep_all: number of tokens up to which all attention weights between tokens are kept in memory; of a longer
             text, the 32 largest weights of each token are kept.
+        progress: show a progress bar on standard error, on a terminal, while the model runs.
 
     Raises:
         InputError: the text is empty or too long; no self-attention over the tokens of the text was intercepted; the
@@ -106,6 +112,7 @@ def view(
     whole_number("keep_all", keep_all, least=0)
     title = model_name(model) if title is None else title
     options: dict[str, Any] = {"generate": generate, "title": title, "truncate": truncate, "keep_all": keep_all}
+    options["progress"] = flag("progress", progress)
     if generate and target is not None:
         raise InputError("generate", expected="0 with a target, which the decoder reads instead", got=generate)
     if isinstance(text, str) or not isinstance(text, Sequence):
@@ -120,7 +127,16 @@ def view(
 
 
 def _view(
-    model: Any, tokenizer: Any, text: Any, target: Any, *, generate: int, title: str, truncate: bool, keep_all: int
+    model: Any,
+    tokenizer: Any,
+    text: Any,
+    target: Any,
+    *,
+    generate: int,
+    title: str,
+    truncate: bool,
+    keep_all: int,
+    progress: bool,
 ) -> View:
     """Return the attention of each head on one text."""
     whole_model = model
@@ -143,7 +159,8 @@ def _view(
         )
         inputs = decoder_text.model_inputs(inputs)
         texts = decoder_text.texts(texts[0])
-    return view_of(model, texts, inputs, title=title, keep_all=keep_all, decoder_text=decoder_text)
+    options: dict[str, Any] = {"title": title, "keep_all": keep_all, "progress": progress}
+    return view_of(model, texts, inputs, decoder_text=decoder_text, **options)
 
 
 def view_of(
@@ -154,6 +171,7 @@ def view_of(
     title: str,
     keep_all: int = KEPT_TOKENS,
     decoder_text: DecoderText | None = None,
+    progress: bool = False,
 ) -> View:
     """Run a model on tokenized texts and return the attention of each head, for `view`, whose docstring describes the
     arguments and errors.
@@ -165,11 +183,18 @@ def view_of(
         title: name of the model.
         keep_all: number of tokens up to which all weights are kept.
         decoder_text: the text that a decoder reads, if the model generated it or it was stated.
+        progress: show a progress bar.
     """
-    viewer = Viewer(model, texts, keeps_all=max(len(each.tokens) for each in texts) <= keep_all)
+    modules = dict(model.named_modules())
+    layers, keeps_all = (
+        len(innermost_attention_modules(modules, modules)),
+        max(len(each.tokens) for each in texts) <= keep_all,
+    )
     try:
-        with torch.no_grad(), intercepted(model, viewer):
-            output = _call(model, inputs)
+        with progress_bar("view", layers or None, "layers", shown=progress, transient=True) as advance:
+            viewer = Viewer(model, texts, keeps_all=keeps_all, on_call=lambda: advance(1, False))
+            with torch.no_grad(), intercepted(model, viewer):
+                output = _call(model, inputs)
     except HeadwiseError:
         raise
     except Exception as error:

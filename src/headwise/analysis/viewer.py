@@ -1,6 +1,6 @@
 """Interceptor of `view`: statistics, links and attention weights of every head that attends over given texts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -59,10 +59,14 @@ class Viewer(SiteRegistry):
         model: the intercepted model.
         texts: one text, or a source and a target.
         keeps_all: True to keep all weights between tokens.
+        on_call: function that is called after each attention call over the texts.
     """
 
-    def __init__(self, model: nn.Module, texts: Sequence[ViewedText], *, keeps_all: bool) -> None:
+    def __init__(
+        self, model: nn.Module, texts: Sequence[ViewedText], *, keeps_all: bool, on_call: Callable[[], None]
+    ) -> None:
         super().__init__(model)
+        self._on_call = on_call
         self._texts, self._keeps_all = texts, keeps_all
         self._words = [
             TokensOfWords(each.word_of, torch.tensor([word.lexical for word in each.words])) for each in texts
@@ -97,6 +101,7 @@ class Viewer(SiteRegistry):
 
         def on_end() -> None:
             self._calls.append(_ViewedCall(call.site, call.layer, sides, tally, word_weights, token_weights))
+            self._on_call()
 
         context = self._context_of(sides, grid.device)
         return Observation(observer, context, on_end, partial(require_agreement, call.site.path))

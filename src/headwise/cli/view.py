@@ -85,7 +85,7 @@ def view(
         raise InputError("focus-kind", expected="--focus, whose words receive or exchange attention", got="no --focus")
     other = None if against is None else find_model(against, argument="against")
     quiet_libraries()
-    options = {"generate": generate, "truncate": truncate}
+    options = {"generate": generate, "truncate": truncate, "progress": not output.quiet}
     seen = _view(model, model.find(), texts, options).select(layer or (), head or ())
     foci = [_find(seen, each, focus_kind or FOCUS_KINDS[0]) for each in focus or ()]
     if html is not None:
