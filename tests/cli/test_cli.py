@@ -114,7 +114,7 @@ MISTAKES = pytest.mark.parametrize(
             "path: expected a file in an existing, writable folder",
         ),
         (["view", "hi", "--model", "{folder}"], b"", "model: expected a folder with a config.json"),
-        (["view", "hi", "--model", "not a/model/name"], b"", "a hub id, got 'not a/model/name', and there is no such folder"),
+        (["view", "hi", "--model", "not a/model/name"], b"", "got 'not a/model/name', and there is no such folder"),
     ],
 )
 

@@ -186,10 +186,8 @@ def view_of(
         progress: show a progress bar.
     """
     modules = dict(model.named_modules())
-    layers, keeps_all = (
-        len(innermost_attention_modules(modules, modules)),
-        max(len(each.tokens) for each in texts) <= keep_all,
-    )
+    layers = len(innermost_attention_modules(modules, modules))
+    keeps_all = max(len(each.tokens) for each in texts) <= keep_all
     try:
         with progress_bar("view", layers or None, "layers", shown=progress, transient=True) as advance:
             viewer = Viewer(model, texts, keeps_all=keeps_all, on_call=lambda: advance(1, False))
