@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise.compression.merging.merge_kv import MergeMethod
+from headwise.settings import MergeMethod
 from research.claims.environment import describe_environment
 from research.claims.result_files import read_json, work_folder, write_json
 from research.pruning.data import training

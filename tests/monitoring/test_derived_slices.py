@@ -29,7 +29,7 @@ def by_bmm(q, k, v):
     return torch.bmm(weights, v.flatten(0, 1)).view(q.shape)
 
 
-ATTEND = {
+ATTEND: dict = {
     "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
     "softmax": lambda q, k, v: scores_of(q, k).softmax(-1) @ v,
     "bmm": by_bmm,

@@ -43,7 +43,9 @@ def test_a_gpu_that_is_missing_is_refused_with_the_reason(is_built, gpus, device
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(hw.InputError) as error:
         device_argument("device", device)
-    expected = f"device: expected a device that torch can use, got '{device}': {reason}; use --device cpu (device='cpu')"
+    expected = (
+        f"device: expected a device that torch can use, got '{device}': {reason}; use --device cpu (device='cpu')"
+    )
     assert str(error.value) == expected
 
 

@@ -86,8 +86,8 @@ def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, backend: Any) -> Ha
     """Return what the preparation of a call of `attend` depends on, as a key; None if the call is not ordinary. All
     other arguments of `attend` must have their defaults. The operators check the dtypes of k and v.
 
-    Without a mask that is evaluated, the batch is not part of the signature, nor is the number of keys, unless there are
-    so few that torch's kernel gets a mask. So the steps of decoding share one.
+    Without a mask that is evaluated, the batch is not part of the signature. Neither is the number of keys, except for
+    so few keys that torch's kernel gets a mask. So the steps of decoding share one.
     """
     if not (
         type(q) is type(k) is type(v) is Tensor

@@ -109,8 +109,8 @@ class DynamicNTK:
         exponent = width / max(width - 2, 1)
         if isinstance(length, Tensor):
             excess = (length.to(most_precise_dtype(length.device)) / self.trained_length - 1).clamp(min=0)
-            theta, factor, exponent = (in_program(number, length.device) for number in (theta, self.factor, exponent))
-            return base_frequencies(theta * (1 + factor * excess) ** exponent, width, device), 1.0
+            base, factor, power = (in_program(number, length.device) for number in (theta, self.factor, exponent))
+            return base_frequencies(base * (1 + factor * excess) ** power, width, device), 1.0
         excess_ratio = max((length or 0) / self.trained_length - 1, 0)
         return base_frequencies(theta * (1 + self.factor * excess_ratio) ** exponent, width, device), 1.0
 

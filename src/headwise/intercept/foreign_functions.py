@@ -55,7 +55,7 @@ def call_replaced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
     The class `CausalBias` of masks computes calls of SDPA itself, but knows them by what is under the name of SDPA.
     """
-    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     if function is SDPA and is_causal_bias(mask):
         return type(mask)._dispatch(*args, **kwargs)
     return function(*args, **kwargs)

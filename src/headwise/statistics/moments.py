@@ -166,7 +166,7 @@ class RunningMoments:
     def parts(self, heads: int) -> "list[RunningMoments]":
         """Return the moments of each part of the columns, of this number of heads."""
         count, mean, deviations, counts, sums = (
-            each.split(heads, -1)
+            each.split(heads, -1)  # type: ignore[no-untyped-call]
             for each in (
                 self.alone.count,
                 self.alone.mean,

@@ -198,7 +198,7 @@ def _gradients(
     call = _call_of(*arguments)
     inputs: tuple[Any, ...] = (call.q, call.k, call.v, call.bias)
     if needs_exact_output and out.dtype != torch.float32:
-        results: Any = BlockwiseAttention.forward(*inputs, call.sinks, call.options)
+        results: Any = BlockwiseAttention.forward(call.q, call.k, call.v, call.bias, call.sinks, call.options)
         out = results[0]
     shifts, inverse_sums = normalizers[..., :1], normalizers[..., 1:]
     out_gradient, out = out_gradient.float(), out.float()

@@ -41,8 +41,8 @@ MOST_COMPILED = 128
 """Number of kernels that torch may compile before it raises an error."""
 
 STAGES_WITH_BIAS = 2
-"""Number of tiles that a kernel in half precision loads ahead if there is a bias. Torch's own choice of 3 does not count
-the tiles of the bias: with those, an H100 has too little shared memory.
+"""Number of tiles that a kernel in half precision loads ahead if there is a bias. Torch's own choice of 3 does not
+count the tiles of the bias: with those, an H100 has too little shared memory.
 """
 
 Kernel = Literal["auto", "triton", "flash"]

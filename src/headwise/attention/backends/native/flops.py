@@ -34,14 +34,16 @@ def register() -> None:
 def _forward(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
     """Return the number of operations of the two products: queries with keys, and weights with values."""
     batch, heads, queries, head_dim = q
-    return 2 * batch * heads * queries * k[2] * (head_dim + v[3])
+    operations: int = 2 * batch * heads * queries * k[2] * (head_dim + v[3])
+    return operations
 
 
 def _backward(*arguments: Any, **_: Any) -> int:
     """Return the number of operations of the five products of the backward pass, of which one computes scores again."""
     q, k, v = arguments[4:7]
     batch, heads, queries, head_dim = q
-    return 2 * batch * heads * queries * k[2] * (3 * head_dim + 2 * v[3])
+    operations: int = 2 * batch * heads * queries * k[2] * (3 * head_dim + 2 * v[3])
+    return operations
 
 
 def _bias_gradient(*arguments: Any, **_: Any) -> int:
