@@ -164,14 +164,13 @@ class _LatestCall(NamedTuple):
             torch.cat(each, 1).cpu()
             for each in ([mean.double() for mean, _ in values.values()], [has for _, has in values.values()])
         )
-        heads = numbers.shape[1] // len(values)
-        of_all = RunningMoments.from_values(numbers, is_value, clusters).parts(heads)
-        moments: dict[str, Summary] = dict(zip(values, of_all, strict=True))
-        for name in LARGEST & values.keys():
-            columns = slice(start := heads * list(values).index(name), start + heads)
-            counted = of_all[list(values).index(name)]
-            moments[name] = RunningLargest.from_values(numbers[:, columns], is_value[:, columns], counted)
-        return moments
+        widths = [mean.shape[1] for mean, _ in values.values()]
+        of_all = RunningMoments.from_values(numbers, is_value, clusters).parts(widths)
+        parts = zip(values, of_all, numbers.split(widths, 1), is_value.split(widths, 1), strict=True)  # type: ignore[no-untyped-call]
+        return {
+            name: RunningLargest.from_values(part, is_value_of_part, moments) if name in LARGEST else moments
+            for name, moments, part, is_value_of_part in parts
+        }
 
 
 class SiteRegistry(Interceptor):

@@ -50,11 +50,11 @@ class TorchCalls(TorchFunctionMode):
         attention are recorded, and their arguments may be changed by the interceptors.
         """
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return torchs_own(func)(*args, **kwargs)  # a compiler reads it; its calls are intercepted when they run
         if func in QUERIES:
             return func(*args, **kwargs)
         func = torchs_own(func)
-        if torch.compiler.is_dynamo_compiling():
-            return func(*args, **kwargs)  # a compiler reads the function; its calls are intercepted when they run
         if call_stack.torch_mode is not self or not call_stack.intercepts:
             return func(*args, **kwargs)  # the mode is another one where a backward pass repeats modules in a module
         if func is SDPA:

@@ -163,10 +163,10 @@ class RunningMoments:
         sums = ClusterSums.of(values[~is_alone], is_value[~is_alone], clusters[~is_alone])
         return RunningMoments(alone, sums, not is_unknown)
 
-    def parts(self, heads: int) -> "list[RunningMoments]":
-        """Return the moments of each part of the columns, of this number of heads."""
+    def parts(self, widths: list[int]) -> "list[RunningMoments]":
+        """Return the moments of each part of the columns; `widths` are their numbers of columns."""
         count, mean, deviations, counts, sums = (
-            each.split(heads, -1)  # type: ignore[no-untyped-call]
+            each.split(widths, -1)  # type: ignore[no-untyped-call]
             for each in (
                 self.alone.count,
                 self.alone.mean,
