@@ -6,6 +6,8 @@ import functools
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,9 @@ def run(blocks: list[tuple[str, str]], names: dict) -> str:
 @pytest.mark.filterwarnings("ignore:nothing is accelerated")  # without a compiler
 def test_the_code_of_the_readme_runs_and_prints_the_shown_output(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus.jsonl").write_text('{"text": "A cup of tea."}\n{"text": "And one of coffee."}\n')
+    long = "One cup of tea, and then another one. " * 200
+    lines = (json.dumps({"text": text}) + "\n" for text in ("A cup of tea.", "And one of coffee.", long))
+    (tmp_path / "corpus.jsonl").write_text("".join(lines))
     names = {}
     blocks = code_blocks("README.md")
     assert len(blocks) == 7
@@ -65,7 +69,7 @@ def test_the_code_of_the_page_about_view_runs(minilm, tmp_path, monkeypatch):
 def test_the_code_of_the_page_about_pages_runs(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("A cup of tea.\n\nAnd one of coffee.\n")
-    run(code_blocks("docs/page.md"), {"another_checkpoint": minilm.model})
+    run(code_blocks("docs/page.md"), {})
     assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "page.html", "compared.html"}
 
 
@@ -197,58 +201,106 @@ def test_the_page_about_plots_names_the_kinds_of_every_result(coffee):
     assert f"one of {dict(rows)['View']}, got" in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:nothing is accelerated")
-def test_the_code_of_the_page_about_acceleration_runs():
-    names = {"model": tiny.model("decoder", top="ForCausalLM"), "inputs": {"input_ids": tiny.TOKENS}}
-    assert "self_attn" in run(code_blocks("docs/accelerate.md"), names)
-    assert not names["acceleration"].is_active
-
-
-def test_the_code_of_the_pages_about_masks_and_conversion_runs():
-    q, k, v = torch.randn(2, 6, 5, 7), torch.randn(2, 3, 11, 7), torch.randn(2, 3, 11, 7)
-    names = {"hw": headwise, "torch": torch, "q": q, "k": k, "v": v}
-    run(code_blocks("docs/masks.md") + code_blocks("docs/convert.md"), names)
-    assert names["reason"] == "torch's fused operators have no softcap"
-    for ours, theirs in zip(
-        names["layer"].parameters(), headwise.from_torch(names["theirs"]).parameters(), strict=True
-    ):
-        assert torch.equal(ours, theirs)
-
-
-def test_the_code_of_the_page_about_monitoring_runs(tmp_path, monkeypatch):
+@pytest.fixture
+def reader(tmp_path, monkeypatch, request):
+    """Folder of a reader with data: a short document and very long ones. `hw.load("smollm2")` returns a small decoder
+    of 2 layers, or as many as the test states, in place of the real one.
+    """
+    load, options = headwise.load, {"top": "ForCausalLM", "max_position_embeddings": 2048}
+    small = (
+        tiny.model("decoder", num_hidden_layers=getattr(request, "param", 2), **options),
+        tiny.tokenizer("decoder"),
+    )
+    monkeypatch.setattr(headwise, "load", lambda name, *a, **k: small if name == "smollm2" else load(name, *a, **k))
     monkeypatch.chdir(tmp_path)
-    options = {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True}
-    arguments = transformers.TrainingArguments(output_dir="out", save_strategy="no", disable_tqdm=True, **options)
-    ids = torch.randint(256, (4, 11))
-    names: dict = {"arguments": arguments, "dataset": [{"input_ids": each, "labels": each} for each in ids]}
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    documents = ["A cup of tea.", *tiny.texts(700, 650, 600)]
+    for number, name in enumerate(("corpus", "validation", "test")):
+        lines = (json.dumps({"text": f"w{90 + number} {text}"}) + "\n" for text in documents)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+PAGES = (
+    *("accelerate", "backends", "convert", "distances", "gates", "gpu", "importance", "in-context", "masks"),
+    *("positions", "profile", "roles", "study", "watch"),
+)
+"""Pages whose examples run as they stand, with small models. Other tests run the examples of the other pages."""
+
+WITH_REAL_MODEL = ("head-tests", "patching")
+"""Pages whose examples need what SmolLM2 has learned."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_REAL_MODEL)
+def test_the_examples_of_a_page_run_with_the_real_model(page, reader, smollm2, monkeypatch):
+    monkeypatch.setattr(headwise, "load", lambda *_, **__: smollm2)
+    rows = [f"{number}\tw{number}\t_\tNOUN\t_\t_\t{number - 1}\tnsubj\t_\t_" for number in range(1, 12)]
+    rows[0] = "1\tw1\t_\tVERB\t_\t_\t0\troot\t_\t_"
+    sentence = "\n".join(["# text = x", *rows]) + "\n\n"
+    (reader / "en_ewt-ud-test.conllu").write_text(sentence * 8)
+    run(code_blocks(f"docs/{page}.md"), {})
+
+
+@pytest.mark.filterwarnings("ignore:nothing is accelerated")
+@pytest.mark.parametrize(
+    ("page", "reader"), [(page, 8 if page == "gates" else 2) for page in PAGES], ids=PAGES, indirect=["reader"]
+)
+def test_the_examples_of_a_page_run_in_order(page, reader):
+    names: dict = {}
+    run(code_blocks(f"docs/{page}.md"), names)
+    if "acceleration" in names:
+        assert not names["acceleration"].is_active
+    if page == "masks":
+        assert names["reason"] == "torch's fused operators have no softcap"
+    if page == "convert":
+        for ours, theirs in zip(
+            names["layer"].parameters(), headwise.from_torch(names["theirs"]).parameters(), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+
+
+def undefined_names(code: str) -> list[str]:
+    """Return the names that code uses and nothing defines."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "--output-format=json", "-"]
+    result = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
+    return [each["message"] for each in json.loads(result.stdout)]
+
+
+def test_every_name_in_the_examples_of_a_page_is_defined_on_it():
+    pages = [page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text(encoding="utf-8")]
+    assert len(pages) > 25
+    for page in (ROOT / "README.md", *pages):
+        code = "\n".join(block for block, _ in code_blocks(str(page.relative_to(ROOT))))
+        assert undefined_names(code) == [], page.name
+    assert undefined_names("import torch\nprint(torch, model)") == ["Undefined name `model`"]
+
+
+def test_the_examples_of_every_page_are_run():
+    tests = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"[\w-]+\.md", path.read_text())
+    }
+    for page in (ROOT / "docs").glob("*.md"):
+        if "```python" in page.read_text(encoding="utf-8"):
+            assert page.stem in (*PAGES, *WITH_REAL_MODEL) or page.name in tests, page.name
+
+
+def test_the_code_of_the_page_about_monitoring_runs(reader):
+    names: dict = {}
     blocks = code_blocks("docs/monitor.md")
-    of_lightning = [block for block in blocks if "import lightning" in block[0]]
-    run([block for block in blocks if block not in of_lightning], names)
-    assert len(blocks) - len(of_lightning) == 6
+    without_lightning = [block for block in blocks if "import lightning" not in block[0]]
+    run(without_lightning, names)
+    assert len(blocks) - len(without_lightning) == 1
     assert headwise.History.load("run").steps == [0, 10, 20]
     assert names["history"].steps == [0, 10, 20]
-    assert headwise.History.load("trainer-run").steps == names["callback"].monitor.history.steps == [0]
+    assert headwise.History.load("trainer-run").steps == [0]
     assert {path.name for path in Path("run").glob("*.png")} >= {"max_logit.png", "entropy.png"}
 
 
-def test_the_code_for_lightning_on_the_page_about_monitoring_runs(tmp_path, monkeypatch):
-    lightning = pytest.importorskip("lightning.pytorch")
-    monkeypatch.chdir(tmp_path)
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = tiny.model("decoder", top="ForCausalLM").train()
-
-        def training_step(self, ids, index):
-            return self.model(ids, labels=ids).loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-    loader = torch.utils.data.DataLoader(list(torch.randint(5, 97, (4, 11))), batch_size=2)
-    (block,) = [block for block in code_blocks("docs/monitor.md") if "import lightning" in block[0]]
-    run([block], {"hw": headwise, "module": Module(), "loader": loader})
+def test_the_code_for_lightning_on_the_page_about_monitoring_runs(reader):
+    pytest.importorskip("lightning.pytorch")
+    first, *_, of_lightning = code_blocks("docs/monitor.md")
+    run([(first[0].partition("with hw.monitor")[0], ""), of_lightning], {})
     assert headwise.History.load("lightning-run").steps == [0]
 
 
