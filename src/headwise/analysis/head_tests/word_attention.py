@@ -35,7 +35,7 @@ class MostAttendedWords(WeightReader):
         self._last_row: dict[int, int] = {}
         self._eligible: Bool[torch.Tensor, " words"] = torch.zeros(0, dtype=torch.bool)
         self._found: dict[SiteKey, Int[torch.Tensor, "heads words"]] = {}
-        self._unfinished: dict[tuple[SiteKey, int], tuple[int, Float[torch.Tensor, "heads words"]]] = {}
+        self._unfinished: dict[SiteKey, tuple[Int[torch.Tensor, " heads"], Float[torch.Tensor, "heads words"]]] = {}
         self.sees: Bool[torch.Tensor, "words words"] = torch.zeros(0, 0, dtype=torch.bool)
 
     def begin_sentence(self, word_of: Int[torch.Tensor, " tokens"], words: int) -> None:
@@ -57,6 +57,8 @@ class MostAttendedWords(WeightReader):
         heads, rows, words = block.tile.heads, block.rows, len(self._eligible)
         if site not in self._found:
             self._found[site] = torch.full((block.grid.heads, words), NO_WORD)
+            sums_of_heads = block.weights.new_zeros(block.grid.heads, words, device="cpu")
+            self._unfinished[site] = torch.full((block.grid.heads,), NO_WORD), sums_of_heads
         of_rows, of_columns = self._word_of[rows.start : rows.stop], self._word_of[block.visibility.key_indices.cpu()]
         is_row, is_column = of_rows != NO_WORD, of_columns != NO_WORD
         weights = block.weights[0].cpu()[:, is_row][..., is_column]
@@ -66,12 +68,11 @@ class MostAttendedWords(WeightReader):
         to_words.index_add_(2, of_columns[is_column], weights)
         local, place = torch.unique(of_rows[is_row], return_inverse=True)
         sums = weights.new_zeros(len(weights), len(local), words).index_add_(1, place, to_words)
-        before = self._unfinished.pop((site, heads.start), None)
-        if before is not None:
-            sums[:, local == before[0]] += before[1][:, None]
+        unfinished_word, unfinished_sums = self._unfinished[site]  # of each head, since blocks may divide heads anew
+        sums += (local == unfinished_word[heads, None])[..., None] * unfinished_sums[heads, None]
         is_complete = torch.tensor([self._last_row[word] < rows.stop for word in local.tolist()], dtype=torch.bool)
-        if not bool(is_complete.all()):
-            self._unfinished[site, heads.start] = int(local[-1]), sums[:, -1]
+        if len(local):
+            unfinished_word[heads], unfinished_sums[heads] = NO_WORD if is_complete[-1] else local[-1], sums[:, -1]
         self._finish(site, heads, local[is_complete], sums[:, is_complete])
 
     def _finish(
