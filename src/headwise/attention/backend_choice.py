@@ -7,7 +7,7 @@ share `CAUSAL_FLAG_SHARE` under its causal flag. Where torch keeps the whole mat
 Blockwise attention computes only the blocks that the mask leaves, at `FLOAT32_SCORE_COST` or `BFLOAT16_SCORE_COST` for
 a score, plus an overhead for each block. All figures were measured on two cores with AVX-512 (docs/lab-notes.md).
 
-On a GPU, the choice follows from what the kernels compute, since nothing has been measured there yet: `fused` where
+On a GPU, the choice follows from what the kernels compute: `fused` where
 torch's kernels leave out what the mask hides, and for few queries, and `flex` elsewhere. On other devices, `fused` is
 chosen wherever it can.
 """
