@@ -6,7 +6,6 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,29 +115,6 @@ def test_an_upward_import_is_detected():
 def test_packages_have_nothing_in_their_init():
     for path in SOURCE.rglob("*/__init__.py"):
         assert [type(node) for node in ast.parse(path.read_text()).body] == [ast.Expr], path
-
-
-LONGEST_FUNCTION, MOST_ARGUMENTS = 60, 15
-PUBLIC_SIGNATURES = {"MultiHeadAttention.__init__", "MultiHeadAttention.forward", "LatentAttention.__init__", "attend"}
-"""Functions with many documented options, exempt from the limits of a function."""
-
-
-def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Yield every function below a node with its name, methods after the name of their class."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef):
-            yield prefix + node.name, node
-        yield from functions(node, f"{node.name}." if isinstance(node, ast.ClassDef) else "")
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_functions_are_short_and_take_few_arguments(module):
-    for name, node in functions(ast.parse(MODULES[module].read_text())):
-        if name in PUBLIC_SIGNATURES:
-            continue
-        assert node.end_lineno - node.lineno + 1 <= LONGEST_FUNCTION, name
-        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        assert len(arguments) <= MOST_ARGUMENTS, name
 
 
 OPTIONAL = [

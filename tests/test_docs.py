@@ -19,6 +19,7 @@ import headwise
 import tiny
 from headwise.analysis.roles import ROLES
 from headwise.attention.masks import factories
+from headwise.data.models import load
 from headwise.show.terminal import print_view
 from headwise.statistics.registry import STATISTICS
 
@@ -206,7 +207,7 @@ def reader(tmp_path, monkeypatch, request):
     """Folder of a reader with data: a short document and very long ones. `hw.load("smollm2")` returns a small decoder
     of 2 layers, or as many as the test states, in place of the real one.
     """
-    load, options = headwise.load, {"top": "ForCausalLM", "max_position_embeddings": 2048}
+    options = {"top": "ForCausalLM", "max_position_embeddings": 2048}
     small = (
         tiny.model("decoder", num_hidden_layers=getattr(request, "param", 2), **options),
         tiny.tokenizer("decoder"),
@@ -233,8 +234,8 @@ WITH_REAL_MODEL = ("head-tests", "patching")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_REAL_MODEL)
-def test_the_examples_of_a_page_run_with_the_real_model(page, reader, smollm2, monkeypatch):
-    monkeypatch.setattr(headwise, "load", lambda *_, **__: smollm2)
+def test_the_examples_of_a_page_run_with_the_real_model(page, reader, monkeypatch):
+    monkeypatch.setattr(headwise, "load", load)
     rows = [f"{number}\tw{number}\t_\tNOUN\t_\t_\t{number - 1}\tnsubj\t_\t_" for number in range(1, 12)]
     rows[0] = "1\tw1\t_\tVERB\t_\t_\t0\troot\t_\t_"
     sentence = "\n".join(["# text = x", *rows]) + "\n\n"

@@ -118,7 +118,7 @@ def device_argument(argument: str, device: Any) -> torch.device:
     except Exception:  # torch has an error for each kind of device
         reason = _why_unusable(str(device))
         got = repr(str(device)) if reason is None else f"{str(device)!r}: {reason}"
-        remedy = None if reason is None else "use --device cpu (device='cpu')"
+        remedy = "use --device cpu (device='cpu')"
         raise InputError(argument, expected=expected, got=got, remedy=remedy) from None
     if usable.type == "meta":
         raise InputError(argument, expected=expected, got="'meta', whose tensors have no numbers")

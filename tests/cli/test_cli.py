@@ -148,7 +148,7 @@ def test_a_mistake_in_a_new_process_is_one_sentence_and_status_2(arguments, stdi
         (["vieew", "hi"], "no such command 'vieew'"),
         (["view", "hi", "--layer", "x"], "invalid value for '--layer': "),
         (["view", "hi", "-z"], "no such option: -z"),
-        (["view", "hi", "there"], "got unexpected extra argument"),
+        (["view", "hi", "there"], "text: expected one, got 2; put quotes around"),
     ],
 )
 def test_an_unparsable_command_line_is_one_sentence_and_status_2(in_process, arguments, sentence):

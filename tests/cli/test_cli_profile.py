@@ -146,7 +146,10 @@ def files(tmp_path):
             ["--documents", "some"],
             "Invalid value for '--documents': expected one of whole, truncate, cut, pack, got 'some'",
         ),
-        (["--device", "abacus"], "device: expected a device that torch can use, got 'abacus'"),
+        (
+            ["--device", "abacus"],
+            "device: expected a device that torch can use, got 'abacus'; use --device cpu (device='cpu')",
+        ),
         (["--out", "{here}/file"], "out: expected a folder that can be created and written, got '{here}/file'"),
         (
             ["--out", "{here}/other"],

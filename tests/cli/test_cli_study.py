@@ -74,7 +74,7 @@ def test_study_prints_the_table_and_the_recommendation(finished_study):
     for row in found.rows:
         (line,) = (line for line in lines if line.startswith(f"{row.name} ") or line.strip().startswith(f"{row.name} "))
         loss, size = row.statistics["loss"], row.statistics["parameters"].value
-        assert f"{loss.value:.4f} ± {loss.sem:.4f}" in line
+        assert f"{loss.value:.4f} ± {loss.sem:.2g}" in line
         assert f"{size:,.0f}" in line
         assert abs(size - 20_000) <= 24
         assert line.rstrip().endswith("frontier") == (row.setting in found.frontier)
@@ -210,7 +210,7 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
         (["--task", "foo"], "Invalid value for '--task': expected one of lm, mlm, classify, got 'foo'"),
         (
             ["--task", "classify"],
-            "data: expected JSON lines or Parquet with a column 'label', got {texts}/text.txt",
+            "data: expected JSON lines, CSV or Parquet with a column 'label', got {texts}/text.txt",
         ),
         (["--params", "10"], "params: expected at least #,### for 1x16 at this width and depth, got 10"),
         (
@@ -239,7 +239,10 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
             ["--tokenizer", "{texts}"],
             "tokenizer: expected a folder with a config.json (Hugging Face format), got '{texts}'",
         ),
-        (["--device", "abacus"], "device: expected a device that torch can use, got 'abacus'"),
+        (
+            ["--device", "abacus"],
+            "device: expected a device that torch can use, got 'abacus'; use --device cpu (device='cpu')",
+        ),
         (["--vocabulary", "9"], "vocabulary: expected at least 259, for bytes and special tokens, got 9"),
     ],
 )

@@ -256,7 +256,9 @@ def test_localize_refuses_an_encoder(headwise, folder, tmp_path):
     data = ("--model", tmp_path / "encoder", "--data", folder / "data.jsonl", "--out", tmp_path / "heads.json")
     status, _, err = headwise("localize", *data)
     assert status == 2
-    assert err.endswith("headwise: model: expected a decoder with a causal language-model head, got encoder\n")
+    assert err.endswith(
+        "headwise: model: expected a causal language model (a decoder), such as smollm2, got 'encoder'\n"
+    )
 
 
 def test_localize_saves_the_streaming_heads(headwise, folder, tmp_path):

@@ -95,7 +95,10 @@ def test_a_pair_on_the_command_line_is_printed_and_saved(folder, headwise, tmp_p
             ("--pairs", "pairs.jsonl", "--method", "path", "--receiver", "x"),
             "receiver: expected a layer and a head, such",
         ),
-        (("--pairs", "pairs.jsonl", "--model", "encoder"), "model: expected a causal language model, got "),
+        (
+            ("--pairs", "pairs.jsonl", "--model", "encoder"),
+            "model: expected a causal language model (a decoder), such as smollm2, got ",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(folder, headwise, monkeypatch, flags, message):

@@ -22,7 +22,7 @@ def test_a_single_process_needs_no_setup():
 def test_devices_that_torch_cannot_use_are_refused():
     assert device_argument("device", "cpu") == torch.device("cpu")
     for name in ("abacus", "", "cpu:x"):
-        with pytest.raises(hw.InputError, match=f"^device: expected a device that torch can use, got '{name}'$"):
+        with pytest.raises(hw.InputError, match=f"^device: expected a device that torch can use, got '{name}'; use "):
             device_argument("device", name)
 
 

@@ -288,12 +288,12 @@ def test_a_tokenizer_without_a_mask_token_is_refused(file):
 
 
 def test_a_plain_text_has_no_labels_and_is_refused(file, tmp_path):
-    sentence = f"data: expected JSON lines or Parquet with a column 'label', got {file}"
+    sentence = f"data: expected JSON lines, CSV or Parquet with a column 'label', got {file}"
     assert_refused(sentence, "classify", file, tiny.tokenizer("decoder"))
     (tmp_path / "more").mkdir()
     write_labelled_texts(tmp_path / "more" / "a.jsonl")
     (tmp_path / "more" / "notes.md").write_text("notes")
-    sentence = f"data: expected JSON lines or Parquet with a column 'label', got {tmp_path / 'more' / 'notes.md'}"
+    sentence = f"data: expected JSON lines, CSV or Parquet with a column 'label', got {tmp_path / 'more' / 'notes.md'}"
     assert_refused(sentence, "classify", tmp_path / "more", tiny.tokenizer("decoder"))
 
 

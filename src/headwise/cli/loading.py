@@ -107,13 +107,12 @@ def find_loss(source: "ModelSource", tokenizer: Any, name: str | None) -> tuple[
     if name is None:
         name = next(loss for loss, head in LOSSES.items() if head == trained_head)
     loss = loss_by_name(name, tokenizer)
-    needed_head = LOSSES[name]
-    if needed_head is not None and needed_head != trained_head:
+    needed = LOSSES[name]
+    if needed is not None and needed != trained_head:
         fitting = " or ".join(each for each, head in LOSSES.items() if head in (None, trained_head))
-        kind = {"causal": "a causal language model", "masked": "a masked language model"}[needed_head]
-        got = f"{name}, the loss of {kind}, which {source.title} is not"
+        got = f"{name}, the loss of a {needed} language model, which {source.title} is not"
         raise InputError("loss", expected=f"a loss of this model: {fitting}", got=got)
-    return needed_head, loss
+    return needed, loss
 
 
 @contextmanager

@@ -57,7 +57,8 @@ def call_replaced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     """
     mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     if function is SDPA and is_causal_bias(mask):
-        return type(mask)._dispatch(*args, **kwargs)
+        mask_class: Any = type(mask)
+        return mask_class._dispatch(*args, **kwargs)
     return function(*args, **kwargs)
 
 

@@ -14,7 +14,7 @@ from headwise.runs.rows import MeanEstimate
 from headwise.runs.significance import FALSE_DISCOVERY_RATE
 from headwise.runs.table import Table
 from headwise.show.scores import print_scores
-from headwise.wording import counted
+from headwise.wording import counted, number
 
 AT_RATE = f"at a false discovery rate of {FALSE_DISCOVERY_RATE:.0%}"
 
@@ -63,8 +63,8 @@ def print_dependencies(table: DependencyAccuracy, console: Console, top: int) ->
     """
     measured, best = table.metadata["measured"], table.best()
     _print_title(table, console, f"{counted(measured['sequences'], 'sentence')}, {counted(measured['pairs'], 'pair')}")
-    for reason, number in measured["left_out"].items():
-        console.print(Text(f"left out: {number} {reason}"), soft_wrap=True)
+    for reason, count in measured["left_out"].items():
+        console.print(Text(f"left out: {count} {reason}"), soft_wrap=True)
     q = best.tests()["gain_q"]
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("", "relation", "direction", "accuracy", "best offset", "gain", "q"):

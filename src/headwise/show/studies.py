@@ -45,7 +45,7 @@ def print_study(study: Study, console: Console) -> None:
     if metadata["left_out"]:
         console.print(Text(f"left out: {'; '.join(metadata['left_out'])}", style="dim"), soft_wrap=True)
     trials = Counter(trial["setting"] for trial in metadata["search"])
-    if few := [f"{name} ({number})" for name, number in trials.items() if number < FEW_TRIALS]:
+    if few := [f"{name} ({count})" for name, count in trials.items() if count < FEW_TRIALS]:
         console.print(f"fewer than {FEW_TRIALS} learning rates were tried for {', '.join(few)}")
     if incomplete := [row.name for row in study.rows if row.statistics["loss"].n < metadata["seeds"]]:
         planned = counted(metadata["seeds"], "seed")
