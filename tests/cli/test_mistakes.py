@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
 
 import headwise as hw
 import tiny
+from headwise.checks import head_pair
 from headwise.runs.rows import MeanEstimate
 from headwise.wording import UNKNOWN, number, quotient
 
@@ -63,6 +65,25 @@ def test_a_head_is_chosen_by_its_name(headwise, folder):
         assert [(row["layer"], row["head"]) for row in rows] == expected
     assert "expected a head of the layers [0], got 1.0" in headwise(*command, "--layer", 0, "--head", "1.0")[2]
     assert "expected a (layer, head) of this view, got (0, 97)" in headwise(*command, "--head", "0.97")[2]
+
+
+def test_a_text_names_a_head_in_python():
+    model = tiny.model("decoder", top="ForCausalLM").eval()
+    with torch.no_grad():
+        plain, outputs = model(tiny.TOKENS).logits, []
+        for key in ((1, 5), "1.5"):
+            with hw.gate(model, {key: 0.0}):
+                outputs.append(model(tiny.TOKENS).logits)
+    assert torch.equal(*outputs)
+    assert not torch.allclose(plain, outputs[0])
+    sets = ({"a": [(1, 5), (0, 2)]}, {"a": ["1.5", "0.2"]})
+    costs = [hw.ablate(model, [{"input_ids": tiny.TOKENS}], hw.next_token_loss, units=units) for units in sets]
+    assert costs[0].rows[0] == costs[1].rows[0]
+    seen = hw.view(model, tiny.tokenizer("decoder"), "w5 w6 w7")
+    assert [head.name for head in seen.select(heads=["1.5", (0, 2)]).heads] == ["0.2", "1.5"]
+    for value in ("1.5.0", "1,5", "1", "x.y", 1.5):
+        with pytest.raises(hw.InputError, match=f"^heads: expected heads, got {value!r}$"):
+            head_pair("heads", value, of="heads")
 
 
 @pytest.mark.usefixtures("no_weights")
