@@ -310,11 +310,13 @@ def mask_arguments(
 
 def _reads_bias(problem: Problem) -> bool:
     """Return True if torch's kernel for the CPU reads a bias in its dtype, that of the queries. Where torch keeps the
-    whole matrix instead, it would round the scores to this dtype.
+    whole matrix instead, it would round the scores to this dtype. False in recorded programs, which are the same with
+    and without gradients.
     """
     assert problem.bias is not None
-    keeps_dtype = not isinstance(problem.scale, Tensor) and not _needs_lse(problem) and not keeps_matrix(problem)
-    return keeps_dtype and problem.bias.dtype == problem.q.dtype
+    if isinstance(problem.scale, Tensor) or _needs_lse(problem) or keeps_matrix(problem) or records_program():
+        return False
+    return problem.bias.dtype == problem.q.dtype
 
 
 def _as_rows(
