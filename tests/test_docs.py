@@ -71,7 +71,7 @@ def test_the_code_of_the_page_about_pages_runs(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("A cup of tea.\n\nAnd one of coffee.\n")
     run(code_blocks("docs/page.md"), {})
-    assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "page.html", "compared.html"}
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "page.html", "entropy.html", "compared.html"}
 
 
 @pytest.mark.slow

@@ -337,7 +337,7 @@ def test_every_plot_takes_a_statistic_and_keywords(result):
 def test_results_have_short_names(heads, coffee):
     profile = profile_of()
     assert repr(profile) == "Profile(6 heads of a-model, 3 statistics over 7 sequences)"
-    assert repr(profile.head(1, 1)) == "ProfiledHead(1.1, induction, entropy 1.125, distance 3, duplicate –)"
+    assert repr(profile.head(1, 1)) == "ProfiledHead(1.1, induction, entropy 1.125, distance 3, duplicate \N{EN DASH})"
     many = dataclasses.replace(profile.rows[0], statistics=dict.fromkeys("abcde", MeanEstimate(0.0, 0.0, 1, 0)))
     assert repr(many) == "ProfiledHead(0.0, mixed, 5 statistics)"
     assert repr(table_of(hw.Ablation, {"cost": [1.0]}).rows[0]) == "HeadRow(0.0, cost 1)"
