@@ -21,6 +21,8 @@ def _run() -> int:
 
     try:
         from headwise.cli.app import run
+
+        return run()
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in ("typer", "rich"):
@@ -37,7 +39,6 @@ def _run() -> int:
                 return 2
         print(f"headwise: {MissingExtra(package, extra='cli', purpose='the command line')}", file=sys.stderr)
         return 2
-    return run()
 
 
 if __name__ == "__main__":
