@@ -130,7 +130,7 @@ def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, backend: Any) -> Ha
             return None
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     few_keys = keys if keys < fused.FEWEST_KEYS_WITHOUT_MASK else None
-    return queries, heads, kv_heads, width, few_keys, q.dtype, needs_gradient, masked, scale, backend
+    return queries, heads, kv_heads, width, q.dtype, needs_gradient, masked, scale, backend, few_keys
 
 
 def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
