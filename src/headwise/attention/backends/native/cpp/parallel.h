@@ -12,7 +12,7 @@ void run_forward(const Problem& call);
 void run_backward(const Problem& call);
 
 // The gradient of the bias of such a problem.
-void run_bias_gradient(const Problem& p);
+void run_bias_gradient(const Problem& call);
 
 void run_linear(const LinearMap& map);
 

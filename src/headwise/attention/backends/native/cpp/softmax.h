@@ -45,14 +45,14 @@ struct Divisor {
 
   // `powers` is the sum without the sink, relative to `shift`. Relative to the larger one of the shift and the sink
   // logit no power overflows. Where all scores are below the range of floats in units of ln 2, and were replaced by the
-  // least float, the log-sum-exp is the least float too.
+  // least float, the log-sum-exp is the least float too, unless a score is NaN.
   Divisor(double shift, double powers, double sink) : lse(sink * kLn2Exact) {
     if (powers == 0) return;
     const double top = sink > shift ? sink : shift, below = __builtin_exp2(shift - top);
     const double sum = powers * below + __builtin_exp2(sink - top), log2_sum = __builtin_log2(sum);
     inverse = float(below / sum);
     log2 = (top - shift) + log2_sum;  // next to a large shift, the sum of all three would lose the logarithm
-    lse = top == kNoScore ? top : (top + log2_sum) * kLn2Exact;
+    lse = top == kNoScore && sum == sum ? top : (top + log2_sum) * kLn2Exact;
   }
 };
 
