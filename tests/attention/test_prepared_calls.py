@@ -48,10 +48,16 @@ def random_tensors(batch=2, heads=6, kv_heads=3, queries=5, keys=7, width=11, dt
 
 
 def with_gradients(function, tensors, **options):
-    """Return the output of a function of q, k and v, and its gradients."""
+    """Return the results of a function of q, k and v, and the gradients of the sum of their squares."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    out = function(*leaves, **options)
-    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+    results = as_tuple(function(*leaves, **options))
+    total = sum(result.square().sum() for result in results)
+    return [*(result.detach() for result in results), *torch.autograd.grad(total, leaves)]
+
+
+def as_tuple(result):
+    """Return the result of `attend` as a tuple, also if it is the output alone."""
+    return result if isinstance(result, tuple) else (result,)
 
 
 def assert_same(got, wanted):
@@ -73,18 +79,20 @@ def test_drawn_calls_are_the_same_bit_for_bit(kind, runs):
         sizes = {"batch": batch, "heads": kv_heads * group, "queries": queries, "keys": keys}
         options = {"mask": None if kind is None else data.draw(masks(*sizes.values(), kinds=(kind,)))[0]}
         options["scale"] = data.draw(st.sampled_from([None, 0.3, -0.5]))
+        options["return_weights"] = data.draw(st.booleans())
         dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
         prepared_calls.clear()
         for _ in range(3):
             tensors = random_tensors(**sizes, kv_heads=kv_heads, dtype=dtype)
-            assert_same([attend(*tensors, **options)], [readable(*tensors, **options)])
+            assert_same(as_tuple(attend(*tensors, **options)), as_tuple(readable(*tensors, **options)))
             assert_same(with_gradients(attend, tensors, **options), with_gradients(readable, tensors, **options))
         # What runs is what `explain` names.
         for key, call in prepared_calls._calls.items():
             if isinstance(call, PreparedCall):
                 with torch.set_grad_enabled(key[5]):
                     leaves = [tensor.detach().requires_grad_(key[5]) for tensor in tensors]
-                    assert call.run.func.__name__ == f"_run_{hw.explain(*leaves, **options).backend}"
+                    backend = "with_weights" if options["return_weights"] else hw.explain(*leaves, **options).backend
+                    assert call.run.func.__name__ == f"_run_{backend}"
 
     check()
     assert len(runs) > 8
@@ -101,6 +109,7 @@ def test_sequences_of_differing_calls_never_mix_up(runs):
         *({"scale": scale} for scale in (0.1, 0.2)),
         *({"backend": backend} for backend in ("fused", "blockwise", "reference")),
         *({"mask": hw.window(2), "backend": backend} for backend in ("fused", "reference")),
+        *({"mask": mask, "return_weights": True} for mask in (None, hw.window(2), lengths)),
         {"return_lse": True},
         {"softcap": 1.0},
         {"bias": torch.randn(5, 7)},
@@ -132,20 +141,35 @@ MASKS_WITH_HIDDEN_KEYS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", [False, True], ids=["output", "weights"])
 @pytest.mark.parametrize("name", MASKS_WITH_HIDDEN_KEYS)
-def test_nan_and_infinity_in_hidden_keys_stay_contained(name, dtype):
+def test_nan_and_infinity_in_hidden_keys_stay_contained(name, weights, dtype):
     mask, bad_from = MASKS_WITH_HIDDEN_KEYS[name], 9
     for place in (1, 2):
         for bad in (torch.nan, torch.inf, -torch.inf):
             tensors = random_tensors(queries=13, keys=13, dtype=dtype)
             for _ in range(3):
-                attend(*tensors, mask=mask)
-                with_gradients(attend, tensors, mask=mask)
+                attend(*tensors, mask=mask, return_weights=weights)
+                with_gradients(attend, tensors, mask=mask, return_weights=weights)
             tensors[place][0, :, bad_from, 4] = bad
-            assert_same([attend(*tensors, mask=mask)], [readable(*tensors, mask=mask)])
-            got, wanted = (with_gradients(function, tensors, mask=mask) for function in (attend, readable))
+            got, wanted = (as_tuple(run(*tensors, mask=mask, return_weights=weights)) for run in (attend, readable))
+            assert_same(got, wanted)
+            got, wanted = (
+                with_gradients(run, tensors, mask=mask, return_weights=weights) for run in (attend, readable)
+            )
             assert_same(got, wanted)
             assert got[0][1].isfinite().all()
+
+
+def test_weights_of_a_row_whose_scores_are_all_minus_infinity_are_zero(runs):
+    q, k, v = random_tensors()
+    for _ in range(3):
+        attend(q, k, v, return_weights=True)
+    assert runs
+    q[0, 0, 1, 0], k[..., 0] = torch.inf, -1.0
+    got, wanted = (run(q, k, v, return_weights=True) for run in (attend, readable))
+    assert_same(got, wanted)
+    assert (got[1][0, 0, 1] == 0.0).all()
 
 
 def test_infinity_that_only_the_gradients_read_is_contained():

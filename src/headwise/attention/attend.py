@@ -115,12 +115,12 @@ def attend(
         and type(dropout) is float
         and dropout == 0.0
         and return_lse is False
-        and return_weights is False
+        and type(return_weights) is bool
     ):
-        key = prepared_calls.signature(q, k, v, mask, scale, backend)
-        out = None if key is None else prepared_calls.run(key, q, k, v)
-        if out is not None:
-            return out
+        key = prepared_calls.signature(q, k, v, mask, scale, return_weights, backend)
+        result = None if key is None else prepared_calls.run(key, q, k, v)
+        if result is not None:
+            return result
     q, k, v = _cast(q, k, v)
     problem = Problem.checked(
         q,

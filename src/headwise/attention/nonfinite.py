@@ -8,11 +8,14 @@ if that is not finite, the call is computed again without the bad numbers. Rows 
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise.attention.backend_choice import choose_fastest
+from headwise.attention.backends.native import library
 from headwise.attention.problem import Answer, Problem
 from headwise.checks import has_readable_values
 from headwise.shapes import Bool, Float
@@ -55,14 +58,20 @@ def has_nonfinite_keys_or_values(problem: Problem) -> bool:
     tensors = (problem.k, problem.v)
     if not all(map(_can_check, tensors)):
         return False
-    return not all(map(all_finite, tensors))
+    return not all_finite(*tensors)
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """Return True if all numbers of a tensor on a CPU are finite, in the time of a sum if their sum is finite."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return math.isfinite(tensor.sum()) or bool(tensor.isfinite().all())
+def all_finite(*tensors: Tensor | None) -> bool:
+    """Return True if all numbers of the tensors, up to three on a CPU, are finite. For None nothing is read."""
+    if library.load() is None:
+        return bool(_operator()(*tensors))
+    return all(tensor is None or _has_finite_sum(tensor) or bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+@cache
+def _operator() -> Any:
+    """Return the native operator. Finding it anew takes as long as calling it."""
+    return torch.ops.headwise.all_finite.default
 
 
 def _can_check(tensor: Tensor) -> bool:

@@ -96,7 +96,12 @@ def prepare_qkv(
             or weights with an axis of that size.
         offsets: of packed sequences, among the queries and among the keys.
     """
-    order, query_positions, new_positions = _positions(q, k, positions, cache, lengths, offsets)
+    order: Any = None
+    query_positions: Any = None
+    new_positions: Any = None
+    follows_from_sizes = cache is not None and not cache.reads_positions and positions is None and lengths is None
+    if rotary is not None or not follows_from_sizes:
+        order, query_positions, new_positions = _positions(q, k, positions, cache, lengths, offsets)
     if rotary is not None and not rotary.depends_on_length:
         q, k = rotary.rotate_both(q, k, query_positions, new_positions)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from headwise.attention.backend_choice import SMALLEST_PLANNED, Choice
-from headwise.attention.backends import fused
+from headwise.attention.backends import fused, reference
 from headwise.attention.backends.native import backend as native
 from headwise.attention.masks.base import And, Mask, Not, Or
 from headwise.attention.masks.by_head import PerHead
@@ -42,7 +42,7 @@ MOST_ELEMENTS = 2**21
 MOST_ELEMENTS_OF_A_MASK = 2**18
 """Largest number of elements of one prepared mask."""
 
-Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+Run = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -50,8 +50,8 @@ class PreparedCall:
     """One call of `attend`, ready to run on other values of q, k and v.
 
     Attributes:
-        run: function that computes the output with the operator and the arguments of the chosen backend.
-        hides_keys: True if NaN and infinity in hidden keys may reach the output.
+        run: function that computes the output, or output and weights, as the chosen backend does.
+        checks_output: True if the readable path treats NaN and infinity in the output in another way.
         checks_keys: True if infinity in keys may reach the gradients alone.
         checks_values: True if NaN and infinity in values may reach the gradients alone.
         elements: number of elements of the prepared mask.
@@ -61,7 +61,7 @@ class PreparedCall:
     """
 
     run: Run
-    hides_keys: bool
+    checks_output: bool
     checks_keys: bool
     checks_values: bool
     elements: int
@@ -82,7 +82,7 @@ _is_any_autocast_enabled, _is_tracing = torch._C._is_any_autocast_enabled, torch
 _transform = torch._C._functorch.peek_interpreter_stack
 
 
-def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, backend: Any) -> Hashable | None:
+def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, return_weights: bool, backend: Any) -> Hashable | None:
     """Return what the preparation of a call of `attend` depends on, as a key; None if the call is not ordinary. All
     other arguments of `attend` must have their defaults. The operators check the dtypes of k and v.
 
@@ -130,29 +130,30 @@ def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, backend: Any) -> Ha
             return None
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     few_keys = keys if keys < fused.FEWEST_KEYS_WITHOUT_MASK else None
-    return queries, heads, kv_heads, width, q.dtype, needs_gradient, masked, scale, backend, few_keys
+    return queries, heads, kv_heads, width, q.dtype, needs_gradient, masked, scale, return_weights, backend, few_keys
 
 
-def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """Return the output of a call with this signature; None if it has not been prepared, if its operator refuses the
-    tensors, if its mask was changed, or if NaN or infinity in hidden keys may reach the output or the gradients.
+def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor] | None:
+    """Return the output of a call with this signature, or output and weights; None if it has not been prepared, if its
+    operator refuses the tensors, if its mask was changed, or if NaN or infinity may have other results on the readable
+    path.
     """
     try:
         call = _calls.get(key)
         if type(call) is not PreparedCall:
             return None
-        out = call.run(q, k, v)
+        result = call.run(q, k, v)
     except (TypeError, RuntimeError):  # a mask that has no hash, such as a rule that is an unhashable object
         return None
     for tensor, version in call.reads:
         if tensor._version != version:
             _calls.pop(key, None)
             return None
-    if call.hides_keys and not (
-        all_finite(out) and (not call.checks_keys or all_finite(k)) and (not call.checks_values or all_finite(v))
-    ):
-        return None
-    return out
+    if call.checks_output:
+        out = result if type(result) is Tensor else result[0]
+        if not all_finite(out, k if call.checks_keys else None, v if call.checks_values else None):
+            return None
+    return result
 
 
 def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) -> None:
@@ -196,13 +197,16 @@ def clear() -> None:
 def _prepared(
     parts: tuple[Any, ...], tensors: tuple[Tensor, ...], problem: Problem, choice: Choice
 ) -> PreparedCall | None:
-    """Return the prepared call of a problem; None if its backend is neither `fused` nor `native`, or changes q, k and v
-    before its operator.
+    """Return the prepared call of a problem; None if its backend is none of `fused`, `native` and, for weights,
+    `reference`, or changes q, k and v before its operator.
     """
     needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (problem.q, problem.k, problem.v))
     # The prepared tensors serve later calls, which may save them for a backward pass.
     with torch.inference_mode(False), torch.no_grad():
-        prepare_run = {"fused": _fused, "native": _native}.get(choice.backend)
+        if problem.return_weights:  # `fused` leaves such calls to `reference`
+            prepare_run = _with_weights if choice.backend in ("fused", "reference") else None
+        else:
+            prepare_run = {"fused": _fused, "native": _native}.get(choice.backend)
         prepared = None if prepare_run is None else prepare_run(problem, needs_gradient)
     if prepared is None:
         return None
@@ -212,8 +216,8 @@ def _prepared(
     hides_keys = problem.mask is not None
     return PreparedCall(
         run,
-        hides_keys,
-        checks_keys=needs_gradient,
+        checks_output=hides_keys or problem.return_weights,
+        checks_keys=needs_gradient and hides_keys,
         # NaN and infinity in a value reach the output of each row that may attend to it.
         checks_values=needs_gradient and not every_key_is_visible,
         elements=elements,
@@ -269,6 +273,34 @@ def _run_native(operator: Any, arguments: list[Any], q: Tensor, k: Tensor, v: Te
     """Return the output of a native operator."""
     out: Tensor = operator(q, k, v, *arguments)[0]
     return out
+
+
+def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int, bool] | None:
+    """Return the function that computes output and weights with the operators of the reference, the number of elements
+    of its mask, and True if every head of queries attends to every key. Return None if they compute in another dtype,
+    or set the weights of a row without a key to 0.
+    """
+    if problem.q.dtype != problem.score_dtype:
+        return None
+    if problem.mask is None:
+        return partial(_run_with_weights, None, problem.scale), 0, True
+    matrix = problem.mask.block(problem.grid)
+    if not matrix.any(-1).all():
+        return None
+    every_key_is_visible = bool(matrix.any(2).all())
+    hidden = ~unexpanded(matrix)
+    return partial(_run_with_weights, hidden, problem.scale), hidden.numel(), every_key_is_visible
+
+
+def _run_with_weights(
+    hidden: Tensor | None, scale: float | Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return output and weights by the operators of the reference."""
+    scores = reference.grouped_matmul(q, k.mT) * scale
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    weights = torch.softmax(scores, -1)
+    return reference.grouped_matmul(weights, v), weights
 
 
 def _key_of(mask: Any) -> Hashable:

@@ -141,8 +141,14 @@ class Rotary:
         key_positions: Int[Tensor, "#batch keys"],
     ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch kv_heads keys key_dim"]]:
         """Return queries and keys rotated by their positions, as by `rotate`. Angles of both are computed only once."""
-        if self._is_kept and few_tokens_rotation.suits(q, query_positions):
-            return self.rotate(q, query_positions), self.rotate(k, key_positions)
+        suits = few_tokens_rotation.suits
+        if self._is_kept and suits(q, query_positions) and suits(k, key_positions):
+            self._check_input(q, query_positions)
+            turns, factor = _kept_frequencies(self, q.shape[3] if self.width is None else self.width, q.device)
+            return (
+                few_tokens_rotation.rotate(q, query_positions, turns, factor, self.interleaved),
+                few_tokens_rotation.rotate(k, key_positions, turns, factor, self.interleaved),
+            )
         angles = self.angles(q, query_positions)
         of_keys = angles if key_positions is query_positions else self.angles(k, key_positions)
         return self.apply_angles(q, angles), self.apply_angles(k, of_keys)

@@ -6,6 +6,7 @@ module in its place, tensors of other types, and whatever torch traces, transfor
 `explain_linear` states the choice.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -37,16 +38,41 @@ def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tenso
         linear: projection of a layer, usually an `nn.Linear`; adapters and quantised modules are called.
         x: input.
     """
+    return projections(x, linear)[0]
+
+
+def projections(x: Float[Tensor, "*tokens width"], *linears: nn.Module) -> list[Float[Tensor, "*tokens _"]]:
+    """Return the result of `project` for each of several projections of the same input.
+
+    Where no other engine can gain, and nothing sees or changes the calls of the modules, each is one call of
+    `F.linear`: the call of a module, and the choice of its engine, take longer than a small product.
+    """
+    smallest_work: float = 0
+    if not torch.compiler.is_compiling() and type(x) is Tensor and x.is_cpu and _module_calls_are_plain():
+        rows, smallest_work = _gains_of_engines(x.dtype)
+        size = x.numel()
+        if size // max(x.shape[-1], 1) in rows:
+            smallest_work = 0
+    results = []
+    for linear in linears:
+        parameters = _parameters_of_plain_call(linear) if smallest_work else None
+        if parameters is None or size * parameters[0].shape[0] >= smallest_work:
+            results.append(_project(linear, x))
+        else:
+            results.append(F.linear(x, *parameters))
+    return results
+
+
+def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
+    """Return `linear(x)`, computed by the engine that is chosen for this call."""
     weight: Any
     weight, bias = None, None
     if torch.compiler.is_compiling():
         is_replaced = not torch.compiler.is_exporting() and _is_compiled_with_operator(linear, x)
         engine = "onednn" if is_replaced else "torch"
     elif type(linear) is nn.Linear:
-        weight, bias = _parameters_of(linear)  # read once: in a step of decoding, the reads of modules take time
-        engine = _choose(linear, x, weight, bias).engine if _may_gain(x) else "torch"
-        if engine == "torch" and _is_plain_call(linear):
-            return F.linear(x, weight, bias)  # the call of the module takes longer than a small product
+        weight, bias = linear.weight, linear.bias  # read once: in a step of decoding, the reads of modules take time
+        engine = _choose(linear, x, weight, bias).engine
     else:
         engine = "torch"
     result: Tensor
@@ -97,39 +123,47 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
     return choice if reason is None else LinearChoice("torch", reason)
 
 
-def _parameters_of(linear: nn.Linear) -> tuple[Any, Any]:
-    """Return the weight and the bias of an `nn.Linear`. Its own dictionary is read first, which takes less time."""
-    parameters = linear._parameters
-    if "weight" in parameters and "bias" in parameters:
-        return parameters["weight"], parameters["bias"]
-    return linear.weight, linear.bias
-
-
-def _may_gain(x: Tensor) -> bool:
-    """Return False if the number of tokens alone decides that torch computes the products of x."""
-    if not (type(x) is Tensor and x.is_cpu) or torch._C._is_tracing():  # tracing would record the sizes
-        return False
-    dtype = x.dtype
-    return engine_of(dtype).engine != "torch" or x.numel() // max(x.shape[-1], 1) in native_rule(dtype).rows
-
-
-def _is_plain_call(linear: nn.Linear) -> bool:
-    """Return True if the call of an `nn.Linear` is one call of `F.linear`: no hook of a module sees or changes it, and
-    its functions are torch's own.
+def _gains_of_engines(dtype: torch.dtype) -> tuple[range, int | float]:
+    """Return the numbers of tokens at which the native kernel may gain in a dtype, and the number of multiplications
+    from which on oneDNN may.
     """
-    attributes = linear.__dict__
+    if engine_of(dtype).engine == "torch":
+        return native_rule(dtype).rows, math.inf
+    return native_rule(dtype).rows, linear_operator.SMALLEST_WORK if dtype == torch.float32 else SMALLEST_BFLOAT16_WORK
+
+
+def _module_calls_are_plain() -> bool:
+    """Return True if nothing sees or changes the calls of all `nn.Linear`: no hook of all modules, no replaced function
+    of torch's, and no tracing, which names operators by their modules.
+    """
     return not (
+        torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        or nn.Linear.forward is not _LINEAR_FORWARD
+        or nn.Module.__call__ is not _MODULE_CALL
+        or torch._C._is_tracing()
+    )
+
+
+def _parameters_of_plain_call(linear: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Return the weight and the bias of an `nn.Linear` whose call is one call of `F.linear`, since no hook or function
+    of its own sees or changes it; None for other modules.
+    """
+    if type(linear) is not nn.Linear:
+        return None
+    attributes = linear.__dict__
+    if (
         attributes["_forward_hooks"]
         or attributes["_forward_pre_hooks"]
         or attributes["_backward_hooks"]
         or attributes["_backward_pre_hooks"]
         or "forward" in attributes
         or "_compiled_call_impl" in attributes
-        or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
-        or nn.Linear.forward is not _LINEAR_FORWARD
-        or nn.Module.__call__ is not _MODULE_CALL
-        or torch._C._is_tracing()  # a traced program names its operators by their modules
-    )
+    ):
+        return None
+    parameters = attributes["_parameters"]
+    if "bias" not in parameters or parameters.get("weight") is None:
+        return None
+    return parameters["weight"], parameters["bias"]
 
 
 def _is_compiled_with_operator(linear: nn.Module, x: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from headwise.checks import size_argument
 from headwise.errors import InputError
 from headwise.nn.base import AttentionLayer
-from headwise.nn.linear_engine import project
+from headwise.nn.linear_engine import project, projections
 from headwise.nn.options import QKNorm
 from headwise.nn.projections import apply_norm
 from headwise.shapes import Float
@@ -179,6 +179,8 @@ class QKVProjection(AttentionLayer):
             return self._query_heads(project(modules["q_proj"], x)), context.k, context.v
         if self.fused_qkv:
             q, k, v = torch.split(project(modules["qkv_proj"], x), list(self.qkv_widths), dim=-1)
+        elif context is x and value_context is x:
+            q, k, v = projections(x, modules["q_proj"], modules["k_proj"], modules["v_proj"])
         else:
             q = project(modules["q_proj"], x)
             assert value_context is not None

@@ -64,10 +64,10 @@ def test_no_mask_tensor_is_made_for_square_causal_masks_and_masks_that_hide_noth
         return sdpa(*args, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    q = torch.randn(2, 3, 5, 8)
+    q = torch.randn(2, 3, 16, 8)
     hw.attend(q, q, q, mask=hw.causal(), backend="fused")
-    hw.attend(q[:, :, :1], q, q, mask=hw.causal() & hw.window(5), backend="fused")
-    hw.attend(q, q, q, mask=hw.padding([5, 5]), backend="fused")
+    hw.attend(q[:, :, :1], q, q, mask=hw.causal() & hw.window(16), backend="fused")
+    hw.attend(q, q, q, mask=hw.padding([16, 16]), backend="fused")
     assert seen == [(None, True), (None, False), (None, False)]
 
 

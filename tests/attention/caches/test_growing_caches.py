@@ -170,7 +170,7 @@ def test_calls_that_do_not_fit_are_rejected(make):
     cache = make()
     append(cache, 0, 5)
     with pytest.raises(hw.InputError, match="^x: expected the batch of 2 that the cache holds, got a batch of 4"):
-        cache.next_positions(4, 1, None, CPU)
+        cache.prepare_update(tuple(tensor.repeat(2, 1, 1, 1) for tensor in numbered(5, 1)), torch.tensor([[5]]))
     with pytest.raises(hw.InputError, match="^lengths: expected a StaticCache, .*, got .*Cache"):
         cache.next_positions(BATCH, 1, [1, 1], CPU)
     with pytest.raises(hw.InputError, match="^length: expected a whole number of 0 or more, got -1"):

@@ -12,7 +12,7 @@ The tokens of a call count as cached only after `commit`. A call that fails befo
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,9 +50,11 @@ class Cache(ABC):
 
     Attributes:
         mask: keys that the cache lets each query attend to, which the layer combines with its own mask; None for all.
+        reads_positions: False if no update depends on the positions of its tokens, because all are kept in order.
     """
 
     mask: Mask | None = None
+    reads_positions: ClassVar[bool] = True
 
     @abstractmethod
     def next_positions(
@@ -68,7 +70,7 @@ class Cache(ABC):
             device: of the result.
 
         Raises:
-            InputError: another batch than the cached one, lengths that the cache cannot represent, too many tokens.
+            InputError: lengths that the cache cannot represent, too many tokens.
         """
 
     @abstractmethod
@@ -85,7 +87,7 @@ class Cache(ABC):
             full_capacity: whether to return the empty slots of a `StaticCache` too.
 
         Raises:
-            InputError: tensors whose sizes, dtype or device differ from the stored ones.
+            InputError: tensors whose batch, sizes, dtype or device differ from the stored ones.
         """
 
     @abstractmethod
@@ -110,7 +112,7 @@ class Cache(ABC):
 
 def first_tokens(length: int, tensors: CachedTensors) -> CachedTensors:
     """Return views of the first `length` tokens of each tensor, along the third axis."""
-    return tuple(tensor[:, :, :length] for tensor in tensors)
+    return tuple(tensor.narrow(2, 0, length) for tensor in tensors)
 
 
 def reordered(tensors: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:

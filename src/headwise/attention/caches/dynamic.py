@@ -11,8 +11,10 @@ from headwise.shapes import Int
 class DynamicCache(GrowingCache):
     """Cache that stores every token; its memory grows with the text."""
 
+    reads_positions = False
+
     def prepare_update(
-        self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
+        self, new: CachedTensors, positions: Int[Tensor, "#batch new"] | None, *, full_capacity: bool = False
     ) -> CacheUpdate:
         """Return the tensors of all stored tokens followed by the new ones, and the number of tokens per sequence, new
         ones included, as a `CacheUpdate`. The arguments `positions` and `full_capacity` are ignored.
@@ -27,8 +29,8 @@ class DynamicCache(GrowingCache):
     def crop(self, length: int) -> None:
         """Remove all but the first `length` tokens of each sequence."""
         length = whole_number("length", length, least=0)
-        if self.tensors is not None:
-            self.tensors, self.token_count = first_tokens(length, self.tensors), min(self.token_count, length)
+        if self.tensors is not None and length < self.token_count:
+            self.tensors, self.token_count = first_tokens(length, self.tensors), length
 
     def __repr__(self) -> str:
         return f"DynamicCache({self.token_count} tokens)"

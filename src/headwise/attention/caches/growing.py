@@ -44,14 +44,12 @@ class GrowingCache(Cache):
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "1 new"]:
         """Return the positions of the next `new` tokens, the same for every sequence: with n tokens received so far, n
-        to n + new - 1. Raises `InputError` if `lengths` is not None, or if `batch` differs from the batch of the stored
-        tokens.
+        to n + new - 1. Raises `InputError` if `lengths` is not None.
         """
         if lengths is not None:
             expected = "a StaticCache, where each sequence may have its own length"
             raise InputError("lengths", expected=expected, got=repr(self))
-        require_same_batch(self.tensors, batch)
-        return torch.arange(self.token_count, self.token_count + new, device=device)[None]
+        return torch.arange(self.token_count, self.token_count + new, device=device).unsqueeze(0)
 
     def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
         """Replace each cached sequence b by sequence `index[b]`; the length of `index` becomes the batch size."""
@@ -91,13 +89,13 @@ class GrowingCache(Cache):
 
 
 def _require_same_kind(stored: CachedTensors, new: CachedTensors) -> None:
-    """Raise `InputError` unless the new tensors have the heads, widths, dtypes and device of the stored ones."""
-    stored_kinds, new_kinds = (
-        [(tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in tensors] for tensors in (stored, new)
-    )
-    if stored_kinds != new_kinds:
-        expected = f"heads, widths and dtypes {new_kinds}, the layer's"
-        raise InputError("cache", expected=expected, got=stored_kinds, remedy="a cache belongs to one layer")
+    """Raise `InputError` unless the new tensors have the batch, heads, widths, dtypes and device of the stored ones."""
+    require_same_batch(stored, new[0].shape[0])
+    for one, other in zip(stored, new, strict=True):
+        if one.shape[1::2] != other.shape[1::2] or one.dtype != other.dtype:
+            kinds = [[(*tensor.shape[1::2], tensor.dtype) for tensor in tensors] for tensors in (new, stored)]
+            expected = f"heads, widths and dtypes {kinds[0]}, the layer's"
+            raise InputError("cache", expected=expected, got=kinds[1], remedy="a cache belongs to one layer")
     if stored[0].device != new[0].device:
         raise InputError("cache", expected=f"tensors on {new[0].device} like the layer", got=stored[0].device)
 

@@ -228,6 +228,56 @@ std::string instruction_set() {
 // Checksum of the sources that the library was compiled from.
 std::string sources_checksum() { return HEADWISE_SOURCES; }
 
+// True if no number of x has the exponent of infinity and NaN.
+template <class Bits>
+bool has_no_exponent(const Tensor& x, Bits exponent) {
+  const int64_t axes = x.dim();
+  int64_t count = 1, extent = 1;
+  for (int64_t axis = 0; axis < axes; ++axis) count *= x.size(axis), extent += (x.size(axis) - 1) * x.stride(axis);
+  if (count == 0) return true;
+  const Bits* data = pointer<Bits>(x);
+  const auto is_bad = [&](const Bits* from, int64_t numbers, int64_t step) {
+    Bits bad = 0;
+    if (step == 1)
+      for (int64_t n = 0; n < numbers; ++n) bad |= Bits((from[n] & exponent) == exponent);
+    else
+      for (int64_t n = 0; n < numbers; ++n) bad |= Bits((from[n * step] & exponent) == exponent);
+    return bad != 0;
+  };
+  if (extent == count) return !is_bad(data, count, 1);  // dense, in any order of its axes
+  std::vector<int64_t> index(axes, 0);
+  while (true) {
+    const Bits* row = data;
+    for (int64_t axis = 0; axis < axes - 1; ++axis) row += index[axis] * x.stride(axis);
+    if (is_bad(row, x.size(axes - 1), x.stride(axes - 1))) return false;
+    int64_t axis = axes - 2;
+    while (axis >= 0 && ++index[axis] == x.size(axis)) index[axis--] = 0;
+    if (axis < 0) return true;
+  }
+}
+
+bool is_finite(const Tensor& x) {
+  STD_TORCH_CHECK(x.is_cpu() && x.dim() >= 1, "x must be a tensor on the CPU with 1 axis or more");
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+      return has_no_exponent<uint32_t>(x, 0x7f800000);
+    case ScalarType::BFloat16:
+      return has_no_exponent<uint16_t>(x, 0x7f80);
+    case ScalarType::Half:
+      return has_no_exponent<uint16_t>(x, 0x7c00);
+    case ScalarType::Double:
+      return has_no_exponent<uint64_t>(x, 0x7ff0000000000000);
+    default:
+      STD_TORCH_CHECK(false, "x must be of floating point, with 16, 32 or 64 bits");
+  }
+  return false;
+}
+
+// True if all numbers of the tensors are finite.
+bool all_finite(Tensor x, MaybeTensor y, MaybeTensor z) {
+  return is_finite(x) && (!y || is_finite(*y)) && (!z || is_finite(*z));
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
   m.def(
       "attend_forward(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
@@ -254,6 +304,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "key_tokens, "
       "Tensor? query_tokens, int token_count, Tensor? counted, Tensor? gram) "
       "-> (Tensor out, Tensor lse, Tensor rows, Tensor received, Tensor seen_by)");
+  m.def("all_finite(Tensor x, Tensor? y=None, Tensor? z=None) -> bool");
   m.def("instruction_set() -> str");
   m.def("sources_checksum() -> str");
 }
@@ -264,6 +315,7 @@ STABLE_TORCH_LIBRARY_IMPL(headwise, CPU, m) {
   m.impl("attend_backward", TORCH_BOX(&attend_backward));
   m.impl("attend_bias_gradient", TORCH_BOX(&attend_bias_gradient));
   m.impl("attend_statistics", TORCH_BOX(&attend_statistics));
+  m.impl("all_finite", TORCH_BOX(&all_finite));
 }
 STABLE_TORCH_LIBRARY_IMPL(headwise, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&instruction_set));
