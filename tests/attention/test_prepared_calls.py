@@ -1,6 +1,7 @@
 """Prepared calls return what the readable path returns, bit for bit, and never the preparation of another call."""
 
 import gc
+import itertools
 import random
 import threading
 import weakref
@@ -24,8 +25,8 @@ def runs(monkeypatch):
     """List of the results of prepared calls, in the order of the calls."""
     run, results = prepared_calls.run, []
 
-    def recorded(key, q, k, v):
-        out = run(key, q, k, v)
+    def recorded(key, q, k, v, bias):
+        out = run(key, q, k, v, bias)
         if out is not None:
             results.append(out)
         return out
@@ -52,6 +53,8 @@ def with_gradients(function, tensors, **options):
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     results = as_tuple(function(*leaves, **options))
     total = sum(result.square().sum() for result in results)
+    if options.get("bias") is not None and options["bias"].requires_grad:
+        leaves.append(options["bias"])
     return [*(result.detach() for result in results), *torch.autograd.grad(total, leaves)]
 
 
@@ -68,9 +71,15 @@ def assert_same(got, wanted):
         assert torch.equal(one.isnan(), other.isnan())
 
 
+def random_bias(shape, dtype, requires_grad):
+    """Random bias of one of the shapes that broadcast, in which a tenth of the numbers are -inf."""
+    bias = torch.randn(shape).to(dtype)
+    return bias.masked_fill(torch.rand(shape) < 0.1, -torch.inf).requires_grad_(requires_grad)
+
+
 @pytest.mark.parametrize("kind", [None, *(kind for kind in MASKS if kind not in ("dense", "mask_rule"))])
 def test_drawn_calls_are_the_same_bit_for_bit(kind, runs):
-    @settings(max_examples=10, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
+    @settings(max_examples=16, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
     @given(st.data())
     def check(data):
         batch, kv_heads, group = (data.draw(st.integers(1, 3)) for _ in range(3))
@@ -80,10 +89,16 @@ def test_drawn_calls_are_the_same_bit_for_bit(kind, runs):
         options = {"mask": None if kind is None else data.draw(masks(*sizes.values(), kinds=(kind,)))[0]}
         options["scale"] = data.draw(st.sampled_from([None, 0.3, -0.5]))
         options["return_weights"] = data.draw(st.booleans())
+        full = (batch, kv_heads * group, queries, keys)
+        shapes = list(itertools.product(*((1, size) for size in full)))
+        shape = data.draw(st.sampled_from([None, None, None, full, full[2:], *shapes]))
+        bias_requires_grad = data.draw(st.booleans())
         dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
         prepared_calls.clear()
         for _ in range(3):
             tensors = random_tensors(**sizes, kv_heads=kv_heads, dtype=dtype)
+            if shape is not None:
+                options["bias"] = random_bias(shape, dtype, bias_requires_grad)
             assert_same(as_tuple(attend(*tensors, **options)), as_tuple(readable(*tensors, **options)))
             assert_same(with_gradients(attend, tensors, **options), with_gradients(readable, tensors, **options))
         # What runs is what `explain` names.
@@ -112,7 +127,9 @@ def test_sequences_of_differing_calls_never_mix_up(runs):
         *({"mask": mask, "return_weights": True} for mask in (None, hw.window(2), lengths)),
         {"return_lse": True},
         {"softcap": 1.0},
-        {"bias": torch.randn(5, 7)},
+        *({"bias": torch.randn(5, 7), "mask": mask} for mask in (None, hw.window(2))),
+        *({"bias": torch.randn(5, 7), "mask": mask, "return_weights": True} for mask in (None, lengths)),
+        *({"bias": torch.randn(shape)} for shape in ((1, 6, 1, 7), (2, 1, 5, 1), (2, 6, 5, 7))),
         {"gate": torch.randn(6)},
         {"mask": torch.ones(5, 7, dtype=torch.bool).tril()},
         {"mask": hw.mask_rule(lambda b, h, q, k: k != 1)},

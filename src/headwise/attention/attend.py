@@ -105,7 +105,6 @@ def attend(
     if (
         not torch.compiler.is_compiling()
         and interception_hook is None
-        and bias is None
         and softcap is None
         and sinks is None
         and talking_heads is None
@@ -117,8 +116,8 @@ def attend(
         and return_lse is False
         and type(return_weights) is bool
     ):
-        key = prepared_calls.signature(q, k, v, mask, scale, return_weights, backend)
-        result = None if key is None else prepared_calls.run(key, q, k, v)
+        key = prepared_calls.signature(q, k, v, mask, bias, scale, return_weights, backend)
+        result = None if key is None else prepared_calls.run(key, q, k, v, bias)
         if result is not None:
             return result
     q, k, v = _cast(q, k, v)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from headwise.attention.backend_choice import SMALLEST_PLANNED, Choice
 from headwise.attention.backends import fused, reference
@@ -42,12 +43,12 @@ MOST_ELEMENTS = 2**21
 MOST_ELEMENTS_OF_A_MASK = 2**18
 """Largest number of elements of one prepared mask."""
 
-Run = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor | tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCall:
-    """One call of `attend`, ready to run on other values of q, k and v.
+    """One call of `attend`, ready to run on other values of q, k, v and the bias.
 
     Attributes:
         run: function that computes the output, or output and weights, as the chosen backend does.
@@ -82,7 +83,9 @@ _is_any_autocast_enabled, _is_tracing = torch._C._is_any_autocast_enabled, torch
 _transform = torch._C._functorch.peek_interpreter_stack
 
 
-def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, return_weights: bool, backend: Any) -> Hashable | None:
+def signature(
+    q: Any, k: Any, v: Any, mask: Any, bias: Any, scale: Any, return_weights: bool, backend: Any
+) -> Hashable | None:
     """Return what the preparation of a call of `attend` depends on, as a key; None if the call is not ordinary. All
     other arguments of `attend` must have their defaults. The operators check the dtypes of k and v.
 
@@ -96,6 +99,7 @@ def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, return_weights: boo
         and v.is_cpu
         and (scale is None or type(scale) is float)
         and (backend is None or type(backend) is str)
+        and (bias is None or _is_ordinary_bias(bias, q.dtype))
     ):
         return None
     if (
@@ -120,6 +124,8 @@ def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, return_weights: boo
             return None
     except (RuntimeError, ValueError):  # nested or sparse tensors, or another number of axes
         return None
+    has_gradients = torch.is_grad_enabled()
+    biased = None if bias is None else (bias.shape, batch, keys, has_gradients and bias.requires_grad)
     masked: Hashable = None
     if mask is not None:
         if type(mask) is Band and mask.width is None and mask.ahead == 0 and mask.dilation == 1:  # causal
@@ -128,12 +134,24 @@ def signature(q: Any, k: Any, v: Any, mask: Any, scale: Any, return_weights: boo
             masked = (_key_of(mask), batch, keys)
         else:
             return None
-    needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needs_gradient = has_gradients and (q.requires_grad or k.requires_grad or v.requires_grad)
     few_keys = keys if keys < fused.FEWEST_KEYS_WITHOUT_MASK else None
-    return queries, heads, kv_heads, width, q.dtype, needs_gradient, masked, scale, return_weights, backend, few_keys
+    sizes = queries, heads, kv_heads, width, q.dtype
+    return *sizes, needs_gradient, masked, biased, scale, return_weights, backend, few_keys
 
 
-def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor] | None:
+def _is_ordinary_bias(bias: Any, dtype: torch.dtype) -> bool:
+    """Return True if the operators read a bias as it is."""
+    return (
+        (type(bias) is Tensor or type(bias) is Parameter)
+        and bias.is_cpu
+        and bias.dtype is dtype
+        and bias.layout is torch.strided
+        and (not bias.is_inference() or torch.is_inference_mode_enabled())  # autograd may save it
+    )
+
+
+def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor | tuple[Tensor, Tensor] | None:
     """Return the output of a call with this signature, or output and weights; None if it has not been prepared, if its
     operator refuses the tensors, if its mask was changed, or if NaN or infinity may have other results on the readable
     path.
@@ -142,7 +160,9 @@ def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor
         call = _calls.get(key)
         if type(call) is not PreparedCall:
             return None
-        result = call.run(q, k, v)
+        if bias is not None and bias.ndim == 2:
+            bias = bias[None, None]
+        result = call.run(q, k, v, bias)
     except (TypeError, RuntimeError):  # a mask that has no hash, such as a rule that is an unhashable object
         return None
     for tensor, version in call.reads:
@@ -200,7 +220,8 @@ def _prepared(
     """Return the prepared call of a problem; None if its backend is none of `fused`, `native` and, for weights,
     `reference`, or changes q, k and v before its operator.
     """
-    needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (problem.q, problem.k, problem.v))
+    differentiable = [each for each in (problem.q, problem.k, problem.v, problem.bias) if each is not None]
+    needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in differentiable)
     # The prepared tensors serve later calls, which may save them for a backward pass.
     with torch.inference_mode(False), torch.no_grad():
         if problem.return_weights:  # `fused` leaves such calls to `reference`
@@ -213,7 +234,7 @@ def _prepared(
     run, elements, every_key_is_visible = prepared
     if elements > MOST_ELEMENTS_OF_A_MASK:
         return None
-    hides_keys = problem.mask is not None
+    hides_keys = problem.mask is not None or problem.bias is not None
     return PreparedCall(
         run,
         checks_output=hides_keys or problem.return_weights,
@@ -234,6 +255,12 @@ def _fused(problem: Problem, needs_gradient: bool) -> tuple[Run, int, bool] | No
     is_grouped = problem.q.shape[1] != problem.k.shape[1]
     if problem.grid.queries == 1 and (is_grouped or problem.q.dtype == torch.bfloat16):
         return None
+    options = {"scale": problem.scale, "enable_gqa": is_grouped}
+    if problem.bias is not None:
+        if needs_gradient and problem.bias.requires_grad and problem.bias.dtype != problem.score_dtype:
+            return None
+        hidden = None if problem.mask is None else ~problem.mask.block(problem.grid)
+        return partial(_run_fused, hidden, False, options), 0 if hidden is None else hidden.numel(), False
     matrix, is_causal = fused.mask_arguments(problem)
     elements, every_key_is_visible = 0, True
     if matrix is not None:
@@ -241,14 +268,23 @@ def _fused(problem: Problem, needs_gradient: bool) -> tuple[Run, int, bool] | No
         matrix = unexpanded(matrix)
         elements = matrix.numel()
         matrix = torch.zeros(matrix.shape, dtype=problem.q.dtype).masked_fill(~matrix, -torch.inf)  # as torch does
-    run = partial(_run_fused, matrix, is_causal, {"scale": problem.scale, "enable_gqa": is_grouped})
-    return run, elements, every_key_is_visible
+    return partial(_run_fused, matrix, is_causal, options), elements, every_key_is_visible
 
 
 def _run_fused(
-    matrix: Tensor | None, is_causal: bool, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor
+    matrix: Tensor | None,
+    is_causal: bool,
+    options: dict[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:
-    """Return the output of torch's kernel, by the function that models call too, which may have been replaced."""
+    """Return the output of torch's kernel, by the function that models call too, which may have been replaced. The
+    matrix is added to the scores; with a bias it is True where the bias becomes -inf.
+    """
+    if bias is not None:
+        matrix = bias if matrix is None else bias.masked_fill(matrix, -torch.inf)
     return F.scaled_dot_product_attention(q, k, v, matrix, 0.0, is_causal, **options)
 
 
@@ -260,18 +296,16 @@ def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int, bool] | N
     if visible.parts() is not None:
         return None
     matrix = visible.matrix()
-    _, _, _, *arguments = native.arguments(problem, visible.ranges, matrix)
-    if needs_gradient:
-        operator, arguments = torch.ops.headwise.attend_forward.default, [*arguments, 0.0, None]
-    else:
-        operator = torch.ops.headwise.attend.default
+    _, _, _, *arguments, _ = native.arguments(problem, visible.ranges, matrix)
+    operators = torch.ops.headwise
+    operator = operators.attend_forward.default if needs_gradient else operators.attend.default
     elements = sum(tensor.numel() for tensor in (visible.ranges, matrix) if tensor is not None)
     return partial(_run_native, operator, arguments), elements, False
 
 
-def _run_native(operator: Any, arguments: list[Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _run_native(operator: Any, arguments: list[Any], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Return the output of a native operator."""
-    out: Tensor = operator(q, k, v, *arguments)[0]
+    out: Tensor = operator(q, k, v, *arguments, bias)[0]
     return out
 
 
@@ -283,20 +317,23 @@ def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int, boo
     if problem.q.dtype != problem.score_dtype:
         return None
     if problem.mask is None:
-        return partial(_run_with_weights, None, problem.scale), 0, True
+        return partial(_run_with_weights, None, problem.scale), 0, problem.bias is None
     matrix = problem.mask.block(problem.grid)
     if not matrix.any(-1).all():
         return None
-    every_key_is_visible = bool(matrix.any(2).all())
+    every_key_is_visible = problem.bias is None and bool(matrix.any(2).all())
     hidden = ~unexpanded(matrix)
     return partial(_run_with_weights, hidden, problem.scale), hidden.numel(), every_key_is_visible
 
 
 def _run_with_weights(
-    hidden: Tensor | None, scale: float | Tensor, q: Tensor, k: Tensor, v: Tensor
+    hidden: Tensor | None, scale: float | Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return output and weights by the operators of the reference."""
     scores = reference.grouped_matmul(q, k.mT) * scale
+    if bias is not None:
+        scores = scores + bias
+        hidden = bias == -torch.inf if hidden is None else hidden | (bias == -torch.inf)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     weights = torch.softmax(scores, -1)
