@@ -92,14 +92,20 @@ class StaticCache(Cache):
 
     def next_positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
-    ) -> Int[Tensor, "batch new"]:
+    ) -> Int[Tensor, "#batch new"]:
         """Return the positions of the next `new` tokens of each sequence, starting at the number of tokens that the
-        sequence has cached. If `lengths` is passed, only the first `lengths[b]` new tokens of sequence b are real, and
-        the padding after them has position -1. Raises `InputError` if `lengths` is not one number from 0 to `new` for
-        each sequence, or if `batch` is not that of the cache. A token beyond the capacity raises it too, on a CPU and
-        not while compiling. On a GPU `lengths` are not read: numbers out of range count as 0 or as `new`.
+        sequence has cached; `(1, new)` if they are known to be the same for all sequences. If `lengths` is passed, only
+        the first `lengths[b]` new tokens of sequence b are real, and the padding after them has position -1. Raises
+        `InputError` if `lengths` is not one number from 0 to `new` for each sequence, or if `batch` is not that of the
+        cache. A token beyond the capacity raises it too, on a CPU and not while compiling. On a GPU `lengths` are not
+        read: numbers out of range count as 0 or as `new`.
         """
         require_same_batch(self.slots, batch)
+        if lengths is None and new and self.can_omit_empty_slots:
+            starts = self.lengths.tolist()
+            if starts.count(starts[0]) == len(starts):
+                self._require_room(starts[0] + new)
+                return torch.arange(starts[0], starts[0] + new, device=device).unsqueeze(0)
         step = torch.arange(new, device=device)
         positions = self.lengths[:, None] + step
         if lengths is not None:
@@ -112,10 +118,13 @@ class StaticCache(Cache):
             positions = torch.where(step < counts[:, None], positions, -1)
         # Where positions are not read, the index check of the device still rejects a token beyond the capacity.
         if has_readable_values(positions) and positions.numel():
-            _, last = _extremes(positions)
-            if last >= self.capacity:
-                raise InputError("cache", expected=f"room for {last + 1} tokens", got=f"a capacity of {self.capacity}")
+            self._require_room(_extremes(positions)[1] + 1)
         return positions
+
+    def _require_room(self, tokens: int) -> None:
+        """Raise `InputError` if a sequence of so many tokens has no room in the cache."""
+        if tokens > self.capacity:
+            raise InputError("cache", expected=f"room for {tokens} tokens", got=f"a capacity of {self.capacity}")
 
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
@@ -133,13 +142,11 @@ class StaticCache(Cache):
         self._has_uncommitted_writes = True
         can_omit = self.can_omit_empty_slots
         span = _common_span(positions) if can_omit and positions.numel() else None
+        if span is not None and not full_capacity:
+            self._write_to(span, new)
+            return CacheUpdate(self._slots_of(range(span.stop)), None, span.stop)
         token_counts = self._write(new, positions, span)
-        if full_capacity or not can_omit:
-            tensors = self.tensors
-        elif span is not None:
-            return CacheUpdate(self._slots_of(range(span.stop)), None, token_counts)
-        else:
-            tensors = self._slots_of(range(int(token_counts.max())))
+        tensors = self.tensors if full_capacity or not can_omit else self._slots_of(range(int(token_counts.max())))
         slot_positions = torch.arange(tensors[0].shape[2], device=token_counts.device)
         key_positions = torch.where(slot_positions < token_counts[:, None], slot_positions, -1)
         return CacheUpdate(tensors, key_positions, token_counts)
@@ -148,7 +155,7 @@ class StaticCache(Cache):
         """Raise `InputError` unless new keys and values have the heads, width, dtype and device of the cache's slots.
         Raises it too if gradients are enabled and a new tensor requires a gradient, since writing in place loses it.
         """
-        slot_sizes, new_sizes = ([tensor.shape[1:4:2] for tensor in tensors] for tensors in (self.slots, new))
+        slot_sizes, new_sizes = ([tensor.shape[1::2] for tensor in tensors] for tensors in (self.slots, new))
         if slot_sizes != new_sizes:
             expected = f"room for {[tuple(size) for size in new_sizes]} heads and widths, the layer's"
             got = f"a cache made for {[tuple(size) for size in slot_sizes]}"
@@ -166,7 +173,7 @@ class StaticCache(Cache):
                 )
 
     def _write(
-        self, new: CachedTensors, positions: Int[Tensor, "batch new"], span: range | None
+        self, new: CachedTensors, positions: Int[Tensor, "#batch new"], span: range | None
     ) -> Int[Tensor, " batch"]:
         """Write the new tokens into their slots, and return the length of each sequence including its new tokens. With
         `span`, a range of positions, the new tokens of every sequence are written to these positions. Otherwise token
@@ -174,8 +181,7 @@ class StaticCache(Cache):
         slot before position 0.
         """
         if span is not None:
-            for stored, tensor in zip(self._slots_of(span), new, strict=True):
-                stored.copy_(tensor)
+            self._write_to(span, new)
             return self.lengths + positions.shape[1]
         slot_indices = positions + 1  # padding has position -1
         sequence_indices = torch.arange(slot_indices.shape[0], device=slot_indices.device)[:, None]
@@ -183,9 +189,17 @@ class StaticCache(Cache):
             slots.transpose(1, 2)[sequence_indices, slot_indices] = tensor.transpose(1, 2)
         return self.lengths + (positions >= 0).sum(1)
 
+    def _write_to(self, span: range, new: CachedTensors) -> None:
+        """Write the new tokens of every sequence to the positions in `span`."""
+        for stored, tensor in zip(self._slots_of(span), new, strict=True):
+            stored.copy_(tensor)
+
     def commit(self, update: CacheUpdate) -> None:
         """Set the length of each sequence to that of the update, so that its written tokens count as cached."""
-        self.lengths.copy_(update.token_counts)
+        if isinstance(update.token_counts, Tensor):
+            self.lengths.copy_(update.token_counts)
+        else:
+            self.lengths.fill_(update.token_counts)
         self._has_uncommitted_writes = False
 
     def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
