@@ -43,7 +43,7 @@ def _process(rank, steps, folder):
         torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[3, pytest.param(20, marks=pytest.mark.slow)])
 def steps(request):
     """Number of steps of a training."""
     return request.param

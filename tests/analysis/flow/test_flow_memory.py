@@ -16,7 +16,7 @@ import headwise as hw
 import tiny
 
 torch.set_num_threads(1)
-model = tiny.model("decoder", max_position_embeddings=16384)
+model = tiny.model("decoder", max_position_embeddings=16384, num_hidden_layers=1, num_attention_heads=2)
 
 
 def run(length):
