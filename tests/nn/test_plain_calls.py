@@ -97,7 +97,8 @@ def checked_results(layer, x):
         patch.setattr(prepared_calls, "signature", lambda *_: None)
         patch.setattr(hw.MultiHeadAttention, "_unpack_plain", lambda *_: None)
         patch.setattr(MultiheadAttention, "_is_plain_self_attention", lambda *_: False)
-        patch.setattr(linear_engine, "_is_plain_call", lambda _: False)
+        patch.setattr(hw.MultiHeadAttention, "_short_call", lambda *_: None)
+        patch.setattr(linear_engine, "plain_parameters", lambda *_: None)
         return results(layer, x)
 
 

@@ -6,13 +6,13 @@ module in its place, tensors of other types, and whatever torch traces, transfor
 `explain_linear` states the choice.
 """
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from headwise.checks import has_own_class
 from headwise.nn import linear_operator
@@ -42,25 +42,59 @@ def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tenso
 
 
 def projections(x: Float[Tensor, "*tokens width"], *linears: nn.Module) -> list[Float[Tensor, "*tokens _"]]:
-    """Return the result of `project` for each of several projections of the same input.
+    """Return the result of `project` for each of several projections of the same input."""
+    parameters = plain_parameters(x, *linears)
+    if parameters is None:
+        return [_project(linear, x) for linear in linears]
+    return [F.linear(x, weight, bias) for weight, bias in parameters]
 
-    Where no other engine can gain, and nothing sees or changes the calls of the modules, each is one call of
-    `F.linear`: the call of a module, and the choice of its engine, take longer than a small product.
+
+def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple[Tensor, Tensor | None]] | None:
+    """Return the weight and the bias of each projection if its call for the tokens of x is one call of `F.linear`: no
+    other engine can gain, and nothing sees or changes the calls of the modules. Otherwise return None.
+
+    The call of a module, and the choice of its engine, take longer than a small product.
+
+    Args:
+        x: tensor with the dtype and the number of tokens of each input.
+        *linears: projections.
     """
-    smallest_work: float = 0
-    if not torch.compiler.is_compiling() and type(x) is Tensor and x.is_cpu and _module_calls_are_plain():
-        rows, smallest_work = _gains_of_engines(x.dtype)
-        size = x.numel()
-        if size // max(x.shape[-1], 1) in rows:
-            smallest_work = 0
-    results = []
+    if (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or not x.is_cpu
+        or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        or nn.Linear.forward is not _LINEAR_FORWARD
+        or nn.Module.__call__ is not _MODULE_CALL
+        or torch._C._is_tracing()  # a traced program names its operators by their modules
+    ):
+        return None
+    dtype = x.dtype
+    tokens = x.numel() // max(x.shape[-1], 1)
+    if tokens in native_rule(dtype).rows:
+        return None
+    is_torch = engine_of(dtype).engine == "torch"
+    smallest_work = linear_operator.SMALLEST_WORK if dtype == torch.float32 else SMALLEST_BFLOAT16_WORK
+    found = []
     for linear in linears:
-        parameters = _parameters_of_plain_call(linear) if smallest_work else None
-        if parameters is None or size * parameters[0].shape[0] >= smallest_work:
-            results.append(_project(linear, x))
-        else:
-            results.append(F.linear(x, *parameters))
-    return results
+        if type(linear) is not nn.Linear and type(linear) is not NonDynamicallyQuantizableLinear:
+            return None
+        attributes = linear.__dict__
+        if (
+            attributes["_forward_hooks"]
+            or attributes["_forward_pre_hooks"]
+            or attributes["_backward_hooks"]
+            or attributes["_backward_pre_hooks"]
+            or "forward" in attributes
+            or "_compiled_call_impl" in attributes
+        ):
+            return None
+        parameters = attributes["_parameters"]
+        weight = parameters.get("weight")
+        if weight is None or "bias" not in parameters or not (is_torch or tokens * weight.numel() < smallest_work):
+            return None
+        found.append((weight, parameters["bias"]))
+    return found
 
 
 def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
@@ -121,49 +155,6 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
             return LinearChoice("torch", reason)
     reason = _why_not_plain(linear, x, weight, bias)
     return choice if reason is None else LinearChoice("torch", reason)
-
-
-def _gains_of_engines(dtype: torch.dtype) -> tuple[range, int | float]:
-    """Return the numbers of tokens at which the native kernel may gain in a dtype, and the number of multiplications
-    from which on oneDNN may.
-    """
-    if engine_of(dtype).engine == "torch":
-        return native_rule(dtype).rows, math.inf
-    return native_rule(dtype).rows, linear_operator.SMALLEST_WORK if dtype == torch.float32 else SMALLEST_BFLOAT16_WORK
-
-
-def _module_calls_are_plain() -> bool:
-    """Return True if nothing sees or changes the calls of all `nn.Linear`: no hook of all modules, no replaced function
-    of torch's, and no tracing, which names operators by their modules.
-    """
-    return not (
-        torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
-        or nn.Linear.forward is not _LINEAR_FORWARD
-        or nn.Module.__call__ is not _MODULE_CALL
-        or torch._C._is_tracing()
-    )
-
-
-def _parameters_of_plain_call(linear: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """Return the weight and the bias of an `nn.Linear` whose call is one call of `F.linear`, since no hook or function
-    of its own sees or changes it; None for other modules.
-    """
-    if type(linear) is not nn.Linear:
-        return None
-    attributes = linear.__dict__
-    if (
-        attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or "forward" in attributes
-        or "_compiled_call_impl" in attributes
-    ):
-        return None
-    parameters = attributes["_parameters"]
-    if "bias" not in parameters or parameters.get("weight") is None:
-        return None
-    return parameters["weight"], parameters["bias"]
 
 
 def _is_compiled_with_operator(linear: nn.Module, x: Tensor) -> bool:

@@ -20,9 +20,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.attention import packed
+from headwise.attention.attend import attend
 from headwise.attention.caches.base import Cache
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import require_broadcast
@@ -34,7 +36,7 @@ from headwise.checks import flag, float_dtype, probability
 from headwise.errors import InputError
 from headwise.nn import layout
 from headwise.nn.call import LayerCall
-from headwise.nn.linear_engine import project
+from headwise.nn.linear_engine import plain_parameters, project
 from headwise.nn.options import OutputGate, QKNorm, Scores
 from headwise.nn.packed_sequences import check_packed_options, each_sequence, query_and_key_offsets
 from headwise.nn.projections import reset_linear
@@ -226,6 +228,10 @@ class MultiHeadAttention(QKVProjection):
             and context_offsets is None
             and return_weights is False
         )
+        if is_plain and cache is None and self.rotary is None:
+            y = self._short_call(x, mask)
+            if y is not None:
+                return y
         unpacked = self._unpack_plain(x, mask, cache) if is_plain else None
         inputs, call, layout_of_x = unpacked or self._unpack(
             x,
@@ -256,6 +262,43 @@ class MultiHeadAttention(QKVProjection):
         y = project(out_proj, heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
         self._commit(prepared, call)
         return layout_of_x.restore(y, weights)
+
+    def _short_call(self, x: Any, mask: Any) -> Float[Tensor, "batch queries out"] | None:
+        """Return the output of `forward` for self-attention of a layer without further options on the CPU, in as few
+        steps as the same layer written by hand. Return None for other calls, and where another engine than `F.linear`
+        may compute the projections.
+        """
+        modules: Any = self._modules  # reading a module from here takes less time than as an attribute
+        scores = self._parameters
+        if not (
+            type(self) is MultiHeadAttention
+            and not self.fused_qkv
+            and self.qk_norm is None
+            and self.position_bias is None
+            and self.scores is None
+            and scores.get("sinks") is None
+            and scores.get("temperature") is None
+            and scores.get("talking_before") is None
+            and self.output_gate is None
+            and (self.dropout == 0.0 or not self.training)
+            and type(x) is Tensor
+            and x.ndim == 3
+            and x.shape[2] == self.embed_dim == self.context_dim == self.value_context_dim
+            and (mask is None or isinstance(mask, Mask))
+        ):
+            return None
+        parameters = plain_parameters(x, modules["q_proj"], modules["k_proj"], modules["v_proj"], modules["out_proj"])
+        if parameters is None:
+            return None
+        (q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias), (out_weight, out_bias) = parameters
+        if x.dtype is not q_weight.dtype or not q_weight.is_cpu:
+            return None
+        q = self._split_heads(F.linear(x, q_weight, q_bias), self.num_heads)
+        k = self._split_heads(F.linear(x, k_weight, k_bias), self.num_kv_heads)
+        v = self._split_heads(F.linear(x, v_weight, v_bias), self.num_kv_heads)
+        mask = self.mask if mask is None else self._mask_and_bias(mask, None, None)[0]
+        heads: Any = attend(q, k, v, mask=mask, scale=self.head_dim**-0.5, backend=self.backend)
+        return F.linear(heads.transpose(1, 2).flatten(2), out_weight, out_bias)
 
     def _unpack_plain(self, x: Any, mask: Any, cache: Any) -> tuple[LayerInputs, LayerCall, layout.Layout] | None:
         """Return the result of `_unpack` for self-attention on the CPU without other options, with few checks; None if
