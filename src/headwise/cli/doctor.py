@@ -176,7 +176,7 @@ def _extras(problems: list[str]) -> Section:
 
 def _why_broken(package: str, version: str, allowed: Any) -> str | None:
     """Return a sentence that says why an installed package cannot be used: its version is not one of the allowed, or
-    there is no module of its name; None if neither is the case.
+    there is not a module of its name; None otherwise.
     """
     if not allowed.contains(version, prereleases=True):
         return (
