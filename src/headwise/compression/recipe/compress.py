@@ -26,7 +26,7 @@ from headwise.compression.merging.merge_kv import merge_kv
 from headwise.compression.pruning.prune import prune
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.compression.recipe.before_after import write_before_after
-from headwise.compression.recipe.inputs import RecipeInputs, load_inputs
+from headwise.compression.recipe.inputs import RecipeInputs, load_inputs, recipe_settings
 from headwise.compression.recipe.recipe import read_recipe
 from headwise.compression.recipe.recipe_result import RecipeResult, Stage, stage_of
 from headwise.compression.recipe.reloading import require_equal_after_loading
@@ -38,6 +38,7 @@ from headwise.compression.recipe.run_folder import (
     RECIPE,
     REPORT,
     claim_run,
+    require_same_run,
     results_in,
 )
 from headwise.compression.saving import write_model
@@ -84,6 +85,8 @@ def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progre
     if content.prune is not None and content.prune.plan is not None:
         plan = PruningPlan.load(content.prune.plan)
     device = LocalProcess(True, 0).device(content.device)
+    if not force:
+        require_same_run(Path(out), recipe_settings(content))
     inputs = load_inputs(content, plan, device, shown=progress)
     is_new = not Path(out).exists()
     folder = writable_folder(out)
