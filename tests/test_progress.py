@@ -8,9 +8,11 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import headwise as hw
 import tiny
+from headwise.data.batches import call_model
 from headwise.progress import progress_bar
 from headwise.runs.data_pass import tokenize
 from headwise.studies.study_progress import study_progress
@@ -36,6 +38,13 @@ def test_resumed_units_count_towards_the_total(capsys):
         bar.resume(7)
         bar.advance(3)
     assert "10/10 batches" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    """Stream that says that it is a terminal."""
+
+    def isatty(self):
+        return True
 
 
 @pytest.fixture
@@ -79,6 +88,23 @@ def test_a_model_keeps_no_hooks_after_an_error(shown_units):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_a_layer_of_torch_keeps_its_fast_path(shown_units):
+    class Layer(torch.nn.TransformerEncoderLayer):
+        def forward(self, x, *args, **options):
+            hooks.append(len(self._forward_hooks))
+            return super().forward(x, *args, **options)
+
+    model = torch.nn.Sequential(Layer(8, 2, 11, batch_first=True), Layer(8, 2, 11, batch_first=True)).eval()
+    hooks, batch = [], {"": torch.randn(3, 5, 8)}
+    with torch.no_grad(), progress_bar("data", 1, "batches", shown=True) as bar:
+        bar.step = 1
+        call_model(model, batch)
+        assert (hooks, shown_units) == ([0, 0], {})
+        with hw.watch(model):  # which has hooks
+            call_model(model, batch)
+    assert shown_units == {"data": [pytest.approx(1 / 3), pytest.approx(2 / 3)]}
+
+
 def test_a_bar_within_another_is_shown_below_it_and_removed(capsys):
     with progress_bar("outer", 2, "rounds", shown=True) as outer, progress_bar("inner", 3, "batches") as inner:
         display = inner._display
@@ -94,14 +120,23 @@ def test_a_bar_within_another_is_shown_below_it_and_removed(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_steps_of_compression_and_circuits_show_progress(capsys):
+def test_steps_of_compression_and_circuits_show_progress(monkeypatch):
     """A model that is pruned, merged and localized, and the bars of each step."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def shown():
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()).replace("\r", "\n")
+        terminal.truncate(0)
+        return text
+
     tokenizer, model = tiny.tokenizer("decoder"), tiny.model("decoder", top="ForCausalLM")
     dataset = hw.Texts(tiny.texts(11, 13, 17, 19), tokenizer, batch=2)
     plans = [
-        hw.plan_pruning(hw.LeastSquaresScores(model, dataset, progress=shown), keep=0.5, constraint="groups",
-                        progress=shown)
-        for shown in (False, True)
+        hw.plan_pruning(hw.LeastSquaresScores(model, dataset, progress=is_shown), keep=0.5, constraint="groups",
+                        progress=is_shown)
+        for is_shown in (False, True)
     ]  # fmt: skip
     assert plans[0].modules == plans[1].modules
     expected = {
@@ -111,7 +146,7 @@ def test_steps_of_compression_and_circuits_show_progress(capsys):
         "localize": ("window effects", "loss"),
         "circuits": ("circuits", "scores", "composition"),
     }
-    printed = {"plan": capsys.readouterr().err}
+    printed = {"plan": shown()}
 
     def circuits(**options):
         found = hw.circuits(model, **options)
@@ -128,18 +163,11 @@ def test_steps_of_compression_and_circuits_show_progress(capsys):
     }
     for name, step in steps.items():
         step()
-        assert capsys.readouterr().err == ""
+        assert shown() == ""
         step(progress=True)
-        printed[name] = capsys.readouterr().err
+        printed[name] = shown()
     for name, labels in expected.items():
         assert [label for label in labels if not re.search(rf"^{label} .*(\d+)/(\1|\?) ", printed[name], re.M)] == []
-
-
-class Terminal(io.StringIO):
-    """Stream that says that it is a terminal."""
-
-    def isatty(self):
-        return True
 
 
 def test_tokenizing_shows_its_progress_on_a_terminal_and_once(monkeypatch):

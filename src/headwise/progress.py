@@ -6,13 +6,11 @@ from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import nn
-
 from headwise.errors import require
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+    from torch import nn
 
 ESTIMATE_MINUTES = 10
 """Minutes over which the remaining time is estimated: a single batch may take one."""
@@ -34,7 +32,7 @@ class ProgressBar:
     def __init__(self, display: "Progress | None" = None, task: Any = None) -> None:
         self.step = 0
         self._display, self._task, self._done, self._part = display, task, 0, 0.0
-        self._layers: dict[nn.Module, list[nn.Module]] = {}
+        self._layers: dict[Any, list[nn.Module]] = {}
 
     def advance(self, units: int = 1) -> None:
         """Count units that this run has done."""
@@ -45,7 +43,7 @@ class ProgressBar:
         """Count units that an earlier, stopped run has done. They do not count towards the estimated remaining time."""
         self._done += units
         if self._display is not None:
-            self._display.reset(self._task, completed=self._done)  # type: ignore[arg-type]
+            self._display.reset(self._task, completed=self._done)
 
     def track(self, items: Iterable[T], *, step: int = 0) -> Iterator[T]:
         """Yield items, and count each one when the caller's loop has finished it. State with `step` = 1 that the model
@@ -62,8 +60,11 @@ class ProgressBar:
             self._display.update(self._task, completed=self._done + self.step * self._part)
 
     @contextmanager
-    def _moving(self, model: nn.Module) -> Iterator[None]:
+    def _moving(self, model: "nn.Module") -> Iterator[None]:
         """Move the bar after each layer of a model while the context is open."""
+        import torch
+        from torch import nn
+
         if model not in self._layers:
             lists = [each for each in model.modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
             children = dict.fromkeys(child for each in lists for child in each)
@@ -77,7 +78,11 @@ class ProgressBar:
                 self._part = max(self._part, calls / (len(layers) + 1))  # the step ends after the last layer
                 self._show()
 
-        handles = [layer.register_forward_hook(on_end) for layer in layers]
+        handles = [
+            layer.register_forward_hook(on_end)
+            for layer in layers
+            if layer._forward_hooks or not isinstance(layer, nn.TransformerEncoderLayer)  # a hook turns its kernel off
+        ]
         try:
             yield
         finally:
@@ -96,7 +101,8 @@ def progress_bar(
         title: label of the bar.
         total: number of units; None if it is not known.
         unit: name of a unit, in the plural.
-        shown: display the bar; otherwise it is displayed within `shown_progress` and below other bars alone.
+        shown: display the bar; otherwise it is displayed below other bars and within `shown_progress`, and removed
+            at the end.
         transient: remove the bar at the end.
 
     Raises:
@@ -106,7 +112,8 @@ def progress_bar(
     if not (shown or outer or _shows_all.get()):
         yield ProgressBar()
         return
-    with _new_display(transient=transient) if outer is None else nullcontext(outer._display) as display:
+    own: Any = _new_display(transient=transient or not shown) if outer is None else nullcontext(outer._display)
+    with own as display:
         task: TaskID = display.add_task(title, total=total, unit=unit)
         token = _innermost.set(bar := ProgressBar(display, task))
         try:
@@ -151,7 +158,7 @@ def shown_progress(shown: bool) -> Iterator[None]:
 
 
 @contextmanager
-def moving_with(model: nn.Module) -> Iterator[None]:
+def moving_with(model: "nn.Module") -> Iterator[None]:
     """While the context is open, in which a model runs on a batch, move the innermost displayed progress bar after each
     layer of the model.
     """

@@ -333,10 +333,10 @@ def _head_focus(
     text.
     """
     excesses = [share - uniform for share, uniform, _ in shares]
-    share, uniform = (math.fsum(each[part] for each in shares) / len(shares) for part in (0, 1))
-    sums = Counter[str]()
+    share, uniform = (math.fsum(part) / len(shares) for part in zip(*(each[:2] for each in shares), strict=True))
+    sums: Counter[str] = Counter()
     for *_, others in shares:
-        sums.update(others)
+        sums.update(others)  # type: ignore[arg-type]
     other, other_sum = sums.most_common(1)[0]
     p = math.nan
     if len(shares) >= MIN_TESTED_TEXTS:

@@ -47,7 +47,7 @@ def circuits(
     quiet_libraries()
     source = model.find()
     loaded = source.model(source.lm_head(), model.torch_dtype).to(model.torch_device)
-    found = hw.circuits(loaded, title=source.title, progress=not output.quiet)
+    found = hw.circuits(loaded, title=source.title)
     scores = found.scores(*_available(found, SCORES, "scores"), distance=distance)
     pairs = None
     if composition != "none" and (kinds := _available(found, COMPOSITION_KINDS, "composition scores")):

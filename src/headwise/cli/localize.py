@@ -43,10 +43,9 @@ def localize(
         raise InputError("out", expected="a new file", got=repr(str(out)), remedy=remedy)
     device = model.torch_device
     find_causal(model)
-    shown = not output.quiet
-    source, dataset = find_inputs(model, data, texts, out.parent, shown=shown)
+    source, dataset = find_inputs(model, data, texts, out.parent, shown=not output.quiet)
     loaded = source.model("causal", model.torch_dtype).to(device)
-    result = hw.localize(loaded, dataset.within(loaded), budget, window=window, first=first, progress=shown)
+    result = hw.localize(loaded, dataset.within(loaded), budget, window=window, first=first)
     result.save(out)
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}}
     output.show(lambda: localization_records(result, metadata), lambda console: console.print(str(result)), written=out)

@@ -48,7 +48,7 @@ def merge(
     device = model.torch_device
     source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
     dense = load_whole_model(source, model.torch_dtype).to(device)
-    names: Any = {"method": method, "grouping": grouping, "progress": not output.quiet}
+    names: Any = {"method": method, "grouping": grouping}
     merged = hw.merge_kv(dense, num_kv_heads=kv_heads, calibration=dataset.within(dense), **names)
     hw.save_model(merged, dataset.tokenizer, out, force=force)
     sizes = parameters_before_and_after(dense, merged)

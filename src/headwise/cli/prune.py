@@ -121,7 +121,7 @@ def prune(
     dense = load_whole_model(source, model.torch_dtype).to(device)
     dataset = dataset.within(dense)
     plan = saved or heads.make(dense, dataset, loss, fitted=fit, shown=not output.quiet)
-    smaller = hw.prune(dense, plan, calibration=dataset if fit else None, progress=not output.quiet)
+    smaller = hw.prune(dense, plan, calibration=dataset if fit else None)
     with new_folder(out, force=force) as part:
         write_model(smaller, dataset.tokenizer, part)
         plan.save(part / PLAN_FILE)
