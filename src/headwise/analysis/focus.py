@@ -336,7 +336,7 @@ def _head_focus(
     share, uniform = (math.fsum(part) / len(shares) for part in zip(*(each[:2] for each in shares), strict=True))
     sums: Counter[str] = Counter()
     for *_, others in shares:
-        sums.update(others)  # type: ignore[arg-type]
+        sums.update(others)
     other, other_sum = sums.most_common(1)[0]
     p = math.nan
     if len(shares) >= MIN_TESTED_TEXTS:
