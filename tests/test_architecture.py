@@ -19,7 +19,7 @@ SOURCE = Path(headwise.__file__).parent
 
 FLOORS = (
     ("errors", "packaged_models", "settings", "shapes", "wording"),
-    ("checks",),
+    ("checks", "progress"),
     ("page", "plots"),
     ("attention",),
     ("nn",),

@@ -84,6 +84,37 @@ def test_the_objects_of_the_question_are_the_focus_of_head_5_11(coffee):
     assert exchanged.verdict == f"Head 5.11 has this focus: {half}, more than under uniform attention."
 
 
+def test_the_note_names_what_the_best_head_attends_to_more(coffee, minilm):
+    words = coffee.texts[0].words
+    position = {word.text: index for index, word in enumerate(words)}
+    focus = coffee.find(["like"])
+    best = focus.heads[0]
+    rows = [index for index, word in enumerate(words) if not word.special and word.text != "like"]
+    means = best.head.attention.weights.weights[rows].double().mean(0)  # each word is one token
+    assert best.share == pytest.approx(float(means[position["like"]]), rel=1e-5)
+    means[position["like"]] = 0.0
+    name = words[int(means.argmax())].text
+    assert best.other == (name if name.startswith("[") else repr(name))
+    assert best.other_share == pytest.approx(float(means.max()), rel=1e-5)
+    puts_more = f"Head {best.head.name} puts more on {best.other}: {100 * float(means.max()):.0f} %."
+    assert focus.note == (puts_more if float(means.max()) > best.share else "")
+    assert coffee.find(["you", "coffee", "tea"]).note == ""
+    sides = [coffee.find([word]).note for word in ("Which", "do", "like", ",", "or")]
+    assert any("puts more on [" in note for note in sides)
+
+
+def test_the_other_word_of_several_texts_is_that_with_the_largest_mean(minilm):
+    seen = hw.view(minilm.model, minilm.tokenizer, SENTENCES)
+    focus = seen.find(["coffee", "tea"])
+    alone = [find_heads([view], ["coffee", "tea"], "received", None) for view in seen]
+    for each in focus.heads:
+        single = [next(other for other in found.heads if other.index == each.index) for found in alone]
+        assert each.other_share <= sum(other.other_share for other in single) / 5 + 1e-9
+        if all(other.other == "[SEP]" for other in single):
+            assert each.other == "[SEP]"
+            assert each.other_share == pytest.approx(sum(other.other_share for other in single) / 5)
+
+
 def test_the_verdict_says_so_if_no_head_has_the_focus(coffee):
     focus = coffee.find(["like", "better"], name="sentiment")
     assert not any(each.has_focus for each in focus.heads)

@@ -56,7 +56,7 @@ def test_distances_are_printed_and_saved(folder, tmp_path, headwise):
     assert lines[4].split()[0] == furthest.name
 
 
-def test_in_context_is_printed_and_saved(folder, tmp_path, headwise):
+def test_in_context_is_printed_and_saved(folder, tmp_path, headwise, monkeypatch):
     options = ("--early", 5, "--late", 19, "--window", 3, "--top", 2, "--replacement", "both", "--quiet")
     status, out, err = headwise(*arguments("in-context", folder, tmp_path / "out", *options))
     assert (status, err) == (0, "")
@@ -69,6 +69,13 @@ def test_in_context_is_printed_and_saved(folder, tmp_path, headwise):
     status, _, err = headwise(*arguments("in-context", folder, tmp_path / "out"))
     assert status == 2
     assert err.startswith("headwise: out: expected a folder without in_context.parquet, got ")
+    (tmp_path / "out" / "in_context.parquet").unlink()  # as in an interrupted run
+    assert headwise(*arguments("in-context", folder, tmp_path / "out", *options))[0] == 0
+    (tmp_path / "out" / "in_context.parquet").unlink()
+    monkeypatch.setattr("headwise.data.models.ModelSource.model", pytest.fail)
+    status, _, err = headwise(*arguments("in-context", folder, tmp_path / "out", "--early", 4, *options[2:]))
+    assert status == 2
+    assert "got another run (settings.loss differs) in " in err
 
 
 def test_mistakes_are_one_sentence(folder, tmp_path, headwise):

@@ -176,7 +176,10 @@ def test_texts_without_documents_are_refused_when_they_are_made(source, sentence
         ("ablate", (), ("--replacement", "uniform"), "settings.replacement"),
         ("importance", (), ("--normalise",), "settings.normalise"),
         ("distances", (), ("--limit", 2), "data.limit"),
+        ("distances", (), ("--quantiles", "0.9"), "settings.quantiles"),
+        ("distances", ("--quantiles", "0.9,0.5"), ("--first", 2), "settings.first"),
         ("positions", (), ("--batch", 1), "data.batch"),
+        ("positions", (), ("--edges", "0,4,9"), "settings.edges"),
     ],
 )
 def test_another_run_in_the_folder_is_refused_before_the_model_is_loaded(

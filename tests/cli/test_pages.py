@@ -7,6 +7,7 @@ import pytest
 
 import headwise as hw
 import tiny
+from headwise.page.columns import sorted_by
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,17 @@ def test_tables_are_written_with_the_attention_on_some_texts(headwise, folder, t
     assert {statistic["source"] for statistic in contents["statistics"]} == sources
     assert len(contents["models"][0]["heads"]) == 12
     assert sorted(len(passage["sides"][0]["words"]) for passage in contents["passages"]) == [5, 7, 11, 23]
+
+
+def test_the_page_of_a_profile_opens_on_a_statistic(headwise, folder, tmp_path):
+    data = ["--data", folder / "data.jsonl", "--out", tmp_path / "out", "--no-repeats", "--statistic", "evenness"]
+    status, _, err = headwise("profile", "--model", folder / "model", *data)
+    assert (status, err) == (2, "headwise: statistic: expected --html, whose page opens on it, got no --html\n")
+    status, _, err = headwise("profile", "--model", folder / "model", *data, "--html", tmp_path / "page.html")
+    assert status == 0, err
+    contents = contents_of(tmp_path / "page.html")
+    index = [(each["source"], each["name"]) for each in contents["statistics"]].index(("profile", "evenness"))
+    assert contents["opening"] == sorted_by(index)
 
 
 def test_two_profiles_are_compared_on_a_page(headwise, folder, tmp_path):

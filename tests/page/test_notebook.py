@@ -13,7 +13,7 @@ import headwise as hw, tiny
 model, tokenizer = tiny.model("encoder"), tiny.tokenizer("encoder")
 """,
     'seen = hw.view(model, tokenizer, "w5 w6 w7 w8 w9", title="tiny"); seen',
-    'profile = hw.profile(model, hw.Texts(["w5 w6 w7", "w8 w9 w10 w11"], tokenizer)); profile',
+    'profile = hw.profile(model, hw.Texts(["w5 w6 w7", "w8 w9 w10 w11"], tokenizer), progress=True); profile',
     "with hw.watch(model) as heads:\n    model(**tokenizer('w5 w6', return_tensors='pt'))\nheads",
     'seen.plot("entropy")',
     'profile.plot(kind="roles")',
@@ -38,6 +38,8 @@ def outputs():
         environment.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
         client.execute()
     results = []
+    printed = str(notebook.cells[2].outputs)
+    assert "Warning" not in printed  # rich warns of a progress bar without ipywidgets
     for cell in notebook.cells:
         data = [output["data"] for output in cell.outputs if output["output_type"] == "execute_result"]
         results.append(data[-1] if data else {})

@@ -5,7 +5,7 @@ All runs on one batch share the layers below the first ablated head, which are c
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -34,10 +34,10 @@ from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.survey import survey
+from headwise.progress import ProgressBar, progress_bar
 from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import PassProgress, prepare_texts, require_same_data
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.progress import progress_bar
 from headwise.runs.rows import MeanEstimate
 from headwise.settings import UNIT_KINDS
 
@@ -235,7 +235,8 @@ def _measure_losses(
     runs_per_batch = 1 + len(ablated)
     batch_count = sum(1 for _ in dataset) if isinstance(dataset, Texts | Sized) else None
     total = None if batch_count is None else batch_count * runs_per_batch
-    with progress_bar("ablation", total, "runs", shown=show_progress) as advance:
+    with progress_bar("ablation", total, "runs", shown=show_progress) as bar:
+        bar.step = 1
         for batch in chain([first_batch], batches):
             losses.count_batch(batch)
             if losses.batches == before.batches:
@@ -244,11 +245,11 @@ def _measure_losses(
                 losses.baseline_losses, losses.ablated_losses = before.baseline_losses, before.ablated_losses
                 losses.runs_done, losses.note = before.runs_done, before.note
             if losses.batches < before.batches or losses.runs_done == runs_per_batch:
-                advance(runs_per_batch, True)
+                bar.resume(runs_per_batch)
             else:
                 if losses.runs_done:
-                    advance(losses.runs_done, True)
-                batch_runs.measure(to_device(batch, device), losses, advance)
+                    bar.resume(losses.runs_done)
+                batch_runs.measure(to_device(batch, device), losses, bar)
             losses.runs_done = 0
     if losses.batches < before.batches:
         raise run.different_data_error()
@@ -276,10 +277,10 @@ class _BatchRuns:
     runs: RepeatedRuns
     checkpoint: _Run
 
-    def measure(self, batch: dict[str, Any], losses: AblationProgress, advance: Callable[[int, bool], None]) -> None:
+    def measure(self, batch: dict[str, Any], losses: AblationProgress, bar: ProgressBar) -> None:
         """Run the model on a batch once unchanged and once without each ablation unit (set of heads that are ablated
         together), and append the loss of each example to `losses`. Units whose losses for this batch are already in
-        `losses` are skipped. After each unit, a checkpoint is saved if one is due. `advance` moves the progress bar.
+        `losses` are skipped. After each unit, a checkpoint is saved if one is due. `bar` counts the runs.
         """
         with restored_state(self.model):
             prepare_loss(self.loss, self.model, batch)
@@ -294,7 +295,7 @@ class _BatchRuns:
             if not losses.runs_done:
                 losses.baseline_losses += baseline.tolist()
                 losses.runs_done = 1
-                advance(1, False)
+                bar.advance()
             for index in range(losses.runs_done - 1, len(self.units)):
                 gates.unit = self.units[index]
                 ablated = self.runs.run_gated(compute, {site.path for site in gates.unit.gates})
@@ -302,7 +303,7 @@ class _BatchRuns:
                 losses.ablated_losses[index] += ablated.tolist()
                 losses.runs_done += 1
                 self.checkpoint.save_progress(losses, now=losses.runs_done > len(self.units))
-                advance(1, False)
+                bar.advance()
 
 
 def _require_losses(ablated: Tensor, baseline: Tensor, unit: AblationUnit) -> None:

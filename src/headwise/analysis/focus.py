@@ -15,6 +15,7 @@ be significant by chance, whatever caused them.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,8 @@ class HeadFocus:
         excess: `share - uniform`: mean over texts, standard error and number of texts.
         p: p-value of the test that the excess is not positive, corrected for the number of heads; NaN for fewer than
             five texts.
+        other: word or special token outside of the focus that gets most attention from the same words.
+        other_share: mean share of attention on it, over texts.
     """
 
     head: HeadView
@@ -66,6 +69,8 @@ class HeadFocus:
     uniform: float
     excess: MeanEstimate
     p: float
+    other: str
+    other_share: float
 
     @property
     def has_focus(self) -> bool:
@@ -136,6 +141,14 @@ class Focus:
             f"significantly more attention than under uniform attention ({texts} texts, one-sided t-test at 5 %, "
             f"Bonferroni-corrected)."
         )
+
+    @property
+    def note(self) -> str:
+        """Sentence that names what the head with the largest excess attends to more than to the focus; otherwise ""."""
+        best = self.heads[0]
+        if best.other_share <= best.share + LEAST_EXCESS:
+            return ""
+        return f"Head {best.head.name} puts more on {best.other}: {100 * best.other_share:.0f} %."
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per head, the one with the largest excess first: layer, head, module, kind, role,
@@ -254,9 +267,9 @@ def _word_indices(text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def _shares(view: Viewed, head: HeadView, words: tuple[int, ...], kind: str) -> tuple[float, float]:
-    """Return the mean share of attention on the words of a focus in one head and text, and the same under uniform
-    attention.
+def _shares(view: Viewed, head: HeadView, words: tuple[int, ...], kind: str) -> tuple[float, float, dict[str, float]]:
+    """Return the mean share of attention on the words of a focus in one head and text, the same under uniform
+    attention, and the mean share on each other word.
     """
     attention, queries, keys = head.attention, view.texts[head.attention.queries], view.texts[head.attention.keys]
     if not isinstance(attention.weights, AllWeights):
@@ -284,7 +297,11 @@ def _shares(view: Viewed, head: HeadView, words: tuple[int, ...], kind: str) -> 
         needed = "a word outside of the focus" if kind == "received" else "two words that can attend to each other"
         raise InputError("focus", expected=needed, got=", ".join(keys.words[index].text for index in words))
     share, of_uniform = (float((matrix * columns).sum(-1)[is_row].double().mean()) for matrix in (weights, uniform))
-    return share, of_uniform
+    others: dict[str, float] = {}
+    for word, own in zip(keys.words, weights[is_row].double().mean(0).masked_fill(in_focus, 0.0).tolist(), strict=True):
+        name = word.text if word.special else repr(word.text)
+        others[name] = others.get(name, 0.0) + own
+    return share, of_uniform, others
 
 
 def _between_words(
@@ -309,14 +326,22 @@ def _as_matrix(visible: VisibleKeys, keys: int) -> Bool[Tensor, "queries keys"]:
     return edges.cumsum(1)[:, :keys] > 0
 
 
-def _head_focus(head: HeadView, index: int, shares: Sequence[tuple[float, float]], heads: int) -> HeadFocus:
-    """Return the focus of one head from its share and the share under uniform attention on each text."""
-    excesses = [share - uniform for share, uniform in shares]
-    share, uniform = (math.fsum(part) / len(shares) for part in zip(*shares, strict=True))
+def _head_focus(
+    head: HeadView, index: int, shares: Sequence[tuple[float, float, dict[str, float]]], heads: int
+) -> HeadFocus:
+    """Return the focus of one head from its share, the share under uniform attention, and those of other words, on each
+    text.
+    """
+    excesses = [share - uniform for share, uniform, _ in shares]
+    share, uniform = (math.fsum(part) / len(shares) for part in zip(*(each[:2] for each in shares), strict=True))
+    sums: Counter[str] = Counter()
+    for *_, others in shares:
+        sums.update(others)
+    other, other_sum = sums.most_common(1)[0]
     p = math.nan
     if len(shares) >= MIN_TESTED_TEXTS:
         stats = require("scipy.stats", purpose="testing several texts", extra="tables")
         is_constant = len(set(excesses)) == 1  # as for equal texts, which are no evidence
         p = 1.0 if is_constant else float(stats.ttest_1samp(excesses, 0.0, alternative="greater").pvalue)
         p = min(1.0, p * heads)
-    return HeadFocus(head, index, share, uniform, MeanEstimate.of(excesses), p)
+    return HeadFocus(head, index, share, uniform, MeanEstimate.of(excesses), p, other, other_sum / len(shares))

@@ -22,6 +22,7 @@ from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
 from headwise.page.contents import Contents
 from headwise.plots.head_numbers import HeadNumbers
+from headwise.progress import progress_bar, shown_progress
 from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import SiteProgress, prepare_texts, require_same_data
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
@@ -160,7 +161,8 @@ def profile(
         registry = SiteRegistry(model)
         for records in gather_from_ranks(own_progress.records):
             registry.merge(records)
-        return broadcast_from_rank0(lambda: _finish(model, own_progress, registry, special, random_ids, run))
+        with shown_progress(progress and rank_and_world_size()[0] == 0):
+            return broadcast_from_rank0(lambda: _finish(model, own_progress, registry, special, random_ids, run))
 
 
 def _random_ids(repeats: Any) -> Tensor | None:
@@ -212,11 +214,12 @@ def _finish(
     """
     random_records: list[SiteRecord] = []
     if random_ids is not None:
-        with watch(model, special=special) as heads:
+        bar = progress_bar("repeated tokens", 1, "batches")
+        with watch(model, special=special) as heads, bar as shown:
             heads.clusters = separate_clusters(range(len(random_ids)))
-            batch = {POSITIONAL: random_ids.to(device_of(model))}
-            call_model(model, batch)
-            require_finite_heads(heads, model, batch)
+            for batch in shown.track([{POSITIONAL: random_ids.to(device_of(model))}], step=1):
+                call_model(model, batch)
+                require_finite_heads(heads, model, batch)
         random_records = heads.records
     rows = tuple(_profiled_heads(registry, random_records))
     weights = attention_digest(model, dict.fromkeys(row.module for row in rows))

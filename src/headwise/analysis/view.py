@@ -24,8 +24,8 @@ from headwise.errors import HeadwiseError, InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.layer_index import innermost_attention_modules
 from headwise.intercept.model_name import model_name
+from headwise.progress import progress_bar
 from headwise.runs.fingerprint import identity_of
-from headwise.runs.progress import progress_bar
 
 KEPT_TOKENS = 256
 """Number of tokens up to which `view` keeps all weights between tokens by default."""
@@ -189,8 +189,8 @@ def view_of(
     layers = len(innermost_attention_modules(modules, modules))
     keeps_all = max(len(each.tokens) for each in texts) <= keep_all
     try:
-        with progress_bar("view", layers or None, "layers", shown=progress, transient=True) as advance:
-            viewer = Viewer(model, texts, keeps_all=keeps_all, on_call=lambda: advance(1, False))
+        with progress_bar("view", layers or None, "layers", shown=progress, transient=True) as bar:
+            viewer = Viewer(model, texts, keeps_all=keeps_all, on_call=bar.advance)
             with torch.no_grad(), intercepted(model, viewer):
                 output = _call(model, inputs)
     except HeadwiseError:

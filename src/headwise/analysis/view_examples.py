@@ -17,6 +17,7 @@ from headwise.data.texts import Texts
 from headwise.data.tokenization import text_model
 from headwise.errors import InputError
 from headwise.intercept.model_name import model_name
+from headwise.progress import progress_bar
 
 
 def view_examples(
@@ -50,8 +51,8 @@ def view_examples(
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed))[:count]
     special_tokens = SpecialTokens.of(texts.tokenizer)
     chosen = [_shortened(sequences[index].tolist(), special_tokens, tokens) for index in sorted(order.tolist())]
-    with evaluation_mode(model):
-        return ViewSet(tuple(_view_ids(model, texts.tokenizer, ids, title, cut) for ids, cut in chosen))
+    with evaluation_mode(model), progress_bar("examples", len(chosen), "texts", transient=True) as bar:
+        return ViewSet(tuple(_view_ids(model, texts.tokenizer, ids, title, cut) for ids, cut in bar.track(chosen)))
 
 
 def _shortened(ids: list[int], special_tokens: SpecialTokens, length: int) -> tuple[list[int], bool]:

@@ -1,6 +1,6 @@
 """The command `headwise distances`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -44,7 +44,8 @@ def distances(
     with process_group() as process, resumable(out):
         shown = process.is_first and not output.quiet
         source, dataset = find_inputs(model, data, texts, out, shown=shown)
-        require_same_run(hw.AttentionDistances, out, source, dataset, model, force=force)
+        settings: dict[str, Any] = {"quantiles": sorted({*chosen}), "first": first}
+        require_same_run(hw.AttentionDistances, out, source, dataset, model, force=force, **settings)
         loaded = source.model(dtype=model.torch_dtype).to(process.device(model.device))
         result = hw.attention_distances(
             loaded, dataset, quantiles=chosen, first=first, out=out, force=force, progress=shown, title=source.title

@@ -2,21 +2,21 @@
 
 import base64
 import hashlib
-import io
 import json
 import os
 import platform
 import sys
-import warnings
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
-from importlib import import_module, metadata
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from headwise.attention.backends.native import installed
+from headwise.data.converted_models import CACHE_VARIABLE, cache_folder
+from headwise.errors import InputError, MissingExtra
 from headwise.packaged_models import PACKAGED, PackagedModel
 
 EXAMPLES = """
@@ -41,9 +41,7 @@ def doctor(
     """Show versions, processor, native kernels, GPU, extras, packaged models, folders and environment variables of this
     installation, for a report of a bug. If a part of it is broken, name it and exit with status 1.
     """
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")  # of other packages, which are all imported here
-        report, problems = examine()
+    report, problems = examine()
     if as_json:
         typer.echo(json.dumps({**report, "problems": problems}, indent=2))
     else:
@@ -150,7 +148,7 @@ def _gpu() -> Section:
 
 def _extras(problems: list[str]) -> Section:
     """Return for each extra the versions of its packages, or the command that installs it. A package that is installed
-    and cannot be imported, or is too old, is a problem.
+    without its module, or is too old, is a problem. No package is imported, since all of them take many seconds.
     """
     from packaging.requirements import Requirement
 
@@ -178,17 +176,15 @@ def _extras(problems: list[str]) -> Section:
 
 def _why_broken(package: str, version: str, allowed: Any) -> str | None:
     """Return a sentence that says why an installed package cannot be used: its version is not one of the allowed, or
-    its import fails; None if it can be used.
+    there is not a module of its name; None otherwise.
     """
     if not allowed.contains(version, prereleases=True):
         return (
             f'{package} {version} is installed, and headwise needs {package}{allowed}: pip install "{package}{allowed}"'
         )
-    try:
-        import_module(package.replace("-", "_"))
-    except Exception as error:  # an import can fail in any way
-        reason = next(iter(str(error).splitlines()), "") or "no reason is stated"
-        return f"{package} {version} is installed, and its import fails: {type(error).__name__}: {reason}"
+    if find_spec(package.replace("-", "_")) is None:
+        remedy = f"pip install --force-reinstall {package}"
+        return f"{package} {version} is installed without a module that can be imported: {remedy}"
     return None
 
 
@@ -225,18 +221,13 @@ def _folders(problems: list[str]) -> Section:
     """Return headwise's cache folder and that of the Hugging Face hub, and whether they can be written. A cache folder
     that the environment names and that cannot be written is a problem.
     """
-    stated = os.environ.get("HEADWISE_CACHE")
-    if stated:
-        cache: Path | None = Path(stated).expanduser()
-    else:
-        try:
-            platformdirs = import_module("platformdirs")
-            cache = Path(platformdirs.user_cache_dir("headwise", appauthor=False))
-        except ModuleNotFoundError:
-            cache = None
+    try:
+        cache = cache_folder()
+    except MissingExtra:
+        cache = None
     hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    if stated and cache is not None and not _is_writable(cache):
-        problems.append(f"HEADWISE_CACHE names a folder that cannot be written: {cache}")
+    if os.environ.get(CACHE_VARIABLE) and cache is not None and not _is_writable(cache):
+        problems.append(f"{CACHE_VARIABLE} names a folder that cannot be written: {cache}")
     return {"cache": _folder(cache), "hugging_face": _folder(hub)}
 
 
@@ -257,7 +248,6 @@ def _environment(problems: list[str]) -> Section:
     """Return the environment variables of headwise that are set. Values that headwise refuses are a problem."""
     import torch
 
-    from headwise.errors import InputError
     from headwise.nn.linear_choice import engine_of
 
     try:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_causal, find_inputs, resumable
+from headwise.cli.loading import find_causal, find_inputs, require_same_run, resumable
 from headwise.cli.options import Data, DecoderFlags, Force, Out, TextFlags, Top
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.cli.quantities import choice
@@ -43,17 +43,23 @@ def in_context(
     it, and how the score changes without each head. Prints the heads without which the score rises most, and saves the
     changes in --out. Processor time grows with --sequences: on 2 cores, 3 sequences of smollm2 take about 9 minutes.
     """
+    from headwise.analysis.in_context.loss import InContextLoss
     from headwise.show.scores import print_in_context
 
     require_new_tables(out, hw.InContextScores.NAME, force=force)
     find_causal(model)
     with resumable(out):
         source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
+        replacements = IN_CONTEXT_REPLACEMENTS if replacement == "both" else (replacement,)
+        score = InContextLoss(early, late, window).__name__
+        for name in replacements:
+            settings = {"loss": score, "units": "heads", "replacement": name}
+            require_same_run(hw.Ablation, out / name, source, None, model, force=force, **settings)
         loaded = source.model("causal", model.torch_dtype).to(model.torch_device)
         result = hw.in_context_score(
             loaded, dataset, early=early, late=late, window=window, sequences=sequences, seed=seed, repeats=repeats,
             out=out, force=force,
-            replacements=IN_CONTEXT_REPLACEMENTS if replacement == "both" else (replacement,),
+            replacements=replacements,
             progress=not output.quiet, title=source.title,
         )  # fmt: skip
         result.save(out, force=True)

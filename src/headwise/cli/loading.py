@@ -49,7 +49,7 @@ def require_same_run(
     table: "type[Table[Any]]",
     out: Path,
     source: "ModelSource",
-    dataset: "hw.Texts",
+    dataset: "hw.Texts | None",
     model: ModelFlags,
     *,
     force: bool,
@@ -61,21 +61,21 @@ def require_same_run(
         table: table that the command writes.
         out: output folder.
         source: the model.
-        dataset: the data.
+        dataset: the data; None if the run does not store their options.
         model: options that say how the model is loaded.
         force: replace the other run; nothing is checked.
         settings: settings of the run, as its table stores them.
     """
     from headwise.runs import checkpoint, fingerprint
 
-    data = {name: value for name, value in fingerprint.text_options(dataset).items() if value is not None}
-    if dataset.limit is None:
-        data["limit"] = None
     loaded = {"name": source.title, "device": model.torch_device.type}
     if model.dtype is not None:
         loaded["dtype"] = model.dtype
     settings = json.loads(json.dumps(settings))  # tuples become lists, as in the folder
-    known = {"model": loaded, "data": data, "settings": settings}
+    known: dict[str, Any] = {"model": loaded, "settings": settings}
+    if dataset is not None:
+        data = {name: value for name, value in fingerprint.text_options(dataset).items() if value is not None}
+        known["data"] = data if dataset.limit is not None else {**data, "limit": None}
     checkpoint.require_same_run(out, table, known, force=force)
 
 

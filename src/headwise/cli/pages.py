@@ -25,10 +25,15 @@ def require_writable_page(html: Path | None) -> None:
 
 
 def write_example_page(
-    html: Path | None, table: "HeadTable[Any]", model: "nn.Module", texts: "hw.Texts", title: str
+    html: Path | None,
+    table: "HeadTable[Any]",
+    model: "nn.Module",
+    texts: "hw.Texts",
+    title: str,
+    statistic: str | None = None,
 ) -> None:
     """Write a page to the path `html` with a table of heads, and the attention of these heads on some of the texts; do
-    nothing if `html` is None.
+    nothing if `html` is None. The page opens on `statistic`, by default as `write_page` states.
     """
     if html is not None:
-        hw.write_page(html, hw.view_examples(model, texts, title=title), table)
+        hw.write_page(html, hw.view_examples(model, texts, title=title), table, statistic=statistic)

@@ -44,7 +44,7 @@ def positions(
     with process_group() as process, resumable(out):
         shown = process.is_first and not output.quiet
         source, dataset = find_inputs(model, data, texts, out, shown=shown)
-        require_same_run(hw.PositionCurves, out, source, dataset, model, force=force)
+        require_same_run(hw.PositionCurves, out, source, dataset, model, force=force, edges=bins)
         loaded = source.model(dtype=model.torch_dtype).to(process.device(model.device))
         result = hw.position_curves(
             loaded, dataset, edges=bins, out=out, force=force, progress=shown, title=source.title

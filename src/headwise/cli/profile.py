@@ -9,6 +9,9 @@ from headwise.cli.loading import find_inputs, require_same_run, resumable
 from headwise.cli.options import Data, Force, Html, ModelFlags, Out, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.cli.pages import require_writable_page, write_example_page
+from headwise.cli.quantities import choice
+from headwise.errors import InputError
+from headwise.settings import ROW_STATISTICS
 
 EXAMPLES = """
 headwise profile --data corpus.txt --documents cut --out profile --html profile.html
@@ -25,6 +28,10 @@ def profile(
     texts: TextFlags,
     repeats: Annotated[bool, typer.Option(help="Also measure induction on repeated random tokens.")] = True,
     html: Html = None,
+    statistic: Annotated[
+        str | None,
+        typer.Option(help="Statistic by which the page of --html colours and sorts heads.", **choice(ROW_STATISTICS)),
+    ] = None,
     force: Force = False,
     output: OutputFlags,
 ) -> None:
@@ -36,6 +43,8 @@ def profile(
     from headwise.show.profiles import print_profile
 
     require_writable_page(html)
+    if statistic is not None and html is None:
+        raise InputError("statistic", expected="--html, whose page opens on it", got="no --html")
     with process_group() as process, resumable(out):
         device = process.device(model.device)
         shown = process.is_first and not output.quiet
@@ -52,5 +61,5 @@ def profile(
             title=source.title,
         )
         if process.is_first:
-            write_example_page(html, result, loaded, dataset, source.title)
+            write_example_page(html, result, loaded, dataset, source.title, statistic)
             output.show(result, lambda console: print_profile(result, console), written=out, page=html)

@@ -1,10 +1,13 @@
 """Commands whose options are used at most once, and whose values with spaces are quoted."""
 
+import os
 import shlex
 from collections import Counter
 from typing import Any
 
 from typer.core import TyperCommand
+
+from headwise.progress import shown_progress
 
 
 class SingleUseCommand(TyperCommand):
@@ -21,6 +24,12 @@ class SingleUseCommand(TyperCommand):
             if further:
                 ctx.fail(self._advice(values, further))
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, and show all progress bars unless --quiet is used, in the first of several processes."""
+        is_first = os.environ.get("RANK", "0") == "0"
+        with shown_progress(is_first and not ctx.params.get("quiet", True)):
+            return super().invoke(ctx)
 
     def _advice(self, values: dict[str, Any], further: list[str]) -> str:
         """Return the sentence for arguments that the command has no place for."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headwise.data.texts import Texts
 from headwise.errors import InputError
+from headwise.progress import moving_with
 
 POSITIONAL = ""
 """Name, within a batch, of the tensor that the model takes as its first positional argument."""
@@ -92,10 +93,11 @@ def copied(batch: Mapping[str, Any]) -> dict[str, Any]:
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """Run the model on a batch, a dictionary of arguments by name as `iterate_batches` yields it, and return the
     model's output. An entry under the empty string is passed as the first positional argument. All tensors must already
-    be on the model's device.
+    be on the model's device. A displayed progress bar moves while the model runs.
     """
     arguments = dict(batch)
-    return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)
+    with moving_with(model):
+        return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)
 
 
 def with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:

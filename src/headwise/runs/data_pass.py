@@ -12,10 +12,10 @@ from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRecord
+from headwise.progress import progress_bar
 from headwise.runs.checkpoint import CheckpointedRun, TableT
 from headwise.runs.distributed import rank_and_world_size
 from headwise.runs.files import require_outside_data
-from headwise.runs.progress import progress_bar
 from headwise.statistics.moments import Clusters, clusters_of, separate_clusters, summary_from_dict
 
 
@@ -137,8 +137,8 @@ def tokenize(texts: Texts, *, shown: bool) -> None:
     """Read and tokenize texts, unless that is done; if `shown`, show a progress bar that disappears at the end."""
     if texts.is_tokenized:
         return
-    with progress_bar("tokenizing", texts.limit, "sequences", shown=shown, transient=True) as advance:
-        texts.tokenize(lambda sequences: advance(sequences, False))
+    with progress_bar("tokenizing", texts.limit, "sequences", shown=shown, transient=True) as bar:
+        texts.tokenize(bar.advance)
 
 
 SiteProgressT = TypeVar("SiteProgressT", bound=SiteProgress)
@@ -179,9 +179,10 @@ def run_pass(
         title, unit, total = Path(dataset.name).name, "tokens", dataset.tokens
     documents, first = documents_of(dataset), 0
     clusters = None if documents is None else clusters_of(documents)
-    with progress_bar(title, total, unit, shown=shown and rank == 0) as advance:
+    with progress_bar(title, total, unit, shown=shown and rank == 0) as bar:
         for batch in iterate_batches(dataset):
             progress.count_batch(batch)
+            bar.step = count_sequences_and_tokens(batch)[1] if unit == "tokens" else 1
             is_new = progress.batches > resumed.batches
             if progress.batches == resumed.batches and progress.digest != resumed.digest:
                 raise run.different_data_error()
@@ -190,7 +191,7 @@ def run_pass(
                 of_batch = separate_clusters(numbers) if clusters is None else clusters[numbers.start : numbers.stop]
                 process_batch(batch, of_batch)
             first = progress.sequences
-            advance(count_sequences_and_tokens(batch)[1] if unit == "tokens" else 1, not is_new)
+            (bar.advance if is_new else bar.resume)(bar.step)
             if is_new:
                 run.save_progress(progress)
     if progress.batches < resumed.batches:

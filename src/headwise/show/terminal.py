@@ -100,7 +100,7 @@ def print_views(views: ViewSet, console: Console) -> None:
 
 def print_foci(foci: Sequence[Focus], console: Console) -> None:
     """Print for each focus (words whose attention was measured in every head) the heads with the largest excess over
-    uniform attention, and the verdict.
+    uniform attention, the verdict, and what the first of these heads attends to more.
     """
     for focus in foci:
         console.print()
@@ -112,7 +112,7 @@ def print_foci(foci: Sequence[Focus], console: Console) -> None:
             name = Text(each.head.name, style=f"bold {COLOURS[each.head.role.name]}")
             table.add_row(name, number(each.share, ".2f"), number(each.uniform, ".2f"), each.excess.text("z.2f"), *p)
         console.print(table)
-        console.print(Text(focus.verdict))
+        console.print(Text(f"{focus.verdict} {focus.note}".rstrip()))
 
 
 def _plain_table(*columns: str) -> Table:

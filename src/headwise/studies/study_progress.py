@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from headwise.runs.progress import progress_bar
+from headwise.progress import progress_bar
 from headwise.studies.budget import StudyBudget
 from headwise.studies.trial_store import TrialStore
 
@@ -22,7 +22,7 @@ def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> It
     limit = budget.seconds
     total = len(store.settings) * (budget.max_trials + budget.seeds) if limit is None else round(limit)
     unit, shown_units, last_update = "trainings" if limit is None else "s", 0, -math.inf
-    with progress_bar("study", total, unit, shown=shown) as advance:
+    with progress_bar("study", total, unit, shown=shown) as bar:
 
         def update() -> None:
             """Set the progress bar to the study's progress in the database, at most once per second: the seconds spent
@@ -34,8 +34,8 @@ def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> It
             last_update = time.monotonic()
             units = len(store.finished()) if limit is None else int(store.sessions.seconds_spent())
             units = min(units, total)
-            advance(units - shown_units, not shown_units)
+            (bar.advance if shown_units else bar.resume)(units - shown_units)
             shown_units = units
 
         yield update if shown else lambda: None
-        advance(total - shown_units, False)
+        bar.advance(total - shown_units)

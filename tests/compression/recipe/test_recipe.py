@@ -511,10 +511,11 @@ def test_a_full_disk_leaves_complete_folders_only(failing_at, folder, finished, 
     assert content(out) == content(finished)
 
 
-def test_another_recipe_is_refused_by_name_or_replaced(folder, finished, tmp_path):
+def test_another_recipe_is_refused_by_name_or_replaced(folder, finished, tmp_path, monkeypatch):
     out = tmp_path / "out"
     shutil.copytree(finished, out)
     before = content(out)
+    monkeypatch.setattr("headwise.data.models.ModelSource.model", pytest.fail)  # it is refused before
     for old, new, difference in (
         ("keep = 0.5", "keep = 0.9", "recipe.prune.keep"),
         ("steps = 6", "steps = 5", "recipe.heal.steps"),
@@ -528,6 +529,7 @@ def test_another_recipe_is_refused_by_name_or_replaced(folder, finished, tmp_pat
         ):
             hw.compress(recipe, out)
     assert content(out) == before
+    monkeypatch.undo()
     recipe.write_text(RECIPE.replace("[heal]", "[heal]\nseed = 3"))
     hw.compress(recipe, out, force=True)
     replaced = content(out)

@@ -21,10 +21,11 @@ from headwise.analysis.circuits.stream import (
 from headwise.analysis.circuits.trace import RunTrace
 from headwise.analysis.prompts import one_batch
 from headwise.attention.autocast import without_autocast
-from headwise.checks import require_module
+from headwise.checks import flag, require_module
 from headwise.data.batches import device_of, with_cache_disabled
 from headwise.data.tokenization import input_embeddings
 from headwise.errors import InputError
+from headwise.progress import ProgressBar, progress_bar, shown_progress
 from headwise.runs.fingerprint import run_settings
 from headwise.settings import COMPOSITION_KINDS
 
@@ -32,7 +33,7 @@ TOKENS, FEWEST_TOKENS = 7, 4
 """Numbers of tokens of the text by which weights are checked: by default, and at least."""
 
 
-def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None) -> "Circuits":
+def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None, progress: bool = False) -> "Circuits":
     """Read the OV and QK matrix of each head from the weights of a model (Elhage et al. 2021), and return an object
     with these matrices, copying and matching scores, and composition scores of every two heads of different layers.
 
@@ -53,6 +54,7 @@ def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None) -
         batch: one sequence of at least 4 tokens, as a tensor or a mapping of the model's arguments; by default 7 random
             tokens, for a model that names its token embedding.
         title: the model's name for display; by default the last part of its hub id, its folder, or its class.
+        progress: show progress bars on standard error, also for the scores that the result computes.
 
     Raises:
         InputError: the attention of a module is not one of a known family or computes something else than its weights
@@ -60,16 +62,24 @@ def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None) -
             batch cannot be used, or the model does not run in float64.
     """
     require_module(model)
-    copy = double_copy(model)
-    batch = _batch(copy, batch)
-    with without_autocast(device_of(copy)), torch.no_grad():
-        return _circuits_of(copy, batch, run_settings(model, None, title))
+    with progress_bar("circuits", 4, "steps", shown=flag("progress", progress)) as bar:
+        copy = double_copy(model)
+        batch = _batch(copy, batch)
+        metadata = run_settings(model, None, title)
+        bar.advance()
+        with without_autocast(device_of(copy)), torch.no_grad():
+            found = _circuits_of(copy, batch, metadata, bar)
+        bar.advance()
+    found.shows_progress = progress
+    return found
 
 
-def _circuits_of(copy: nn.Module, batch: dict[str, Any], metadata: dict[str, Any]) -> "Circuits":
+def _circuits_of(copy: nn.Module, batch: dict[str, Any], metadata: dict[str, Any], bar: ProgressBar) -> "Circuits":
     """Return the circuits of a model with these settings, whose copy in float64 runs on a batch."""
     trace = RunTrace(copy, batch)
+    bar.advance()
     placed = [placed_module(trace, site) for site in trace.attention.sites.values()]
+    bar.advance()
     if min(module.input.shape[1] for module in placed) < FEWEST_TOKENS:
         expected = f"at least {FEWEST_TOKENS} tokens, by which weights are checked"
         raise InputError("batch", expected=expected, got=min(module.input.shape[1] for module in placed))
@@ -115,7 +125,12 @@ def _batch(model: nn.Module, batch: Any) -> dict[str, Any]:
 class Circuits(CircuitMatrices):
     """OV and QK matrices of all heads of a model, with scores of single heads and of pairs. `CircuitMatrices` defines
     the matrices.
+
+    Attributes:
+        shows_progress: True to show progress bars of the scores on standard error.
     """
+
+    shows_progress = False
 
     def scores(self, *names: str, distance: int = 0) -> CircuitScores:
         """Return a table of scores of each head, one row per head. `CircuitScores` defines them.
@@ -131,7 +146,8 @@ class Circuits(CircuitMatrices):
         for name in names:
             if name not in SCORES:
                 raise InputError("names", expected=f"some of {', '.join(SCORES)}", got=repr(name))
-        return score_table(self, names, distance_argument(distance))
+        with shown_progress(self.shows_progress):
+            return score_table(self, names, distance_argument(distance))
 
     def composition(self, *kinds: str, distance: int = 0) -> Composition:
         """Return the composition scores of every head with every head of earlier layers, one row per pair.
@@ -147,4 +163,5 @@ class Circuits(CircuitMatrices):
         for kind in kinds:
             if kind not in COMPOSITION_KINDS:
                 raise InputError("kinds", expected=f"some of {', '.join(COMPOSITION_KINDS)}", got=repr(kind))
-        return composition_table(self, kinds, distance_argument(distance))
+        with shown_progress(self.shows_progress):
+            return composition_table(self, kinds, distance_argument(distance))

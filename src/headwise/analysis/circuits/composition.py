@@ -14,6 +14,7 @@ from headwise.analysis.circuits.composition_table import Composition, head_pairs
 from headwise.analysis.circuits.matrices import CircuitMatrices
 from headwise.analysis.circuits.scores import available
 from headwise.errors import InputError
+from headwise.progress import ProgressBar, progress_bar
 from headwise.settings import COMPOSITION_KINDS
 from headwise.shapes import Float
 
@@ -92,14 +93,18 @@ def composition_table(circuits: CircuitMatrices, kinds: Sequence[str], distance:
     }
     settings = {**circuits.metadata["settings"], "distance": distance}
     metadata = {**circuits.metadata, "settings": settings, "measured": measured}
-    return Composition(head_pairs(_scored_pairs(heads, labels, kinds)), metadata)
+    with progress_bar("composition", len(heads) - 1, "layers") as bar:
+        return Composition(head_pairs(_scored_pairs(heads, labels, kinds, bar)), metadata)
 
 
 def _scored_pairs(
-    heads: Sequence[ComposingHeads], labels: Sequence[Sequence[Mapping[str, Any]]], kinds: Sequence[str]
+    heads: Sequence[ComposingHeads],
+    labels: Sequence[Sequence[Mapping[str, Any]]],
+    kinds: Sequence[str],
+    bar: ProgressBar,
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], dict[str, float]]]:
     """Yield the labels of every earlier and later head with the scores of the pair, in the order of the later head."""
-    for later in range(1, len(heads)):
+    for later in bar.track(range(1, len(heads))):
         scores = {
             kind: torch.cat(
                 [composition_scores(heads[later].readers[kind], each.written) for each in heads[:later]], 1

@@ -10,6 +10,7 @@ from headwise.analysis.circuits.factored import FactoredMatrix, positive_share
 from headwise.analysis.circuits.matrices import SCORES, CircuitMatrices
 from headwise.analysis.circuits.module_maps import ModuleMaps
 from headwise.errors import InputError
+from headwise.progress import progress_bar
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
 
@@ -49,11 +50,13 @@ def score_table(circuits: CircuitMatrices, names: Sequence[str], distance: int) 
     names = available(circuits, names, SCORES, "scores")
     values: dict[str, list[Tensor]] = {name: [] for name in names}
     paths = []
-    for maps in circuits.modules():
-        by_name = _module_scores(circuits, maps, names, distance)
-        paths.append(maps.path)
-        for name in names:
-            values[name].append(by_name[name])
+    modules = circuits.modules()
+    with progress_bar("scores", len(modules), "layers") as bar:
+        for maps in bar.track(modules):
+            by_name = _module_scores(circuits, maps, names, distance)
+            paths.append(maps.path)
+            for name in names:
+                values[name].append(by_name[name])
     rows = []
     for labels in circuits.heads:
         module, head = paths.index(labels["module"]), labels["head"]

@@ -27,9 +27,9 @@ from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRegistry
+from headwise.progress import progress_bar
 from headwise.runs.data_pass import prepare_texts
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.settings import ROLLOUT_RESIDUAL, ROLLOUT_STATISTICS
 from headwise.shapes import Float
@@ -83,16 +83,17 @@ def rollout(
     registry, digest, sequences, tokens = SiteRegistry(model), "", 0, 0
     means: Means = {}
     total = None if texts is None else len(texts.sequences)
-    with evaluation_mode(model), torch.no_grad(), progress_bar("data", total, "sequences", shown=progress) as advance:
+    with evaluation_mode(model), torch.no_grad(), progress_bar("data", total, "sequences", shown=progress) as bar:
         for batch in iterate_batches(dataset):
-            reader, sums = rolled_out(model, to_device(batch, device_of(model)), ids, residual)
             count, of_batch = count_sequences_and_tokens(batch)
+            bar.step = count
+            reader, sums = rolled_out(model, to_device(batch, device_of(model)), ids, residual)
             for site, of_site in sums.items():
                 means.setdefault(site, []).append(_means(of_site, site, count))
             registry.merge(reader.records)
             digest = digest_of([digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
             sequences, tokens = sequences + count, tokens + of_batch
-            advance(count, False)
+            bar.advance(count)
     if not sequences:
         raise InputError("dataset", expected="at least one batch", got="none")
     settings = run_settings(model, texts, title, residual=residual, special=ids)

@@ -18,8 +18,8 @@ from headwise.data.batches import call_model, device_of, digest_of, evaluation_m
 from headwise.data.tokenization import max_input_tokens, text_model
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
+from headwise.progress import progress_bar
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.progress import progress_bar
 from headwise.runs.rows import MeanEstimate, moment_estimates
 from headwise.settings import FEWEST_PAIRS
 from headwise.shapes import Bool
@@ -138,14 +138,13 @@ def _read_treebank(
 ) -> None:
     """Run the model on sentences, and add their pairs of words."""
     longest = max_input_tokens(model, tokenizer)
-    with progress_bar("sentences", len(sentences), "sentences", shown=shown) as advance:
-        for sentence in sentences:
+    with progress_bar("sentences", len(sentences), "sentences", shown=shown) as bar:
+        for sentence in bar.track(sentences):
             tokens = aligned_tokens(tokenizer, sentence.text, [word.span for word in sentence.words], start_token)
             if longest is not None and len(tokens.ids) > longest:
                 pairs.left_out["sentences longer than the model's limit"] += 1
             elif any(tokens.is_aligned):
                 _read_sentence(model, reader, sentence, tokens, pairs)
-            advance(1, False)
     reader.require_attention()
 
 

@@ -20,8 +20,8 @@ from headwise.data.batches import call_model, device_of, evaluation_mode, with_c
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import SiteKey
+from headwise.progress import progress_bar
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.progress import progress_bar
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate
 from headwise.settings import COPIED_PROMPTS, NAME_PROMPTS
 from headwise.shapes import Float
@@ -112,8 +112,9 @@ def _run(model: nn.Module, prompts: Sequence[NamePrompt], *, shown: bool) -> _Fo
     """Run the model on prompts, and return the attention to names and the direct effects of heads."""
     reader, effects, logits = _EndAttention(model), [], []
     templates: list[int] = []
-    with progress_bar("prompts", len(prompts), "prompts", shown=shown) as advance:
+    with progress_bar("prompts", len(prompts), "prompts", shown=shown) as bar:
         for group in _groups(prompts):
+            bar.step = len(group)
             batch = _batch(model, group)
             reader.begin_prompts(torch.tensor([prompt.places for prompt in group]), batch["input_ids"].shape[1])
             with evaluation_mode(model), torch.no_grad(), intercepted(model, reader):
@@ -123,7 +124,7 @@ def _run(model: nn.Module, prompts: Sequence[NamePrompt], *, shown: bool) -> _Fo
             effects.append(parts.heads.double().cpu())
             logits.append(parts.logit.double().cpu())
             templates += [prompt.template for prompt in group]
-            advance(len(group), False)
+            bar.advance(len(group))
     reader.require_attention()
     return _Found(reader, torch.cat(effects), torch.cat(logits), templates)
 

@@ -20,9 +20,9 @@ from headwise.data.tokenization import max_input_tokens
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import SiteKey
+from headwise.progress import progress_bar
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.head_table import HeadTable
-from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.significance import false_discovery_rates, one_sided_p_values
 from headwise.settings import CONTINUATIONS, NEEDLE_DEPTHS, NEEDLE_LENGTHS, NEEDLES
@@ -163,8 +163,8 @@ def _samples(
     """
     limit = max_input_tokens(model, tokenizer)
     samples, recalls = [], []
-    with progress_bar("texts", len(texts), "texts", shown=shown) as advance:
-        for text in texts:
+    with progress_bar("texts", len(texts), "texts", shown=shown) as bar:
+        for text in bar.track(texts):
             answered = forced_answer(tokenizer, text)
             if limit is not None and len(answered.ids) > limit:
                 raise InputError("lengths", expected=f"at most {limit} tokens, the model's limit", got=text.length)
@@ -173,7 +173,6 @@ def _samples(
             recalls.append(_recall(answered))
             if continuation == "forced" or recalls[-1] > recall:
                 samples.append(_Sample(text, _score(model, reader, answered)))
-            advance(1, False)
     if not samples:
         raise InputError(
             "model",

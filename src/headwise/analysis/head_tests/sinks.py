@@ -24,10 +24,10 @@ from headwise.errors import InputError
 from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
+from headwise.progress import progress_bar
 from headwise.runs.data_pass import prepare_texts
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.head_table import HeadTable
-from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.settings import SINK_EPSILON
 from headwise.shapes import Float, Int
@@ -106,19 +106,19 @@ def sink_rate(
     values: dict[SiteKey, list[Float[Tensor, "sequences heads positions"]]] = {}
     device = device_of(model)
     total = len(dataset.sequences) if isinstance(dataset, Texts) else None
-    with evaluation_mode(model), torch.no_grad(), progress_bar("data", total, "sequences", shown=progress) as advance:
+    with evaluation_mode(model), torch.no_grad(), progress_bar("data", total, "sequences", shown=progress) as bar:
         for batch in iterate_batches(dataset):
+            bar.step = count = count_sequences_and_tokens(batch)[0]
             with watch(model) as heads:
                 call_model(model, to_device(batch, device))
             require_finite_heads(heads, model, batch)
             heads.require_attention()
-            count = count_sequences_and_tokens(batch)[0]
             for record in heads.records:
                 values.setdefault(record.site, []).append(_importance(record, count, places))
             registry.merge(heads.records)
             digest = digest_of([digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
             sequences += count
-            advance(count, False)
+            bar.advance(count)
     if not sequences:
         raise InputError("dataset", expected="at least one batch", got="none")
     return _table(model, registry, values, documents_of(dataset), epsilon, places, sequences, digest, title)

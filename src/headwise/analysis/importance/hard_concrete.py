@@ -6,7 +6,7 @@ gates is therefore differentiable (Louizos, Welling and Kingma 2018, section 2.2
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,9 @@ from headwise.data.batches import iterate_batches
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.sites import SiteRegistry
+from headwise.progress import ProgressBar, progress_bar
 from headwise.runs.data_pass import SiteProgress
 from headwise.runs.distributed import rank_and_world_size
-from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.shapes import Float
 
@@ -99,9 +99,10 @@ class HardConcrete:
         assert isinstance(self.seeds, list)
         fits = [_GateFit(self, task, seed) for seed in self.seeds]
         is_shown = task.show_progress and rank_and_world_size()[0] == 0
-        with progress_bar("gates", None, "batches", shown=is_shown) as advance:
+        with progress_bar("gates", None, "batches", shown=is_shown) as bar:
+            bar.step = 1
             for fit in fits:
-                fit.learn(advance)
+                fit.learn(bar)
         rows = []
         for record, labels in fits[0].registry.head_labels():
             log_alpha = torch.stack([fit.log_alpha[record.site].detach()[labels["head"]] for fit in fits])
@@ -129,10 +130,8 @@ class _GateFit:
         self._noise = torch.Generator().manual_seed(seed)
         self._adam: torch.optim.Adam | None = None
 
-    def learn(self, advance: Callable[[int, bool], None]) -> None:
-        """Learn the gates of all heads in `epochs` passes over the data, and call `advance` after each batch to move
-        the progress bar.
-        """
+    def learn(self, bar: ProgressBar) -> None:
+        """Learn the gates of all heads in `epochs` passes over the data. `bar` counts the batches."""
         with differentiable_gates(self.task.model) as gates:
             for epoch in range(self.method.epochs):
                 batches = 0
@@ -141,7 +140,7 @@ class _GateFit:
                     if epoch == 0:
                         self.data.count_batch(batch)
                     self._step(gates, batch)
-                    advance(1, False)
+                    bar.advance()
                 if not batches:
                     raise InputError(
                         "dataset",

@@ -21,8 +21,8 @@ from headwise.analysis.prompts import AnswerTokens
 from headwise.analysis.repeated_runs import RepeatedRuns
 from headwise.analysis.replacements import patch
 from headwise.intercept.install import intercepted
+from headwise.progress import progress_bar
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow, MeanEstimate
 
 
@@ -78,10 +78,9 @@ def activation_patching(
     tokens = AnswerTokens.from_arguments(answer, wrong, at)
     with _activation_patches(model, clean, corrupted, tokens, direction, reuse=heads is None) as patches:
         patched_heads, rows = patches.pairs.heads(heads), []
-        with progress_bar("patching", len(patched_heads), "heads", shown=progress) as advance:
-            for head in patched_heads:
+        with progress_bar("patching", len(patched_heads), "heads", shown=progress) as bar:
+            for head in bar.track(patched_heads):
                 rows.append(HeadRow(**head[1], statistics=patches.measure([head])))
-                advance(1, False)
         patches.warn_of_note(stacklevel=3)
         settings = run_settings(model, None, None, direction=direction, heads=len(rows))
         return Patching(tuple(rows), {**settings, "measured": patches.measured})

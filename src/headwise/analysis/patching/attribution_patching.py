@@ -23,8 +23,8 @@ from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
 from headwise.checks import whole_number
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import SiteKey
+from headwise.progress import progress_bar
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow
 from headwise.shapes import Float
 
@@ -101,10 +101,9 @@ def _estimated_effects(
         if steps is None:
             return effects, {}
         lines = _LineIntegrals(pairs, gradients, steps)
-        with progress_bar("attribution", len(sites), "layers", shown=progress) as advance:
-            for site in sites:
+        with progress_bar("attribution", len(sites), "layers", shown=progress) as bar:
+            for site in bar.track(sites):
                 effects[site] = lines.effects(site)
-                advance(1, False)
     return effects, {"completeness_gap": lines.largest_gap}
 
 

@@ -16,8 +16,8 @@ from headwise.analysis.patching.receivers import INPUT_NAMES
 from headwise.analysis.patching.table import PathPatching
 from headwise.analysis.prompts import AnswerTokens
 from headwise.errors import InputError
+from headwise.progress import progress_bar
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow
 from headwise.settings import MLP_MODES
 
@@ -76,10 +76,9 @@ def path_patching(
         table_heads = pairs.heads(senders, "senders")
         receiving = [] if isinstance(receivers, str) else pairs.heads(receivers, "receivers")
         paths, rows = PathRuns(pairs, receiving, names, freeze_mlps=mlps == "freeze"), []
-        with paths.intercepted(), progress_bar("paths", len(table_heads), "heads", shown=progress) as advance:
-            for site, labels in table_heads:
+        with paths.intercepted(), progress_bar("paths", len(table_heads), "heads", shown=progress) as bar:
+            for site, labels in bar.track(table_heads):
                 rows.append(HeadRow(**labels, statistics=pairs.estimates(paths.difference([(site, labels["head"])]))))
-                advance(1, False)
         named = [[labels["module"], labels["head"]] for _, labels in receiving] or LOGITS
         options = {"direction": direction, "receivers": named, "input": input, "mlps": mlps, "heads": len(rows)}
         measured = {**pairs.measured, **paths.note}

@@ -24,8 +24,8 @@ from headwise.data.batches import (
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
+from headwise.progress import progress_bar
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.progress import progress_bar
 
 
 def redundancy(
@@ -111,16 +111,15 @@ def _run_over(
     """
     sequences, tokens, device = 0, 0, device_of(model)
     total = len(dataset) if isinstance(dataset, Sized) else None
-    bar = progress_bar("redundancy", total, "batches", shown=show_progress)
-    with evaluation_mode(model), torch.no_grad(), bar as advance, intercepted(model, comparison):
-        for batch in iterate_batches(dataset):
+    shown_bar = progress_bar("redundancy", total, "batches", shown=show_progress)
+    with evaluation_mode(model), torch.no_grad(), shown_bar as bar, intercepted(model, comparison):
+        for batch in bar.track(iterate_batches(dataset), step=1):
             on_device = to_device(batch, device)
             call_model(model, on_device)
             require_finite_outputs(comparison.nonfinite_modules, model, on_device)
             comparison.finish_batch()
             batch_sequences, batch_tokens = count_sequences_and_tokens(batch)
             sequences, tokens = sequences + batch_sequences, tokens + batch_tokens
-            advance(1, False)
     if not sequences:
         raise InputError("dataset", expected="at least one batch", got="none")
     comparison.require_attention()

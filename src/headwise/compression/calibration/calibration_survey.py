@@ -14,6 +14,7 @@ from headwise.intercept.call_contexts import CallContexts
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.sites import SiteRegistry
+from headwise.progress import progress_bar
 
 
 def heads_of_batches(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[ScoredHead, ...]:
@@ -48,8 +49,9 @@ def heads_of_each_batch(model: nn.Module, batches: Sequence[dict[str, Any]]) -> 
 
 def _run(model: nn.Module, batches: Sequence[dict[str, Any]], registry: "_Survey") -> None:
     """Run a model on batches, and record where it attends."""
-    with intercepted(model, registry), torch.no_grad():
-        for batch in batches:
+    bar = progress_bar("calibration", len(batches), "batches")
+    with intercepted(model, registry), torch.no_grad(), bar as progress:
+        for batch in progress.track(batches, step=1):
             registry.start(batch)
             call_model(model, copied(batch))
             if registry.problem is not None:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from headwise.data.batches import call_model, copied, count_sequences_and_tokens
 from headwise.intercept.layer_index import is_inside
 from headwise.intercept.swap_forward import swap_forward
+from headwise.progress import progress_bar
 
 
 class _EndOfRunError(Exception):
@@ -132,11 +133,12 @@ class LayerRuns:
         if any(len(outputs) != 1 for outputs in expected.values()):
             return False
         try:
-            for path in self._layers:
-                output = self._run(path, index)
-                if not _are_equal(output, expected[path][0]):
-                    return False
-                self._outputs[index][path.rpartition(".")[0]] = output
+            with progress_bar("runs of single layers", len(self._layers), "layers") as bar:
+                for path in bar.track(self._layers):
+                    output = self._run(path, index)
+                    if not _are_equal(output, expected[path][0]):
+                        return False
+                    self._outputs[index][path.rpartition(".")[0]] = output
         except Exception:  # such as a KeyError, for a value that a skipped layer did not leave
             return False
         finally:

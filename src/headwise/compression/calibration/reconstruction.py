@@ -21,6 +21,7 @@ from headwise.compression.calibration.projection_inputs import SequenceInputs, p
 from headwise.compression.calibration.token_weights import token_weights, weights_of
 from headwise.errors import InputError
 from headwise.intercept.layer_index import is_inside
+from headwise.progress import progress_bar
 from headwise.removal.families import head_module
 from headwise.removal.head_axes import KeptHeads
 from headwise.removal.head_changes import check_parameters
@@ -58,20 +59,21 @@ def reconstruct(
     layers = list(dict.fromkeys(layer_of.values()))
     weights = token_weights(model, {path: head_module(model, path).output for path in sites}, batches)
     dense_runs, changed_runs = (LayerRuns(each, batches, layers) for each in (model, changed))
-    for layer in layers:
-        inside = [path for path in sites if layer_of[path] == layer]
-        for path in inside:
-            module = head_module(model, path)
-            targets = _inputs(model, module, dense_runs, layer, batches, store=path == inside[-1])
-            inputs = _inputs(changed, module, changed_runs, layer, batches, store=False)
-            projection: Any = model.get_submodule(module.output)
-            moments = FoldedMoments(module.output)
-            for number, (fold_of, xs, ys) in enumerate(zip(folds, inputs, targets, strict=True)):
-                for index, ((sequence, x), (_, y)) in enumerate(zip(xs, ys, strict=True)):
-                    own = weights_of(weights[path], number, index, x)
-                    moments.add(fold_of[sequence], OutputMoments.of(x, projection(y), own))
-            _fit(changed.get_submodule(module.output), module, kept[path], moments.checked())
-        changed_runs.run(layer, lambda index: nullcontext(), store=True)
+    with progress_bar("output projections", len(layers), "layers") as bar:
+        for layer in bar.track(layers):
+            inside = [path for path in sites if layer_of[path] == layer]
+            for path in inside:
+                module = head_module(model, path)
+                targets = _inputs(model, module, dense_runs, layer, batches, store=path == inside[-1])
+                inputs = _inputs(changed, module, changed_runs, layer, batches, store=False)
+                projection: Any = model.get_submodule(module.output)
+                moments = FoldedMoments(module.output)
+                for number, (fold_of, xs, ys) in enumerate(zip(folds, inputs, targets, strict=True)):
+                    for index, ((sequence, x), (_, y)) in enumerate(zip(xs, ys, strict=True)):
+                        own = weights_of(weights[path], number, index, x)
+                        moments.add(fold_of[sequence], OutputMoments.of(x, projection(y), own))
+                _fit(changed.get_submodule(module.output), module, kept[path], moments.checked())
+            changed_runs.run(layer, lambda index: nullcontext(), store=True)
 
 
 def _in_order_of_runs(model: nn.Module, paths: Sequence[str], batches: Sequence[dict[str, Any]]) -> list[str]:

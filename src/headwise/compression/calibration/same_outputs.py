@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from headwise.compression.calibration.projection_inputs import padding_masks
 from headwise.data.batches import call_model, copied, count_sequences_and_tokens, evaluation_mode
 from headwise.errors import InputError
+from headwise.progress import progress_bar
 from headwise.removal.families import head_module
 from headwise.removal.head_axes import KeptHeads
 from headwise.removal.head_module import HeadModule
@@ -118,12 +119,13 @@ def outputs_of(
         return hook
 
     used: list[dict[str, Any]] = []
-    with ExitStack() as stack, evaluation_mode(model), torch.no_grad():
+    bar = progress_bar("comparison of outputs", None, "batches")
+    with ExitStack() as stack, evaluation_mode(model), torch.no_grad(), bar as progress:
         for path, module in modules.items():
             for each in dict.fromkeys((module.output, path)):
                 if each:  # the outputs of the model itself are read below
                     stack.callback(model.get_submodule(each).register_forward_hook(record(path)).remove)
-        for batch in sorted(batches, key=_mean_length, reverse=True):
+        for batch in progress.track(sorted(batches, key=_mean_length, reverse=True), step=1):
             used.append(batch)
             with torch.random.fork_rng():
                 torch.manual_seed(0)

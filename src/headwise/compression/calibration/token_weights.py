@@ -29,6 +29,7 @@ from headwise.compression.calibration.projection_inputs import projection_slopes
 from headwise.compression.calibration.weight_gradients import without_parameter_gradients
 from headwise.data.batches import call_model, copied
 from headwise.errors import InputError
+from headwise.progress import progress_bar
 from headwise.shapes import Float
 
 TokenWeights = list[list[Tensor]]
@@ -50,15 +51,17 @@ def token_weights(
         UserWarning: the model's output has no derivatives, so that all tokens have the weight 1.
     """
     weights: dict[str, TokenWeights] = {name: [] for name in paths}
-    for batch in batches:
-        with torch.enable_grad(), without_parameter_gradients(model), projection_slopes(model, paths, batch) as slopes:
-            problem = _backward(call_model(model, copied(batch)), batch)
-        if problem:
-            reason = f"the output of {type(model).__name__} has no derivatives: {problem}"
-            warnings.warn(f"all tokens have the same weight in scores and fits, because {reason}", stacklevel=2)
-            return dict.fromkeys(paths)
-        for name, calls in slopes.items():
-            weights[name].append([_squares(slope.x) for call in calls for slope in call])
+    with progress_bar("weights of tokens", len(batches), "batches") as bar:
+        for batch in bar.track(batches, step=1):
+            slopes_of_batch = projection_slopes(model, paths, batch)
+            with torch.enable_grad(), without_parameter_gradients(model), slopes_of_batch as slopes:
+                problem = _backward(call_model(model, copied(batch)), batch)
+            if problem:
+                reason = f"the output of {type(model).__name__} has no derivatives: {problem}"
+                warnings.warn(f"all tokens have the same weight in scores and fits, because {reason}", stacklevel=2)
+                return dict.fromkeys(paths)
+            for name, calls in slopes.items():
+                weights[name].append([_squares(slope.x) for call in calls for slope in call])
     return {name: own if _are_usable(own) else None for name, own in weights.items()}
 
 

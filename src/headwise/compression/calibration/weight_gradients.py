@@ -12,6 +12,7 @@ from headwise.analysis.losses import Loss, loss_per_example, require_loss
 from headwise.compression.calibration.projection_inputs import padding_mask
 from headwise.data.batches import count_sequences_and_tokens
 from headwise.errors import InputError
+from headwise.progress import progress_bar
 from headwise.shapes import Bool, Float
 
 
@@ -67,7 +68,8 @@ def weight_gradients(
     Raises:
         InputError: the inputs of a projection are not `(sequences, tokens, width)`, or the loss does not depend on it.
     """
-    parts = [_of_batch(model, projections, batch, loss) for batch in batches]
+    with progress_bar("gradients", len(batches), "batches") as bar:
+        parts = [_of_batch(model, projections, batch, loss) for batch in bar.track(batches, step=1)]
     return {
         name: WeightGradients(
             *(torch.cat([getattr(part[name], kind) for part in parts]) for kind in ("weight", "bias"))

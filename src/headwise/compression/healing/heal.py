@@ -29,9 +29,9 @@ from headwise.data.batches import (
 )
 from headwise.data.texts import Texts
 from headwise.errors import InputError, require
+from headwise.progress import progress_bar
 from headwise.runs.data_pass import prepare_texts
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.progress import progress_bar
 
 WARMUP, FLOOR = 0.1, 0.1
 """Share of the steps in which the learning rate rises to its peak, and share of the peak to which it falls."""
@@ -204,14 +204,14 @@ def _train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _rate_factor(options))
     state = TrainingState(model, optimizer, schedule, device)
     student, prepared = accelerator.prepare(model, optimizer)
-    bar = progress_bar("healing", options.steps, "steps", shown=shown)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluation_mode(teacher), bar as advance:
+    shown_bar = progress_bar("healing", options.steps, "steps", shown=shown)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluation_mode(teacher), shown_bar as bar:
         torch.manual_seed(options.seed)
         start = folder.restore(state)
-        advance(start, True)
+        bar.resume(start)
         student.train()
         try:
-            for step in range(start, options.steps):
+            for step in bar.track(range(start, options.steps)):
                 inputs = batches.at(step)
                 loss = _loss(student, model, teacher, inputs, options.temperature)
                 _require_finite(loss, f"loss at step {step + 1}")
@@ -224,7 +224,6 @@ def _train(
                 prepared.zero_grad()
                 if (step + 1) % options.checkpoint_every == 0 and step + 1 < options.steps:
                     folder.save(state, step + 1)
-                advance(1, False)
         finally:
             accelerator.unwrap_model(student, keep_fp32_wrapper=False)
             accelerator.free_memory()

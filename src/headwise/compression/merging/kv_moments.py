@@ -10,6 +10,7 @@ from headwise.compression.calibration.calibration_survey import heads_of_batches
 from headwise.compression.calibration.projection_inputs import projection_inputs
 from headwise.data.batches import call_model, copied
 from headwise.errors import InputError
+from headwise.progress import progress_bar
 from headwise.removal.head_axes import HeadPart
 from headwise.removal.head_module import HeadModule
 from headwise.shapes import Float
@@ -46,14 +47,15 @@ def kv_moments(
     heads_of_batches(model, batches)
     places = {(path, part): _place(module, part) for path, module in modules.items() for part in PARTS}
     sums: dict[tuple[str, HeadPart], Tensor] = {}
-    for batch in batches:
-        with projection_inputs(model, {path: path for path, *_ in places.values()}, batch) as recorded:
-            call_model(model, copied(batch))
-        for (name, part), (path, start, heads, width) in places.items():
-            for _, x in recorded[path]:
-                features = model.get_submodule(path)(x)[:, start : start + heads * width].double()
-                products = _products(features.unflatten(1, (heads, width)), part)
-                sums[name, part] = sums[name, part] + products if (name, part) in sums else products
+    with progress_bar("keys and values", len(batches), "batches") as bar:
+        for batch in bar.track(batches, step=1):
+            with projection_inputs(model, {path: path for path, *_ in places.values()}, batch) as recorded:
+                call_model(model, copied(batch))
+            for (name, part), (path, start, heads, width) in places.items():
+                for _, x in recorded[path]:
+                    features = model.get_submodule(path)(x)[:, start : start + heads * width].double()
+                    products = _products(features.unflatten(1, (heads, width)), part)
+                    sums[name, part] = sums[name, part] + products if (name, part) in sums else products
     for name, part in places:
         if (name, part) not in sums:
             raise InputError("calibration", expected=f"data on which {name} projects queries and keys", got="none")

@@ -23,6 +23,7 @@ from headwise.compression.merging.kv_moments import KVMoments, kv_moments
 from headwise.data.batches import documents_of, evaluation_mode
 from headwise.errors import InputError
 from headwise.nn.multihead import MultiHeadAttention
+from headwise.progress import progress_bar, shown_progress
 from headwise.removal.families import FAMILIES, HeadwiseLayer, head_module
 from headwise.removal.head_axes import KeptHeads
 from headwise.removal.head_changes import average_heads, check_parameters, multiply_features, reorder_heads
@@ -40,6 +41,7 @@ def merge_kv(
     method: MergeMethod = "mean",
     grouping: MergeGrouping = "adjacent",
     reconstruct: bool | None = None,
+    progress: bool = False,
 ) -> nn.Module:
     """Return a copy of a model with fewer key/value heads, and so a smaller cache: multi-head attention becomes
     grouped-query or multi-query attention. Its configuration states the new number, and plain `transformers` loads it.
@@ -64,6 +66,7 @@ def merge_kv(
             method aligns them, differ least on the calibration data; query heads change their order accordingly.
         reconstruct: True to fit the output projections by least squares to the outputs of the dense modules, as `prune`
             does. Default True with calibration data.
+        progress: show progress bars on standard error.
 
     Raises:
         InputError: the model is of another family; `num_kv_heads` does not divide the present number, or is not below
@@ -82,7 +85,8 @@ def merge_kv(
     reconstruct = calibration is not None if reconstruct is None else flag("reconstruct", reconstruct)
     modules = mergeable_modules(require_module(model), size_argument("num_kv_heads", num_kv_heads))
     merged = deepcopy(model)
-    with evaluation_mode(model), evaluation_mode(merged), torch.no_grad():
+    shown = shown_progress(flag("progress", progress))
+    with evaluation_mode(model), evaluation_mode(merged), torch.no_grad(), shown:
         batches = [] if calibration is None else calibration_batches(model, calibration)
         weights = {path: _equal_weights(module) for path, module in modules.items()}
         if method != "mean" or grouping == "similarity":
@@ -166,9 +170,11 @@ def _align_all(
         InputError: on the batches, the copy then returns something else than the model.
     """
     moments = kv_moments(model, modules, batches)
-    weights = {
-        path: _align(merged, module, num_kv_heads, moments[path], method, grouping) for path, module in modules.items()
-    }
+    with progress_bar("alignment", len(modules), "layers") as bar:
+        weights = {
+            path: _align(merged, module, num_kv_heads, moments[path], method, grouping)
+            for path, module in bar.track(modules.items())
+        }
     expected, used = outputs_of(model, modules, batches)
     require_same(merged, expected, outputs_of(merged, modules, used)[0], ALIGNED)
     return weights

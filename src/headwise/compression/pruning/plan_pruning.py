@@ -21,12 +21,12 @@ from headwise.compression.calibration.same_outputs import remove_heads_checked
 from headwise.compression.pruning.pruning_plan import Head, PlannedModule, PruningPlan, planned_modules
 from headwise.errors import InputError
 from headwise.page.columns import ModelIdentity
+from headwise.progress import progress_bar, shown_progress
 from headwise.removal.families import head_module
 from headwise.removal.remove_heads import loader_of
 from headwise.removal.torch_layers import replace_torch_layers
 from headwise.runs.fingerprint import identity_of
 from headwise.runs.head_table import HeadTable
-from headwise.runs.progress import progress_bar
 from headwise.settings import CONSTRAINTS
 
 DEFAULT_ROUNDS = 8
@@ -118,7 +118,8 @@ def plan_pruning(
     modules = planned_modules(source.rows, removed)
     identity, loader = source.identity, None
     if model is not None:
-        loader = _verified_loader(model, source, modules)
+        with shown_progress(progress):
+            loader = _verified_loader(model, source, modules)
         identity = identity_of(model)
     return PruningPlan(modules, constraint, share, source.name, scored, loader, identity)
 
@@ -190,14 +191,13 @@ def _remove_in_rounds(
     excess = max((len(pool.units) - pool.keep for pool in pools), default=0)
     rounds = min(excess, excess if rounds is None else rounds)
     removed: frozenset[Head] = frozenset()
-    with progress_bar("plan", rounds, "rounds", shown=shown) as advance:
-        for number in range(1, rounds + 1):
+    with progress_bar("plan", rounds, "rounds", shown=shown) as bar:
+        for number in bar.track(range(1, rounds + 1)):
             taken: set[Head] = set()
             for pool, values in zip(pools, _scores_of(scores, pools, removed), strict=True):
                 target = len(pool.units) - _rounded((len(pool.units) - pool.keep) * number / rounds)
                 taken |= _lowest(pool, values, target, removed)
             removed |= taken
-            advance(1, False)
     return removed, rounds
 
 

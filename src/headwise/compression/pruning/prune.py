@@ -5,13 +5,14 @@ from typing import Any
 
 from torch import nn
 
-from headwise.checks import require_module
+from headwise.checks import flag, require_module
 from headwise.compression.calibration.reconstruction import reconstruct
 from headwise.compression.calibration.same_outputs import remove_heads_checked
 from headwise.compression.calibration.scored_heads import calibration_batches
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.data.batches import documents_of, evaluation_mode
 from headwise.errors import InputError
+from headwise.progress import shown_progress
 from headwise.removal.families import head_module
 from headwise.removal.head_axes import KeptHeads
 from headwise.removal.remove_heads import loader_of, remove_heads
@@ -19,7 +20,7 @@ from headwise.removal.torch_layers import replace_torch_layers, with_own_layers
 from headwise.runs.fingerprint import identity_of
 
 
-def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None) -> nn.Module:
+def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None, progress: bool = False) -> nn.Module:
     """Return a copy of a model without the heads that a plan removes: rows and columns of its projections are removed,
     and its configuration states the remaining heads. Torch's attention layers become those of `headwise.compat`.
 
@@ -32,6 +33,7 @@ def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None) -> nn
         model: a model of a known family.
         plan: the heads that remain, of `hw.plan_pruning`.
         calibration: `Texts`, or batches of the model's arguments; None for no reconstruction.
+        progress: show progress bars on standard error.
 
     Raises:
         InputError: the plan is for another model; the model is of no known family, or computes something else than its
@@ -43,13 +45,14 @@ def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None) -> nn
         >>> pruned.save_pretrained("smaller")  # doctest: +SKIP
     """
     require_module(model)
+    flag("progress", progress)
     kept = _kept_heads(model, plan)
     pruned = replace_torch_layers(deepcopy(model))
     if calibration is None:
         remove_heads(pruned, kept)
         return pruned
     dense = with_own_layers(model)
-    with evaluation_mode(dense), evaluation_mode(pruned):
+    with evaluation_mode(dense), evaluation_mode(pruned), shown_progress(progress):
         batches = calibration_batches(dense, calibration)
         reconstruct(dense, pruned, kept, batches, documents_of(calibration))
         remove_heads_checked(pruned, kept, batches)

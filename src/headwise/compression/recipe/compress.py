@@ -26,7 +26,7 @@ from headwise.compression.merging.merge_kv import merge_kv
 from headwise.compression.pruning.prune import prune
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.compression.recipe.before_after import write_before_after
-from headwise.compression.recipe.inputs import RecipeInputs, load_inputs
+from headwise.compression.recipe.inputs import RecipeInputs, load_inputs, recipe_settings
 from headwise.compression.recipe.recipe import read_recipe
 from headwise.compression.recipe.recipe_result import RecipeResult, Stage, stage_of
 from headwise.compression.recipe.reloading import require_equal_after_loading
@@ -38,6 +38,7 @@ from headwise.compression.recipe.run_folder import (
     RECIPE,
     REPORT,
     claim_run,
+    require_same_run,
     results_in,
 )
 from headwise.compression.saving import write_model
@@ -45,6 +46,7 @@ from headwise.compression.scores.named_scores import plan_by_name
 from headwise.data.documents import require_first_document
 from headwise.data.models import find_model
 from headwise.errors import InputError
+from headwise.progress import shown_progress
 from headwise.runs.distributed import LocalProcess
 from headwise.runs.files import require_outside_data, require_writable, writable_folder, write_atomically
 from headwise.runs.folders import new_folder
@@ -83,6 +85,8 @@ def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progre
     if content.prune is not None and content.prune.plan is not None:
         plan = PruningPlan.load(content.prune.plan)
     device = LocalProcess(True, 0).device(content.device)
+    if not force:
+        require_same_run(Path(out), recipe_settings(content))
     inputs = load_inputs(content, plan, device, shown=progress)
     is_new = not Path(out).exists()
     folder = writable_folder(out)
@@ -90,7 +94,8 @@ def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progre
         with locked_folder(folder):
             try:
                 claim_run(folder, inputs.settings(plan), force=force)
-                return _Run(folder, inputs, plan, shown=progress).finish()
+                with shown_progress(progress):
+                    return _Run(folder, inputs, plan).finish()
             except InputError:
                 if not results_in(folder):
                     (folder / RECIPE).unlink(missing_ok=True)
@@ -108,11 +113,10 @@ class _Run:
         folder: the output folder.
         inputs: model, texts and loss.
         plan: the plan that the recipe names; None to make one.
-        shown: show progress bars.
     """
 
-    def __init__(self, folder: Path, inputs: RecipeInputs, plan: PruningPlan | None, *, shown: bool) -> None:
-        self._folder, self._inputs, self._given_plan, self._shown = folder, inputs, plan, shown
+    def __init__(self, folder: Path, inputs: RecipeInputs, plan: PruningPlan | None) -> None:
+        self._folder, self._inputs, self._given_plan = folder, inputs, plan
         self._lm_head = inputs.source.lm_head()
         self._device = next(inputs.dense.parameters()).device
 
@@ -184,7 +188,6 @@ class _Run:
                 constraint=section.constraint,
                 fitted=section.fit,
                 rounds=section.rounds,
-                progress=self._shown,
             )
             plan.save(path)
         pruned = prune(model, plan, calibration=self._inputs.texts if section.fit else None)
@@ -211,7 +214,6 @@ class _Run:
             self._inputs.dense,
             self._inputs.texts,
             out=self._folder / HEALING,
-            progress=self._shown,
             **asdict(section),
         )
         if is_short:

@@ -59,10 +59,12 @@ class RecipeInputs:
             "verify": self.held_out.digest,
             "plan": None if plan is None else digest_of([plan.to_json()]),
         }
-        recipe = asdict(replace(self.recipe, report=None))
-        settings = {"recipe": recipe, "model": run["model"], "versions": run["versions"], "hashes": hashes}
-        normalized: dict[str, Any] = json.loads(json.dumps(settings))
-        return normalized
+        return {**recipe_settings(self.recipe), "model": run["model"], "versions": run["versions"], "hashes": hashes}
+
+
+def recipe_settings(recipe: CompressionRecipe) -> dict[str, Any]:
+    """Return the settings of a run that its recipe states, without the report, as JSON-compatible values."""
+    return {"recipe": json.loads(json.dumps(asdict(replace(recipe, report=None))))}
 
 
 def load_inputs(

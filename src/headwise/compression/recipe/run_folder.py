@@ -25,29 +25,38 @@ def claim_run(folder: Path, settings: Mapping[str, Any], *, force: bool) -> None
     """Write the settings of a run to its folder, or compare them with those of the run that is there. With `force`,
     delete another run.
     """
-    path = folder / RECIPE
     for leftover in (TRASH, *(f".{name}.part" for name in STAGES)):  # of a process that was killed
         shutil.rmtree(folder / leftover, ignore_errors=True)
+    path = folder / RECIPE
     if not path.exists():
         if present := results_in(folder):
             got = f"{present[0]} of something else in {str(folder)!r}"
             raise InputError("out", expected="a folder of its own, or that of the run to resume", got=got)
+    elif not force:
+        require_same_run(folder, settings)
+        return
     else:
-        try:
-            difference = first_difference(json.loads(path.read_text(encoding="utf-8")), settings)
-        except (OSError, ValueError):
-            difference = RECIPE
-        if difference is None and not force:
-            return
-        if not force:
-            raise InputError(
-                "out",
-                expected="a folder of its own, or that of the run to resume",
-                got=f"another run ({difference} differs) in {str(folder)!r}",
-                remedy=FORCE_REMEDY,
-            )
         _delete_run(folder)
     write_atomically(path, json.dumps(settings, indent=1).encode())
+
+
+def require_same_run(folder: Path, known: Mapping[str, Any]) -> None:
+    """Raise `InputError` if a folder has a run whose settings differ from `known`, settings of a new run."""
+    path = folder / RECIPE
+    if not path.exists():
+        return
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        difference = first_difference({name: saved.get(name) for name in known}, known)
+    except (OSError, ValueError, AttributeError):
+        difference = RECIPE
+    if difference is not None:
+        raise InputError(
+            "out",
+            expected="a folder of its own, or that of the run to resume",
+            got=f"another run ({difference} differs) in {str(folder)!r}",
+            remedy=FORCE_REMEDY,
+        )
 
 
 def results_in(folder: Path) -> list[str]:

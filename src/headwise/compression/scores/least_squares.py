@@ -22,6 +22,7 @@ from headwise.compression.pruning.pruning_plan import Head
 from headwise.data.batches import call_model, copied, documents_of, evaluation_mode
 from headwise.errors import InputError
 from headwise.page.columns import ModelIdentity
+from headwise.progress import progress_bar, shown_progress
 from headwise.removal.families import head_module
 from headwise.removal.head_module import HeadModule
 from headwise.removal.torch_layers import with_own_layers
@@ -50,6 +51,7 @@ class LeastSquaresScores:
         loss: function of model and batch, such as `hw.next_token_loss`; None for errors that cannot be compared between
             modules.
         fitted: True if the output projection is fitted again after the removal, False if its weights are kept.
+        progress: show progress bars on standard error.
 
     Attributes:
         name: name of the scores, for display.
@@ -70,7 +72,15 @@ class LeastSquaresScores:
 
     rounds = None
 
-    def __init__(self, model: nn.Module, calibration: Any, loss: Loss | None = None, *, fitted: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        calibration: Any,
+        loss: Loss | None = None,
+        *,
+        fitted: bool = True,
+        progress: bool = False,
+    ) -> None:
         self.name = "least squares" + ("" if fitted else " without a fit")
         self.name += "" if loss is None else ", weighted by derivatives of the loss"
         self._is_fitted = flag("fitted", fitted)
@@ -79,7 +89,7 @@ class LeastSquaresScores:
             require_slope(loss)
         identity = identity_of(model)
         model = with_own_layers(model)
-        with evaluation_mode(model), torch.no_grad():
+        with evaluation_mode(model), torch.no_grad(), shown_progress(flag("progress", progress)):
             self.batches = batches = calibration_batches(model, calibration)
             self.rows: Sequence[ScoredHead] = heads_of_batches(model, batches)
             self.identity: ModelIdentity | None = identity
@@ -101,13 +111,14 @@ class LeastSquaresScores:
         """Return the score of each unit, a set of heads of one module, given that some heads were removed before."""
         module_of = {(row.layer, row.head): row.module for row in self.rows}
         scores: dict[tuple[Head, ...], float] = {}
-        for path in self._modules:
-            own = tuple(unit for unit in units if module_of[unit[0]] == path)
-            gone = tuple(sorted(head for layer, head in removed if module_of[layer, head] == path))
-            key = path, own, gone
-            if own and key not in self._known:
-                self._known[key] = self._of_module(*key)
-            scores.update(zip(own, self._known.get(key, []), strict=True))
+        with progress_bar("least squares", len(self._modules), "layers") as bar:
+            for path in bar.track(self._modules):
+                own = tuple(unit for unit in units if module_of[unit[0]] == path)
+                gone = tuple(sorted(head for layer, head in removed if module_of[layer, head] == path))
+                key = path, own, gone
+                if own and key not in self._known:
+                    self._known[key] = self._of_module(*key)
+                scores.update(zip(own, self._known.get(key, []), strict=True))
         return [scores[unit] for unit in units]
 
     def _of_module(self, path: str, units: Sequence[tuple[Head, ...]], removed: Sequence[int]) -> list[float]:
@@ -141,14 +152,15 @@ def _dense_moments(
     moments = {path: FoldedMoments(module.output) for path, module in modules.items()}
     outputs = {path: module.output for path, module in modules.items()}
     weights = token_weights(model, outputs, batches)
-    for number, (batch, fold_of) in enumerate(zip(batches, folds, strict=True)):
-        with projection_inputs(model, outputs, batch) as recorded:
-            call_model(model, copied(batch))
-        for path, inputs in recorded.items():
-            projection = model.get_submodule(outputs[path])
-            for index, (sequence, x) in enumerate(inputs):
-                own = weights_of(weights[path], number, index, x)
-                moments[path].add(fold_of[sequence], OutputMoments.of(x, projection(x), own))
+    with progress_bar("outputs of heads", len(batches), "batches") as bar:
+        for number, (batch, fold_of) in enumerate(bar.track(zip(batches, folds, strict=True), step=1)):
+            with projection_inputs(model, outputs, batch) as recorded:
+                call_model(model, copied(batch))
+            for path, inputs in recorded.items():
+                projection = model.get_submodule(outputs[path])
+                for index, (sequence, x) in enumerate(inputs):
+                    own = weights_of(weights[path], number, index, x)
+                    moments[path].add(fold_of[sequence], OutputMoments.of(x, projection(x), own))
     return {path: each.checked() for path, each in moments.items()}
 
 

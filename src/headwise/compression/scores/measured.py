@@ -17,12 +17,14 @@ from headwise.analysis.ablate import ablate
 from headwise.analysis.gate import gate
 from headwise.analysis.importance.importance import importance
 from headwise.analysis.losses import Loss, prepare_loss, require_loss
+from headwise.checks import flag
 from headwise.compression.calibration.calibration_survey import heads_of_each_batch
 from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches
 from headwise.compression.calibration.weight_gradients import require_slope
 from headwise.compression.pruning.pruning_plan import Head
 from headwise.data.batches import evaluation_mode
 from headwise.page.columns import ModelIdentity
+from headwise.progress import shown_progress
 from headwise.runs.fingerprint import identity_of
 from headwise.runs.rows import MeanEstimate
 
@@ -37,6 +39,7 @@ class _MeasuredScores:
         model: the model.
         dataset: `Texts`, or batches.
         loss: function of model and batch, such as `hw.next_token_loss`.
+        progress: show a progress bar on standard error.
 
     Attributes:
         rows: the heads.
@@ -47,10 +50,10 @@ class _MeasuredScores:
     rounds = DEFAULT_ROUNDS
     is_comparable = True
 
-    def __init__(self, model: nn.Module, dataset: Any, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, dataset: Any, loss: Loss, *, progress: bool = False) -> None:
         require_loss(loss)
         self._model = model
-        with evaluation_mode(model), torch.no_grad():
+        with evaluation_mode(model), torch.no_grad(), shown_progress(flag("progress", progress)):
             self.batches = batches = calibration_batches(model, dataset)
             self._parts = [(batch, _prepared(loss, model, batch)) for batch in batches]
             self.rows: Sequence[ScoredHead] = heads_of_each_batch(model, batches)
@@ -75,6 +78,7 @@ class AblationScores(_MeasuredScores):
         model: the model.
         dataset: `Texts`, or batches.
         loss: function of model and batch, such as `hw.next_token_loss`.
+        progress: show a progress bar on standard error.
 
     Attributes:
         rows: the heads.
@@ -108,6 +112,7 @@ class ImportanceScores(_MeasuredScores):
         model: the model.
         dataset: `Texts`, or batches.
         loss: function of model and batch, such as `hw.next_token_loss`.
+        progress: show a progress bar on standard error.
 
     Attributes:
         rows: the heads.
@@ -121,9 +126,9 @@ class ImportanceScores(_MeasuredScores):
 
     name = "gradient importance"
 
-    def __init__(self, model: nn.Module, dataset: Any, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, dataset: Any, loss: Loss, *, progress: bool = False) -> None:
         require_slope(loss)
-        super().__init__(model, dataset, loss)
+        super().__init__(model, dataset, loss, progress=progress)
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
         """Return the score of each unit, given that some heads were removed before."""

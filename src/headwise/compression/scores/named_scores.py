@@ -53,10 +53,11 @@ def plan_by_name(
     if name == "magnitude":
         scores = MagnitudeScores(model, next(iter(texts)))
     elif name == "least-squares":
-        scores = LeastSquaresScores(model, texts, loss if uses_loss(name, constraint) else None, fitted=fitted)
+        needed = loss if uses_loss(name, constraint) else None
+        scores = LeastSquaresScores(model, texts, needed, fitted=fitted, progress=progress)
     else:
         measured = ImportanceScores if name == "importance" else AblationScores
-        scores = measured(model, texts, loss)
+        scores = measured(model, texts, loss, progress=progress)
     if name == "ablation" and rounds is None:
         rounds = 1
     return plan_pruning(scores, keep=keep, constraint=constraint, rounds=rounds, model=model, progress=progress)

@@ -19,7 +19,7 @@ from headwise.analysis.losses import (
     require_loss,
     require_some_loss,
 )
-from headwise.checks import finite_number, require_module, whole_number
+from headwise.checks import finite_number, flag, require_module, whole_number
 from headwise.compression.calibration.scored_heads import calibration_batches, scored_heads
 from headwise.compression.streaming.attention_calls import AttentionCall, answered, without_compiled_code
 from headwise.compression.streaming.localized_module import LocalizedModule
@@ -31,12 +31,13 @@ from headwise.compression.streaming.weight_samples import weight_samples
 from headwise.compression.streaming.window_effects import measure_effects
 from headwise.data.batches import documents_of, evaluation_mode
 from headwise.errors import InputError, require
+from headwise.progress import progress_bar, shown_progress
 from headwise.runs.fingerprint import identity_of
 
 
 def localize(
     model: nn.Module, dataset: Any, budget: float = 0.01, *, window: int = 512, first: int = 4,
-    loss: Loss = next_token_loss,
+    loss: Loss = next_token_loss, progress: bool = False,
 ) -> StreamingHeads:  # fmt: skip
     """Find the key/value heads of a decoder that need only the first tokens and a window of recent ones: streaming
     heads (Xiao et al. 2024, StreamingLLM, arXiv:2309.17453; Xiao et al. 2024, DuoAttention, arXiv:2410.10819). As many
@@ -57,6 +58,7 @@ def localize(
         window: number of tokens of the window, up to the query's own, which is among them.
         first: number of first tokens that streaming heads also attend to (attention sinks).
         loss: function of model and batch that returns one positive number for each text.
+        progress: show progress bars on standard error.
 
     Returns:
         The streaming heads, with measured losses. Run them by `running` and `cache`.
@@ -74,7 +76,7 @@ def localize(
     finite_number("budget", budget, above=0.0)
     window, first = whole_number("window", window, least=1), whole_number("first", first, least=0)
     require_loss(loss)
-    with evaluation_mode(model), without_compiled_code():
+    with evaluation_mode(model), without_compiled_code(), shown_progress(flag("progress", progress)):
         batches = calibration_batches(model, dataset)
         _require_token_ids(batches)
         modules = _attention_modules(model, batches[0])
@@ -206,8 +208,9 @@ def _mean_loss(
     loss: Loss,
 ) -> float:  # fmt: skip
     """Return the mean loss of a model over texts, with the streaming heads of some modules."""
-    with restricted(model, tuple(modules), window, first):
-        values = torch.cat([finite_loss_per_example(loss, model, batch) for batch in batches]).double()
+    with restricted(model, tuple(modules), window, first), progress_bar("loss", len(batches), "batches") as bar:
+        losses = [finite_loss_per_example(loss, model, batch) for batch in bar.track(batches, step=1)]
+    values = torch.cat(losses).double()
     values = values[~values.isnan()]
     require_some_loss(len(values))
     return float(values.mean())

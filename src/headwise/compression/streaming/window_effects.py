@@ -18,6 +18,7 @@ from headwise.compression.streaming.streaming_attention import streaming_mask
 from headwise.compression.streaming.token_positions import PositionReader
 from headwise.errors import InputError
 from headwise.intercept.swap_forward import swap_forward
+from headwise.progress import progress_bar
 from headwise.shapes import Float
 
 
@@ -111,8 +112,9 @@ def measure_effects(
     """Run a model forwards and backwards on batches, and return the effects in each module, by path."""
     reader = PositionReader()
     effects = {module.module: WindowEffects(module, width, first, reader) for module in modules}
-    with without_parameter_gradients(model), torch.enable_grad(), answered(model, effects):
-        for batch in batches:
+    bar = progress_bar("window effects", len(batches), "batches")
+    with without_parameter_gradients(model), torch.enable_grad(), answered(model, effects), bar as progress:
+        for batch in progress.track(batches, step=1):
             with _checkpointed(model, list(effects)):
                 losses = loss_per_example(loss, model, batch)
                 if not losses.requires_grad:
