@@ -23,6 +23,7 @@ def reconstructed(
     weight: Float[Tensor, "out width"],
     kept: Int[Tensor, " kept"],
     has_bias: bool,
+    left_out: int | None = None,
 ) -> tuple[Float[Tensor, "out kept"], Float[Tensor, " out"]]:
     """Return the weight and bias of an output projection whose input columns `kept` remain, fitted to the targets by
     least squares.
@@ -32,12 +33,14 @@ def reconstructed(
         weight: weight of the dense projection.
         kept: remaining columns.
         has_bias: True if the projection has a bias, which is fitted too; otherwise the bias is 0.
+        left_out: fold that only the choice of the damping uses; None for a fit to all folds.
     """
     errors = torch.zeros(len(DAMPINGS), dtype=torch.float64)
     for fold, own in moments.folds.items():
         for tried, fit in enumerate(moments.without(fold).fits(weight, kept, has_bias, DAMPINGS)):
             errors[tried] += own.error(fit.weight, fit.bias, kept)
-    (best,) = moments.total.fits(weight, kept, has_bias, [DAMPINGS[int(errors.argmin())]])
+    data = moments.total if left_out is None else moments.without(left_out)
+    (best,) = data.fits(weight, kept, has_bias, [DAMPINGS[int(errors.argmin())]])
     return best.weight, best.bias
 
 
