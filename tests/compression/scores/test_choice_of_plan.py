@@ -1,5 +1,6 @@
 """The choice between plans on held-out sequences, against divergences of pruned models from the dense model."""
 
+import copy
 import itertools
 
 import pytest
@@ -57,15 +58,15 @@ def test_the_plan_with_the_least_divergence_on_the_last_fold_is_chosen():
     model, texts = tiny.model("decoder", top="ForCausalLM"), tiny.texts(30, 8, 21, 17, 26, 12, 9, 33)
     scores = hw.LeastSquaresScores(model, batches_of(texts, 3), fitted=False)
     fold_of = list(itertools.chain(*folds_of(scores.batches)))
-    dense = tiny.model("decoder", top="ForCausalLM")
     heads = [(layer, head) for layer in range(2) for head in range(6)]
     plans = [planned_modules(scores.rows, frozenset({head})) for head in heads]
 
     parts = [[text for text, own in zip(texts, fold_of, strict=True) if own == fold] for fold in range(4)]
     errors = torch.zeros(4, 12)
-    for number, head in enumerate(heads):
-        with hw.gate(model, {head: 0.0}):
-            errors[:, number] = torch.tensor([divergence(model, dense, part) for part in parts])
+    for number, (layer, head) in enumerate(heads):
+        changed = copy.deepcopy(model)
+        changed.model.layers[layer].self_attn.o_proj.weight.data[:, head * 10 : head * 10 + 10] = 0.0
+        errors[:, number] = torch.tensor([divergence(changed, model, part) for part in parts])
     *others, expected = errors.argsort().tolist()
     assert expected not in others
     for better, worse in itertools.pairwise(expected):
