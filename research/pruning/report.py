@@ -165,10 +165,11 @@ def against_others(points: Sequence[Point]) -> list[str]:
     at = {(point.series, point.share, point.is_fitted): point.errors for point in points}
     columns = [(share, is_fitted) for is_fitted in (False, True) for share in sorted({point.share for point in points})]
     rows = []
-    for series in KEYS:
-        pairs = [(at.get((COMPARED, *column)), at.get((series, *column))) for column in columns]
-        if not series.startswith("least squares"):
-            rows.append([series, *(_with_error(_paired(*pair), "+") if all(pair) else "" for pair in pairs)])
+    for series in (key for key in KEYS if not key.startswith("least squares")):
+        pairs = ((at.get((COMPARED, *column)), at.get((series, *column))) for column in columns)
+        rows.append(
+            [series, *("" if not new or not old else _with_error(_paired(new, old), "+") for new, old in pairs)]
+        )
     names = [f"{share:.0%}, {'fitted' if is_fitted else 'as it is'}" for share, is_fitted in columns]
     return markdown_table(["other heads chosen by", *names], rows)
 

@@ -58,11 +58,11 @@ def test_the_plan_with_the_least_divergence_on_the_last_fold_is_chosen():
     model, texts = tiny.model("decoder", top="ForCausalLM"), tiny.texts(30, 8, 21, 17, 26, 12, 9, 33)
     scores = hw.LeastSquaresScores(model, batches_of(texts, 3), fitted=False)
     fold_of = list(itertools.chain(*folds_of(scores.batches)))
-    heads = [(layer, head) for layer in range(2) for head in range(6)]
+    heads = [(layer, head) for layer in range(2) for head in (0, 2, 5)]
     plans = [planned_modules(scores.rows, frozenset({head})) for head in heads]
 
     parts = [[text for text, own in zip(texts, fold_of, strict=True) if own == fold] for fold in range(4)]
-    errors = torch.zeros(4, 12)
+    errors = torch.zeros(4, len(heads))
     for number, (layer, head) in enumerate(heads):
         changed = copy.deepcopy(model)
         changed.model.layers[layer].self_attn.o_proj.weight.data[:, head * 10 : head * 10 + 10] = 0.0

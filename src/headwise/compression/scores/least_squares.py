@@ -177,15 +177,13 @@ class LeastSquaresScores:
 
     def _difference(self, changed: nn.Module, parts: Sequence[dict[str, Any]]) -> float:
         """Return the difference of a changed model from the model, as a mean over tokens; infinity for NaN."""
-        counts = [count_sequences_and_tokens(part)[1] for part in parts]
-        differences = [
-            float(
-                distillation_loss(*(call_model(each, copied(part)) for each in (changed, self._model)), changed, part)
-            )
-            for part in parts
-        ]
-        total = sum(count * difference for count, difference in zip(counts, differences, strict=True))
-        return math.inf if math.isnan(total) else total / sum(counts)
+        total = tokens = 0.0
+        for part in parts:
+            new, old = (call_model(each, copied(part)) for each in (changed, self._model))
+            count = count_sequences_and_tokens(part)[1]
+            total += count * float(distillation_loss(new, old, changed, part))
+            tokens += count
+        return math.inf if math.isnan(total) else total / tokens
 
     def _of_module(self, path: str, units: Sequence[tuple[Head, ...]], removed: Sequence[int]) -> list[float]:
         """Return the score of each unit of one module, given that some of its heads were removed before."""
