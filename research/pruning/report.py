@@ -66,8 +66,8 @@ of the model, and held-out calibration documents decide between three plans of l
 [pruning](prune.md#plans)). The rule was written down before its points were measured on the test documents. It was
 chosen on the calibration documents, with plans and fits from 24 of them, and SmolLM2 without a third of its groups: on
 the other 8, the loss by fitted scores was 0.079 ± 0.024 above that by scores without a fit and with equal weights. Only
-the points of least squares under "as many heads in each layer" were measured again; an empty cell was not. In all other
-fitted points, all tokens have equal weights in the fit.
+the points of least squares under "as many heads in each layer" were measured again, on 2026-11-27;
+empty cells were not. In all other fitted points, all tokens have equal weights in the fit.
 
 A number is a mean over documents ± its standard error. The comparison of two ways to
 choose heads is paired by document, and tested by Student's t, with Holm's
