@@ -139,7 +139,9 @@ def measure(name: str, constraint: str) -> None:
         scored = f"{series.name}{'' if is_reconstructed or series.scores is not least_squares else ' without a fit'}"
         if scored not in scores:
             work = work_folder(RESULTS) / f"{name}-{constraint}-{scored.replace(' ', '-')}.json"
-            scores[scored] = RememberedScores(series.scores(measured, is_reconstructed, constraint), work)
+            found = series.scores(measured, is_reconstructed, constraint)
+            is_chosen = isinstance(found, hw.LeastSquaresScores)  # held-out data decide between several scores
+            scores[scored] = found if is_chosen else RememberedScores(found, work)
         plan_key = f"{scored}, {series.key}, {share:.0%}"
         if plan_key not in plans:
             rounds = series.rounds(share)

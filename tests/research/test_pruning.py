@@ -112,6 +112,17 @@ def test_the_comparison_is_paired_and_corrected_for_all_points():
     assert values[0] > report.LEVEL / 3 or report._holm(values) == [True, True, False]
 
 
+def test_least_squares_is_compared_with_each_other_choice():
+    old, new = [1.0, 1.2, 0.9, 1.1], [1.1, 1.1, 0.8, 0.9]
+    missing = report.Point(report.COMPARED, 0.5, True, 0.5, new)
+    pair = [report.Point(key, 0.5, False, 0.5, own) for key, own in ((report.COMPARED, new), (report.BASE, old))]
+    rows = report.against_others([*pair, missing])
+    error = statistics.stdev([0.1, -0.1, -0.1, -0.2]) / 2
+    assert rows[0] == "| other heads chosen by | 50%, as it is | 50%, fitted |"
+    assert f"| magnitude, one-shot | -0.075 ± {error:.3f} |  |" in rows
+    assert not [row for row in rows if row.startswith("| least squares")]
+
+
 def test_holm_rejects_from_the_smallest_p_value_on():
     assert report._holm([0.04, 0.01, 0.03]) == [False, True, False]
     assert report._holm([0.01, 0.015, 0.03]) == [True, True, True]

@@ -71,7 +71,7 @@ def test_a_fit_with_weights_is_that_of_the_solver(has_bias):
     weights = torch.rand(50, generator=generator).double()
     kept, root = torch.tensor([0, 2, 5]), weights.sqrt()[:, None]
     moments = OutputMoments.of(x[:20], y[:20], weights[:20]) + OutputMoments.of(x[20:], y[20:], weights[20:])
-    weight, bias = moments.fit(dense, kept, has_bias, 1e-12)
+    weight, bias, _ = next(moments.fits(dense, kept, has_bias, [1e-12]))
     columns = torch.cat([x[:, kept], torch.full((50, 1), float(has_bias)).double()], 1)[:, : 3 + has_bias]
     expected = torch.linalg.lstsq(root * columns, root * y).solution.mT
     torch.testing.assert_close(weight, expected[:, :3], rtol=1e-9, atol=1e-9)

@@ -9,6 +9,7 @@ from headwise.compression.calibration import cross_validation
 from headwise.compression.calibration.cross_validation import fitted_removals, reconstructed, unfitted_removals
 from headwise.compression.calibration.folds import FoldedMoments, folds_of
 from headwise.compression.calibration.output_moments import OutputMoments
+from headwise.compression.calibration.token_weights import token_weights
 from headwise.compression.scores.least_squares import LeastSquaresScores
 from headwise.compression.scores.magnitude import MagnitudeScores
 from headwise.data.batches import documents_of
@@ -122,8 +123,8 @@ def test_the_damping_is_that_of_the_least_error_not_of_the_least_rise(monkeypatc
     before, after, added = {}, {}, {}
     for damping in (1e-6, 1.0):
         for errors, columns in ((before, kept), (after, kept[2:])):
-            fits = {fold: moments.without(fold).fit(dense, columns, False, damping) for fold in range(3)}
-            errors[damping] = sum(moments.folds[fold].error(*fits[fold], columns) for fold in range(3))
+            fits = [next(moments.without(fold).fits(dense, columns, False, [damping])) for fold in range(3)]
+            errors[damping] = sum(moments.folds[fold].error(*fits[fold][:2], columns) for fold in range(3))
         added[damping] = (after[damping] - before[damping]) / float(y.square().sum())
     assert added[1e-6] < added[1.0]
     assert after[1e-6] > after[1.0]
@@ -230,9 +231,11 @@ def test_scores_of_a_model_are_those_of_its_output_projections(kind):
             model(**batch)
     hook.remove()
     moments = FoldedMoments("o_proj")
-    for fold, (batch, (x, y)) in enumerate(zip(batches, recorded, strict=True)):
+    weights = token_weights(model, {path: module.output}, batches)[path]
+    for number, (batch, (x, y)) in enumerate(zip(batches, recorded, strict=True)):
         for sequence, mask in enumerate(batch["attention_mask"].bool()):
-            moments.add(2 * fold + sequence, OutputMoments.of(x[sequence][mask], y[sequence][mask]))
+            own = OutputMoments.of(x[sequence][mask], y[sequence][mask], weights[number][sequence])
+            moments.add(2 * number + sequence, own)
     weight = model.get_submodule(module.output).weight.detach()
     width, has_bias = module.value_dim, kind == "encoder"
     blocks = [torch.arange(head * width, (head + 1) * width) for head in range(6)]
@@ -283,6 +286,8 @@ def test_with_a_loss_scores_are_squared_first_order_changes_of_each_text(kind, t
     model, tokenizer = tiny.model(kind, top=top).double(), tiny.tokenizer(kind)
     texts = tiny.texts(30, 20, 25)
     scores = LeastSquaresScores(model, [dict(tokenizer(texts, return_tensors="pt", padding=True))], loss, fitted=fitted)
+    outputs = {row.module: head_module(model, row.module).output for row in scores.rows}
+    weights = token_weights(model, outputs, scores.batches)
     for layer, path in enumerate(dict.fromkeys(row.module for row in scores.rows)):
         module = head_module(model, path)
         projection = model.get_submodule(module.output)
@@ -290,7 +295,7 @@ def test_with_a_loss_scores_are_squared_first_order_changes_of_each_text(kind, t
         measured = [data_of(model, projection, batch, loss) for batch in batches]
         moments = FoldedMoments("o_proj")
         for text, (x, y, _) in enumerate(measured):
-            moments.add(text, OutputMoments.of(x, y))
+            moments.add(text, OutputMoments.of(x, y, weights[path][0][text]))
         removed, added = (columns_of(module, heads) for heads in ([5], [0, 1]))
         weight, has_bias = projection.weight.detach(), projection.bias is not None
         if fitted:

@@ -4,14 +4,14 @@ For each damping, the projection is fitted to all folds but one and judged on th
 damping with the least error on the folds left out is taken.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.compression.calibration.folds import FoldedMoments
-from headwise.compression.calibration.output_moments import OutputMoments
+from headwise.compression.calibration.output_moments import Fit, OutputMoments
 from headwise.shapes import Float, Int
 
 DAMPINGS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
@@ -23,6 +23,7 @@ def reconstructed(
     weight: Float[Tensor, "out width"],
     kept: Int[Tensor, " kept"],
     has_bias: bool,
+    left_out: int | None = None,
 ) -> tuple[Float[Tensor, "out kept"], Float[Tensor, " out"]]:
     """Return the weight and bias of an output projection whose input columns `kept` remain, fitted to the targets by
     least squares.
@@ -32,13 +33,15 @@ def reconstructed(
         weight: weight of the dense projection.
         kept: remaining columns.
         has_bias: True if the projection has a bias, which is fitted too; otherwise the bias is 0.
+        left_out: fold that only the choice of the damping uses; None for a fit to all folds.
     """
     errors = torch.zeros(len(DAMPINGS), dtype=torch.float64)
     for fold, own in moments.folds.items():
-        others = moments.without(fold)
-        for tried, damping in enumerate(DAMPINGS):
-            errors[tried] += own.error(*others.fit(weight, kept, has_bias, damping), kept)
-    return moments.total.fit(weight, kept, has_bias, DAMPINGS[int(errors.argmin())])
+        for tried, fit in enumerate(moments.without(fold).fits(weight, kept, has_bias, DAMPINGS)):
+            errors[tried] += own.error(fit.weight, fit.bias, kept)
+    data = moments.total if left_out is None else moments.without(left_out)
+    (best,) = data.fits(weight, kept, has_bias, [DAMPINGS[int(errors.argmin())]])
+    return best.weight, best.bias
 
 
 class WeightChange(NamedTuple):
@@ -61,9 +64,10 @@ class WeightChange(NamedTuple):
             residual: sum over tokens of `r (x - centre)^T`, where r is the error before the change.
             moments: of the tokens.
         """
-        outer = torch.outer(self.centre, moments.x)
-        xx = moments.xx - outer - outer.mT + moments.mass * torch.outer(self.centre, self.centre)
-        square = ((self.right @ xx @ self.right.mT) * (self.left.mT @ self.left)).sum()
+        mapped, centre, x = self.right @ moments.xx, self.right @ self.centre, self.right @ moments.x
+        outer = torch.outer(centre, x)
+        xx = mapped @ self.right.mT - outer - outer.mT + moments.mass * torch.outer(centre, centre)
+        square = (xx * (self.left.mT @ self.left)).sum()
         return float(square + 2 * ((residual @ self.right.mT) * self.left).sum())
 
 
@@ -108,12 +112,14 @@ def fitted_removals(
     changes: list[list[dict[int, WeightChange]]] = [[{} for _ in blocks] for _ in DAMPINGS]
     for fold, own in moments.folds.items():
         others = moments.without(fold)
-        for tried, damping in enumerate(DAMPINGS):
-            fitted, bias = others.fit(weight, kept, has_bias, damping)
-            before[tried] += own.error(fitted, bias, kept)
-            residual = own.yx - fitted @ own.xx[kept] - torch.outer(bias, own.x)
-            lost = own.y - fitted @ own.x[kept] - own.mass * bias
-            for index, change in enumerate(_changes(others, fitted, blocks, kept, has_bias, damping)):
+        centre = others.x / others.mass if has_bias else torch.zeros_like(others.x)
+        for tried, fit in enumerate(others.fits(weight, kept, has_bias, DAMPINGS)):
+            residual = own.yx - fit.weight @ own.xx[kept] - torch.outer(fit.bias, own.x)
+            lost = own.y - fit.weight @ own.x[kept] - own.mass * fit.bias
+            # |e|^2 = e y - e W x - e b for e = y - W x - b, of which `residual` and `lost` are the sums of e x^T and e
+            of_weight = float((fit.weight * (own.yx + residual)[:, kept]).sum())
+            before[tried] += own.yy - of_weight - float(fit.bias @ (own.y + lost))
+            for index, change in enumerate(_changes(fit, blocks, kept, centre)):
                 changes[tried][index][fold] = change
                 added[tried, index] += change.added_error(residual - torch.outer(lost, change.centre), own)
     best = int((before[:, None] + added).sum(1).argmin())
@@ -122,28 +128,17 @@ def fitted_removals(
 
 
 def _changes(
-    moments: OutputMoments,
-    fitted: Float[Tensor, "out kept"],
-    blocks: Sequence[Int[Tensor, " block"]],
-    kept: Int[Tensor, " kept"],
-    has_bias: bool,
-    damping: float,
-) -> list[WeightChange]:
-    """Return the change of a fitted projection by each block if the other columns are fitted again to the same data."""
-    width = len(moments.x)
-    centred = moments.about_mean() if has_bias else moments
-    centre = moments.x / moments.mass if has_bias else torch.zeros_like(moments.x)
-    inverse = torch.linalg.inv(centred.damped(damping)[kept][:, kept])
-    place = torch.full((width,), -1)
+    fit: Fit, blocks: Sequence[Int[Tensor, " block"]], kept: Int[Tensor, " kept"], centre: Float[Tensor, " width"]
+) -> Iterator[WeightChange]:
+    """Yield the change of a fitted projection by each block if the other columns are fitted again to the same data."""
+    place = torch.full((len(centre),), -1)
     place[kept] = torch.arange(len(kept))
-    changes = []
     for block in blocks:
         own = place[block]
-        left = fitted[:, own] @ torch.linalg.inv(inverse[own][:, own])
-        right = inverse.new_zeros(len(own), width)
-        right[:, kept] = inverse[own]
-        changes.append(WeightChange(left, right, centre))
-    return changes
+        left = fit.weight[:, own] @ torch.linalg.inv(fit.inverse[own][:, own])
+        right = fit.inverse.new_zeros(len(own), len(centre))
+        right[:, kept] = fit.inverse[own]
+        yield WeightChange(left, right, centre)
 
 
 def unfitted_removals(

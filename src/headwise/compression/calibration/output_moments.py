@@ -10,7 +10,9 @@ with moments about the means if there is a bias. With a damping d, the minimised
 All means are weighted means over tokens, see `token_weights`.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,20 @@ from headwise.shapes import Float, Int
 
 ROUNDING = 1e-12
 """Part of a sum of squares below which the sum about the mean is rounding of float64."""
+
+
+class Fit(NamedTuple):
+    """Output projection that is fitted to targets.
+
+    Attributes:
+        weight: weight of the columns that remain.
+        bias: the bias; 0 if the projection has none.
+        inverse: inverse of the damped mean of x x^T over these columns.
+    """
+
+    weight: Float[Tensor, "out kept"]
+    bias: Float[Tensor, " out"]
+    inverse: Float[Tensor, "kept kept"]
 
 
 @dataclass
@@ -77,24 +93,26 @@ class OutputMoments:
         added = damping * mean.diagonal().mean() if bool(mean.any()) else 1.0
         return mean + added * torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
 
-    def fit(
-        self, weight: Float[Tensor, "out width"], kept: Int[Tensor, " kept"], has_bias: bool, damping: float
-    ) -> tuple[Float[Tensor, "out kept"], Float[Tensor, " out"]]:
-        """Return the weight and bias of an output projection whose input columns `kept` remain, fitted to the targets.
-        The damping draws the weight to the dense one, so that columns without data keep theirs.
+    def fits(
+        self, weight: Float[Tensor, "out width"], kept: Int[Tensor, " kept"], has_bias: bool, dampings: Sequence[float]
+    ) -> Iterator["Fit"]:
+        """Yield the fit of the targets by an output projection whose input columns `kept` remain, for each damping. The
+        damping draws the weight to the dense one, so that columns without data keep theirs.
 
         Args:
             weight: weight of the dense projection.
             kept: remaining columns.
             has_bias: True if the projection has a bias, which is fitted too; otherwise the bias is 0.
-            damping: strength of the damping.
+            dampings: strengths of the damping.
         """
         centred = self.about_mean() if has_bias else self
         dense = weight.double()[:, kept]
         missing = (centred.yx[:, kept] - dense @ centred.xx[kept][:, kept]) / self.mass
-        fitted = dense + torch.linalg.solve(centred.damped(damping)[kept][:, kept], missing.mT).mT
-        bias = (self.y - fitted @ self.x[kept]) / self.mass
-        return fitted, bias if has_bias else torch.zeros_like(bias)
+        for damping in dampings:
+            inverse = torch.linalg.inv(centred.damped(damping)[kept][:, kept])
+            fitted = dense + missing @ inverse
+            bias = (self.y - fitted @ self.x[kept]) / self.mass
+            yield Fit(fitted, bias if has_bias else torch.zeros_like(bias), inverse)
 
     def error(
         self, weight: Float[Tensor, "out kept"], bias: Float[Tensor, " out"], kept: Int[Tensor, " kept"]

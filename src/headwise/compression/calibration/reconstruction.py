@@ -72,7 +72,7 @@ def reconstruct(
                     for index, ((sequence, x), (_, y)) in enumerate(zip(xs, ys, strict=True)):
                         own = weights_of(weights[path], number, index, x)
                         moments.add(fold_of[sequence], OutputMoments.of(x, projection(y), own))
-                _fit(changed.get_submodule(module.output), module, kept[path], moments.checked())
+                fit_projection(changed.get_submodule(module.output), module, kept[path], moments.checked())
             changed_runs.run(layer, lambda index: nullcontext(), store=True)
 
 
@@ -131,14 +131,18 @@ def _inputs(
     return recorded
 
 
-def _fit(projection: Any, module: HeadModule, kept: KeptHeads, moments: FoldedMoments) -> None:
-    """Fit an output projection to targets, in place; columns of heads that do not remain become 0."""
+def fit_projection(
+    projection: Any, module: HeadModule, kept: KeptHeads, moments: FoldedMoments, left_out: int | None = None
+) -> None:
+    """Fit an output projection to targets, in place; columns of heads that do not remain become 0. The fold `left_out`
+    is left out of the fit, if given.
+    """
     (axis,) = [each for each in module.axes if each.parameter == f"{module.output}.weight"]
     columns = axis.kept_indices(kept)
     is_transposed = axis.axis == 0
     weight = projection.weight.mT if is_transposed else projection.weight
     bias = getattr(projection, "bias", None)
-    fitted, fitted_bias = reconstructed(moments, weight, columns, bias is not None)
+    fitted, fitted_bias = reconstructed(moments, weight, columns, bias is not None, left_out)
     full = torch.zeros_like(weight)
     full[:, columns] = fitted.to(full)
     projection.weight.copy_(full.mT if is_transposed else full)

@@ -64,6 +64,17 @@ class UnitScores(Protocol):
         """Return the score of each unit, given that some heads were removed before. The larger, the more important."""
 
 
+@runtime_checkable
+class ScoresWithCandidates(UnitScores, Protocol):
+    """Interface of scores that decide between the plans of several scores."""
+
+    def candidates(self) -> Sequence[UnitScores]:
+        """Return the scores, these first."""
+
+    def choose(self, plans: Sequence[Sequence[PlannedModule]]) -> int:
+        """Return the number of the best plan. The first is that of these scores."""
+
+
 def plan_pruning(
     scores: HeadTable[Any] | Callable[[Mapping[Head, float]], HeadTable[Any]] | UnitScores,
     *,
@@ -114,14 +125,20 @@ def plan_pruning(
         remedy = "pass a loss to the scores"
         raise InputError("constraint", expected="uniform or groups for these scores", got="free", remedy=remedy)
     pools = _pools(planned_modules(source.rows, frozenset()), share, constraint)
-    removed, scored = _remove_in_rounds(source, pools, source.rounds if rounds is None else rounds, shown=progress)
-    modules = planned_modules(source.rows, removed)
+    plans: dict[tuple[PlannedModule, ...], tuple[str, int]] = {}
+    for each in source.candidates() if isinstance(source, ScoresWithCandidates) else [source]:
+        removed, scored = _remove_in_rounds(each, pools, each.rounds if rounds is None else rounds, shown=progress)
+        plans.setdefault(planned_modules(source.rows, removed), (each.name, scored))
+    modules, (name, scored) = next(iter(plans.items()))
+    if len(plans) > 1 and isinstance(source, ScoresWithCandidates):
+        modules, (name, scored) = list(plans.items())[source.choose(list(plans))]
+        name += f", the best of {len(plans)} plans on held-out sequences"
     identity, loader = source.identity, None
     if model is not None:
         with shown_progress(progress):
             loader = _verified_loader(model, source, modules)
         identity = identity_of(model)
-    return PruningPlan(modules, constraint, share, source.name, scored, loader, identity)
+    return PruningPlan(modules, constraint, share, name, scored, loader, identity)
 
 
 def _verified_loader(model: nn.Module, scores: UnitScores, modules: Sequence[PlannedModule]) -> str:

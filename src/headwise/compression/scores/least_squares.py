@@ -2,7 +2,10 @@
 projection is fitted again to the outputs of the dense model, or keeps its weights.
 """
 
-from collections.abc import Sequence
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -15,11 +18,13 @@ from headwise.compression.calibration.cross_validation import BlockRemoval, fitt
 from headwise.compression.calibration.folds import FoldedMoments, folds_of
 from headwise.compression.calibration.output_moments import OutputMoments
 from headwise.compression.calibration.projection_inputs import projection_inputs
+from headwise.compression.calibration.reconstruction import fit_projection
 from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches
 from headwise.compression.calibration.token_weights import token_weights, weights_of
 from headwise.compression.calibration.weight_gradients import WeightGradients, require_slope, weight_gradients
-from headwise.compression.pruning.pruning_plan import Head
-from headwise.data.batches import call_model, copied, documents_of, evaluation_mode
+from headwise.compression.healing.distillation import distillation_loss
+from headwise.compression.pruning.pruning_plan import Head, PlannedModule
+from headwise.data.batches import call_model, copied, count_sequences_and_tokens, documents_of, evaluation_mode
 from headwise.errors import InputError
 from headwise.page.columns import ModelIdentity
 from headwise.progress import progress_bar, shown_progress
@@ -38,6 +43,10 @@ class LeastSquaresScores:
     at this token, so that an error at a token that all others depend on counts as much as its effect.
 
     State with `fitted` whether the projections will be fitted (`hw.prune` with calibration data) or keep their weights.
+
+    Without a loss, `plan_pruning` makes three plans: by these scores, by those without a fit, and by those without a
+    fit in which all tokens count equally. It takes the plan whose model differs least from the dense model on held-out
+    sequences; see `choose`.
 
     With a loss, scores of different modules can be compared. A score is then the mean over sequences of the squared
     change of the loss, to first order, when the heads are removed (and the projection is fitted again): twice the rise
@@ -100,7 +109,8 @@ class LeastSquaresScores:
             self._has_bias = {path: _has_bias(model, module) for path, module in self._modules.items()}
             folds = folds_of(batches, documents_of(calibration))
             self._fold_of_sequences = torch.tensor([fold for of_batch in folds for fold in of_batch])
-            self._moments = _dense_moments(model, self._modules, batches, folds)
+            self._model, self._folds = model, folds
+            self._moments, self._unweighted = _dense_moments(model, self._modules, batches, folds)
             self._gradients: dict[str, WeightGradients] = {}
             if loss is not None:
                 projections = {path: module.output for path, module in self._modules.items()}
@@ -120,6 +130,71 @@ class LeastSquaresScores:
                     self._known[key] = self._of_module(*key)
                 scores.update(zip(own, self._known.get(key, []), strict=True))
         return [scores[unit] for unit in units]
+
+    def candidates(self) -> list["LeastSquaresScores"]:
+        """Return these scores, and others of the same data between whose plans `choose` decides: least squares without
+        a fit, with the weights of tokens and with equal ones. Scores with a loss have no others.
+        """
+        if self.is_comparable:
+            return [self]
+        unfitted, unweighted = copy(self), copy(self)
+        for scores, name in ((unfitted, self.name), (unweighted, "least squares with equal weights of tokens")):
+            scores.name, scores._is_fitted, scores._known = f"{name} without a fit", False, {}
+        unweighted._moments = self._unweighted
+        return [self, unfitted, unweighted] if self._is_fitted else [self, unweighted]
+
+    def choose(self, plans: Sequence[Sequence[PlannedModule]]) -> int:
+        """Return the number of the plan whose model differs least from the dense model on held-out sequences: those of
+        the last fold of the calibration data (see `folds_of`), whole documents with about a quarter of the tokens.
+
+        The output projections of each model are fitted to the dense module on the other folds, or keep their weights if
+        these scores are `fitted=False`. The difference is that of `distillation_loss`: for logits the Kullback-Leibler
+        divergence from the dense model, otherwise the relative squared error of the output. The first plan is chosen if
+        a tensor of the batches does not have the sequences as its first axis.
+
+        Warns:
+            UserWarning: the difference cannot be computed; the first plan is chosen.
+        """
+        held_out = int(self._fold_of_sequences.max())
+        numbers = [[index for index, fold in enumerate(fold_of) if fold == held_out] for fold_of in self._folds]
+        parts = [_sequences_of(*each) for each in zip(self.batches, numbers, strict=True) if each[1]]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return 0
+        changed, errors = deepcopy(self._model), []
+        with evaluation_mode(self._model), evaluation_mode(changed), torch.no_grad():
+            for plan in plans:
+                self._change(changed, plan, held_out)
+                try:
+                    errors.append(self._difference(changed, known))
+                except Exception as error:  # an output of another kind, or a model that needs the whole batch
+                    reason = f"the difference of their models on held-out data is not known: {error}"
+                    warnings.warn(f"the first of {len(plans)} plans is used, because {reason}", stacklevel=3)
+                    return 0
+        return errors.index(min(errors))
+
+    def _change(self, changed: nn.Module, plan: Sequence[PlannedModule], held_out: int) -> None:
+        """Write the output projections of a plan into a copy of the model; columns of removed heads become 0."""
+        for planned in plan:
+            module, moments = self._modules[planned.module], self._moments[planned.module]
+            projection = changed.get_submodule(module.output)
+            projection.load_state_dict(self._model.get_submodule(module.output).state_dict())
+            if self._is_fitted:
+                left_out = held_out if held_out in moments.folds else None
+                fit_projection(projection, module, module.kept(planned.kept), moments, left_out)
+            else:
+                removed = set(range(module.num_heads)) - set(planned.kept)
+                dense_weight(changed, module)[:, _columns(module, sorted(removed))] = 0.0
+
+    def _difference(self, changed: nn.Module, parts: Sequence[dict[str, Any]]) -> float:
+        """Return the difference of a changed model from the model, as a mean over tokens; infinity for NaN."""
+        total = tokens = 0.0
+        for part in parts:
+            new, old = (call_model(each, copied(part)) for each in (changed, self._model))
+            count = count_sequences_and_tokens(part)[1]
+            total += count * float(distillation_loss(new, old, changed, part))
+            tokens += count
+        return math.inf if math.isnan(total) else total / tokens
 
     def _of_module(self, path: str, units: Sequence[tuple[Head, ...]], removed: Sequence[int]) -> list[float]:
         """Return the score of each unit of one module, given that some of its heads were removed before."""
@@ -145,11 +220,21 @@ class LeastSquaresScores:
         return squares / len(self._fold_of_sequences)
 
 
+def _sequences_of(batch: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Any] | None:
+    """Return some sequences of a batch; None if a tensor of it does not have the sequences as its first axis."""
+    count, tensors = count_sequences_and_tokens(batch)[0], [each for each in batch.values() if isinstance(each, Tensor)]
+    if any(each.shape[:1] != (count,) for each in tensors):
+        return None
+    return {name: value[list(numbers)] if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
 def _dense_moments(
     model: nn.Module, modules: dict[str, HeadModule], batches: Sequence[dict[str, Any]], folds: Sequence[Sequence[int]]
-) -> dict[str, FoldedMoments]:
-    """Return the moments of inputs and outputs of each module's output projection in the dense model, by fold."""
-    moments = {path: FoldedMoments(module.output) for path, module in modules.items()}
+) -> tuple[dict[str, FoldedMoments], dict[str, FoldedMoments]]:
+    """Return the moments of inputs and outputs of each module's output projection in the dense model: by fold with the
+    weights of tokens, and of all data with equal weights.
+    """
+    moments, unweighted = ({path: FoldedMoments(module.output) for path, module in modules.items()} for _ in range(2))
     outputs = {path: module.output for path, module in modules.items()}
     weights = token_weights(model, outputs, batches)
     with progress_bar("outputs of heads", len(batches), "batches") as bar:
@@ -159,9 +244,10 @@ def _dense_moments(
             for path, inputs in recorded.items():
                 projection = model.get_submodule(outputs[path])
                 for index, (sequence, x) in enumerate(inputs):
-                    own = weights_of(weights[path], number, index, x)
-                    moments[path].add(fold_of[sequence], OutputMoments.of(x, projection(x), own))
-    return {path: each.checked() for path, each in moments.items()}
+                    y, own = projection(x), weights_of(weights[path], number, index, x)
+                    moments[path].add(fold_of[sequence], OutputMoments.of(x, y, own))
+                    unweighted[path].add(0, OutputMoments.of(x, y))
+    return {path: each.checked() for path, each in moments.items()}, unweighted
 
 
 def _require_batch_first(model: nn.Module, paths: Sequence[str]) -> None:
