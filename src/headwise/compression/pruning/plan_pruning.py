@@ -90,7 +90,9 @@ def plan_pruning(
     Args:
         scores: a table of heads, such as `hw.ablate` and `hw.importance` return; a function that returns such a table
             for the model without some heads, which it receives as gates `{(layer, head): 0.0}`; or scores of
-            `hw.LeastSquaresScores`, `hw.AblationScores`, `hw.ImportanceScores` or `hw.MagnitudeScores`.
+            `hw.LeastSquaresScores`, `hw.AblationScores`, `hw.ImportanceScores` or `hw.MagnitudeScores`. Least squares
+            without a loss makes several plans. The one is returned whose model differs least from the dense model on
+            held-out calibration data.
         keep: share of the heads that remain, above 0 and at most 1.
         constraint: "uniform", "groups" or "free"; see this module's docstring.
         rounds: number of rounds in which heads are removed; before each, the remaining ones are scored again. By
