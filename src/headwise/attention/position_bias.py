@@ -185,7 +185,7 @@ def _first_distances(exact: int, per_direction: int, max_distance: int, device: 
     edges = [math.ceil(exact * ratio ** ((step - 1e-9) / logarithmic)) for step in range(1, logarithmic)]
     if torch._C._is_tracing():  # which warns of a tensor that is made from numbers
         return torch.cat([torch.full((1,), edge, dtype=torch.int64, device=device) for edge in edges])
-    return torch.tensor(edges, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.tensor(edges, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)
