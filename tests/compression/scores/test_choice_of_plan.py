@@ -153,5 +153,7 @@ def test_without_a_known_difference_the_first_plan_is_used():
     positions = [{**each, "position_ids": torch.arange(9)[None]} for each in ids]
     model = tiny.model("decoder")
     plans = plans_of(scores := hw.LeastSquaresScores(model, positions))
-    assert scores.choose(plans) == 0
-    assert hw.LeastSquaresScores(model, ids).choose(plans) != 0
+    assert scores.choose(plans) == hw.LeastSquaresScores(model, ids).choose(plans) != 0
+    scores.batches = [{**each, "other": torch.zeros(2)} for each in ids]
+    with pytest.warns(UserWarning, match="the first of 4 plans is used, .* as its first axis"):
+        assert scores.choose(plans) == 0

@@ -149,17 +149,18 @@ class LeastSquaresScores:
 
         The output projections of each model are fitted to the dense module on the other folds, or keep their weights if
         these scores are `fitted=False`. The difference is that of `distillation_loss`: for logits the Kullback-Leibler
-        divergence from the dense model, otherwise the relative squared error of the output. The first plan is chosen if
-        a tensor of the batches does not have the sequences as its first axis.
+        divergence from the dense model, otherwise the relative squared error of the output.
 
         Warns:
-            UserWarning: the difference cannot be computed; the first plan is chosen.
+            UserWarning: the difference cannot be computed, for example since a tensor of the batches does not have the
+                sequences as its first axis; the first plan is chosen.
         """
         held_out = int(self._fold_of_sequences.max())
         numbers = [[index for index, fold in enumerate(fold_of) if fold == held_out] for fold_of in self._folds]
         parts = [_sequences_of(*each) for each in zip(self.batches, numbers, strict=True) if each[1]]
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
+            _warn_of_first_plan(len(plans), "a tensor of the batches does not have the sequences as its first axis")
             return 0
         changed, errors = deepcopy(self._model), []
         with evaluation_mode(self._model), evaluation_mode(changed), torch.no_grad():
@@ -168,8 +169,7 @@ class LeastSquaresScores:
                 try:
                     errors.append(self._difference(changed, known))
                 except Exception as error:  # an output of another kind, or a model that needs the whole batch
-                    reason = f"the difference of their models on held-out data is not known: {error}"
-                    warnings.warn(f"the first of {len(plans)} plans is used, because {reason}", stacklevel=3)
+                    _warn_of_first_plan(len(plans), str(error))
                     return 0
         return errors.index(min(errors))
 
@@ -220,12 +220,23 @@ class LeastSquaresScores:
         return squares / len(self._fold_of_sequences)
 
 
+def _warn_of_first_plan(count: int, reason: str) -> None:
+    """Warn that the first of several plans is used, for a reason."""
+    because = f"the difference of their models on held-out data is not known: {reason}"
+    warnings.warn(f"the first of {count} plans is used, because {because}", stacklevel=4)
+
+
 def _sequences_of(batch: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Any] | None:
-    """Return some sequences of a batch; None if a tensor of it does not have the sequences as its first axis."""
-    count, tensors = count_sequences_and_tokens(batch)[0], [each for each in batch.values() if isinstance(each, Tensor)]
-    if any(each.shape[:1] != (count,) for each in tensors):
-        return None
-    return {name: value[list(numbers)] if isinstance(value, Tensor) else value for name, value in batch.items()}
+    """Return some sequences of a batch; None if a tensor of it does not have the sequences as its first axis, nor a
+    single element for all of them.
+    """
+    count, part = count_sequences_and_tokens(batch)[0], dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.shape[:1] != (1,):
+            if value.shape[:1] != (count,):
+                return None
+            part[name] = value[list(numbers)]
+    return part
 
 
 def _dense_moments(
