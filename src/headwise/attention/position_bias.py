@@ -183,14 +183,14 @@ def _first_distances(exact: int, per_direction: int, max_distance: int, device: 
     logarithmic = per_direction - exact
     ratio = max_distance / exact
     edges = [math.ceil(exact * ratio ** ((step - 1e-9) / logarithmic)) for step in range(1, logarithmic)]
-    if torch._C._is_tracing():  # which warns of a tensor that is made from numbers
-        return torch.cat([torch.full((1,), edge, dtype=torch.int64, device=device) for edge in edges])
-    return torch.tensor(edges, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+    # Each is filled in: torch warns of a tensor that is made from numbers while it traces, and would copy it to a GPU.
+    parts = [torch.full((1,), edge, dtype=torch.int64, device=device) for edge in edges]
+    return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *parts])
 
 
 @lru_cache(maxsize=64)
 def _kept_first_distances(*key: Any) -> Int[Tensor, " edges"]:
-    """Return the result of `_first_distances`, which is kept: a copy to a GPU in every call would make it wait."""
+    """Return the result of `_first_distances`, which is kept."""
     with torch.inference_mode(False):
         return _first_distances(*key)
 
