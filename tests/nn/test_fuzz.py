@@ -13,7 +13,7 @@ from oracles import plain_layer
 from shape_checks import check_first_shapes
 from strategies import biases, masks
 
-COMBINATIONS = int(os.environ.get("HEADWISE_FUZZ", "1000"))
+COMBINATIONS = int(os.environ.get("HEADWISE_FUZZ", "400"))
 """Number of random combinations for each way of calling the layer; without the slow tests, at most 100."""
 
 

@@ -39,7 +39,7 @@ def test_the_links_of_a_page_are_the_strongest_links_of_the_view(coffee, open_pa
 def test_the_page_of_a_decoder_on_a_long_text_opens(open_page, tmp_path):
     loaded = hw.load("smollm2")
     generator = torch.Generator().manual_seed(0)
-    text = loaded.tokenizer.decode(torch.randint(1000, 40_000, (2048,), generator=generator))
+    text = loaded.tokenizer.decode(torch.randint(1000, 40_000, (1024,), generator=generator))
     seen = hw.view(loaded.model, loaded.tokenizer, text, title=loaded.title, truncate=True)
     path = tmp_path / "long.html"
     hw.write_page(path, seen)
@@ -48,4 +48,4 @@ def test_the_page_of_a_decoder_on_a_long_text_opens(open_page, tmp_path):
     assert page.locator(".cell").count() == 270
     page.locator(f'.cell[data-head="{[head.name for head in seen.heads].index("3.2")}"]').click()
     page.wait_for_function("document.querySelector('#head-title').textContent.includes('3.2')")
-    assert page.locator(".head-view:visible .word").count() > 1000
+    assert page.locator(".head-view:visible .word").count() > 500
