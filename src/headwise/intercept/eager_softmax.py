@@ -199,7 +199,7 @@ class _Product(AttentionSource):
 
     @property
     def weights_id(self) -> object:
-        """The softmax that computed the weights."""
+        """The recorded softmax that computed the weights: the same object for all outputs of these weights."""
         return self.weights.softmax
 
     @staticmethod

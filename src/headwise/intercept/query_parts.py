@@ -48,12 +48,12 @@ class QueryParts(threading.local):
         )
 
     def sequences_of(self, call: Call, continues: bool) -> tuple[int, bool]:
-        """Return the number of the call at this site with whose sequences an attention call begins, and True if it
-        continues them: it has other queries of the same projection, and attends to the same keys.
+        """Return the number of the first call at this site that computes attention of the same sequences, and True if
+        this call continues it: with other queries of the same projection, and the same keys.
 
         Args:
             call: the call.
-            continues: True if it continues an earlier call of the model.
+            continues: True if this call continues the sequences of an earlier call of the model.
         """
         tokens, sizes = call.sources.tokens, (call.grid.batch, call.grid.heads)
         if tokens is None:

@@ -10,7 +10,7 @@ from headwise.statistics.moments import Clusters, separate_clusters
 
 @dataclass
 class _SiteCalls:
-    """Attention calls of one site in one call of the model.
+    """Attention calls of one site (a place in the model that computes attention) in one call of the model.
 
     Attributes:
         clusters: clusters of all sequences of the call of the model.

@@ -38,7 +38,9 @@ Unit = tuple[Head, ...]
 
 @runtime_checkable
 class UnitScores(Protocol):
-    """Interface of scores that depend on the heads that were removed before."""
+    """Interface of scores of units, which are the sets of heads that pruning removes at once. A score depends on the
+    heads that are removed already.
+    """
 
     @property
     def name(self) -> str:
