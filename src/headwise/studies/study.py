@@ -213,8 +213,8 @@ def split_batches(data: Iterable[Any], held_out: Iterable[Any] | None) -> tuple[
 @contextmanager
 def _database_url(out: Path | None, storage: str | None, *, force: bool) -> Iterator[str]:
     """Context manager that yields the URL of the trial database: `storage` if it is set, else an SQLite file in the
-    folder `out`, else a temporary file that is deleted at the end. With `force`, the SQLite file and the results file of
-    an earlier study in `out` are deleted first.
+    folder `out`, else a temporary file that is deleted at the end. With `force`, the SQLite file and the results file
+    of an earlier study in `out` are deleted first.
     """
     if out is not None and force:
         for path in (out / f"{Study.NAME}.db", table_path(out, Study.NAME)):

@@ -88,7 +88,7 @@ def _quantiles(quantiles: Any) -> tuple[float, ...]:
 
 
 def _tables(registry: SiteRegistry, metadata: dict[str, Any], statistics: DistanceStatistics) -> AttentionDistances:
-    """Return the result of a run: how far each head attends, and for each head the share of attention by distance."""
+    """Return the result of a run: how far each head attends, and the share of its attention within each distance."""
     require_some(registry, statistics.names, "positions of queries and keys that can be established")
     names = [name for name in statistics.names if not name.startswith("within")]
     found = {record.site: {name: estimates(record, name, 1) for name in names} for record in registry.records}
