@@ -5,6 +5,7 @@ import torch
 
 import headwise as hw
 from headwise.attention.backends.native.library import why_not_loaded
+from headwise.attention.nonfinite import all_finite
 from oracles import distance
 
 NATIVE = () if why_not_loaded() else ("native",)
@@ -178,3 +179,18 @@ def test_nan_in_a_query_of_few_keys_stays(dtype, needs_gradient, backend):
         assert out[:, :, :-1].isfinite().all(), (queries, keys)
         lse = hw.attend(q, k, k, mask=mask, backend=backend, return_lse=True)[1]
         assert lse[:, :, -1].isnan().all(), (queries, keys)
+
+
+@pytest.mark.skipif(not NATIVE, reason="the native kernels are not there")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_native_operator_reads_all_numbers_of_a_view_and_no_others(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for place in range(0, 210, 13):
+            x = torch.randn(210, generator=generator).to(dtype)
+            x[place] = bad
+            x = x.view(2, 3, 5, 7)
+            views = (x, x.transpose(1, 2), x.mT, x[:, :, ::2], x[..., ::2], x[..., 1:4], x[:1].expand(4, 3, 5, 7))
+            for view in (*views, x.flatten()[::3][:, None].expand(-1, 2), x[:0], x[0, 0, 0]):
+                assert all_finite(view) == bool(view.isfinite().all())
+                assert all_finite(torch.ones(3), None, view) == bool(view.isfinite().all())

@@ -224,6 +224,16 @@ def test_a_mask_that_is_changed_in_place_is_prepared_again():
     assert torch.equal(attend(*tensors, mask=segments), readable(*tensors, mask=hw.segments([[0, 1, 1, 1, 1, 1, 1]])))
 
 
+def test_a_mask_made_in_inference_mode_is_evaluated_in_each_call():
+    tensors = random_tensors()
+    with torch.inference_mode():
+        mask = hw.padding([3, 7])
+        for _ in range(3):
+            attend(*tensors, mask=mask)
+        mask.lengths[0] = 5
+        assert torch.equal(attend(*tensors, mask=mask), readable(*tensors, mask=hw.padding([5, 7])))
+
+
 def test_nothing_outlives_a_mask_with_tensors():
     tensors, mask = random_tensors(), hw.padding([3, 7])
     alive = [weakref.ref(mask), weakref.ref(mask.lengths)]

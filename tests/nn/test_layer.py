@@ -540,6 +540,10 @@ def test_nested_cross_attention_equals_a_call_for_each_sequence():
             {"x": torch.nested.narrow(X, 1, torch.tensor([0, 0]), torch.tensor([2, 3]), layout=torch.jagged)},
             r"x: expected a jagged nested tensor without gaps between its sequences, got one with gaps; call contig",
         ),
+        (
+            {"x": torch.nested.nested_tensor([torch.randn(length, 12) for length in (2, 3)])},
+            "x: expected a jagged nested tensor, like x, got a nested tensor of torch.strided",
+        ),
     ],
 )
 def test_unusable_arguments_with_nested_tensors_are_refused(call, message):

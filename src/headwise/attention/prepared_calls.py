@@ -192,6 +192,8 @@ def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) 
         tensors = () if mask is None else tuple(_stored_tensors(mask))
     except TypeError:  # a mask that has no hash, or whose results may change
         return
+    if any(tensor.is_inference() for tensor in tensors):  # torch does not count the changes of these
+        return
     if not _lock.acquire(blocking=False):
         return
     try:
@@ -242,7 +244,7 @@ def _prepared(
         # NaN and infinity in a value reach the output of each row that may attend to it.
         checks_values=needs_gradient and not every_key_is_visible,
         elements=elements,
-        reads=tuple((tensor, tensor._version) for tensor in tensors if not tensor.is_inference()),
+        reads=tuple((tensor, tensor._version) for tensor in tensors),
         parts=parts,
     )
 

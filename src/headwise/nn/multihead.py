@@ -282,6 +282,7 @@ class MultiHeadAttention(QKVProjection):
             and self.output_gate is None
             and (self.dropout == 0.0 or not self.training)
             and type(x) is Tensor
+            and not x.is_nested
             and x.ndim == 3
             and x.shape[2] == self.embed_dim == self.context_dim == self.value_context_dim
             and (mask is None or isinstance(mask, Mask))

@@ -233,8 +233,10 @@ template <class Bits>
 bool has_no_exponent(const Tensor& x, Bits exponent) {
   const int64_t axes = x.dim();
   int64_t count = 1, extent = 1;
-  for (int64_t axis = 0; axis < axes; ++axis) count *= x.size(axis), extent += (x.size(axis) - 1) * x.stride(axis);
-  if (count == 0) return true;
+  for (int64_t axis = 0; axis < axes; ++axis) {
+    if (x.size(axis) == 0) return true;
+    if (x.stride(axis) != 0) count *= x.size(axis), extent += (x.size(axis) - 1) * x.stride(axis);
+  }
   const Bits* data = pointer<Bits>(x);
   const auto is_bad = [&](const Bits* from, int64_t numbers, int64_t step) {
     Bits bad = 0;
@@ -244,7 +246,7 @@ bool has_no_exponent(const Tensor& x, Bits exponent) {
       for (int64_t n = 0; n < numbers; ++n) bad |= Bits((from[n * step] & exponent) == exponent);
     return bad != 0;
   };
-  if (extent == count) return !is_bad(data, count, 1);  // dense, in any order of its axes
+  if (extent == count) return !is_bad(data, count, 1);  // dense, in any order of its axes, of which some may repeat
   std::vector<int64_t> index(axes, 0);
   while (true) {
     const Bits* row = data;
