@@ -95,7 +95,6 @@ def checked_results(layer, x):
     """Return the same from a layer that checks every call and calls all its modules."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepared_calls, "signature", lambda *_: None)
-        patch.setattr(hw.MultiHeadAttention, "_unpack_plain", lambda *_: None)
         patch.setattr(MultiheadAttention, "_is_plain_self_attention", lambda *_: False)
         patch.setattr(hw.MultiHeadAttention, "_short_call", lambda *_: None)
         patch.setattr(linear_engine, "plain_parameters", lambda *_: None)

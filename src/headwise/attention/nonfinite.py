@@ -1,8 +1,8 @@
 """Containment of NaN and infinity: a key or value that a query may not attend to does not change the query's output.
 
 Every kernel multiplies hidden values by a weight of 0, and 0 times NaN or infinity is NaN. So one bad token in the
-padding, or in the future of a causal mask, would spread to all rows. Here the result is checked with one sum, and only
-if that is not finite, the call is computed again without the bad numbers. Rows that may attend to them keep theirs.
+padding, or in the future of a causal mask, would spread to all rows. Here the result is checked, and only if that may
+have happened, the call is computed again without the bad numbers. Rows that may attend to them keep theirs.
 """
 
 import math
@@ -20,6 +20,9 @@ from headwise.attention.problem import Answer, Problem
 from headwise.checks import has_readable_values
 from headwise.shapes import Bool, Float
 
+MOST_COMPARED = 2**13
+"""Largest number of elements of which `torch.equal` finds NaN faster than a sum does."""
+
 
 def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
     """Return the result of `run(problem)`, but so that NaN and infinity in keys and values do not change query rows
@@ -34,7 +37,9 @@ def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
         run: function that computes a problem with the same mask and sizes on the chosen backend.
     """
     result = run(problem)
-    if not _may_have_leaked(problem, result):
+    if (problem.mask is None and problem.bias is None) or not _can_check(result.out):
+        return result
+    if not may_have_leaked(result.out, problem.k, problem.v, to_gradients=result.out.requires_grad):
         return result
     bad_keys = ~problem.k.isfinite().all(-1, keepdim=True)
     bad_values = ~problem.v.isfinite()
@@ -51,21 +56,34 @@ def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
     return Answer(_combine(result.out, clean.out, sees_bad_value), lse, weights)
 
 
+def may_have_leaked(out: Tensor, k: Tensor, v: Tensor, *, to_gradients: bool) -> bool:
+    """Return True if a hidden NaN or infinity may have changed rows of a call on the CPU: if there is NaN in the
+    output, since 0 times infinity is NaN too; or, as gradients multiply 0 by more than the output shows, if a key or a
+    value is NaN or infinite.
+    """
+    return not all_finite(k, v) if to_gradients else may_have_nan(out)
+
+
+def may_have_nan(x: Tensor) -> bool:
+    """Return True if there is NaN in a tensor on a CPU, and perhaps if there is infinity."""
+    if x.numel() <= MOST_COMPARED:
+        return not torch.equal(x, x)
+    return math.isnan(x.detach().sum())
+
+
 def has_nonfinite_keys_or_values(problem: Problem) -> bool:
     """Return True if a key or value of the problem is NaN or infinite. Returns False on other devices than a CPU, and
     wherever values cannot be read.
     """
     tensors = (problem.k, problem.v)
-    if not all(map(_can_check, tensors)):
-        return False
-    return not all_finite(*tensors)
+    return all(map(_can_check, tensors)) and not all_finite(*tensors)
 
 
-def all_finite(*tensors: Tensor | None) -> bool:
-    """Return True if all numbers of the tensors, up to three on a CPU, are finite. For None nothing is read."""
+def all_finite(x: Tensor, y: Tensor) -> bool:
+    """Return True if all numbers of two tensors on a CPU are finite."""
     if library.load() is None:
-        return bool(_operator()(*tensors))
-    return all(tensor is None or _has_finite_sum(tensor) or bool(tensor.isfinite().all()) for tensor in tensors)
+        return bool(_operator()(x, y))
+    return all(math.isfinite(tensor.detach().sum()) or bool(tensor.isfinite().all()) for tensor in (x, y))
 
 
 @cache
@@ -75,30 +93,10 @@ def _operator() -> Any:
 
 
 def _can_check(tensor: Tensor) -> bool:
-    """Return True if the sum of a tensor can be read without waiting for a device: on a CPU, and neither while
+    """Return True if the numbers of a tensor can be read without waiting for a device: on a CPU, and neither while
     compiling or tracing nor inside a transform of `torch.func`.
     """
     return has_readable_values(tensor) and not torch._C._is_tracing()
-
-
-def _has_finite_sum(tensor: Tensor) -> bool:
-    """Return True if the sum of a tensor is finite. Then all its numbers are; a sum of finite numbers may overflow."""
-    return math.isfinite((tensor.detach() if tensor.requires_grad else tensor).sum())
-
-
-def _may_have_leaked(problem: Problem, result: Answer) -> bool:
-    """Return True if a hidden NaN or infinity may have changed the result: there is a mask or bias, and the sum of the
-    output, or of k or v if gradients are needed, is not finite. On other devices than a CPU, while compiling or
-    tracing, and under `torch.func`, nothing is read and False is returned.
-    """
-    if problem.mask is None and problem.bias is None:
-        return False
-    if not _can_check(result.out):
-        return False
-    tensors = [result.out]
-    if result.out.requires_grad:
-        tensors += [problem.k, problem.v]  # the gradients multiply 0 with these too
-    return not all(map(_has_finite_sum, tensors))
 
 
 @torch.no_grad()

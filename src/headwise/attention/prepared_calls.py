@@ -31,7 +31,7 @@ from headwise.attention.masks.by_head import PerHead
 from headwise.attention.masks.by_position import Band, Chunked, Prefix
 from headwise.attention.masks.by_sequence import Padding, Segments
 from headwise.attention.masks.key_ranges import is_constant, unexpanded, visible_keys
-from headwise.attention.nonfinite import all_finite
+from headwise.attention.nonfinite import may_have_leaked, may_have_nan
 from headwise.attention.problem import Problem
 
 MOST_CALLS = 512
@@ -52,9 +52,8 @@ class PreparedCall:
 
     Attributes:
         run: function that computes the output, or output and weights, as the chosen backend does.
-        checks_output: True if the readable path treats NaN and infinity in the output in another way.
-        checks_keys: True if infinity in keys may reach the gradients alone.
-        checks_values: True if NaN and infinity in values may reach the gradients alone.
+        hides_keys: True if NaN and infinity in a key or value may reach rows that do not attend to it.
+        needs_gradient: True if they may do so in the gradients alone.
         elements: number of elements of the prepared mask.
         reads: tensors that the mask stores, with the versions from which it was prepared.
         parts: parts of the mask. A part without tensors is kept, so that an equal mask has the same signature. Of other
@@ -62,9 +61,8 @@ class PreparedCall:
     """
 
     run: Run
-    checks_output: bool
-    checks_keys: bool
-    checks_values: bool
+    hides_keys: bool
+    needs_gradient: bool
     elements: int
     reads: tuple[tuple[Tensor, int], ...]
     parts: tuple[Any, ...]
@@ -169,10 +167,11 @@ def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> 
         if tensor._version != version:
             _calls.pop(key, None)
             return None
-    if call.checks_output:
-        out = result if type(result) is Tensor else result[0]
-        if not all_finite(out, k if call.checks_keys else None, v if call.checks_values else None):
-            return None
+    out = result if isinstance(result, Tensor) else result[0]
+    if out is not result and may_have_nan(out):  # the readable path sets the weights of a row of scores of -inf to 0
+        return None
+    if call.hides_keys and may_have_leaked(out, k, v, to_gradients=call.needs_gradient):
+        return None
     return result
 
 
@@ -233,26 +232,22 @@ def _prepared(
         prepared = None if prepare_run is None else prepare_run(problem, needs_gradient)
     if prepared is None:
         return None
-    run, elements, every_key_is_visible = prepared
+    run, elements = prepared
     if elements > MOST_ELEMENTS_OF_A_MASK:
         return None
-    hides_keys = problem.mask is not None or problem.bias is not None
     return PreparedCall(
         run,
-        checks_output=hides_keys or problem.return_weights,
-        checks_keys=needs_gradient and hides_keys,
-        # NaN and infinity in a value reach the output of each row that may attend to it.
-        checks_values=needs_gradient and not every_key_is_visible,
+        hides_keys=problem.mask is not None or problem.bias is not None,
+        needs_gradient=needs_gradient,
         elements=elements,
         reads=tuple((tensor, tensor._version) for tensor in tensors),
         parts=parts,
     )
 
 
-def _fused(problem: Problem, needs_gradient: bool) -> tuple[Run, int, bool] | None:
-    """Return the function that computes a problem with torch's kernel, the number of elements of its mask, and True if
-    every head of queries is known to attend to every key. Return None if the kernel needs other tensors than q, k and v
-    themselves.
+def _fused(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
+    """Return the function that computes a problem with torch's kernel, and the number of elements of its mask. Return
+    None if the kernel needs other tensors than q, k and v themselves.
     """
     is_grouped = problem.q.shape[1] != problem.k.shape[1]
     if problem.grid.queries == 1 and (is_grouped or problem.q.dtype == torch.bfloat16):
@@ -262,15 +257,14 @@ def _fused(problem: Problem, needs_gradient: bool) -> tuple[Run, int, bool] | No
         if needs_gradient and problem.bias.requires_grad and problem.bias.dtype != problem.score_dtype:
             return None
         hidden = None if problem.mask is None else ~problem.mask.block(problem.grid)
-        return partial(_run_fused, hidden, False, options), 0 if hidden is None else hidden.numel(), False
+        return partial(_run_fused, hidden, False, options), 0 if hidden is None else hidden.numel()
     matrix, is_causal = fused.mask_arguments(problem)
-    elements, every_key_is_visible = 0, True
+    elements = 0
     if matrix is not None:
-        every_key_is_visible = bool(matrix.any(2).all())
         matrix = unexpanded(matrix)
         elements = matrix.numel()
         matrix = torch.zeros(matrix.shape, dtype=problem.q.dtype).masked_fill(~matrix, -torch.inf)  # as torch does
-    return partial(_run_fused, matrix, is_causal, options), elements, every_key_is_visible
+    return partial(_run_fused, matrix, is_causal, options), elements
 
 
 def _run_fused(
@@ -290,9 +284,9 @@ def _run_fused(
     return F.scaled_dot_product_attention(q, k, v, matrix, 0.0, is_causal, **options)
 
 
-def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int, bool] | None:
-    """Return the function that computes a problem with the native kernels, the number of elements of its mask, and
-    False, since the kernels may leave out keys. Return None if they compute the problem in parts.
+def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
+    """Return the function that computes a problem with the native kernels, and the number of elements of its mask.
+    Return None if they compute the problem in parts.
     """
     visible = visible_keys(problem.mask, problem.grid)
     if visible.parts() is not None:
@@ -302,7 +296,7 @@ def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int, bool] | N
     operators = torch.ops.headwise
     operator = operators.attend_forward.default if needs_gradient else operators.attend.default
     elements = sum(tensor.numel() for tensor in (visible.ranges, matrix) if tensor is not None)
-    return partial(_run_native, operator, arguments), elements, False
+    return partial(_run_native, operator, arguments), elements
 
 
 def _run_native(operator: Any, arguments: list[Any], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
@@ -311,35 +305,41 @@ def _run_native(operator: Any, arguments: list[Any], q: Tensor, k: Tensor, v: Te
     return out
 
 
-def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int, bool] | None:
-    """Return the function that computes output and weights with the operators of the reference, the number of elements
-    of its mask, and True if every head of queries attends to every key. Return None if they compute in another dtype,
-    or set the weights of a row without a key to 0.
+def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
+    """Return the function that computes output and weights with the operators of the reference, and the number of
+    elements of its mask. Return None if they compute in another dtype, or set the weights of a row without a key to 0.
     """
     if problem.q.dtype != problem.score_dtype:
         return None
+    is_grouped = problem.q.shape[1] != problem.k.shape[1]
+    product = reference.grouped_matmul if is_grouped else torch.matmul
     if problem.mask is None:
-        return partial(_run_with_weights, None, problem.scale), 0, problem.bias is None
+        return partial(_run_with_weights, product, None, problem.scale), 0
     matrix = problem.mask.block(problem.grid)
     if not matrix.any(-1).all():
         return None
-    every_key_is_visible = problem.bias is None and bool(matrix.any(2).all())
     hidden = ~unexpanded(matrix)
-    return partial(_run_with_weights, hidden, problem.scale), hidden.numel(), every_key_is_visible
+    return partial(_run_with_weights, product, hidden, problem.scale), hidden.numel()
 
 
 def _run_with_weights(
-    hidden: Tensor | None, scale: float | Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    product: Callable[[Tensor, Tensor], Tensor],
+    hidden: Tensor | None,
+    scale: float | Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and weights by the operators of the reference."""
-    scores = reference.grouped_matmul(q, k.mT) * scale
+    scores = product(q, k.mT) * scale
     if bias is not None:
         scores = scores + bias
         hidden = bias == -torch.inf if hidden is None else hidden | (bias == -torch.inf)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     weights = torch.softmax(scores, -1)
-    return reference.grouped_matmul(weights, v), weights
+    return product(weights, v), weights
 
 
 def _key_of(mask: Any) -> Hashable:

@@ -38,7 +38,8 @@ def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tenso
         linear: projection of a layer, usually an `nn.Linear`; adapters and quantised modules are called.
         x: input.
     """
-    return projections(x, linear)[0]
+    parameters = plain_parameters(x, linear)
+    return _project(linear, x) if parameters is None else F.linear(x, *parameters[0])
 
 
 def projections(x: Float[Tensor, "*tokens width"], *linears: nn.Module) -> list[Float[Tensor, "*tokens _"]]:

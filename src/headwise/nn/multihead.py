@@ -217,7 +217,7 @@ class MultiHeadAttention(QKVProjection):
         Raises:
             InputError: inputs that do not fit the layer or each other.
         """
-        is_plain = (
+        if (
             context is None
             and value_context is None
             and bias is None
@@ -227,13 +227,11 @@ class MultiHeadAttention(QKVProjection):
             and offsets is None
             and context_offsets is None
             and return_weights is False
-        )
-        if is_plain and cache is None and self.rotary is None:
-            y = self._short_call(x, mask)
+        ):
+            y = self._short_call(x, mask, cache)
             if y is not None:
                 return y
-        unpacked = self._unpack_plain(x, mask, cache) if is_plain else None
-        inputs, call, layout_of_x = unpacked or self._unpack(
+        inputs, call, layout_of_x = self._unpack(
             x,
             context,
             value_context,
@@ -263,10 +261,10 @@ class MultiHeadAttention(QKVProjection):
         self._commit(prepared, call)
         return layout_of_x.restore(y, weights)
 
-    def _short_call(self, x: Any, mask: Any) -> Float[Tensor, "batch queries out"] | None:
-        """Return the output of `forward` for self-attention of a layer without further options on the CPU, in as few
-        steps as the same layer written by hand. Return None for other calls, and where another engine than `F.linear`
-        may compute the projections.
+    def _short_call(self, x: Any, mask: Any, cache: Any) -> Float[Tensor, "batch queries out"] | None:
+        """Return the output of `forward` for self-attention on the CPU, of a layer without options but rotary positions
+        and a mask, in few more steps than the same layer written by hand. Return None for other calls, and where
+        another engine than `F.linear` may compute the projections.
         """
         modules: Any = self._modules  # reading a module from here takes less time than as an attribute
         scores = self._parameters
@@ -286,6 +284,7 @@ class MultiHeadAttention(QKVProjection):
             and x.ndim == 3
             and x.shape[2] == self.embed_dim == self.context_dim == self.value_context_dim
             and (mask is None or isinstance(mask, Mask))
+            and (cache is None or isinstance(cache, Cache))
         ):
             return None
         parameters = plain_parameters(x, modules["q_proj"], modules["k_proj"], modules["v_proj"], modules["out_proj"])
@@ -297,33 +296,25 @@ class MultiHeadAttention(QKVProjection):
         q = self._split_heads(F.linear(x, q_weight, q_bias), self.num_heads)
         k = self._split_heads(F.linear(x, k_weight, k_bias), self.num_kv_heads)
         v = self._split_heads(F.linear(x, v_weight, v_bias), self.num_kv_heads)
-        mask = self.mask if mask is None else self._mask_and_bias(mask, None, None)[0]
-        heads: Any = attend(q, k, v, mask=mask, scale=self.head_dim**-0.5, backend=self.backend)
-        return F.linear(heads.transpose(1, 2).flatten(2), out_weight, out_bias)
-
-    def _unpack_plain(self, x: Any, mask: Any, cache: Any) -> tuple[LayerInputs, LayerCall, layout.Layout] | None:
-        """Return the result of `_unpack` for self-attention on the CPU without other options, with few checks; None if
-        one of them fails. `_unpack` then states the reason, or converts the arguments.
-        """
-        parameter = self._input_parameter()
-        if not (
-            type(x) is Tensor
-            and not x.is_nested
-            and x.ndim == 3
-            and x.shape[2] == self.embed_dim == self.context_dim == self.value_context_dim
-            and parameter is not None
-            and x.dtype is parameter.dtype
-            and x.is_cpu
-            and parameter.is_cpu
-            and (mask is None or isinstance(mask, Mask))
-            and (cache is None or isinstance(cache, Cache))
-        ):
-            return None
-        if cache is not None or mask is not None:
-            mask, _ = self._mask_and_bias(mask, None, cache)
-        else:
-            mask = self.mask
-        return LayerInputs(x, x, x), LayerCall(mask, None, None, None, cache, None, None, False), layout.BATCH
+        mask = self.mask if mask is None and cache is None else self._mask_and_bias(mask, None, cache)[0]
+        query_positions = key_positions = update = None
+        if cache is not None or self.rotary is not None:
+            call = LayerCall(mask, None, None, None, cache, None, None, False)
+            q, k, v, _, _, query_positions, key_positions, update = self._prepare(q, k, v, call, self.rotary)
+        heads: Any = attend(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=self.head_dim**-0.5,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            backend=self.backend,
+        )
+        y = F.linear(heads.transpose(1, 2).flatten(2), out_weight, out_bias)
+        if update is not None:
+            cache.commit(update)
+        return y
 
     def _unpack(
         self,

@@ -70,8 +70,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
         # In evaluation, nn.TransformerEncoderLayer computes attention itself from the parameters and does not call
-        # `forward`, unless a module inside has a hook.
-        self.register_forward_pre_hook(_do_nothing)
+        # `forward`, unless a module inside has a hook. A hook of this module would slow down each of its calls.
+        self.calls_forward = nn.Identity()
+        self.calls_forward.register_forward_pre_hook(_do_nothing)
 
     def forward(
         self,
@@ -146,8 +147,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Each parameter is read once, because a parametrization computes it at every read.
         """
-        packed: Tensor | None = self.in_proj_weight
-        bias: Tensor | None = self.in_proj_bias
+        packed: Tensor | None = self._parameters.get("in_proj_weight")  # takes less time than reading an attribute
+        bias: Tensor | None = self._parameters.get("in_proj_bias")
+        packed = self.in_proj_weight if packed is None else packed
+        bias = self.in_proj_bias if bias is None else bias
         if bias is not None:
             like = self.q_proj_weight if packed is None else packed
             bias = bias if bias.dtype is like.dtype else bias.to(like.dtype)  # torch's layer also adds another dtype
@@ -326,10 +329,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _do_nothing(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Forward pre-hook that does nothing; it is registered so that the attention layer has a hook. In evaluation
-    `nn.TransformerEncoderLayer` calls the `forward` of an attention layer only if a hook is registered; otherwise it
-    computes attention itself.
-    """
+    """Forward pre-hook that does nothing; it is registered so that a module inside the attention layer has a hook."""
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Float[Tensor, "..."]:

@@ -275,10 +275,8 @@ bool is_finite(const Tensor& x) {
   return false;
 }
 
-// True if all numbers of the tensors are finite.
-bool all_finite(Tensor x, MaybeTensor y, MaybeTensor z) {
-  return is_finite(x) && (!y || is_finite(*y)) && (!z || is_finite(*z));
-}
+// True if all numbers of both tensors are finite.
+bool all_finite(Tensor x, Tensor y) { return is_finite(x) && is_finite(y); }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
   m.def(
@@ -306,7 +304,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "key_tokens, "
       "Tensor? query_tokens, int token_count, Tensor? counted, Tensor? gram) "
       "-> (Tensor out, Tensor lse, Tensor rows, Tensor received, Tensor seen_by)");
-  m.def("all_finite(Tensor x, Tensor? y=None, Tensor? z=None) -> bool");
+  m.def("all_finite(Tensor x, Tensor y) -> bool");
   m.def("instruction_set() -> str");
   m.def("sources_checksum() -> str");
 }
@@ -317,7 +315,9 @@ STABLE_TORCH_LIBRARY_IMPL(headwise, CPU, m) {
   m.impl("attend_backward", TORCH_BOX(&attend_backward));
   m.impl("attend_bias_gradient", TORCH_BOX(&attend_bias_gradient));
   m.impl("attend_statistics", TORCH_BOX(&attend_statistics));
-  m.impl("all_finite", TORCH_BOX(&all_finite));
+}
+STABLE_TORCH_LIBRARY_IMPL(headwise, CompositeImplicitAutograd, m) {
+  m.impl("all_finite", TORCH_BOX(&all_finite));  // nothing to differentiate, so that autograd need not see it
 }
 STABLE_TORCH_LIBRARY_IMPL(headwise, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&instruction_set));
