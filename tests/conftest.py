@@ -9,6 +9,7 @@ import jaxtyping
 import pytest
 import torch
 
+import shape_checks
 from tracing import TracingServer
 
 SOURCES = Path(__file__).parent.parent / "src"
@@ -30,7 +31,7 @@ os.environ.setdefault("HEADWISE_CACHE", str(SOURCES.parent / ".pytest_cache" / "
 
 # headwise.shapes defines placeholders; the tests replace them by jaxtyping before headwise is imported.
 sys.modules["headwise.shapes"] = jaxtyping
-jaxtyping.install_import_hook(modules_with_shapes(), "cached_beartype.check")
+shape_checks.install(modules_with_shapes())
 
 # Importing torch, transformers and the tests creates millions of objects that are never freed. The garbage collector
 # would traverse all of them again and again. It is off during the imports, then ignores these objects and runs seldom.
@@ -42,6 +43,11 @@ def pytest_collection_finish():
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
+
+
+def pytest_runtest_setup():
+    """Check the first calls of each test."""
+    shape_checks.calls.clear()
 
 
 @pytest.fixture

@@ -1,10 +1,66 @@
-"""Turn off the run-time checks of shapes, which take most of the time of small attention calls."""
+"""Shape checks of the tests: jaxtyping and beartype check the first calls of each function in each test.
+
+Checks take longer than most functions, and later calls in a test seldom have other shapes.
+"""
 
 import contextlib
-import functools
-import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache, wraps
+from types import CodeType, FunctionType
+from typing import Any
 
+import beartype
 import jaxtyping
+import torch
+
+MOST_CALLS = 12
+"""Number of calls that are checked, of each function in each test."""
+
+calls: defaultdict[CodeType, int] = defaultdict(int)
+"""Number of checked calls in the current test. A function inside a function has one code, however often it is defined.
+"""
+
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def install(modules: list[str]) -> None:
+    """Check the calls of all functions in modules that are imported later."""
+    jaxtyping.jaxtyped = jaxtyped
+    jaxtyping.install_import_hook(modules, "beartype.beartype")
+
+
+def jaxtyped(*classes: Any, typechecker: Any = None) -> Any:
+    """Replace the decorator of the same name, which the import hook of jaxtyping applies: return a decorator that
+    checks the first calls of a function.
+    """
+    if classes:
+        return _jaxtyped(*classes, typechecker=typechecker)
+    return lambda function: _checked(function) if isinstance(function, FunctionType) else _check(function)
+
+
+def _check(function: Any) -> Any:
+    """Return a function, a property or a class with all its calls checked."""
+    return _jaxtyped(function, typechecker=beartype.beartype)
+
+
+def _checked(function: FunctionType) -> Callable:
+    """Return a function with its first calls checked."""
+    code = function.__code__
+    # A function inside a function is defined anew at each call, and the definition of its check takes milliseconds.
+    most = 1 if "<locals>" in function.__qualname__ else MOST_CALLS
+    if calls[code] >= most:
+        return function
+    check = cache(lambda: _check(function))
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or jaxtyping.config.jaxtyping_disable or calls[code] >= most:
+            return function(*args, **kwargs)
+        calls[code] += 1
+        return check()(*args, **kwargs)
+
+    return wrapper
 
 
 @contextlib.contextmanager
@@ -16,23 +72,3 @@ def shapes_unchecked():
         yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", before)
-
-
-def check_first_shapes(check, examples: int):
-    """Return a check for hypothesis that turns off the shape checks after its first examples.
-
-    After a failed shape check, the examples are counted anew, since hypothesis repeats those that fail.
-    """
-    counter = itertools.count()
-
-    @functools.wraps(check)
-    def run(*args, **kwargs):
-        nonlocal counter
-        with contextlib.nullcontext() if next(counter) < examples else shapes_unchecked():
-            try:
-                return check(*args, **kwargs)
-            except jaxtyping.TypeCheckError:
-                counter = itertools.count()
-                raise
-
-    return run

@@ -242,7 +242,7 @@ def _(cls):
     "`nn.TransformerEncoderLayer` in evaluation without gradients",
     BY_DESIGN,
     "Torch computes the whole block in one operator that calls no layer. "
-    "Ours has a hook that does nothing, because torch calls a layer that has hooks.",
+    "Ours contains a module with a hook that does nothing, because torch calls a layer with hooks inside.",
 )
 def _(cls):
     block = nn.TransformerEncoderLayer(EMBED, HEADS, batch_first=True)

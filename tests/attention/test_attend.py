@@ -15,7 +15,6 @@ from headwise.attention.backends.native import library
 from headwise.attention.backends.native.library import why_not_loaded
 from headwise.attention.masks.grid import Grid
 from oracles import PlainResult, distance, plain_attention, plain_errors
-from shape_checks import check_first_shapes
 from strategies import MASKS, DrawnProblem, problems
 
 NATIVE = () if why_not_loaded() else ("native",)
@@ -27,12 +26,11 @@ COMPLETE_BACKENDS = ("fused", "blockwise", "reference")
 def check_random_problems(check, number: int, **options) -> None:
     """Run a check of a `DrawnProblem` on `number` random problems with each kind of mask, and as many without one.
 
-    Every run draws the same problems, since rounding may leave little room to a bound. The first half of the problems
-    of each kind also checks shapes.
+    Every run draws the same problems, since rounding may leave little room to a bound.
     """
     same = settings(max_examples=number, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
     for place, kind in enumerate([None, *MASKS]):
-        test = given(drawn=problems(kind))(check_first_shapes(check, (number + 1) // 2))
+        test = given(drawn=problems(kind))(check)
         # Each kind of mask has a seed of its own, so that the kinds do not draw the same sizes.
         seed(100 + place)(same(test))(**options)
 
@@ -94,7 +92,7 @@ def test_error_is_at_most_twice_that_of_plain_attention(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_error_is_at_most_twice_that_of_plain_attention_in_more_problems(dtype):
-    check_random_problems(check_error, 29, dtype=dtype)
+    check_random_problems(check_error, 14, dtype=dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -136,7 +136,7 @@ def test_a_mistake_is_one_sentence_and_status_2(in_process, arguments, stdin, se
 
 
 @pytest.mark.slow
-@MISTAKES
+@pytest.mark.parametrize(MISTAKES.args[0], MISTAKES.args[1][2::4])
 def test_a_mistake_in_a_new_process_is_one_sentence_and_status_2(arguments, stdin, sentence, tmp_path):
     assert_one_sentence(headwise(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin), sentence)
 

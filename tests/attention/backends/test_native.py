@@ -61,7 +61,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 @NATIVE
 @pytest.mark.slow
-@pytest.mark.parametrize("name", build.INSTRUCTION_SETS)
+@pytest.mark.parametrize("name", build.INSTRUCTION_SETS.keys() - {"avx2", "portable"})  # `make test-native` tests these
 def test_every_instruction_set_passes_the_checks(name):
     question = "from headwise.attention.backends.native import library; print(library.why_not_loaded())"
     reason = run_python(question, **{library.VARIABLE: name})

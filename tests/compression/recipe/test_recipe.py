@@ -439,7 +439,7 @@ def run_in_child(recipe, out, kill_at):
     "kills",
     [
         pytest.param([2, 7, 4, 9], id="some moments"),
-        *(pytest.param([number], marks=pytest.mark.slow, id=f"call {number}") for number in range(1, 45)),
+        *(pytest.param([number], marks=pytest.mark.slow, id=f"call {number}") for number in range(1, 45, 3)),
     ],
 )
 @pytest.mark.usefixtures("as_user")
@@ -472,7 +472,7 @@ def test_a_command_that_is_killed_at_random_moments_resumes_to_the_same_files(fo
     subprocess.run([*command[:-1], str(tmp_path / "timed")], check=True, capture_output=True)
     duration = time.monotonic() - start
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    for _ in range(8):
+    for _ in range(4):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
         try:
             process.wait(generator.uniform(0.3, 1.0) * duration)
