@@ -157,6 +157,7 @@ def test_a_rule_of_four_arguments_or_without_a_signature_is_accepted(rule):
     assert isinstance(hw.mask_rule(rule), hw.Mask)
 
 
+@pytest.mark.usefixtures("as_user")
 def test_masks_combine_only_with_masks():
     with pytest.raises(TypeError, match="unsupported operand"):
         hw.causal() & torch.ones(2, 2, dtype=torch.bool)
