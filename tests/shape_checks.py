@@ -15,11 +15,15 @@ import jaxtyping
 import torch
 
 MOST_CALLS = 12
-"""Number of calls that are checked, of each function in each test."""
+"""Number of calls that are checked: of each function in each test; of a function inside a function, in all tests, since
+it is defined anew at each call, and the definition of its check takes milliseconds.
+"""
 
 calls: defaultdict[CodeType, int] = defaultdict(int)
-"""Number of checked calls in the current test. A function inside a function has one code, however often it is defined.
-"""
+"""Number of checked calls of each function in the current test."""
+
+calls_of_inner: defaultdict[CodeType, int] = defaultdict(int)
+"""The same for functions inside functions, in all tests."""
 
 _jaxtyped = jaxtyping.jaxtyped
 
@@ -46,18 +50,16 @@ def _check(function: Any) -> Any:
 
 def _checked(function: FunctionType) -> Callable:
     """Return a function with its first calls checked."""
-    code = function.__code__
-    # A function inside a function is defined anew at each call, and the definition of its check takes milliseconds.
-    most = 1 if "<locals>" in function.__qualname__ else MOST_CALLS
-    if calls[code] >= most:
+    code, counts = function.__code__, calls_of_inner if "<locals>" in function.__qualname__ else calls
+    if counts[code] >= MOST_CALLS:
         return function
     check = cache(lambda: _check(function))
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or jaxtyping.config.jaxtyping_disable or calls[code] >= most:
+        if torch.compiler.is_compiling() or jaxtyping.config.jaxtyping_disable or counts[code] >= MOST_CALLS:
             return function(*args, **kwargs)
-        calls[code] += 1
+        counts[code] += 1
         return check()(*args, **kwargs)
 
     return wrapper

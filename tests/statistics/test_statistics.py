@@ -143,8 +143,7 @@ def require_equal(tally: Tally, attention_problem: Problem, context: CallContext
 
 
 @WAYS
-@pytest.mark.parametrize("kv_heads", [HEADS, 1])
-@pytest.mark.parametrize("queries", [QUERIES, 23, 1], ids=lambda n: f"{n} queries")
+@pytest.mark.parametrize(("queries", "kv_heads"), [(QUERIES, 1), (23, HEADS), (1, 1)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_statistic_equals_its_definition(mask, queries, kv_heads, way):
     attention_problem = problem(MASKS[mask], queries=queries, kv_heads=kv_heads)
