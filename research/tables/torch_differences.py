@@ -156,13 +156,13 @@ def changed_by_the_hint(layer: nn.MultiheadAttention, query: Tensor, key: Tensor
 
 
 @difference(
-    "`is_causal=True` and the causal mask, with `add_bias_kv`",
+    "`is_causal=True` and the causal mask, with `add_bias_kv` and `add_zero_attn`",
     TORCH_IS_WRONG,
-    "It replaces the mask by its kernel's causal flag, which hides the appended key. Ours keeps the mask.",
+    "It replaces the mask by its kernel's causal flag, which hides the appended keys. Ours keeps the mask.",
 )
 def _(cls):
     x = tokens()
-    return changed_by_the_hint(build(cls, add_bias_kv=True), x, x, causal())
+    return changed_by_the_hint(build(cls, add_bias_kv=True, add_zero_attn=True), x, x, causal())
 
 
 @difference(

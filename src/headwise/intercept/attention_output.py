@@ -52,7 +52,7 @@ class AttentionOutput:
         is_reported: True if the call was reported to the interceptors, or its module was named to them.
         is_lost: True if a function used the output in a way that its axes could not be followed through.
         is_projected: True if a linear map of the output was seen.
-        weights_id: object that is the same for all outputs of the same weights.
+        weights_id: identity of the attention weights. Outputs with the same object were computed from the same weights.
     """
 
     def __init__(

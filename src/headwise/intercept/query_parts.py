@@ -48,8 +48,9 @@ class QueryParts(threading.local):
         )
 
     def sequences_of(self, call: Call, continues: bool) -> tuple[int, bool]:
-        """Return the number of the first call at this site that computes attention of the same sequences, and True if
-        this call continues it: with other queries of the same projection, and the same keys.
+        """Return the index of the first call at this site on the same sequences, by default that of this call. Also
+        return True if this call continues that first call: with the same keys, and other queries of the same
+        projection. If the tokens of the call are unknown, return its own index and `continues`.
 
         Args:
             call: the call.

@@ -10,7 +10,8 @@ from headwise.statistics.moments import Clusters, separate_clusters
 
 @dataclass
 class _SiteCalls:
-    """Attention calls of one site (a place in the model that computes attention) in one call of the model.
+    """Clusters of the sequences at one site (a place in the model that computes attention) in one call of the model,
+    and the attention calls that began them.
 
     Attributes:
         clusters: clusters of all sequences of the call of the model.

@@ -40,8 +40,8 @@ Ranges = list[Range]
 
 
 def position_ranges(mask: Mask, grid: Grid) -> Ranges | None:
-    """Return the positions that a mask allows, as ranges for each query; None if they are unknown, or more than
-    `MOST_RANGES`. Keys at position -1, which do not exist, are in no range.
+    """Return the key positions that a mask allows, as ranges for each query. Return None if the positions are unknown,
+    or if a query needs more than `MOST_RANGES` ranges. Keys at position -1, which do not exist, are in no range.
     """
     ranges = None
     if isinstance(mask, Band):

@@ -82,7 +82,8 @@ _fragments: list[torch.library.Library] = []
 
 
 class _Call(NamedTuple):
-    """A call in the form that blockwise attention computes.
+    """Arguments of one attention call as blockwise attention takes them: in float32, and with scales that differ
+    between heads already multiplied into the queries.
 
     Attributes:
         q: queries in float32, times the scales of the heads if these have their own.
