@@ -10,7 +10,6 @@ from functools import cache, wraps
 from types import CodeType, FunctionType
 from typing import Any
 
-import beartype
 import jaxtyping
 import torch
 
@@ -34,26 +33,20 @@ def install(modules: list[str]) -> None:
     jaxtyping.install_import_hook(modules, "beartype.beartype")
 
 
-def jaxtyped(*classes: Any, typechecker: Any = None) -> Any:
-    """Replace the decorator of the same name, which the import hook of jaxtyping applies: return a decorator that
-    checks the first calls of a function.
+def jaxtyped(typechecker: Any) -> Any:
+    """Return a decorator that checks the first calls of a function, in place of the one that the import hook of
+    jaxtyping applies.
     """
-    if classes:
-        return _jaxtyped(*classes, typechecker=typechecker)
-    return lambda function: _checked(function) if isinstance(function, FunctionType) else _check(function)
+    check_all = _jaxtyped(typechecker=typechecker)
+    return lambda function: _checked(function, check_all) if isinstance(function, FunctionType) else check_all(function)
 
 
-def _check(function: Any) -> Any:
-    """Return a function, a property or a class with all its calls checked."""
-    return _jaxtyped(function, typechecker=beartype.beartype)
-
-
-def _checked(function: FunctionType) -> Callable:
-    """Return a function with its first calls checked."""
+def _checked(function: FunctionType, check_all: Callable) -> Callable:
+    """Return a function with its first calls checked, by a decorator that checks all."""
     code, counts = function.__code__, calls_of_inner if "<locals>" in function.__qualname__ else calls
     if counts[code] >= MOST_CALLS:
         return function
-    check = cache(lambda: _check(function))
+    check = cache(lambda: check_all(function))
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

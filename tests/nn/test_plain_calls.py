@@ -158,3 +158,29 @@ def test_dropout_in_training_alone():
     layer.train()
     assert not torch.equal(layer(x), layer(x))
     assert torch.equal(layer.eval()(x), evaluated[0])
+
+
+@pytest.mark.parametrize("rotary", [None, hw.Rotary()], ids=["no rotary", "rotary"])
+@pytest.mark.parametrize("kind", ["dynamic", "sliding", "static", "static, own lengths"])
+def test_steps_with_a_cache(kind, rotary):
+    batch = 10  # for fewer tokens the native kernel may compute the projections
+    layer = hw.MultiHeadAttention(EMBED, HEADS, num_kv_heads=1, mask=hw.causal(), rotary=rotary).eval()
+    prompt, steps = torch.randn(batch, LENGTH, EMBED), torch.randn(5, batch, 1, EMBED)
+    lengths = torch.arange(batch) % LENGTH + 1 if kind == "static, own lengths" else None
+
+    def decoded():
+        cache = layer.static_cache(batch, 13)
+        if kind in ("dynamic", "sliding"):
+            cache = hw.DynamicCache() if kind == "dynamic" else hw.SlidingCache(4)
+        with torch.no_grad():
+            layer(prompt, cache=cache, lengths=lengths)
+            return [layer(step, cache=cache) for step in steps]
+
+    for _ in range(3):
+        short = decoded()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared_calls, "signature", lambda *_: None)
+        patch.setattr(hw.MultiHeadAttention, "_short_call", lambda *_: None)
+        long = decoded()
+    for got, wanted in zip(short, long, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)

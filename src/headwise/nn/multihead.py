@@ -262,9 +262,9 @@ class MultiHeadAttention(QKVProjection):
         return layout_of_x.restore(y, weights)
 
     def _short_call(self, x: Any, mask: Any, cache: Any) -> Float[Tensor, "batch queries out"] | None:
-        """Return the output of `forward` for self-attention on the CPU, of a layer without options but rotary positions
-        and a mask, in few more steps than the same layer written by hand. Return None for other calls, and where
-        another engine than `F.linear` may compute the projections.
+        """Return the output of `forward` for self-attention on the CPU, with or without a cache, of a layer without
+        options but rotary positions and a mask. It takes few more steps than the same layer written by hand. Return
+        None for other calls, and where another engine than `F.linear` may compute the projections.
         """
         modules: Any = self._modules  # reading a module from here takes less time than as an attribute
         scores = self._parameters

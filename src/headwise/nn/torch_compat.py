@@ -28,7 +28,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     attend to nothing is `out_proj.bias`, and its weights are 0, where torch returns NaN. The returned weights are those
     before dropout. `out_proj` is called as a module, so an adapter or a hook in its place has an effect.
 
-    In a boolean mask True means *ignored*, as in torch's layer and unlike in the rest of headwise.
+    In a boolean mask True means *ignored*, as in torch's layer and unlike in the rest of headwise. The additional child
+    module `calls_forward` has no parameters; it makes `nn.TransformerEncoderLayer` call this layer in evaluation.
 
     Example:
         >>> layer = MultiheadAttention(512, num_heads=8, batch_first=True)

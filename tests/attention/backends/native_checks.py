@@ -15,7 +15,7 @@ import torch
 
 import headwise as hw
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.backends.native import installed, library
+from headwise.attention.backends.native import build, installed, library
 from headwise.attention.backends.native.backend import arguments
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import visible_keys
@@ -39,6 +39,9 @@ SIZES = [
     (1, 4, 1, 2, 700, 19, 128),
     (3, 2, 1, 3, 603, 32, 71),
 ]
+
+OTHER_INSTRUCTION_SETS = [name for name in build.INSTRUCTION_SETS if name not in ("avx2", "portable")]
+"""Instruction sets that `make test-native` does not test."""
 
 SEED = 1234567890123456789
 """Seed of the dropout."""

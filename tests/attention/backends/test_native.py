@@ -18,9 +18,6 @@ from headwise.attention.masks.key_ranges import Part, visible_keys
 from headwise.attention.problem import Problem
 from oracles import distance, plain_attention
 
-TESTED = "avx2", "portable"
-"""Instruction sets whose kernels `make test-native` tests."""
-
 NATIVE = pytest.mark.skipif(library.why_not_loaded() is not None, reason=str(library.why_not_loaded()))
 
 
@@ -64,7 +61,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 @NATIVE
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in build.INSTRUCTION_SETS if name not in TESTED])
+@pytest.mark.parametrize("name", native_checks.OTHER_INSTRUCTION_SETS)
 def test_every_instruction_set_passes_the_checks(name):
     question = "from headwise.attention.backends.native import library; print(library.why_not_loaded())"
     reason = run_python(question, **{library.VARIABLE: name})

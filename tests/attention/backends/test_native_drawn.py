@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_checks import OTHER_INSTRUCTION_SETS
 
 import headwise as hw
-from headwise.attention.backends.native import build, library
+from headwise.attention.backends.native import library
 from research.native_kernels import judge, results
 from research.native_kernels.problems import draw_problem
-
-TESTED = "avx2", "portable"
-"""Instruction sets whose kernels `make test-native` tests."""
 
 NATIVE = pytest.mark.skipif(library.why_not_loaded() is not None, reason=str(library.why_not_loaded()))
 MENDED = {
@@ -71,7 +69,7 @@ def test_the_rule_detects_a_wrong_number(monkeypatch):
 
 @NATIVE
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in build.INSTRUCTION_SETS if name not in TESTED])
+@pytest.mark.parametrize("name", OTHER_INSTRUCTION_SETS)
 def test_drawn_problems_on_every_instruction_set(name, tmp_path):
     root = Path(hw.__file__).parents[2]
     command = ["-m", "research.native_kernels", "--problems=100", f"--instruction-sets={name}"]

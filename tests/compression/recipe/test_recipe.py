@@ -439,7 +439,7 @@ def run_in_child(recipe, out, kill_at):
     "kills",
     [
         pytest.param([2, 7, 4, 9], id="some moments"),
-        *(pytest.param([number], marks=pytest.mark.slow, id=f"call {number}") for number in range(1, 45, 3)),
+        *(pytest.param([number], marks=pytest.mark.slow, id=f"call {number}") for number in range(1, 45)),
     ],
 )
 @pytest.mark.usefixtures("as_user")
