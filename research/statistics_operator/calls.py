@@ -62,5 +62,6 @@ def _draw_context(random: Random, grid: Grid, has_default_positions: bool) -> Ca
 def _tile_count(call: StatisticsCall) -> int:
     """Return the number of tiles that both Triton kernels compute if nothing is hidden."""
     batch, heads, queries, head_dim = call.q.shape
-    tiles = tiles_of(head_dim, call.q.dtype, call.dense is not None or call.bias is not None)
+    reads_matrix = call.dense is not None or call.bias is not None
+    tiles = tiles_of(head_dim, call.q.dtype, reads_matrix=reads_matrix, has_softcap=bool(call.softcap))
     return 2 * batch * heads * -(-queries // tiles.rows) * -(-call.k.shape[2] // tiles.keys)

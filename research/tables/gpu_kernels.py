@@ -40,7 +40,7 @@ SHARED_MEMORY = {80: 164, 90: 228, 100: 228}
 technical specifications).
 """
 
-OPTIONS = {"one range": 0, "softcap, sinks, 4 ranges, tokens": 1, "also a mask and a bias": 2}
+OPTIONS = {"one range, tokens": 0, "softcap, sinks, 4 ranges, tokens": 1, "also a mask and a bias": 2}
 """Variants of a call, each with the options of the ones before."""
 
 KERNELS = ("rows", "keys")
@@ -106,9 +106,9 @@ def signature_of(variant: Variant) -> tuple[dict[str, Any], dict[str, Any], int]
         bias="*fp32" if level == 2 else ABSENT,
         bias_strides=unit if level == 2 else ABSENT,
     )
-    tokens = Tokens("*i32", "*i32", *(("*u8", "*i32", "*i32") if level else (ABSENT,) * 3))
+    tokens = Tokens("*i32", "*i32", "*u8", "*i32", "*i32")
     spans = Spans("*i32", strides)
-    tiles = tiles_of(variant.head_dim, DTYPES[variant.dtype], level == 2)
+    tiles = tiles_of(variant.head_dim, DTYPES[variant.dtype], reads_matrix=level == 2, has_softcap=level > 0)
     numbers = {"head_dim": variant.head_dim, "ranges": ranges, "block_rows": tiles.rows, "block_keys": tiles.keys}
     numbers |= {"features": tiles.features}
     if variant.kernel == "rows":
@@ -195,7 +195,7 @@ def main() -> int:
             "GPU. A cell has the registers of a thread, the bytes of registers that a thread spills to memory, and the "
             "bytes of shared memory of a program. A multiprocessor has 65,536 registers, and "
             f"{', '.join(f'{size} KiB of shared memory on sm_{target}' for target, size in SHARED_MEMORY.items())}. "
-            "`make gpu-kernels` writes this page. No time has been measured."
+            "`make gpu-kernels` writes this page."
         )
         REPORT.write_text("\n".join(["# Triton kernels", "", wrap(sentences), "", *lines]), encoding="utf-8")
     bad = [reason for variant, needs in measured.items() if (reason := why_bad(variant, needs)) is not None]

@@ -80,14 +80,16 @@ def why_no_triton() -> str | None:
     return None if find_spec("triton") else "the statistics on a GPU need Triton: pip install triton"
 
 
-def tiles_of(head_dim: int, dtype: torch.dtype, reads_matrix: bool) -> Tiles:
+def tiles_of(head_dim: int, dtype: torch.dtype, *, reads_matrix: bool, has_softcap: bool) -> Tiles:
     """Return the sizes of tiles. They were chosen so that no register is spilled, and that two programs fit the shared
-    memory of a multiprocessor (docs/reports/gpu_kernels.md); no time has been measured.
+    memory of a multiprocessor (docs/reports/gpu_kernels.md). Among 16 sizes, those of half precision without a matrix
+    and a softcap were the fastest on an H100 for 64 features; the others have not been timed.
 
     Args:
         head_dim: number of features of a head.
         dtype: dtype of queries and keys.
         reads_matrix: True with a dense mask or a bias, whose addresses need registers.
+        has_softcap: True with a softcap, whose polynomial needs registers.
     """
     features = max(1 << (head_dim - 1).bit_length(), 16)
     if dtype == torch.float32:
@@ -96,7 +98,7 @@ def tiles_of(head_dim: int, dtype: torch.dtype, reads_matrix: bool) -> Tiles:
     features = 64 if is_wide else features
     if reads_matrix:
         return Tiles(rows=16, keys=16 if is_wide else 32, features=features, warps=8)
-    return Tiles(rows=64, keys=32, features=features, warps=8)
+    return Tiles(rows=64, keys=32, features=features, warps=8 if is_wide or has_softcap else 4)
 
 
 def weight_statistics(call: StatisticsCall, out: Float[Tensor, "batch heads queries value_dim"]) -> WeightStatistics:
@@ -106,7 +108,8 @@ def weight_statistics(call: StatisticsCall, out: Float[Tensor, "batch heads quer
         call: the attention call.
         out: its output.
     """
-    tiles = tiles_of(call.q.shape[-1], call.q.dtype, call.dense is not None or call.bias is not None)
+    reads_matrix = call.dense is not None or call.bias is not None
+    tiles = tiles_of(call.q.shape[-1], call.q.dtype, reads_matrix=reads_matrix, has_softcap=bool(call.softcap))
     batch, heads, queries, _ = call.q.shape
     keys = call.k.shape[2]
     lse = call.q.new_empty(batch, heads, queries, dtype=torch.float32)
