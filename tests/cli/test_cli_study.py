@@ -14,7 +14,7 @@ import pytest
 import headwise as hw
 from command_lines import replacing
 from headwise.cli import app as cli
-from headwise.studies import optuna_storage
+from headwise.studies import optuna_storage, study_result, text_study
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "slept", "day"]
 SIZES = ("--heads", "1,2", "--params", "20k", "--embed-dim", 16, "--layers", 1, "--context", 16, "--vocabulary", 300)
@@ -172,6 +172,20 @@ def test_a_time_limit_and_the_tokenizer_of_another_model(finished_study, texts, 
     )
     assert status == 0, err
     assert "nothing to compare: fewer than two settings were trained to the end" in printed
+
+
+@pytest.mark.usefixtures("as_user")
+def test_a_time_limit_that_ends_before_the_first_training_leaves_an_empty_table(texts, tmp_path, monkeypatch):
+    def no_training(definition, *_arguments, title, baseline, left_out):
+        parameters = {setting.name: 20_000 for setting in definition.settings}
+        metadata = {"model": {"name": title}, "left_out": left_out, "steps": 20}
+        return study_result.collect_results((), definition.settings, parameters, metadata, 2, baseline)
+
+    monkeypatch.setattr(text_study, "run_study", no_training)
+    status, printed, err = call("study", "--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, *SHORT)
+    assert status == 0, err
+    assert "nothing to compare: fewer than two settings were trained to the end" in printed
+    assert not (tmp_path / "out" / "study.png").exists()
 
 
 AMOUNT, TIME = "expected an amount such as 1.5M or 300k, got", "expected a time such as 30m, 90s or 2h, got"

@@ -98,7 +98,8 @@ def study_texts(
     budget, options = budget.in_steps(text.batch * text.context), RunOptions(out, optuna, progress, force)
     title, left_out = Path(data).name, space.left_out()
     result = run_study(definition, budget, options, title=title, baseline=setting_in_use, left_out=left_out)
-    _save_plot(result, Path(out) / "study.png")
+    if result.frontier:  # empty if the time ended before the first training
+        _save_plot(result, Path(out) / "study.png")
     return result
 
 
