@@ -274,8 +274,9 @@ def _print(report: Report, problems: list[str]) -> None:
     console = make_console()
     for title, section in report.items():
         console.print(Text(title.replace("_", " "), style="bold"))
-        for name, value in section.items() or {"none": ""}.items():
-            console.print(Text(f"  {name.replace('_', ' ')}: {_shown(value)}"), soft_wrap=True)
+        lines = [f"{name.replace('_', ' ')}: {_shown(value)}" for name, value in section.items()]
+        for line in lines or ["none"]:
+            console.print(Text(f"  {line}"), soft_wrap=True)
     for problem in problems:
         console.print(Text(f"problem: {problem}", style="bold red"), soft_wrap=True)
     if not problems:
