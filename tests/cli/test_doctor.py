@@ -81,7 +81,7 @@ def test_the_report_states_what_is_installed_and_in_use(doctor, monkeypatch):
 def test_the_text_has_the_content_of_the_json(headwise, monkeypatch):
     facts = {"versions": {"torch": "2.13.0"}, "gpu": {"name": None, "in_use": False}, "environment": {}}
     monkeypatch.setattr(command, "examine", lambda: (facts, ["a is broken", "b [is] broken"]))
-    shown = "versions\n  torch: 2.13.0\ngpu\n  name: none\n  in use: no\nenvironment\n  none: \n"
+    shown = "versions\n  torch: 2.13.0\ngpu\n  name: none\n  in use: no\nenvironment\n  none\n"
     assert headwise("doctor") == (1, f"{shown}problem: a is broken\nproblem: b [is] broken\n", "")
     monkeypatch.setattr(command, "examine", lambda: (facts, []))
     assert headwise("doctor") == (0, f"{shown}no problem was found\n", "")
