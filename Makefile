@@ -13,7 +13,8 @@ SANITIZED := $(VENV)/_sanitized.so
 RESEARCH_TESTS := tests/research tests/benchmarks
 KERNEL_TESTS := tests/attention/backends tests/attention/test_attend.py tests/attention/test_nonfinite.py \
   tests/attention/test_few_tokens_rotation.py tests/nn/test_few_rows.py tests/nn/test_fuzz.py tests/nn/test_decoding.py \
-  tests/statistics --ignore=tests/attention/backends/gpu -k "not in_triton_kernels"
+  tests/statistics/test_statistics.py tests/statistics/test_weight_capture.py --ignore=tests/attention/backends/gpu \
+  --ignore=tests/attention/backends/test_scores_bf16.py -k "not in_triton_kernels"
 IN_USE = $(BIN)/python -c "from headwise.attention.backends.native import library as l; print(l.load() or l.instruction_set())"
 
 .PHONY: plain-models demo test test-native drawn-problems wheel readme sanitize test-slow test-research coverage lint pictures tables census findings formation check-errors pruning claims bench bench-quick gpu gpu-kernels statistics-operator clean
