@@ -39,9 +39,10 @@ def run_python(code: str, **environment: str) -> str:
 
 
 @NATIVE
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_results_of_several_tiles_and_blocks_are_within_the_error_budget(dtype):
-    native_checks.check_results(dtype)
+def test_results_of_several_tiles_and_blocks_are_within_the_error_budget(dtype, half):
+    native_checks.check_results(dtype, half=half)
 
 
 @NATIVE
