@@ -29,6 +29,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 # All processes of all tests share the converted copies of models, and leave those of the user alone.
 os.environ.setdefault("HEADWISE_CACHE", str(SOURCES.parent / ".pytest_cache" / "headwise"))
 
+# The compiler's own processes would each import torch first, to compile what one process compiles in less time.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # headwise.shapes defines placeholders; the tests replace them by jaxtyping before headwise is imported.
 sys.modules["headwise.shapes"] = jaxtyping
 shape_checks.install(modules_with_shapes())

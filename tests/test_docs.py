@@ -158,20 +158,25 @@ def test_the_code_of_the_page_about_pruning_runs(tmp_path, monkeypatch):
     lines = (json.dumps({"text": section}) for section in held_out)
     (tmp_path / "held-out.jsonl").write_text("\n".join(lines), encoding="utf-8")
     model, tokenizer = headwise.load("smollm2", "causal")
-    model.model.layers, model.config.num_hidden_layers = model.model.layers[:4], 4
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
     for each in (model, tokenizer):
-        each.save_pretrained("four-layers")
+        each.save_pretrained("two-layers")
     names: dict = {}
-    shorter = {"texts, 200, out": "texts, 2, out", "limit=8": "limit=2", "limit=16": "limit=2"}
-    shorter['"smollm2"'] = '"./four-layers"'
+    shorter = {
+        "texts, 200, out": "texts, 2, out",
+        "limit=8": "limit=2",
+        "limit=16": "limit=2",
+        "context=128": "context=80",
+    }
+    shorter['"smollm2"'] = '"./two-layers"'
     blocks = [
         (functools.reduce(lambda text, pair: text.replace(*pair), shorter.items(), code), output)
         for code, output in code_blocks("docs/prune.md")
     ]
-    assert "24 of 36 heads remain (67%), constraint groups" in run(blocks, names)
-    assert names["plan"].kept_heads == 18
+    assert "12 of 18 heads remain (67%), constraint groups" in run(blocks, names)
+    assert names["plan"].kept_heads == 9
     assert names["report"].row("parameters in attention").change == pytest.approx(2 / 3)
-    assert names["report"].row("cache per token").dense == 2 * 4 * 3 * 64 * 4
+    assert names["report"].row("cache per token").dense == 2 * 2 * 3 * 64 * 4
     assert {path.suffix for path in (tmp_path / "smaller").iterdir()} == {".json", ".safetensors"}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "healed").eval()
     assert names["smaller"] is names["healed"]

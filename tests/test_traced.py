@@ -32,21 +32,16 @@ def run(tracing_server):
     return run_calls
 
 
-# The decoder's options are compiled by default; slow tests trace all options in every way.
+# The decoder's options are compiled by default; `test_all_options` traces all options in every way.
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["decoder", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window per head", "relative", "sinks"))],
-)
-def test_one_compiled_graph_serves_every_length(name, run):
-    run(f"compiles_for_every_length({name!r})")
+def test_one_compiled_graph_serves_every_length(run):
+    run("compiles_for_every_length('decoder')")
 
 
 @pytest.mark.slow
-def test_decoding_from_a_static_cache_compiles_once(run):
-    names = ("window", "chunked", "dynamic angles")
-    run(*(f"decodes_without_recompiling({name!r})" for name in names), "nan_does_not_survive_a_reset_of_the_cache()")
+def test_nan_does_not_survive_a_reset_of_a_static_cache(run):
+    run("nan_does_not_survive_a_reset_of_the_cache()")
 
 
 def test_masks_can_be_created_inside_a_compiled_function(run):
@@ -85,11 +80,6 @@ def test_the_first_exported_call_contains_no_operator_of_headwise(run):
 
 def test_onnxruntime_computes_the_same_biases_and_rotations_for_many_lengths(run):
     run("positions_in_onnxruntime()")
-
-
-@pytest.mark.slow
-def test_onnxruntime_computes_the_same(run):
-    run(*(f"runs_in_onnxruntime({name!r})" for name in ("decoder", "dynamic angles", "softcap")))
 
 
 @pytest.mark.slow

@@ -36,9 +36,10 @@ def test_the_kernels_drop_the_weights_that_the_generator_selects():
     check_dropped_weights()
 
 
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-def test_results_with_dropout_are_within_the_error_budget(dtype):
-    check_results(dtype, dropout=0.3)
+def test_results_with_dropout_are_within_the_error_budget(dtype, half):
+    check_results(dtype, 0.3, half)
 
 
 def kept_by_kernel(dropout: float, seed: int, heads: int, queries: int, keys: int, batch: int = 1) -> torch.Tensor:

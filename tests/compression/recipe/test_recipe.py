@@ -472,7 +472,7 @@ def test_a_command_that_is_killed_at_random_moments_resumes_to_the_same_files(fo
     subprocess.run([*command[:-1], str(tmp_path / "timed")], check=True, capture_output=True)
     duration = time.monotonic() - start
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    for _ in range(4):
+    for _ in range(2):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
         try:
             process.wait(generator.uniform(0.3, 1.0) * duration)
