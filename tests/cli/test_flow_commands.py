@@ -69,7 +69,8 @@ def test_rollout_is_printed_and_saved(folder, tmp_path, headwise):
     assert found(result, "self_change") in lines
     status, _, err = headwise(*arguments("rollout", folder, tmp_path / "out"))
     assert status == 2
-    assert err.startswith("headwise: out: expected a folder without rollout.parquet, got ")
+    expected = "a folder of its own, or that of the run to resume, got another run (settings.residual differs)"
+    assert err.startswith(f"headwise: out: expected {expected} in ")
 
 
 def test_mistakes_are_one_sentence(folder, tmp_path, headwise):

@@ -1,12 +1,13 @@
 """Passes of a model over data that measure statistics of its heads: what all of them need."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.analysis.nonfinite import nonfinite_error
 from headwise.checks import require_module, token_ids
@@ -16,14 +17,16 @@ from headwise.data.texts import Texts
 from headwise.data.tokenization import text_model
 from headwise.errors import InputError
 from headwise.intercept.heads import Heads
+from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch_further
 from headwise.runs.checkpoint import CheckpointedRun
-from headwise.runs.data_pass import SiteProgress, prepare_texts, require_same_data, run_pass
+from headwise.runs.data_pass import PassProgress, SiteProgress, prepare_texts, require_same_data, run_pass
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.rows import NO_ESTIMATE, MeanEstimate, moment_estimates
 from headwise.runs.table import Table
+from headwise.shapes import Float
 from headwise.statistics.further_sums import FurtherStatistics
 from headwise.statistics.moments import Clusters
 
@@ -67,6 +70,105 @@ def require_vocabulary(model: Any, texts: Texts) -> None:
 
 
 TableT = TypeVar("TableT", bound=Table[Any])
+ProgressT = TypeVar("ProgressT", bound=PassProgress)
+
+
+class PassData(NamedTuple):
+    """What a pass reads.
+
+    Attributes:
+        model: the model; of an encoder-decoder and texts, its encoder.
+        dataset: the data set, tokenized if it is texts.
+        special: ids of special tokens, in ascending order.
+    """
+
+    model: nn.Module
+    dataset: Texts | Iterable[Any]
+    special: list[int]
+
+    @property
+    def texts(self) -> Texts | None:
+        """The data set if it is texts; otherwise None."""
+        return self.dataset if isinstance(self.dataset, Texts) else None
+
+
+def pass_data(
+    model: nn.Module,
+    dataset: Texts | Iterable[Any],
+    special: Collection[int] | None,
+    *,
+    out: str | Path | None,
+    shown: bool,
+) -> PassData:
+    """Return model, data and special tokens of a pass, ready for use. Texts are tokenized, if `shown` with a progress
+    bar, and their tokenizer has the default special tokens.
+
+    Raises:
+        InputError: `model` is no model, or the data cannot be used with it.
+        MissingExtra: a package that the data or the progress bar needs is not installed.
+    """
+    require_module(model)
+    if isinstance(dataset, Texts):
+        model = text_model(model)
+        dataset = prepare_texts(dataset, model, out, shown=shown)
+        require_vocabulary(model, dataset)
+        special = text_special_ids(dataset.tokenizer) if special is None else special
+    return PassData(model, dataset, token_ids("special", () if special is None else special))
+
+
+def table_of_pass(
+    data: PassData,
+    table_type: type[TableT],
+    progress_type: type[ProgressT],
+    measure: Callable[[CheckpointedRun[ProgressT, TableT]], ProgressT],
+    make_table: Callable[[list[ProgressT], dict[str, Any]], TableT],
+    *,
+    out: str | Path | None,
+    force: bool,
+    title: str | None,
+    **settings: Any,
+) -> TableT:
+    """Run a model over data, and return the table of the results. A stopped run resumes in the folder `out`, and a
+    finished one is read from there. With torch.distributed, the processes share the batches, and each returns the same
+    table.
+
+    Args:
+        data: model and data.
+        table_type: class of the table.
+        progress_type: class of the partial results.
+        measure: function of the run that measures this process's share of the batches; see `run_pass`.
+        make_table: function of the partial results of all processes and of the metadata that returns the table. Rank 0
+            calls it.
+        out: folder of the run; None writes nothing.
+        force: replace another run in that folder.
+        title: the model's name for display.
+        settings: arguments that determine the numbers, JSON-compatible.
+    """
+    rank, world_size = rank_and_world_size()
+    collected = run_settings(data.model, data.texts, title, processes=world_size, **settings)
+    run: CheckpointedRun[ProgressT, TableT] = CheckpointedRun(progress_type, table_type, out, collected, rank)
+    with ExitStack() as claim, evaluation_mode(data.model), torch.no_grad():
+        broadcast_from_rank0(lambda: claim.enter_context(run.claimed(force=force)))
+        finished = broadcast_from_rank0(run.finished_table)
+        if finished is not None:
+            return require_same_data(finished, data.dataset, run)
+        measured = measure(run)
+        parts = gather_from_ranks(measured)
+
+        def finish() -> TableT:
+            table = make_table(parts, {**run.settings, "measured": measured.summary})
+            run.finish(table)
+            return table
+
+        return broadcast_from_rank0(finish)
+
+
+def merged_registry(model: nn.Module, parts: Iterable[SiteProgress]) -> SiteRegistry:
+    """Return the sites of the partial results of all processes, with the statistics over all their sequences."""
+    registry = SiteRegistry(model)
+    for part in parts:
+        registry.merge(part.records)
+    return registry
 
 
 def measure_further(
@@ -88,39 +190,19 @@ def measure_further(
 
     The arguments `model` to `title` are those of `profile`; `settings` are other arguments of the run, JSON-compatible.
     """
-    require_module(model)
-    texts = None
-    if isinstance(dataset, Texts):
-        model = text_model(model)
-        dataset = texts = prepare_texts(dataset, model, out, shown=progress)
-        require_vocabulary(model, texts)
-        special = text_special_ids(texts.tokenizer) if special is None else special
-    special_tokens = token_ids("special", () if special is None else special)
-    rank, world_size = rank_and_world_size()
-    collected = run_settings(model, texts, title, special=special_tokens, processes=world_size, **settings)
-    run: CheckpointedRun[SiteProgress, TableT] = CheckpointedRun(SiteProgress, table_type, out, collected, rank)
-    with ExitStack() as claim, evaluation_mode(model), torch.no_grad():
-        broadcast_from_rank0(lambda: claim.enter_context(run.claimed(force=force)))
-        finished = broadcast_from_rank0(run.finished_table)
-        if finished is not None:
-            return require_same_data(finished, dataset, run)
-        watched = watch_further(model, further, special_tokens)
-        own_progress = measure_heads(model, dataset, watched, run, shown=progress)
-        registry = SiteRegistry(model)
-        for records in gather_from_ranks(own_progress.records):
-            registry.merge(records)
-
-        def finish() -> TableT:
-            table = make_table(registry, {**run.settings, "measured": own_progress.summary})
-            run.finish(table)
-            return table
-
-        return broadcast_from_rank0(finish)
+    data = pass_data(model, dataset, special, out=out, shown=progress)
+    return table_of_pass(
+        data,
+        table_type,
+        SiteProgress,
+        lambda run: measure_heads(data, watch_further(data.model, further, data.special), run, shown=progress),
+        lambda parts, metadata: make_table(merged_registry(data.model, parts), metadata),
+        **{"out": out, "force": force, "title": title, "special": data.special, **settings},
+    )
 
 
 def measure_heads(
-    model: nn.Module,
-    dataset: Texts | Iterable[Any],
+    data: PassData,
     watched: AbstractContextManager[Heads],
     run: CheckpointedRun[SiteProgress, Any],
     *,
@@ -130,13 +212,12 @@ def measure_heads(
     and return the statistics of heads over the whole share.
 
     Args:
-        model: the model.
-        dataset: texts, or batches of the model's arguments.
+        data: model and data.
         watched: `watch` of the model, which collects the statistics; it is entered here.
         run: the run, which has the checkpoint.
         shown: whether a progress bar is shown.
     """
-    resumed, progress, device = run.load_progress(), SiteProgress(), device_of(model)
+    resumed, progress, device = run.load_progress(), SiteProgress(), device_of(data.model)
     with watched as heads:
         heads.merge(resumed.records)
         progress.records = heads.records
@@ -144,12 +225,100 @@ def measure_heads(
         def process_batch(batch: dict[str, Any], clusters: Clusters) -> None:
             heads.clusters = clusters
             batch = to_device(batch, device)
-            call_model(model, batch)
-            require_finite_heads(heads, model, batch)
+            call_model(data.model, batch)
+            require_finite_heads(heads, data.model, batch)
             progress.records = heads.records
 
-        run_pass(dataset, process_batch, run, resumed, progress, shown=shown)
+        run_pass(data.dataset, process_batch, run, resumed, progress, shown=shown)
     return progress
+
+
+Values = dict[str, Float[Tensor, "_ _ ..."]]
+"""Values of a site by name, `(sequences, heads, ...)`; NaN where a sequence has none."""
+
+
+@dataclass
+class SequenceProgress(SiteProgress):
+    """Progress of a pass with values of each sequence.
+
+    Attributes:
+        values: values at each site, by the number of the batch.
+    """
+
+    values: dict[int, dict[SiteKey, Values]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the progress as plain containers and tensors for a checkpoint."""
+        values = {
+            batch: {tuple(site): of_site for site, of_site in of_batch.items()}
+            for batch, of_batch in self.values.items()
+        }
+        return super().to_dict() | {"values": values}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Any:
+        """Create the progress from the dictionary that `to_dict` returned."""
+        values = {
+            batch: {SiteKey(*site): of_site for site, of_site in of_batch.items()}
+            for batch, of_batch in fields["values"].items()
+        }
+        return super().from_dict(fields | {"values": values})
+
+
+def measure_sequences(
+    data: PassData,
+    measure_batch: Callable[[dict[str, Any]], tuple[Iterable[SiteRecord], dict[SiteKey, Values]]],
+    table_type: type[TableT],
+    make_table: Callable[[SiteRegistry, dict[SiteKey, Values], dict[str, Any]], TableT],
+    *,
+    progress: bool,
+    **options: Any,
+) -> TableT:
+    """Run a model over data, measure values of each sequence, and return the table that `make_table` makes of them.
+
+    Args:
+        data: model and data.
+        measure_batch: function of a batch on the model's device that runs the model, and returns its sites and their
+            values.
+        table_type: class of the table.
+        make_table: function of the sites, of their values over all sequences in order, and of the metadata.
+        progress: show a progress bar.
+        options: further arguments of `table_of_pass`.
+
+    Raises:
+        InputError: a batch has no value at a site where others have some.
+    """
+    device = device_of(data.model)
+
+    def measure(run: CheckpointedRun[SequenceProgress, TableT]) -> SequenceProgress:
+        resumed, registry = run.load_progress(), SiteRegistry(data.model)
+        registry.merge(resumed.records)
+        done = SequenceProgress(records=resumed.records, values=resumed.values)
+
+        def process_batch(batch: dict[str, Any], _clusters: Clusters) -> None:
+            records, values = measure_batch(to_device(batch, device))
+            registry.merge(replace(record, completed={}, _latest={}) for record in records)
+            done.records, done.values[done.batches] = registry.records, values
+
+        run_pass(data.dataset, process_batch, run, resumed, done, shown=progress)
+        return done
+
+    def make(parts: list[SequenceProgress], metadata: dict[str, Any]) -> TableT:
+        registry = merged_registry(data.model, parts)
+        batches = [of_batch for _, of_batch in sorted(each for part in parts for each in part.values.items())]
+        return make_table(registry, {record.site: _joined(record, batches) for record in registry.records}, metadata)
+
+    return table_of_pass(data, table_type, SequenceProgress, measure, make, **options)
+
+
+def _joined(record: SiteRecord, batches: Sequence[dict[SiteKey, Values]]) -> Values:
+    """Return the values at a site over the sequences of all batches, of the names that all batches have."""
+    if any(record.site not in of_batch for of_batch in batches):
+        got = f"some without {record.site.label}"
+        raise InputError("model", expected="the same attention modules in each batch", got=got)
+    of_site = [of_batch[record.site] for of_batch in batches]
+    names = [name for name in of_site[0] if all(name in each for each in of_site)]
+    return {name: torch.cat([each[name] for each in of_site]) for name in names}
 
 
 def estimates(record: SiteRecord, name: str, columns: int) -> list[list[MeanEstimate]]:

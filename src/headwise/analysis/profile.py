@@ -2,31 +2,32 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from headwise.analysis.head_pass import measure_heads, require_finite_heads, require_vocabulary, text_special_ids
+from headwise.analysis.head_pass import (
+    PassData,
+    measure_heads,
+    merged_registry,
+    pass_data,
+    require_finite_heads,
+    table_of_pass,
+)
 from headwise.analysis.roles import COPYING_ROLES, MIN_ROWS, ROLES, page_roles, role_of
-from headwise.checks import require_module, token_ids
-from headwise.data.batches import POSITIONAL, call_model, device_of, digest_of, evaluation_mode
+from headwise.data.batches import POSITIONAL, call_model, device_of, digest_of
 from headwise.data.random_repeats import repeats_for_model
 from headwise.data.texts import Texts
-from headwise.data.tokenization import text_model
 from headwise.errors import InputError
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
 from headwise.page.contents import Contents
 from headwise.plots.head_numbers import HeadNumbers
 from headwise.progress import progress_bar, shown_progress
-from headwise.runs.checkpoint import CheckpointedRun
-from headwise.runs.data_pass import SiteProgress, prepare_texts, require_same_data
-from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
-from headwise.runs.fingerprint import attention_digest, run_settings
+from headwise.runs.data_pass import SiteProgress
+from headwise.runs.fingerprint import attention_digest
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, moment_estimates
 from headwise.shapes import Int
@@ -140,29 +141,27 @@ def profile(
         >>> texts = headwise.Texts("corpus.jsonl", tokenizer)  # doctest: +SKIP
         >>> headwise.profile(model, texts, out="corpus-profile").roles()  # doctest: +SKIP
     """
-    require_module(model)
-    texts = None
-    if isinstance(dataset, Texts):
-        model = text_model(model)
-        dataset = texts = prepare_texts(dataset, model, out, shown=progress)
-        require_vocabulary(model, texts)
-        special = text_special_ids(texts.tokenizer) if special is None else special
-    special = token_ids("special", () if special is None else special)
-    if repeats is True or (repeats is None and texts is not None):
-        repeats = repeats_for_model(model, special, None if texts is None else texts.tokenizer)
+    data = pass_data(model, dataset, special, out=out, shown=progress)
+    if repeats is True or (repeats is None and data.texts is not None):
+        repeats = repeats_for_model(data.model, data.special, None if data.texts is None else data.texts.tokenizer)
     random_ids = _random_ids(repeats)
-    run = _checkpointed_run(model, texts, special, random_ids, out, title)
-    with ExitStack() as claim, evaluation_mode(model), torch.no_grad():
-        broadcast_from_rank0(lambda: claim.enter_context(run.claimed(force=force)))
-        finished = broadcast_from_rank0(run.finished_table)
-        if finished is not None:
-            return require_same_data(finished, dataset, run)
-        own_progress = measure_heads(model, dataset, watch(model, special=special), run, shown=progress)
-        registry = SiteRegistry(model)
-        for records in gather_from_ranks(own_progress.records):
-            registry.merge(records)
-        with shown_progress(progress and rank_and_world_size()[0] == 0):
-            return broadcast_from_rank0(lambda: _finish(model, own_progress, registry, special, random_ids, run))
+    of_repeats = None if random_ids is None else {"shape": list(random_ids.shape), "digest": digest_of([random_ids])}
+
+    def make_table(parts: list[SiteProgress], metadata: dict[str, Any]) -> Profile:
+        with shown_progress(progress):
+            random_records = [] if random_ids is None else _on_random_tokens(data, random_ids)
+        rows = tuple(_profiled_heads(merged_registry(data.model, parts), random_records))
+        weights = attention_digest(data.model, dict.fromkeys(row.module for row in rows))
+        return Profile(rows, {**metadata, ATTENTION_DIGEST: weights})
+
+    return table_of_pass(
+        data,
+        Profile,
+        SiteProgress,
+        lambda run: measure_heads(data, watch(data.model, special=data.special), run, shown=progress),
+        make_table,
+        **{"out": out, "force": force, "title": title, "special": data.special, "repeats": of_repeats},
+    )
 
 
 def _random_ids(repeats: Any) -> Tensor | None:
@@ -181,51 +180,17 @@ def _random_ids(repeats: Any) -> Tensor | None:
     return repeats
 
 
-def _checkpointed_run(
-    model: nn.Module,
-    texts: Texts | None,
-    special: list[int],
-    random_ids: Tensor | None,
-    out: str | Path | None,
-    title: str | None,
-) -> CheckpointedRun[SiteProgress, Profile]:
-    """Create the `CheckpointedRun` that saves a profile (table of attention statistics of every head) and its
-    checkpoints in the folder `out`. A stopped run resumes only with the same settings: model, data, special tokens,
-    random tokens and number of processes.
+def _on_random_tokens(data: PassData, random_ids: Tensor) -> list[SiteRecord]:
+    """Return the statistics of heads while the model runs on random tokens that repeat, with the progress bar of the
+    caller.
     """
-    rank, world_size = rank_and_world_size()
-    repeats = None if random_ids is None else {"shape": list(random_ids.shape), "digest": digest_of([random_ids])}
-    settings = run_settings(model, texts, title, special=special, repeats=repeats, processes=world_size)
-    return CheckpointedRun(SiteProgress, Profile, out, settings, rank)
-
-
-def _finish(
-    model: nn.Module,
-    progress: SiteProgress,
-    registry: SiteRegistry,
-    special: Collection[int],
-    random_ids: Tensor | None,
-    run: CheckpointedRun[SiteProgress, Profile],
-) -> Profile:
-    """Assemble the profile (table of attention statistics of every head) from the statistics of all processes in
-    `registry`, write the profile to the output folder and return it. If `random_ids` is not None, the model first runs
-    on these random tokens, which repeat, to measure attention to earlier copies of a token and to what followed these
-    copies.
-    """
-    random_records: list[SiteRecord] = []
-    if random_ids is not None:
-        bar = progress_bar("repeated tokens", 1, "batches")
-        with watch(model, special=special) as heads, bar as shown:
-            heads.clusters = separate_clusters(range(len(random_ids)))
-            for batch in shown.track([{POSITIONAL: random_ids.to(device_of(model))}], step=1):
-                call_model(model, batch)
-                require_finite_heads(heads, model, batch)
-        random_records = heads.records
-    rows = tuple(_profiled_heads(registry, random_records))
-    weights = attention_digest(model, dict.fromkeys(row.module for row in rows))
-    profile = Profile(rows, {**run.settings, "measured": progress.summary, ATTENTION_DIGEST: weights})
-    run.finish(profile)
-    return profile
+    bar = progress_bar("repeated tokens", 1, "batches")
+    with watch(data.model, special=data.special) as heads, bar as shown:
+        heads.clusters = separate_clusters(range(len(random_ids)))
+        for batch in shown.track([{POSITIONAL: random_ids.to(device_of(data.model))}], step=1):
+            call_model(data.model, batch)
+            require_finite_heads(heads, data.model, batch)
+    return heads.records
 
 
 def _profiled_heads(registry: SiteRegistry, random_records: list[SiteRecord]) -> Iterator[ProfiledHead]:

@@ -1,13 +1,13 @@
 """The command `headwise sinks`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_inputs
-from headwise.cli.options import Data, Force, ModelFlags, TableOut, TextFlags, Top
-from headwise.cli.output import OutputFlags, require_new_tables
+from headwise.cli.loading import find_inputs, require_same_run, resumable
+from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags, Top
+from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import numbers
 from headwise.settings import SINK_EPSILON
 
@@ -21,7 +21,7 @@ headwise sinks --data sentences.jsonl --epsilon 0.2 --out sinks --json > sinks.j
 def sinks(
     *,
     data: Data,
-    out: TableOut,
+    out: Out,
     model: ModelFlags,
     epsilon: Annotated[
         float, typer.Option(metavar="X", help="Threshold of the mean attention, above 0 and below 1.")
@@ -33,16 +33,18 @@ def sinks(
     output: OutputFlags,
 ) -> None:
     """Measure in which share of sequences the mean attention of each head on the first token exceeds a threshold.
-    Prints the heads with the largest rates, and the rate of the model.
+    Prints the heads with the largest rates, and the rate of the model. Processes started by torchrun share the work.
     """
+    from headwise.runs.distributed import process_group
     from headwise.show.head_tests import print_sinks
 
-    require_new_tables(out, "sinks", force=force)
     places = numbers(positions)
-    source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
-    loaded = source.model(dtype=model.torch_dtype).to(model.torch_device)
-    table = hw.sink_rate(
-        loaded, dataset, epsilon=epsilon, positions=places, progress=not output.quiet, title=source.title
-    )
-    table.save(out, force=force)
-    output.show(table, lambda console: print_sinks(table, console, top), written=out)
+    with process_group() as process, resumable(out):
+        shown = process.is_first and not output.quiet
+        source, dataset = find_inputs(model, data, texts, out, shown=shown)
+        require_same_run(hw.SinkRate, out, source, dataset, model, force=force, epsilon=epsilon, positions=places)
+        loaded = source.model(dtype=model.torch_dtype).to(process.device(model.device))
+        options: dict[str, Any] = {"out": out, "force": force, "progress": shown, "title": source.title}
+        table = hw.sink_rate(loaded, dataset, epsilon=epsilon, positions=places, **options)
+        if process.is_first:
+            output.show(table, lambda console: print_sinks(table, console, top), written=out)

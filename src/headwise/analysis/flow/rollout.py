@@ -1,41 +1,24 @@
 """Attention rollout of every layer, and of every head, over a data set (Abnar and Zuidema 2020)."""
 
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headwise.analysis.flow.rollout_reader import LAYER_STATISTICS, ROWS, LayerSums, RolloutRun
 from headwise.analysis.flow.rollout_table import CHANGE_SUFFIX, ROLLED_PREFIX, LayerRow, Rollout, RolloutLayers
-from headwise.analysis.head_pass import require_vocabulary, text_special_ids
+from headwise.analysis.head_pass import Values, measure_sequences, pass_data
 from headwise.analysis.nonfinite import nonfinite_error
-from headwise.checks import finite_number, require_module, token_ids
-from headwise.data.batches import (
-    call_model,
-    count_sequences_and_tokens,
-    device_of,
-    digest_of,
-    documents_of,
-    evaluation_mode,
-    iterate_batches,
-    to_device,
-)
+from headwise.checks import finite_number
+from headwise.data.batches import call_model, count_sequences_and_tokens, documents_of
 from headwise.data.texts import Texts
-from headwise.data.tokenization import text_model
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import SiteKey
-from headwise.intercept.sites import SiteRegistry
-from headwise.progress import progress_bar
-from headwise.runs.data_pass import prepare_texts
-from headwise.runs.fingerprint import run_settings
+from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.settings import ROLLOUT_RESIDUAL, ROLLOUT_STATISTICS
-from headwise.shapes import Float
-
-Means = dict[SiteKey, list[dict[str, Float[Tensor, "sequences units"]]]]
-"""Means over the queries of each sequence by site, for each batch, by the name of a statistic."""
 
 
 def rollout(
@@ -44,6 +27,8 @@ def rollout(
     *,
     residual: float = ROLLOUT_RESIDUAL,
     special: Collection[int] | None = None,
+    out: str | Path | None = None,
+    force: bool = False,
     progress: bool = False,
     title: str | None = None,
 ) -> Rollout:
@@ -64,41 +49,31 @@ def rollout(
         dataset: `Texts`, or batches of the model's arguments, as for `hw.profile`.
         residual: share of the residual connection in each layer, at least 0 and below 1.
         special: ids of special tokens; by default those of the tokenizer.
+        out: folder for the tables; an interrupted run resumes there with the same arguments.
+        force: replace another run in that folder.
         progress: show a progress bar on standard error.
         title: the model's name for display.
 
     Raises:
         InputError: the data is unusable; or the model has cross-attention, several attention modules in a layer, layers
             over other numbers of tokens, or a layer whose attention is not seen or whose weights have not the sum 1.
-        MissingExtra: a package that `progress` or the data needs is not installed.
+        MissingExtra: a package that `out`, `progress` or the data needs is not installed.
     """
-    require_module(model)
-    residual, texts = residual_share(residual), None
-    if isinstance(dataset, Texts):
-        model = text_model(model)
-        dataset = texts = prepare_texts(dataset, model, None, shown=progress)
-        require_vocabulary(model, texts)
-        special = text_special_ids(texts.tokenizer) if special is None else special
-    ids = token_ids("special", () if special is None else special)
-    registry, digest, sequences, tokens = SiteRegistry(model), "", 0, 0
-    means: Means = {}
-    total = None if texts is None else len(texts.sequences)
-    with evaluation_mode(model), torch.no_grad(), progress_bar("data", total, "sequences", shown=progress) as bar:
-        for batch in iterate_batches(dataset):
-            count, of_batch = count_sequences_and_tokens(batch)
-            bar.step = count
-            reader, sums = rolled_out(model, to_device(batch, device_of(model)), ids, residual)
-            for site, of_site in sums.items():
-                means.setdefault(site, []).append(_means(of_site, site, count))
-            registry.merge(reader.records)
-            digest = digest_of([digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
-            sequences, tokens = sequences + count, tokens + of_batch
-            bar.advance(count)
-    if not sequences:
-        raise InputError("dataset", expected="at least one batch", got="none")
-    settings = run_settings(model, texts, title, residual=residual, special=ids)
-    metadata = {**settings, "measured": {"sequences": sequences, "tokens": tokens, "digest": digest}}
-    return _tables(registry, means, documents_of(dataset), sequences, metadata)
+    residual = residual_share(residual)
+    data = pass_data(model, dataset, special, out=out, shown=progress)
+
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, Values]]:
+        count = count_sequences_and_tokens(batch)[0]
+        reader, sums = rolled_out(data.model, batch, data.special, residual)
+        return reader.records, {site: _means(of_site, site, count) for site, of_site in sums.items()}
+
+    def make_table(registry: SiteRegistry, values: dict[SiteKey, Values], metadata: dict[str, Any]) -> Rollout:
+        return _tables(registry, values, documents_of(data.dataset), metadata)
+
+    options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
+    return measure_sequences(
+        data, measure_batch, Rollout, make_table, residual=residual, special=data.special, **options
+    )
 
 
 def residual_share(residual: Any) -> float:
@@ -130,7 +105,7 @@ def rolled_out(
     return reader, sums
 
 
-def _means(sums: LayerSums, site: SiteKey, sequences: int) -> dict[str, Float[Tensor, "sequences units"]]:
+def _means(sums: LayerSums, site: SiteKey, sequences: int) -> Values:
     """Return the means over the queries of each sequence, on the CPU: of the rollout of a layer, by the names of
     `LAYER_STATISTICS`, and of its heads, by their names in the table.
     """
@@ -147,22 +122,14 @@ def _means(sums: LayerSums, site: SiteKey, sequences: int) -> dict[str, Float[Te
 
 
 def _tables(
-    registry: SiteRegistry, means: Means, documents: Sequence[int] | None, sequences: int, metadata: dict[str, Any]
+    registry: SiteRegistry, values: dict[SiteKey, Values], documents: Sequence[int] | None, metadata: dict[str, Any]
 ) -> Rollout:
     """Return the tables from the means of each sequence."""
-    joined = {
-        site: {
-            name: torch.cat([each[name] for each in batches]) for name in batches[0] if all(name in b for b in batches)
-        }
-        for site, batches in means.items()
-    }
-    if missing := [site.label for site, each in joined.items() if len(each["self"]) != sequences]:
-        raise InputError("model", expected="the same attention modules in each batch", got=f"some without {missing[0]}")
 
     def estimate(site: SiteKey, name: str, unit: int) -> MeanEstimate:
-        return MeanEstimate.of(joined[site][name][:, unit].tolist(), documents)
+        return MeanEstimate.of(values[site][name][:, unit].tolist(), documents)
 
-    measured = next(iter(joined.values()))
+    measured = next(iter(values.values()))
     of_heads = [name for each in ROLLOUT_STATISTICS for name in (ROLLED_PREFIX + each, each + CHANGE_SUFFIX)]
     heads = tuple(
         HeadRow(

@@ -1,37 +1,28 @@
 """Sink rate: how often a head attends to the first token of a sequence more than a threshold (Gu et al. 2024)."""
 
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.head_pass import require_finite_heads
-from headwise.checks import collection_of, finite_number, require_module, whole_number
-from headwise.data.batches import (
-    call_model,
-    count_sequences_and_tokens,
-    device_of,
-    digest_of,
-    documents_of,
-    evaluation_mode,
-    iterate_batches,
-    to_device,
-)
+from headwise.analysis.head_pass import Values, measure_sequences, pass_data, require_finite_heads
+from headwise.checks import collection_of, finite_number, whole_number
+from headwise.data.batches import call_model, count_sequences_and_tokens, documents_of
 from headwise.data.texts import Texts
-from headwise.data.tokenization import text_model
 from headwise.errors import InputError
 from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
-from headwise.progress import progress_bar
-from headwise.runs.data_pass import prepare_texts
-from headwise.runs.fingerprint import run_settings
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.settings import SINK_EPSILON
 from headwise.shapes import Float, Int
 from headwise.statistics.tally import Tally
+
+IMPORTANCE = "importance"
+"""Name of the values of each sequence: the importance of some tokens, by the position of the token."""
 
 ROUNDING = 1e-4
 """Largest relative difference between two ways to compute the attention on the first token, in float32."""
@@ -67,6 +58,8 @@ def sink_rate(
     *,
     epsilon: float = SINK_EPSILON,
     positions: Collection[int] = (0,),
+    out: str | Path | None = None,
+    force: bool = False,
     progress: bool = False,
     title: str | None = None,
 ) -> SinkRate:
@@ -86,42 +79,37 @@ def sink_rate(
             packed documents, which attend separately, are refused.
         epsilon: threshold of the mean attention.
         positions: numbers of the tokens, from 0, without padding.
+        out: folder for the table; an interrupted run resumes there with the same arguments.
+        force: replace another run in that folder.
         progress: show a progress bar on standard error.
         title: the model's name for display.
 
     Raises:
         InputError: the data is unusable, no attention can be observed, or the first token of sequences is not the one
             that `hw.watch` finds.
-        MissingExtra: a package that `progress` or the data needs is not installed.
+        MissingExtra: a package that `out`, `progress` or the data needs is not installed.
     """
-    require_module(model)
     places = _places(positions)
     epsilon = finite_number("epsilon", epsilon)
     if not 0.0 < epsilon < 1.0:
         raise InputError("epsilon", expected="a share of the attention above 0 and below 1", got=epsilon)
-    if isinstance(dataset, Texts):
-        model = text_model(model)
-        dataset = prepare_texts(dataset, model, None, shown=progress)
-    registry, digest, sequences = SiteRegistry(model), "", 0
-    values: dict[SiteKey, list[Float[Tensor, "sequences heads positions"]]] = {}
-    device = device_of(model)
-    total = len(dataset.sequences) if isinstance(dataset, Texts) else None
-    with evaluation_mode(model), torch.no_grad(), progress_bar("data", total, "sequences", shown=progress) as bar:
-        for batch in iterate_batches(dataset):
-            bar.step = count = count_sequences_and_tokens(batch)[0]
-            with watch(model) as heads:
-                call_model(model, to_device(batch, device))
-            require_finite_heads(heads, model, batch)
-            heads.require_attention()
-            for record in heads.records:
-                values.setdefault(record.site, []).append(_importance(record, count, places))
-            registry.merge(heads.records)
-            digest = digest_of([digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
-            sequences += count
-            bar.advance(count)
-    if not sequences:
-        raise InputError("dataset", expected="at least one batch", got="none")
-    return _table(model, registry, values, documents_of(dataset), epsilon, places, sequences, digest, title)
+    data = pass_data(model, dataset, (), out=out, shown=progress)
+
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, Values]]:
+        count = count_sequences_and_tokens(batch)[0]
+        with watch(data.model) as heads:
+            call_model(data.model, batch)
+        require_finite_heads(heads, data.model, batch)
+        heads.require_attention()
+        return heads.records, {
+            record.site: {IMPORTANCE: _importance(record, count, places)} for record in heads.records
+        }
+
+    def make_table(registry: SiteRegistry, values: dict[SiteKey, Values], metadata: dict[str, Any]) -> SinkRate:
+        return _table(registry, values, documents_of(data.dataset), epsilon, places, metadata)
+
+    options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
+    return measure_sequences(data, measure_batch, SinkRate, make_table, epsilon=epsilon, positions=places, **options)
 
 
 def _places(positions: Any) -> list[int]:
@@ -133,20 +121,15 @@ def _places(positions: Any) -> list[int]:
 
 
 def _table(
-    model: nn.Module,
     registry: SiteRegistry,
-    values: dict[SiteKey, list[Float[Tensor, "sequences heads positions"]]],
+    values: dict[SiteKey, Values],
     documents: list[int] | None,
     epsilon: float,
     places: list[int],
-    sequences: int,
-    digest: str,
-    title: str | None,
+    metadata: dict[str, Any],
 ) -> SinkRate:
     """Return the table from the importance of tokens in each sequence."""
-    importance = {site: torch.cat(parts) for site, parts in values.items()}
-    if missing := [site.label for site, each in importance.items() if len(each) != sequences]:
-        raise InputError("model", expected="the same attention modules in each batch", got=f"some without {missing[0]}")
+    importance = {site: of_site[IMPORTANCE] for site, of_site in values.items()}
     rows = []
     for record, labels in registry.head_labels():
         of_head = importance[record.site][:, labels["head"]]
@@ -163,9 +146,7 @@ def _table(
         f"sink_{place}": MeanEstimate.of(shares[:, index].tolist(), documents)._asdict()
         for index, place in enumerate(places)
     }
-    measured = {"sequences": sequences, "digest": digest, "model": of_model}
-    settings = run_settings(model, None, title, epsilon=epsilon, positions=places)
-    return SinkRate(tuple(rows), {**settings, "measured": measured})
+    return SinkRate(tuple(rows), {**metadata, "measured": {**metadata["measured"], "model": of_model}})
 
 
 def _importance(record: SiteRecord, sequences: int, places: list[int]) -> Float[Tensor, "sequences heads positions"]:
