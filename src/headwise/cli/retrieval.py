@@ -8,7 +8,7 @@ import typer
 import headwise as hw
 from headwise.cli.head_tests import decoder_and_tokenizer
 from headwise.cli.options import DecoderFlags, Force, TableFolder, Top
-from headwise.cli.output import OutputFlags, require_new_tables
+from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import choice, numbers, path
 from headwise.settings import CONTINUATIONS, NEEDLE_LENGTHS, NEEDLES
 
@@ -45,7 +45,6 @@ def retrieval(
     """
     from headwise.show.head_tests import print_retrieval
 
-    require_new_tables(out, "retrieval", force=force)
     loaded, tokenizer, title = decoder_and_tokenizer(model)
     table = hw.retrieval_score(
         loaded,
@@ -55,9 +54,9 @@ def retrieval(
         needles=needles,
         continuation=continuation,
         seed=seed,
+        out=out,
+        force=force,
         progress=not output.quiet,
         title=title,
     )
-    if out is not None:
-        table.save(out, force=force)
     output.show(table, lambda console: print_retrieval(table, console, top), written=out)

@@ -3,30 +3,30 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.analysis.causality import require_causal_decoder
+from headwise.analysis.head_pass import Values, measure_sequences, pass_data
 from headwise.analysis.head_tests.haystacks import Haystack, Needle, draw_needles, haystacks, read_haystack
 from headwise.analysis.head_tests.repeated_answers import Answered, forced_answer, generated_answer
 from headwise.analysis.head_tests.weight_reader import WeightReader
 from headwise.analysis.head_tests.word_alignment import require_fast
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, probability, require_module, whole_number
-from headwise.data.batches import call_model, device_of, digest_of, evaluation_mode, with_cache_disabled
+from headwise.data.batches import NumberedBatches, call_model, device_of, evaluation_mode, with_cache_disabled
 from headwise.data.tokenization import max_input_tokens
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import SiteKey
-from headwise.progress import progress_bar
-from headwise.runs.fingerprint import run_settings
+from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.significance import false_discovery_rates, one_sided_p_values
 from headwise.settings import CONTINUATIONS, NEEDLE_DEPTHS, NEEDLE_LENGTHS, NEEDLES
-from headwise.shapes import Float, Int
+from headwise.shapes import Int
 
 THRESHOLD = 0.1
 """Score from which Wu et al. call a head a retrieval head."""
@@ -36,6 +36,10 @@ RECALL = 0.5
 
 CHECKED = 24
 """Number of tokens on which it is checked that a model is causal."""
+
+
+SCORE, RECALLED = "score", "recall"
+"""Names of the values of each text."""
 
 
 class Retrieval(HeadTable[HeadRow]):
@@ -85,6 +89,8 @@ def retrieval_score(
     continuation: str = "generated",
     recall: float = RECALL,
     seed: int = 0,
+    out: str | Path | None = None,
+    force: bool = False,
     progress: bool = False,
     title: str | None = None,
 ) -> Retrieval:
@@ -110,13 +116,15 @@ def retrieval_score(
         recall: share of the answer's tokens of which a generated answer must repeat more; 0 to count all texts in
             which it repeats one.
         seed: seed of needles and of the parts of the haystack.
+        out: folder for the table; an interrupted run resumes there with the same arguments.
+        force: replace another run in that folder.
         progress: show a progress bar on standard error.
         title: the model's name for display.
 
     Raises:
         InputError: the model is no causal decoder, or repeats no answer; a text is longer than its limit; or an
             argument has another form.
-        MissingExtra: rich is not installed and `progress` is set.
+        MissingExtra: a package that `out` or `progress` needs is not installed.
     """
     require_module(model)
     if continuation not in CONTINUATIONS:
@@ -124,70 +132,48 @@ def retrieval_score(
     probability("recall", recall)
     require_fast(tokenizer)
     texts = _texts(tokenizer, haystack, lengths, depths, needles, seed)
+    forced = [forced_answer(tokenizer, text) for text in texts]
     with evaluation_mode(model), torch.no_grad():
-        require_causal_decoder(model, [_batch(model, forced_answer(tokenizer, texts[0]).ids[:CHECKED])])
-        reader = _TopKeys(model)
-        samples, recalls = _samples(model, tokenizer, reader, texts, continuation, recall, shown=progress)
-    reader.warn_of_unread(stacklevel=3)
+        require_causal_decoder(model, [_batch(model, forced[0].ids[:CHECKED])])
+    _require_within_limit(model, tokenizer, texts, forced)
+    reader, needle_of = _TopKeys(model), list(dict.fromkeys(text.needle for text in texts))
+    batches = [{"input_ids": each.ids[None], "text": torch.tensor([index])} for index, each in enumerate(forced)]
+    data = pass_data(
+        model,
+        NumberedBatches(batches, [needle_of.index(text.needle) for text in texts]),
+        (),
+        out=out,
+        shown=progress,
+    )
+
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, Values]]:
+        index = int(batch["text"])
+        answered = forced[index]
+        if continuation == "generated":
+            answered = generated_answer(model, tokenizer, texts[index], answered)
+        found = _recall(answered)
+        counts = continuation == "forced" or found > recall
+        return _scores(model, reader, answered, found, counts=counts)
+
+    def make_table(registry: SiteRegistry, values: dict[SiteKey, Values], metadata: dict[str, Any]) -> Retrieval:
+        return _table(registry, values, texts, recall, metadata)
+
     sizes, shares = sorted({text.length for text in texts}), sorted({text.depth for text in texts})
-    options = {"lengths": sizes, "depths": shares, "continuation": continuation, "recall": recall, "seed": seed}
-    settings = run_settings(model, None, title, **options)
-    return Retrieval(tuple(_rows(reader, samples)), {**settings, "measured": _measured(texts, samples, recalls)})
+    settings = {"lengths": sizes, "depths": shares, "continuation": continuation, "recall": recall, "seed": seed}
+    options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
+    table = measure_sequences(data, measure_batch, Retrieval, make_table, **settings, **options)
+    reader.warn_of_unread(stacklevel=3)
+    return table
 
 
-def _measured(texts: Sequence[Haystack], samples: Sequence["_Sample"], recalls: Sequence[float]) -> dict[str, Any]:
-    """Return the numbers of texts and needles, and the mean recall, for the metadata of a table."""
-    return {
-        "sequences": len(samples),
-        "texts": len(texts),
-        "needles": len({sample.text.needle for sample in samples}),
-        "recall": sum(recalls) / len(recalls),
-        "digest": digest_of([text.text for text in texts]),
-    }
-
-
-def _samples(
-    model: nn.Module,
-    tokenizer: Any,
-    reader: "_TopKeys",
-    texts: Sequence[Haystack],
-    continuation: str,
-    recall: float,
-    *,
-    shown: bool,
-) -> tuple[list["_Sample"], list[float]]:
-    """Return the scores of heads on the texts that count, and the recall of all texts.
-
-    Raises:
-        InputError: no text counts, or one is too long for the model.
-    """
+def _require_within_limit(
+    model: nn.Module, tokenizer: Any, texts: Sequence[Haystack], forced: Sequence[Answered]
+) -> None:
+    """Raise `InputError` if a text with its answer is too long for the model."""
     limit = max_input_tokens(model, tokenizer)
-    samples, recalls = [], []
-    with progress_bar("texts", len(texts), "texts", shown=shown) as bar:
-        for text in bar.track(texts):
-            answered = forced_answer(tokenizer, text)
-            if limit is not None and len(answered.ids) > limit:
-                raise InputError("lengths", expected=f"at most {limit} tokens, the model's limit", got=text.length)
-            if continuation == "generated":
-                answered = generated_answer(model, tokenizer, text, answered)
-            recalls.append(_recall(answered))
-            if continuation == "forced" or recalls[-1] > recall:
-                samples.append(_Sample(text, _score(model, reader, answered)))
-    if not samples:
-        raise InputError(
-            "model",
-            expected=f"one that repeats more than {recall:.0%} of the answer to some text",
-            got=f"{max(recalls):.0%} at most",
-            remedy='continuation="forced" makes it read the answers',
-        )
-    return samples, recalls
-
-
-class _Sample(NamedTuple):
-    """Scores of all heads on one text."""
-
-    text: Haystack
-    scores: Float[Tensor, " heads"]
+    for text, answered in zip(texts, forced, strict=True):
+        if limit is not None and len(answered.ids) > limit:
+            raise InputError("lengths", expected=f"at most {limit} tokens, the model's limit", got=text.length)
 
 
 def _texts(
@@ -234,37 +220,69 @@ def _recall(answered: Answered) -> float:
     return found.total() / expected.total()
 
 
-def _score(model: nn.Module, reader: "_TopKeys", answered: Answered) -> Float[Tensor, " heads"]:
-    """Return the score of each head on one text, in the order of the labels of heads."""
+def _scores(
+    model: nn.Module, reader: "_TopKeys", answered: Answered, recall: float, *, counts: bool
+) -> tuple[list[SiteRecord], dict[SiteKey, Values]]:
+    """Return the sites of a model, and the score of each head on one text with the recall of its answer. The score is
+    NaN if the text does not count.
+    """
     ids, rows = answered.ids, range(answered.first - 1, len(answered.ids) - 1)
     reader.begin_rows(rows, len(ids))
     with intercepted(model, reader):
         output = call_model(model, _batch(model, ids))
     answered.require_same_tokens(output)
     reader.require_attention()
-    keys = torch.cat([reader.top_keys(record.site) for record in reader.records])
-    is_copied = torch.zeros(len(keys), len(answered.needle), dtype=torch.bool)
-    for index, place in enumerate(answered.needle.tolist()):
-        is_copied[:, index] = ((keys == place) & (ids[rows.start + 1 :] == ids[place])).any(1)
-    return is_copied.double().mean(1)
+    values: dict[SiteKey, Values] = {}
+    for record in reader.records:
+        keys = reader.top_keys(record.site)
+        is_copied = torch.zeros(len(keys), len(answered.needle), dtype=torch.bool)
+        for index, place in enumerate(answered.needle.tolist()):
+            is_copied[:, index] = ((keys == place) & (ids[rows.start + 1 :] == ids[place])).any(1)
+        scores = is_copied.double().mean(1) if counts else torch.full((len(keys),), torch.nan, dtype=torch.float64)
+        values[record.site] = {SCORE: scores[None], RECALLED: torch.full((1, 1), recall, dtype=torch.float64)}
+    return reader.records, values
 
 
-def _rows(reader: "_TopKeys", samples: Sequence[_Sample]) -> list[HeadRow]:
-    """Return the rows of the table."""
-    scores = torch.stack([sample.scores for sample in samples])
-    lengths = sorted({sample.text.length for sample in samples})
-    selections = {"score": list(range(len(samples)))}
+def _table(
+    registry: SiteRegistry,
+    values: dict[SiteKey, Values],
+    texts: Sequence[Haystack],
+    recall: float,
+    metadata: dict[str, Any],
+) -> Retrieval:
+    """Return the table from the scores of all texts.
+
+    Raises:
+        InputError: no text counts.
+    """
+    of_site = next(iter(values.values()))
+    recalls, counting = of_site[RECALLED][:, 0].tolist(), [not score.isnan() for score in of_site[SCORE][:, 0]]
+    if not any(counting):
+        raise InputError(
+            "model",
+            expected=f"one that repeats more than {recall:.0%} of the answer to some text",
+            got=f"{max(recalls):.0%} at most",
+            remedy='continuation="forced" makes it read the answers',
+        )
+    lengths = sorted({text.length for text, counts in zip(texts, counting, strict=True) if counts})
+    chosen = {SCORE: list(range(len(texts)))}
     for length in lengths if len(lengths) > 1 else ():
-        selections[f"score_{length}"] = [i for i, sample in enumerate(samples) if sample.text.length == length]
+        chosen[f"{SCORE}_{length}"] = [index for index, text in enumerate(texts) if text.length == length]
     rows = []
-    for index, (_, labels) in enumerate(reader.head_labels()):
-        of_head = scores[:, index].tolist()
+    for record, labels in registry.head_labels():
+        of_head = values[record.site][SCORE][:, labels["head"]].tolist()
         statistics = {
-            name: MeanEstimate.of([of_head[i] for i in chosen], [samples[i].text.needle for i in chosen])
-            for name, chosen in selections.items()
+            name: MeanEstimate.of([of_head[i] for i in indices], [texts[i].needle for i in indices])
+            for name, indices in chosen.items()
         }
         rows.append(HeadRow(**labels, statistics=statistics))
-    return rows
+    measured = {
+        "sequences": sum(counting),
+        "texts": len(texts),
+        "needles": len({text.needle for text, counts in zip(texts, counting, strict=True) if counts}),
+        "recall": sum(recalls) / len(recalls),
+    }
+    return Retrieval(tuple(rows), {**metadata, "measured": metadata["measured"] | measured})
 
 
 class _TopKeys(WeightReader):
