@@ -154,7 +154,7 @@ def test_modules_whose_attention_is_not_seen_are_named():
         pass
 
     model = torch.nn.Sequential(UnseenAttention(3, 3))
-    refused = pytest.raises(hw.InputError, match=r"got none; call monitor.step\(\) after each")
+    refused = pytest.raises(hw.InputError, match=r"in a way that can be seen, got none in 0$")
     with monitor(model, every=1) as run:
         model(torch.ones(3))
         with pytest.warns(UserWarning, match="of these modules was not seen: 0$"), refused:
@@ -282,7 +282,7 @@ def test_a_model_without_visible_attention_is_refused():
     model = torch.nn.Linear(3, 3)
     with monitor(model, every=1) as run:
         model(torch.ones(3))
-        with pytest.raises(hw.InputError, match=r"that can be seen, got none; call monitor.step\(\) after each step"):
+        with pytest.raises(hw.InputError, match=r"in a way that can be seen, got none in Linear$"):
             run.step()
     with monitor(model, every=1) as run, pytest.raises(hw.InputError, match="since the model did not run"):
         run.step()

@@ -282,6 +282,48 @@ def test_unknown_families():
     assert max(row["max_logit"] for row in rows_of(opt, {"input_ids": ids})) < 1e-6
 
 
+class SmallAttention(nn.Module):
+    """Attention whose projections may compute more than queries and keys."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+        self.q, self.k, self.v, self.o = (nn.Linear(48, 48) for _ in range(4))
+
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        v = {"keys are values": k}.get(self.use, self.v(k if self.use == "values of keys" else x))
+        q_heads, k_heads, v_heads = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (q, k, v))
+        if self.use == "softmax":
+            heads = (q_heads @ k_heads.mT).softmax(-1) @ v_heads
+        else:
+            heads = nn.functional.scaled_dot_product_attention(q_heads, key=k_heads, value=v_heads)
+        y = heads.transpose(1, 2).flatten(2)
+        return self.o(y * q.sigmoid() if self.use == "a gate" else y + k if self.use == "keys are added" else y)
+
+
+@pytest.mark.parametrize("use", ["keys are values", "values of keys", "a gate", "keys are added"])
+def test_projections_that_compute_more_than_logits(use):
+    dense, x = OneLayer(SmallAttention(use)), torch.randn(2, 7, 48)
+    match = r"a projection of head 0 that changes more than logits, such as values or a gate, in attention$"
+    before = [value.clone() for value in dense.parameters()]
+    with pytest.raises(hw.InputError, match=match):
+        hw.qk_clip(dense, {(0, 0): 400.0}, 100.0, inputs=x)
+    assert all(map(torch.equal, before, dense.parameters()))
+
+
+@pytest.mark.parametrize("use", ["softmax", "fused"])
+def test_projections_of_a_module_of_an_unknown_class(use):
+    dense, x = OneLayer(SmallAttention(use)), torch.randn(2, 7, 48)
+    values = dense.attention.v.weight.clone()
+    assert len(hw.qk_clip(dense, {(0, 0): 400.0}, 100.0, inputs=x)) == 1
+    assert torch.equal(dense.attention.v.weight, values)
+    dense.attention.__class__ = type("Small", (SmallAttention,), {})
+    match = r"^logits: expected layers with one attention module each, got layer 0 for no module, .*; pass the monitor"
+    with pytest.raises(hw.InputError, match=match):
+        hw.qk_clip(dense, {(0, 0): 400.0}, 100.0, inputs=x)
+
+
 def test_classes_with_a_known_name():
     class LlamaAttention(transformers.models.llama.modeling_llama.LlamaAttention):
         pass

@@ -7,7 +7,9 @@ The model runs once on a batch. In front of each attention module of an unknown 
    those with one at token j alone the key.
 2. The module runs again for each head, with these rows of the weights, and of the biases, halved. All logits of the
    head must be halved exactly, and those of the other heads must keep their bits. A factor of 1/2 is exact, so that a
-   norm, a softcap or a bias between the projection and the softmax cannot pass.
+   norm, a softcap or a bias between the projection and the softmax cannot pass. Attention is then computed from the
+   logits of the first run, and the module's output must keep its bits, so that the projections compute neither values
+   nor gates.
 
 A module in which this is not so is refused by name.
 """
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from headwise.attention.autocast import without_autocast
 from headwise.data.batches import call_model, copied, device_of, evaluation_mode, with_cache_disabled
@@ -78,24 +81,41 @@ def derived_slices(
 
 
 class _Logits(TorchFunctionMode):
-    """Mode that records the logits of attention calls: products of queries and keys, or arguments of softmax."""
+    """Mode that records the logits of attention calls: products of queries and keys, or arguments of softmax.
 
-    def __init__(self) -> None:
+    Args:
+        replacements: what takes the place of queries and keys, or of arguments of softmax, after they are recorded.
+
+    Attributes:
+        recorded: the logits.
+        inputs: queries and keys, or the argument of softmax, of each call.
+    """
+
+    def __init__(self, replacements: Sequence[tuple[Tensor, ...]] = ()) -> None:
         self.recorded: list[Tensor] = []
+        self.inputs: list[tuple[Tensor, ...]] = []
+        self._replacements = replacements
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        names = ("query", "key") if func is SDPA else ("input",) if func in SOFTMAXES else ()
+        given = dict(enumerate(args)) | (kwargs or {})
+        places = [index if index < len(args) else name for index, name in enumerate(names)]
+        inputs = tuple(given[place] for place in places)
+        if not inputs or inputs[0].ndim <= 2:
+            return func(*args, **(kwargs or {}))
         if func is SDPA:
-            q, k = (args[index] if len(args) > index else kwargs[name] for index, name in enumerate(("query", "key")))
-            group = q.shape[-3] // k.shape[-3] if q.ndim > 2 and kwargs.get("enable_gqa") else 1
-            k = k.repeat_interleave(group, -3) if group > 1 else k
-            self.recorded.append(q @ k.mT)
-        elif func in SOFTMAXES:
-            scores = args[0] if args else kwargs["input"]
-            self.recorded += [scores] if scores.ndim > 2 else []
-        return func(*args, **kwargs)
+            q, k = inputs
+            group = q.shape[-3] // k.shape[-3] if given.get("enable_gqa") else 1
+            self.recorded.append(q @ (k.repeat_interleave(group, -3) if group > 1 else k).mT)
+        else:
+            self.recorded.append(inputs[0])
+        if len(self.inputs) < len(self._replacements):
+            given |= dict(zip(places, self._replacements[len(self.inputs)], strict=True))
+        self.inputs.append(inputs)
+        positional = [given.pop(index) for index in range(len(args))]
+        return func(*positional, **given)
 
 
 def _of_module(
@@ -103,9 +123,9 @@ def _of_module(
 ) -> HeadSlices:
     """Return the slices of each head of one attention module, which runs with these arguments."""
 
-    def logits() -> Float[Tensor, "batch heads queries keys"]:
-        with _Logits() as mode:
-            module.forward(*args, **kwargs)
+    def run(replacements: Sequence[tuple[Tensor, ...]] = ()) -> _Run:
+        with _Logits(replacements) as mode:
+            output = module.forward(*args, **kwargs)
         if len(mode.recorded) != 1:
             raise _refused(path, module, f"{len(mode.recorded)} attention calls in one run")
         scores: Tensor = mode.recorded[0]
@@ -114,12 +134,12 @@ def _of_module(
         if scores.ndim != 4 or heads not in (None, scores.shape[1]) or min(scores.shape[2:]) < 2:
             stated = "an unknown number of" if heads is None else heads
             raise _refused(path, module, f"logits of shape {tuple(scores.shape)} for {stated} heads")
-        return scores
+        return _Run(scores, mode.inputs, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
 
     device = device_of(module)
     with without_autocast(device):
-        rows = _rows_of_heads(path, module, logits)
-        dense = logits()
+        rows = _rows_of_heads(path, module, lambda: run().logits)
+        dense = run()
         parts: list[list[Rows]] = [[queries, keys] for queries, keys in rows]
         is_shared = not _are_disjoint([keys for _, keys in rows])
         if is_shared:
@@ -127,7 +147,12 @@ def _of_module(
         for head, of_head in enumerate(parts):
             for part in of_head:
                 with _halved(module, part):
-                    _require_halved(path, module, dense, logits(), head)
+                    changed = run(dense.inputs)
+                _require_halved(path, module, dense.logits, changed.logits, head)
+                pairs = zip(dense.outputs, changed.outputs, strict=True)
+                if not all(bool(((old == new) | (old != old) & (new != new)).all()) for old, new in pairs):  # noqa: PLR0124
+                    got = f"a projection of head {head} that changes more than logits, such as values or a gate,"
+                    raise _refused(path, module, got)
     exponent = 1.0 if is_shared else 0.5
     prefix = f"{path}." if path else ""
     return tuple(
@@ -140,6 +165,20 @@ def _of_module(
         )
         for of_head in parts
     )
+
+
+class _Run(NamedTuple):
+    """Run of an attention module.
+
+    Attributes:
+        logits: logits of its heads.
+        inputs: queries and keys, or the argument of softmax, of each attention call.
+        outputs: tensors that it returned.
+    """
+
+    logits: Float[Tensor, "batch heads queries keys"]
+    inputs: list[tuple[Tensor, ...]]
+    outputs: list[Tensor]
 
 
 class _HeadRows(NamedTuple):

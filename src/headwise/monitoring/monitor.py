@@ -209,9 +209,11 @@ class Monitor:
             heads.warn_of_unread(stacklevel=4)
             self._has_warned = bool(registry.records)
         if not registry.records:
-            got = "none" if heads.ran else "none, since the model did not run in this mode"
+            if heads.ran:
+                heads.require_attention()
             remedy = "call monitor.step() after each step of the optimizer, with the model in training mode"
-            raise InputError("model", expected="attention in training mode that can be seen", got=got, remedy=remedy)
+            got = "none, since the model did not run in this mode"
+            raise InputError("model", expected="attention in training mode", got=got, remedy=remedy)
         rows = self._rows(registry)
         broadcast_from_rank0(lambda: self.history.append(self._next, rows))
         if rank_and_world_size()[0] != 0:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headwise.checks import finite_number, is_whole, named_head, require_module
 from headwise.data.batches import arguments_of
 from headwise.errors import InputError
-from headwise.intercept.layer_index import module_paths_of_layer
+from headwise.intercept.layer_index import innermost_attention_modules, module_paths_of_layer
 from headwise.monitoring.derived_slices import derived_slices
 from headwise.monitoring.head_slices import HeadSlices, head_slices, is_known
 from headwise.monitoring.history import History, Row
@@ -220,12 +220,14 @@ def _path_of(model: nn.Module, layer: int) -> str:
     """Return the path of the attention module of a layer.
 
     Raises:
-        InputError: there is none, or the number may be that of several.
+        InputError: the number is not known to be that of one module.
     """
-    paths = module_paths_of_layer(model, layer)
-    if len(paths) > 1:
+    modules = dict(model.named_modules())
+    is_named = bool(innermost_attention_modules(modules, modules))
+    paths = module_paths_of_layer(model, layer) if is_named else []
+    if len(paths) != 1:
         remedy = "pass the monitor or its history, which name modules"
-        got = f"layer {layer} for {', '.join(paths)}"
+        got = f"layer {layer} for {', '.join(paths) or 'no module, since no class is called attention'}"
         raise InputError("logits", expected="layers with one attention module each", got=got, remedy=remedy)
     return paths[0]
 
