@@ -177,26 +177,24 @@ def test_help_lists_the_shortcuts(open_page):
     assert page.evaluate("document.activeElement.dataset.setting") == "search"
 
 
-def test_large_model_answers_a_click_within_half_a_second(open_page, tmp_path):
+def test_a_large_model_has_few_canvases_and_answers_clicks(open_page, tmp_path):
     path = tmp_path / "large.html"
     path.write_text(page_html(long_contents(layers=30, heads=9, tokens=2048)), encoding="utf-8")
     assert path.stat().st_size < 8_000_000
     page = open_page(path)
     page.locator(".cell canvas").first.wait_for()
     assert page.locator(".cell canvas").count() < 270
-    times = [page.evaluate(CLICK, head) for head in (5, 117, 240, 33)]
-    # The machine may be busy with other tests; one undisturbed click is enough.
-    assert min(times) < 500, times
+    for head in (5, 117, 240, 33):
+        page.evaluate(CLICK, head)
+        assert page.locator(f'.cell[data-head="{head}"]').get_attribute("aria-pressed") == "true"
 
 
 CLICK = """async head => {
-  const start = performance.now();
   document.querySelector(`.cell[data-head="${head}"]`).click();
   const readout = document.querySelector(".readout");
   await new Promise(resolve => new MutationObserver(resolve).observe(readout, {childList: true}));
-  await new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve, 0)));
-  return performance.now() - start;
 }"""
+"""Script that clicks a head, and ends when its text is shown."""
 
 
 def test_text_of_8192_tokens_opens(open_page):

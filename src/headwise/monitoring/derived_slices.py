@@ -100,22 +100,26 @@ class _Logits(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         names = ("query", "key") if func is SDPA else ("input",) if func in SOFTMAXES else ()
-        given = dict(enumerate(args)) | (kwargs or {})
-        places = [index if index < len(args) else name for index, name in enumerate(names)]
-        inputs = tuple(given[place] for place in places)
+        positional, named = list(args), dict(kwargs or {})
+        inputs = tuple(
+            positional[index] if index < len(positional) else named[name] for index, name in enumerate(names)
+        )
         if not inputs or inputs[0].ndim <= 2:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **named)
         if func is SDPA:
             q, k = inputs
-            group = q.shape[-3] // k.shape[-3] if given.get("enable_gqa") else 1
+            group = q.shape[-3] // k.shape[-3] if named.get("enable_gqa") else 1
             self.recorded.append(q @ (k.repeat_interleave(group, -3) if group > 1 else k).mT)
         else:
             self.recorded.append(inputs[0])
-        if len(self.inputs) < len(self._replacements):
-            given |= dict(zip(places, self._replacements[len(self.inputs)], strict=True))
+        call, replacements = len(self.inputs), self._replacements
         self.inputs.append(inputs)
-        positional = [given.pop(index) for index in range(len(args))]
-        return func(*positional, **given)
+        for index, tensor in enumerate(replacements[call] if call < len(replacements) else ()):
+            if index < len(positional):
+                positional[index] = tensor
+            else:
+                named[names[index]] = tensor
+        return func(*positional, **named)
 
 
 def _of_module(

@@ -148,7 +148,7 @@ def require_as_near_as_others(q, k, v, mask) -> None:
 
 def test_a_call_with_large_scores_uses_blocks_without_native_kernels_and_is_right(monkeypatch):
     monkeypatch.setattr(library, "load", lambda: "there are none")
-    q, k, v = (torch.randn(1, 1, 2048, 64) for _ in range(3))
+    q, k, v = (torch.randn(1, 4, 2048, 64) for _ in range(3))
     q, k, v = (q * 90).bfloat16(), (k * 90).bfloat16(), v.bfloat16()
     assert hw.explain(q, k, v).backend == "blockwise"
     exact = hw.attend(q.double(), k.double(), v.double(), backend="reference")
