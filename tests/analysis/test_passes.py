@@ -1,4 +1,4 @@
-"""What all passes over data have in common: they resume to the same bits, and processes share their batches."""
+"""Properties of all passes over data: they resume to the same bits, and processes share their batches."""
 
 import multiprocessing
 import os

@@ -74,7 +74,7 @@ ProgressT = TypeVar("ProgressT", bound=PassProgress)
 
 
 class PassData(NamedTuple):
-    """What a pass reads.
+    """Model and data of a pass.
 
     Attributes:
         model: the model; of an encoder-decoder and texts, its encoder.
@@ -110,9 +110,9 @@ def pass_data(
     require_module(model)
     if isinstance(dataset, Texts):
         model = text_model(model)
-        dataset = prepare_texts(dataset, model, out, shown=shown)
-        require_vocabulary(model, dataset)
-        special = text_special_ids(dataset.tokenizer) if special is None else special
+        dataset = texts = prepare_texts(dataset, model, out, shown=shown)
+        require_vocabulary(model, texts)
+        special = text_special_ids(texts.tokenizer) if special is None else special
     return PassData(model, dataset, token_ids("special", () if special is None else special))
 
 
@@ -197,7 +197,11 @@ def measure_further(
         SiteProgress,
         lambda run: measure_heads(data, watch_further(data.model, further, data.special), run, shown=progress),
         lambda parts, metadata: make_table(merged_registry(data.model, parts), metadata),
-        **{"out": out, "force": force, "title": title, "special": data.special, **settings},
+        special=data.special,
+        out=out,
+        force=force,
+        title=title,
+        **settings,
     )
 
 

@@ -160,7 +160,11 @@ def profile(
         SiteProgress,
         lambda run: measure_heads(data, watch(data.model, special=data.special), run, shown=progress),
         make_table,
-        **{"out": out, "force": force, "title": title, "special": data.special, "repeats": of_repeats},
+        special=data.special,
+        repeats=of_repeats,
+        out=out,
+        force=force,
+        title=title,
     )
 
 

@@ -159,9 +159,9 @@ def retrieval_score(
         return _table(registry, values, texts, recall, metadata)
 
     sizes, shares = sorted({text.length for text in texts}), sorted({text.depth for text in texts})
-    settings = {"lengths": sizes, "depths": shares, "continuation": continuation, "recall": recall, "seed": seed}
-    options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
-    table = measure_sequences(data, measure_batch, Retrieval, make_table, **settings, **options)
+    options: dict[str, Any] = {"lengths": sizes, "depths": shares, "continuation": continuation}
+    options |= {"recall": recall, "seed": seed, "out": out, "force": force, "progress": progress, "title": title}
+    table = measure_sequences(data, measure_batch, Retrieval, make_table, **options)
     reader.warn_of_unread(stacklevel=3)
     return table
 
