@@ -1,7 +1,11 @@
-"""A small data set for profiles of the tiny models, and runs that are interrupted."""
+"""A small data set for passes of the tiny models, and runs that are interrupted or shared by two processes."""
 
 import math
+import multiprocessing
+import pickle
 from pathlib import Path
+
+import torch
 
 import headwise as hw
 import tiny
@@ -55,3 +59,22 @@ def interrupt_after(model, batches):
             raise Interrupted
 
     return model.layers[1].register_forward_pre_hook(hook), begun
+
+
+def results_of_two_processes(action, folder):
+    """Return the results of a function of the rank in two processes of one group, in the order of the ranks."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_as_one_of_two, args=(action, rank, folder)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+
+
+def _as_one_of_two(action, rank, folder):
+    """Call a function as one of two processes, and write its result."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(action(rank)))
+    torch.distributed.destroy_process_group()

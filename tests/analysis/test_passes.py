@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import pickle
 import signal
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import headwise as hw
 import tiny
 from headwise.runs import checkpoint
-from profile_runs import Interrupted, contents, interrupt_after, texts
+from profile_runs import Interrupted, contents, interrupt_after, results_of_two_processes, texts
 
 pytestmark = pytest.mark.usefixtures("as_user")  # shapes are checked where each analysis is tested
 
@@ -31,7 +30,7 @@ BATCHES = 6
 
 @pytest.fixture(scope="module", params=PASSES)
 def analysis(request):
-    """An analysis, and the files and numbers of its run without an interruption."""
+    """An analysis."""
     return PASSES[request.param]
 
 
@@ -70,6 +69,8 @@ def test_a_killed_process_resumes_to_the_same_bits(batches, analysis, uninterrup
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
+    (checkpoint_file,) = tmp_path.glob("unfinished-*-0.pt")
+    assert torch.load(checkpoint_file, weights_only=True)["state"]["batches"] == batches
     model = tiny.model("decoder")
     _, begun = interrupt_after(model, 100)
     analysis(model, texts(), out=tmp_path)
@@ -99,23 +100,11 @@ def test_a_run_with_other_data_is_refused(analysis, tmp_path):
         analysis(tiny.model("decoder"), [])
 
 
-def as_one_of_two(analysis, rank, folder):
-    """Run an analysis as one of two processes, and write its table."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    table = analysis(tiny.model("decoder"), texts(), out=folder / "out")
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(table.records()))
-    torch.distributed.destroy_process_group()
-
-
 def test_two_processes_agree_with_one(analysis, uninterrupted, tmp_path):
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=as_one_of_two, args=(analysis, rank, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0]
-    first, second = (pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(2))
+    def records(_rank):
+        return analysis(tiny.model("decoder"), texts(), out=tmp_path / "out").records()
+
+    first, second = results_of_two_processes(records, tmp_path)
     assert repr(first) == repr(second)
     for row, expected in zip(first, uninterrupted[1].records(), strict=True):
         assert list(row) == list(expected)

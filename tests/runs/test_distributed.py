@@ -1,8 +1,5 @@
 """Two processes share a run: gathering, broadcasting, errors, and equal profiles."""
 
-import multiprocessing
-import pickle
-
 import pytest
 import torch
 
@@ -10,7 +7,7 @@ import headwise as hw
 import tiny
 from headwise.checks import device_argument
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
-from profile_runs import run, texts
+from profile_runs import results_of_two_processes, run, texts
 
 
 def test_a_single_process_needs_no_setup():
@@ -69,23 +66,8 @@ def _collect(rank, out):
     }
 
 
-def _process(rank, folder):
-    """Run `_collect` as one of two processes, and write what it returned."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    result = _collect(rank, folder / "out")
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))
-    torch.distributed.destroy_process_group()
-
-
 def test_two_processes_agree_with_each_other_and_with_one(tmp_path):
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_process, args=(rank, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0]
-    first, second = (pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(2))
+    first, second = results_of_two_processes(lambda rank: _collect(rank, tmp_path / "out"), tmp_path)
     assert (first["place"], second["place"]) == ((0, 2), (1, 2))
     assert first["gathered"] == second["gathered"] == [{"rank": 0}, {"rank": 1}]
     assert first["broadcast"] == second["broadcast"] == "of rank 0"

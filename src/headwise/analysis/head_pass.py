@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -237,8 +237,8 @@ def measure_heads(
     return progress
 
 
-Values = dict[str, Float[Tensor, "_ _ ..."]]
-"""Values of a site by name, `(sequences, heads, ...)`; NaN where a sequence has none."""
+SequenceValues = dict[str, Float[Tensor, "_ _ ..."]]
+"""SequenceValues of a site by name, `(sequences, heads, ...)`; NaN where a sequence has none."""
 
 
 @dataclass
@@ -249,7 +249,7 @@ class SequenceProgress(SiteProgress):
         values: values at each site, by the number of the batch.
     """
 
-    values: dict[int, dict[SiteKey, Values]] = field(default_factory=dict)
+    values: dict[int, dict[SiteKey, SequenceValues]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the progress as plain containers and tensors for a checkpoint."""
@@ -271,9 +271,9 @@ class SequenceProgress(SiteProgress):
 
 def measure_sequences(
     data: PassData,
-    measure_batch: Callable[[dict[str, Any]], tuple[Iterable[SiteRecord], dict[SiteKey, Values]]],
+    measure_batch: Callable[[dict[str, Any]], tuple[Iterable[SiteRecord], dict[SiteKey, SequenceValues]]],
     table_type: type[TableT],
-    make_table: Callable[[SiteRegistry, dict[SiteKey, Values], dict[str, Any]], TableT],
+    make_table: Callable[[SiteRegistry, dict[SiteKey, SequenceValues], dict[str, Any]], TableT],
     *,
     progress: bool,
     **options: Any,
@@ -301,7 +301,7 @@ def measure_sequences(
 
         def process_batch(batch: dict[str, Any], _clusters: Clusters) -> None:
             records, values = measure_batch(to_device(batch, device))
-            registry.merge(replace(record, completed={}, _latest={}) for record in records)
+            registry.merge(SiteRecord(each.site, each.layer, each.heads, each.kv_heads) for each in records)
             done.records, done.values[done.batches] = registry.records, values
 
         run_pass(data.dataset, process_batch, run, resumed, done, shown=progress)
@@ -315,7 +315,7 @@ def measure_sequences(
     return table_of_pass(data, table_type, SequenceProgress, measure, make, **options)
 
 
-def _joined(record: SiteRecord, batches: Sequence[dict[SiteKey, Values]]) -> Values:
+def _joined(record: SiteRecord, batches: Sequence[dict[SiteKey, SequenceValues]]) -> SequenceValues:
     """Return the values at a site over the sequences of all batches, of the names that all batches have."""
     if any(record.site not in of_batch for of_batch in batches):
         got = f"some without {record.site.label}"

@@ -7,6 +7,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.head_tests import decoder_and_tokenizer
+from headwise.cli.loading import find_causal, require_same_run
 from headwise.cli.options import DecoderFlags, Force, TableFolder, Top
 from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import choice, numbers, path
@@ -43,8 +44,13 @@ def retrieval(
     """Measure how often each head attends most to the token that the model repeats from a sentence in a long text.
     Prints the heads with the largest retrieval scores, and tests which scores are above 0.1.
     """
+    from headwise.runs.files import require_writable
     from headwise.show.head_tests import print_retrieval
 
+    if out is not None:
+        require_writable(out)
+        settings = {"continuation": continuation, "seed": seed, "lengths": sorted(set(numbers(lengths)))}
+        require_same_run(hw.Retrieval, out, find_causal(model), None, model, force=force, **settings)
     loaded, tokenizer, title = decoder_and_tokenizer(model)
     table = hw.retrieval_score(
         loaded,

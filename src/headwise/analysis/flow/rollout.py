@@ -8,7 +8,7 @@ from torch import nn
 
 from headwise.analysis.flow.rollout_reader import LAYER_STATISTICS, ROWS, LayerSums, RolloutRun
 from headwise.analysis.flow.rollout_table import CHANGE_SUFFIX, ROLLED_PREFIX, LayerRow, Rollout, RolloutLayers
-from headwise.analysis.head_pass import Values, measure_sequences, pass_data
+from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
 from headwise.analysis.nonfinite import nonfinite_error
 from headwise.checks import finite_number
 from headwise.data.batches import call_model, count_sequences_and_tokens, documents_of
@@ -62,12 +62,12 @@ def rollout(
     residual = residual_share(residual)
     data = pass_data(model, dataset, special, out=out, shown=progress)
 
-    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, Values]]:
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
         count = count_sequences_and_tokens(batch)[0]
         reader, sums = rolled_out(data.model, batch, data.special, residual)
         return reader.records, {site: _means(of_site, site, count) for site, of_site in sums.items()}
 
-    def make_table(registry: SiteRegistry, values: dict[SiteKey, Values], metadata: dict[str, Any]) -> Rollout:
+    def make_table(registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]) -> Rollout:
         return _tables(registry, values, documents_of(data.dataset), metadata)
 
     options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
@@ -105,7 +105,7 @@ def rolled_out(
     return reader, sums
 
 
-def _means(sums: LayerSums, site: SiteKey, sequences: int) -> Values:
+def _means(sums: LayerSums, site: SiteKey, sequences: int) -> SequenceValues:
     """Return the means over the queries of each sequence, on the CPU: of the rollout of a layer, by the names of
     `LAYER_STATISTICS`, and of its heads, by their names in the table.
     """
@@ -122,7 +122,10 @@ def _means(sums: LayerSums, site: SiteKey, sequences: int) -> Values:
 
 
 def _tables(
-    registry: SiteRegistry, values: dict[SiteKey, Values], documents: Sequence[int] | None, metadata: dict[str, Any]
+    registry: SiteRegistry,
+    values: dict[SiteKey, SequenceValues],
+    documents: Sequence[int] | None,
+    metadata: dict[str, Any],
 ) -> Rollout:
     """Return the tables from the means of each sequence."""
 

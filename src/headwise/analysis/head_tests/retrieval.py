@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.causality import require_causal_decoder
-from headwise.analysis.head_pass import Values, measure_sequences, pass_data
+from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
 from headwise.analysis.head_tests.haystacks import Haystack, Needle, draw_needles, haystacks, read_haystack
 from headwise.analysis.head_tests.repeated_answers import Answered, forced_answer, generated_answer
 from headwise.analysis.head_tests.weight_reader import WeightReader
@@ -146,7 +146,7 @@ def retrieval_score(
         shown=progress,
     )
 
-    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, Values]]:
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
         index = int(batch["text"])
         answered = forced[index]
         if continuation == "generated":
@@ -155,7 +155,9 @@ def retrieval_score(
         counts = continuation == "forced" or found > recall
         return _scores(model, reader, answered, found, counts=counts)
 
-    def make_table(registry: SiteRegistry, values: dict[SiteKey, Values], metadata: dict[str, Any]) -> Retrieval:
+    def make_table(
+        registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]
+    ) -> Retrieval:
         return _table(registry, values, texts, recall, metadata)
 
     sizes, shares = sorted({text.length for text in texts}), sorted({text.depth for text in texts})
@@ -222,7 +224,7 @@ def _recall(answered: Answered) -> float:
 
 def _scores(
     model: nn.Module, reader: "_TopKeys", answered: Answered, recall: float, *, counts: bool
-) -> tuple[list[SiteRecord], dict[SiteKey, Values]]:
+) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
     """Return the sites of a model, and the score of each head on one text with the recall of its answer. The score is
     NaN if the text does not count.
     """
@@ -232,7 +234,7 @@ def _scores(
         output = call_model(model, _batch(model, ids))
     answered.require_same_tokens(output)
     reader.require_attention()
-    values: dict[SiteKey, Values] = {}
+    values: dict[SiteKey, SequenceValues] = {}
     for record in reader.records:
         keys = reader.top_keys(record.site)
         is_copied = torch.zeros(len(keys), len(answered.needle), dtype=torch.bool)
@@ -245,7 +247,7 @@ def _scores(
 
 def _table(
     registry: SiteRegistry,
-    values: dict[SiteKey, Values],
+    values: dict[SiteKey, SequenceValues],
     texts: Sequence[Haystack],
     recall: float,
     metadata: dict[str, Any],

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.head_pass import Values, measure_sequences, pass_data, require_finite_heads
+from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data, require_finite_heads
 from headwise.checks import collection_of, finite_number, whole_number
 from headwise.data.batches import call_model, count_sequences_and_tokens, documents_of
 from headwise.data.texts import Texts
@@ -95,7 +95,7 @@ def sink_rate(
         raise InputError("epsilon", expected="a share of the attention above 0 and below 1", got=epsilon)
     data = pass_data(model, dataset, (), out=out, shown=progress)
 
-    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, Values]]:
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
         count = count_sequences_and_tokens(batch)[0]
         with watch(data.model) as heads:
             call_model(data.model, batch)
@@ -105,7 +105,7 @@ def sink_rate(
             record.site: {IMPORTANCE: _importance(record, count, places)} for record in heads.records
         }
 
-    def make_table(registry: SiteRegistry, values: dict[SiteKey, Values], metadata: dict[str, Any]) -> SinkRate:
+    def make_table(registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]) -> SinkRate:
         return _table(registry, values, documents_of(data.dataset), epsilon, places, metadata)
 
     options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
@@ -122,7 +122,7 @@ def _places(positions: Any) -> list[int]:
 
 def _table(
     registry: SiteRegistry,
-    values: dict[SiteKey, Values],
+    values: dict[SiteKey, SequenceValues],
     documents: list[int] | None,
     epsilon: float,
     places: list[int],
