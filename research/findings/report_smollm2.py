@@ -209,7 +209,8 @@ def control_table(folder: Path) -> list[str]:
         " ".join(reading(name, [q[name, kind] for kind in KINDS]) for name in WORDS),
         "",
         "The mean of a few random sets is unstable, since some sets contain a head on which everything depends. The "
-        f"means of 20 sets from anywhere, drawn from the {found['repeated-zero', 'anywhere'].number} measured ones, "
+        "means of the increase in loss over 20 sets of heads from any layer, drawn from the "
+        f"{found['repeated-zero', 'anywhere'].number} measured ones, "
         f"range from {low:.3f} to {high:.3f} nats (95 % of the draws) on repeated random tokens.",
         "",
     ]

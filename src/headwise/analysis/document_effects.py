@@ -78,7 +78,12 @@ class DocumentEffects:
 
     @staticmethod
     def from_json(shared: str | bytes, effects: Sequence[Sequence[float]]) -> "DocumentEffects":
-        """Return the effects from the text of `to_json` and the effects of each row."""
+        """Return effects of documents, as `to_json` stores them.
+
+        Args:
+            shared: JSON text with the documents, their numbers of sequences and their losses.
+            effects: effect on each document of each row of the table, such as each head.
+        """
         parts: Mapping[str, Any] = json.loads(shared)
         documents, sequences, losses = (tuple(parts[name]) for name in ("documents", "sequences", "losses"))
         return DocumentEffects(documents, sequences, losses, tuple(tuple(row) for row in effects))

@@ -139,7 +139,7 @@ def _title(view: Viewed) -> str:
 
 
 def _side(text: ViewedText) -> page.Side:
-    """Return a text for display."""
+    """Return the tokens of a viewed text as the page shows them, at the queries or the keys of an attention."""
     return page.Side(
         name=text.name,
         tokens=tuple(token.text for token in text.tokens),

@@ -28,7 +28,7 @@ TORCH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class AcceleratedHooks(UncopiedHooks):
-    """Forward hooks of one module of an accelerated model, which mark it as running."""
+    """Forward hooks that mark one module of an accelerated model as running while it is called."""
 
     def __init__(self, recorder: CallRecorder, path: str) -> None:
         self._recorder, self._path = recorder, path

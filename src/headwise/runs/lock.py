@@ -50,7 +50,9 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def _this_process() -> dict[str, str]:
-    """Return a description of this process for the message of another: its id, host, start of the run and command."""
+    """Return the id, the host, the time and the command of this process, for the error message of another process that
+    finds the folder locked.
+    """
     return {
         "process": str(os.getpid()),
         "host": socket.gethostname(),

@@ -141,7 +141,9 @@ class Tally:
         return {name: counts[name] > 0 if name in counts else has_rows for name in self.means()}
 
     def _left_out(self, left_out: Collection[str]) -> Collection[str]:
-        """Return the names of the statistics that are not computed: those left out of a call, and unwanted ones."""
+        """Return the names of the statistics that are not computed: those in `left_out`, and those that are not in
+        `measured`.
+        """
         return left_out if self.measured is None else {*left_out, *(STATISTICS.keys() - self.measured)}
 
 

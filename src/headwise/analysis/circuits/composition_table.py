@@ -189,7 +189,7 @@ class Composition(Table[HeadPair]):
 
 
 def _estimate(value: float | None) -> MeanEstimate:
-    """Return the estimate of a number without a standard error; that of no number if it is None."""
+    """Return a number as an estimate without a standard error; `NO_ESTIMATE` for None."""
     return NO_ESTIMATE if value is None else MeanEstimate.exact(value)
 
 

@@ -122,7 +122,14 @@ Handler = Callable[[AttentionCall], Tensor]
 
 
 class _Entry(NamedTuple):
-    """An answered module: its path, its handler, a list with the number of its calls, and whether calls are checked."""
+    """Module whose attention a handler computes.
+
+    Attributes:
+        path: path of the module in the model.
+        handler: the function that computes its attention.
+        calls: one number, which counts the attention calls of the current run of the module.
+        is_checked: True if calls with options that streaming heads cannot follow are refused.
+    """
 
     path: str
     handler: Handler
@@ -131,7 +138,7 @@ class _Entry(NamedTuple):
 
 
 _entries: dict[int, _Entry] = {}
-"""Answered modules, by their `id`."""
+"""Modules whose attention a handler computes, by their `id`."""
 
 
 @contextmanager
