@@ -27,7 +27,6 @@ Out = Annotated[
         help="Folder for the results. An interrupted run resumes when you repeat the command.",
     ),
 ]
-TableOut = Annotated[Path, typer.Option(parser=path, metavar="FOLDER", help="Folder for the results.")]
 TableFolder = Annotated[
     Path | None, typer.Option(parser=path, metavar="FOLDER", help="Also save the table in this folder.")
 ]
