@@ -42,7 +42,7 @@ def dependencies(
     """Measure how often the word that a head attends to most is the governor or the dependent of a word. Compares each
     head with the best fixed offset, and prints the heads with the largest gain.
     """
-    from headwise.show.head_tests import print_dependencies
+    from headwise.show.results import print_dependencies
 
     require_new_tables(out, "dependencies", force=force)
     loaded, tokenizer, title = model_and_tokenizer(model)

@@ -33,7 +33,7 @@ def name_movers(
     """Find heads that move a name to the end of a prompt, and heads that do the opposite, on prompts with two names.
     Prints the heads with the largest effects on the logits, and those that pass the tests.
     """
-    from headwise.show.head_tests import print_name_movers
+    from headwise.show.results import print_name_movers
 
     require_new_tables(out, "name_movers", force=force)
     loaded, tokenizer, title = decoder_and_tokenizer(model)

@@ -45,7 +45,7 @@ def retrieval(
     Prints the heads with the largest retrieval scores, and tests which scores are above 0.1.
     """
     from headwise.runs.files import require_writable
-    from headwise.show.head_tests import print_retrieval
+    from headwise.show.results import print_retrieval
 
     if out is not None:
         require_writable(out)
