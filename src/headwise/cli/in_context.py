@@ -38,7 +38,7 @@ def in_context(
     it, and how the score changes without each head. Prints the heads without which the score rises most, and saves the
     changes in --out. Processor time grows with --sequences: on 2 cores, 3 sequences of smollm2 take about 9 minutes.
     """
-    from headwise.analysis.in_context.loss import InContextLoss
+    from headwise.analysis.in_context_score import InContextLoss
     from headwise.show.results import print_in_context
 
     require_new_tables(run.out, hw.InContextScores.NAME, force=run.force)

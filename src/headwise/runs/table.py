@@ -55,6 +55,9 @@ class Table(Generic[RowT]):
     UNIT: ClassVar[str] = "row"
     """Noun for a row in `repr`, in the singular."""
 
+    PARTS: ClassVar[tuple[tuple[str, "type[Table[Any]]"], ...]] = ()
+    """Further tables of the result, which are saved in files of their own: the attribute and the class of each."""
+
     SAMPLES: ClassVar[str] = "sequence"
     """Noun for one of the samples over which the statistics are means, in the singular."""
 
@@ -138,7 +141,8 @@ class Table(Generic[RowT]):
     def save(self, folder: str | Path, *, force: bool = False) -> None:
         """Write the table and its metadata to a Parquet file in a folder; the folder is created if it does not exist.
         The class attribute `NAME` determines the file's name, such as `profile.parquet` for profiles. If the file
-        exists, it is replaced with `force=True`; otherwise `InputError` is raised.
+        exists, it is replaced with `force=True`; otherwise `InputError` is raised. A result of several tables has a
+        file for each.
 
         Each statistic becomes four columns: its mean, its standard error (`_sem`), its sample size (`_n`), and the
         degrees of freedom of the standard error (`_df`).
@@ -155,6 +159,8 @@ class Table(Generic[RowT]):
         import pyarrow
         from pyarrow import parquet
 
+        for part, _ in self.PARTS:
+            getattr(self, part).save(folder, force=force)
         path = table_path(writable_folder(folder), self.NAME)
         if path.exists() and not force:
             remedy = "--force (force=True) replaces it"
@@ -200,7 +206,8 @@ class Table(Generic[RowT]):
             samples = {} if shared is None else cls._from_samples(columns[SAMPLES_COLUMN], shared.decode())
         except (OSError, ValueError, KeyError, TypeError, StopIteration, pyarrow.ArrowException) as error:
             raise _unreadable(cls.NAME, path) from error
-        return cls(tuple(rows), metadata, **samples)
+        parts = {name: table.load(folder) for name, table in cls.PARTS}
+        return cls(tuple(rows), metadata, **samples, **parts)
 
     def _samples(self) -> tuple[list[Any], str] | None:
         """Return what `save` writes of single samples: a list of numbers for each row, and a text with what all rows

@@ -9,15 +9,15 @@ from rich.text import Text
 from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.circuits.composition_table import Composition
 from headwise.analysis.circuits.scores import CircuitScores
-from headwise.analysis.curves.distance_table import AttentionDistances
-from headwise.analysis.curves.position_table import SLOPE_SUFFIX, PositionCurves
-from headwise.analysis.flow.norm_table import CHANGE_SUFFIX, NORM_PREFIX, NormWeighted
-from headwise.analysis.flow.rollout_table import ROLLED_PREFIX, Rollout
-from headwise.analysis.head_tests.dependency_table import DependencyAccuracy
-from headwise.analysis.head_tests.name_mover_table import NameMovers
+from headwise.analysis.curves.attention_distances import AttentionDistances
+from headwise.analysis.curves.position_curves import SLOPE_SUFFIX, PositionCurves
+from headwise.analysis.flow.norm_weighted import CHANGE_SUFFIX, NORM_PREFIX, NormWeighted
+from headwise.analysis.flow.rollout import ROLLED_PREFIX, Rollout
+from headwise.analysis.head_tests.dependencies import DependencyAccuracy
+from headwise.analysis.head_tests.name_movers import NameMovers
 from headwise.analysis.head_tests.retrieval import THRESHOLD, Retrieval
 from headwise.analysis.head_tests.sinks import SinkRate
-from headwise.analysis.in_context.table import InContextScores
+from headwise.analysis.in_context_score import InContextScores
 from headwise.analysis.patching.table import Patching
 from headwise.analysis.pruning_curve_table import RANDOM, PruningCurve
 from headwise.runs.head_table import HeadTable

@@ -11,9 +11,8 @@ from tokenizers import models, pre_tokenizers, processors
 
 import headwise as hw
 from full_attention import weights_of
-from headwise.analysis.head_tests.treebank import read_treebank
-from headwise.analysis.head_tests.word_alignment import aligned_tokens
-from headwise.analysis.head_tests.word_attention import MostAttendedWords
+from headwise.analysis.head_tests.dependencies import MostAttendedWords
+from headwise.analysis.head_tests.treebank import aligned_tokens, read_treebank
 from headwise.intercept.install import intercepted
 from jackknife import jackknife
 from prompt_models import HEADS, LAYERS, language_model

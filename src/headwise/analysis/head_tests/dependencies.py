@@ -1,29 +1,129 @@
 """Dependency accuracy: how often a head's most attended word is the governor or the dependent of a word."""
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.head_tests.dependency_table import DIRECTIONS, DependencyAccuracy, DependencyRow
-from headwise.analysis.head_tests.treebank import TreeSentence, read_treebank
-from headwise.analysis.head_tests.word_alignment import AlignedTokens, aligned_tokens
-from headwise.analysis.head_tests.word_attention import MostAttendedWords
+from headwise.analysis.head_tests.treebank import AlignedTokens, TreeSentence, aligned_tokens, read_treebank
+from headwise.analysis.head_tests.weight_reader import WeightReader
+from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, flag, require_module, whole_number
 from headwise.data.batches import call_model, device_of, digest_of, evaluation_mode, with_cache_disabled
 from headwise.data.tokenization import max_input_tokens, text_model
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
+from headwise.intercept.interceptor import SiteKey
 from headwise.progress import progress_bar
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.rows import MeanEstimate, moment_estimates
+from headwise.runs.head_table import HeadTable
+from headwise.runs.rows import HeadRow, MeanEstimate, moment_estimates
+from headwise.runs.significance import zero_tests
+from headwise.runs.table import Table
 from headwise.settings import FEWEST_PAIRS
-from headwise.shapes import Bool
+from headwise.shapes import Bool, Float, Int
 from headwise.statistics.moments import RunningMoments, clusters_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DIRECTIONS = ("to governor", "to dependent")
+"""Directions of attention between a dependent and its governor."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DependencyRow(HeadRow):
+    """Row of a table of dependency accuracy.
+
+    Attributes:
+        relation: relation of the dependent to its governor, such as `nsubj`.
+        direction: "to governor" if the dependent attends, "to dependent" if the governor does.
+        offset: the fixed offset in words, from the attending word, that is most often right in the selection half.
+    """
+
+    relation: str
+    direction: str
+    offset: int
+
+    def _described(self) -> list[str]:
+        return [self.name, self.relation, self.direction]
+
+
+class _GainTable(Table[DependencyRow]):
+    """Table whose gains are tested against zero."""
+
+    ROW_TYPE = DependencyRow
+    SAMPLES = "document"
+
+    def tests(self) -> dict[str, list[float]]:
+        """Return the p-value of each gain and its adjusted value.
+
+        Raises:
+            MissingExtra: scipy is not installed.
+        """
+        return zero_tests("gain", [row.statistics["gain"] for row in self.rows])
+
+
+class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
+    """Table with one row per head: the relation and the direction with the largest gain in the selection half. The
+    columns are those of `DependencyAccuracy`. As the test half does not choose, `gain` has no bias from the choice.
+    `gain_q` is adjusted for the number of heads.
+    """
+
+    NAME = "dependency_heads"
+    SIGNED = ("gain", "selection_gain")
+    PLOTTED = "gain"
+
+
+class DependencyAccuracy(_GainTable):
+    """Table of dependency accuracy (Clark et al. 2019, section 4.2), one row per head, relation and direction.
+
+        accuracy         share of pairs in which the head's most attended word is the other word of the pair
+        offset_accuracy  share in which the word at the best fixed offset is
+        gain             accuracy - offset_accuracy, paired
+        selection_gain   the same in the selection half
+
+    The attention between two words is the sum over the tokens of the attended word, and the mean over those of the
+    attending one. Special tokens and the word itself do not compete.
+
+    The first three columns are of the test half; the offset was chosen in the selection half, from -10 to 10 words.
+    Standard errors are clustered by document, or by sentence in a treebank without documents, which `n` counts.
+    `gain_p` is the p-value of a two-sided t-test of the gain against zero, and `gain_q` is adjusted for the number of
+    all rows (Benjamini and Hochberg 1995).
+    """
+
+    NAME = "dependencies"
+    UNIT = "head, relation and direction"
+
+    def best(self) -> DependencyHeads:
+        """Return a table with one row per head: the relation and direction with the largest `selection_gain`."""
+        best: dict[tuple[int, int, str], DependencyRow] = {}
+        for row in self.rows:
+            key = row.layer, row.head, row.module
+            if key not in best or _selection_gain(row) > _selection_gain(best[key]):
+                best[key] = row
+        return DependencyHeads(tuple(best.values()), self.metadata)
+
+    def plot(self, statistic: str = "gain", *, kind: str = "heatmap", **options: Any) -> "Axes":
+        """Draw a plot of the table `best`, and return its matplotlib axes. `HeadTable.plot` has the arguments.
+
+        Raises:
+            InputError: there is no such statistic or kind.
+            MissingExtra: matplotlib is not installed.
+        """
+        return self.best().plot(statistic, kind=kind, **options)
+
+
+def _selection_gain(row: DependencyRow) -> float:
+    """Return the gain in the selection half; minus infinity where there is none."""
+    value = row.statistics["selection_gain"].value
+    return -math.inf if math.isnan(value) else value
+
 
 FARTHEST = 10
 """Largest distance, in words, of the fixed offsets."""
@@ -129,7 +229,7 @@ class _Pairs:
 def _read_treebank(
     model: nn.Module,
     tokenizer: Any,
-    reader: MostAttendedWords,
+    reader: "MostAttendedWords",
     sentences: Sequence[TreeSentence],
     start_token: int | None,
     pairs: _Pairs,
@@ -149,7 +249,7 @@ def _read_treebank(
 
 
 def _read_sentence(
-    model: nn.Module, reader: MostAttendedWords, sentence: TreeSentence, tokens: AlignedTokens, pairs: _Pairs
+    model: nn.Module, reader: "MostAttendedWords", sentence: TreeSentence, tokens: AlignedTokens, pairs: _Pairs
 ) -> None:
     """Run the model on a sentence, and add its pairs of words."""
     reader.begin_sentence(tokens.word_of, len(sentence.words))
@@ -193,7 +293,7 @@ def _selection_documents(documents: Sequence[int], seed: int) -> set[int]:
     return set(Random(seed).sample(distinct, len(distinct) // 2))
 
 
-def _rows(reader: MostAttendedWords, pairs: _Pairs, selection: set[int], fewest: int) -> Iterator[DependencyRow]:
+def _rows(reader: "MostAttendedWords", pairs: _Pairs, selection: set[int], fewest: int) -> Iterator[DependencyRow]:
     """Yield a row for each head, relation and direction with enough pairs in each half, by head."""
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, relation in enumerate(pairs.relations):
@@ -229,3 +329,87 @@ def _columns(pairs: _Pairs, selection: Sequence[int], test: Sequence[int]) -> tu
         for name in names:
             columns[prefix + name] = moment_estimates(RunningMoments.from_values(values[name], None, clusters))
     return offset, columns
+
+
+NO_WORD = -1
+"""In place of the index of a word, where a token is of no word or no other word is attended to."""
+
+
+class MostAttendedWords(WeightReader):
+    """Interceptor that finds for each head and word of one sentence the other word that gets most attention.
+
+    The attention between two words is the sum over the tokens of the attended word and the mean over the tokens of the
+    attending one (Clark et al. 2019, section 4.1). Tokens of no word, such as [CLS], do not compete. The row blocks of
+    a head come in the order of the rows. Only the sums of the word whose rows are not complete are kept.
+
+    Attributes:
+        sees: True where some head attends from one word to another.
+
+    Args:
+        model: the intercepted model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._word_of = torch.zeros(0, dtype=torch.int64)
+        self._last_row: dict[int, int] = {}
+        self._eligible: Bool[torch.Tensor, " words"] = torch.zeros(0, dtype=torch.bool)
+        self._found: dict[SiteKey, Int[torch.Tensor, "heads words"]] = {}
+        self._unfinished: dict[SiteKey, tuple[Int[torch.Tensor, " heads"], Float[torch.Tensor, "heads words"]]] = {}
+        self.sees: Bool[torch.Tensor, "words words"] = torch.zeros(0, 0, dtype=torch.bool)
+
+    def begin_sentence(self, word_of: Int[torch.Tensor, " tokens"], words: int) -> None:
+        """Expect a run of the model over one sentence.
+
+        Args:
+            word_of: index of each token's word; -1 for tokens of no word.
+            words: number of words.
+        """
+        self.begin(1, len(word_of))
+        self._word_of, self._found, self._unfinished = word_of, {}, {}
+        self._last_row = {word: row for row, word in enumerate(word_of.tolist()) if word != NO_WORD}
+        self._eligible = torch.zeros(words, dtype=torch.bool)
+        self._eligible[list(self._last_row)] = True
+        self.sees = torch.zeros(words, words, dtype=torch.bool)
+
+    def read(self, site: SiteKey, block: RowBlock) -> None:
+        """Add the weights of some query rows, and find the most attended word of each word whose rows are complete."""
+        heads, rows, words = block.tile.heads, block.rows, len(self._eligible)
+        if site not in self._found:
+            self._found[site] = torch.full((block.grid.heads, words), NO_WORD)
+            sums_of_heads = block.weights.new_zeros(block.grid.heads, words, device="cpu")
+            self._unfinished[site] = torch.full((block.grid.heads,), NO_WORD), sums_of_heads
+        of_rows, of_columns = self._word_of[rows.start : rows.stop], self._word_of[block.visibility.key_indices.cpu()]
+        is_row, is_column = of_rows != NO_WORD, of_columns != NO_WORD
+        weights = block.weights[0].cpu()[:, is_row][..., is_column]
+        if not bool(weights.isfinite().all()):
+            raise InputError("model", expected="finite attention weights", got=f"NaN or infinity in {site.label}")
+        to_words = weights.new_zeros(len(weights), weights.shape[1], words)
+        to_words.index_add_(2, of_columns[is_column], weights)
+        local, place = torch.unique(of_rows[is_row], return_inverse=True)
+        sums = weights.new_zeros(len(weights), len(local), words).index_add_(1, place, to_words)
+        unfinished_word, unfinished_sums = self._unfinished[site]  # of each head, since blocks may divide heads anew
+        sums += (local == unfinished_word[heads, None])[..., None] * unfinished_sums[heads, None]
+        is_complete = torch.tensor([self._last_row[word] < rows.stop for word in local.tolist()], dtype=torch.bool)
+        if len(local):
+            unfinished_word[heads], unfinished_sums[heads] = NO_WORD if is_complete[-1] else local[-1], sums[:, -1]
+        self._finish(site, heads, local[is_complete], sums[:, is_complete])
+
+    def _finish(
+        self,
+        site: SiteKey,
+        heads: slice,
+        words: Int[torch.Tensor, " complete"],
+        sums: Float[torch.Tensor, "heads complete words"],
+    ) -> None:
+        """Store the most attended word of each word in `words`, from sums over the tokens of both words."""
+        self.sees[words] |= (sums > 0).any(0)
+        is_other = self._eligible & (torch.arange(len(self._eligible)) != words[:, None])
+        best = sums.masked_fill(~is_other, -1.0).max(-1)
+        self._found[site][heads, words] = best.indices.masked_fill(best.values <= 0, NO_WORD)
+
+    def found(self) -> Mapping[SiteKey, Int[torch.Tensor, "heads words"]]:
+        """Return the index of the most attended other word of each word, by site; -1 for words without tokens of their
+        own, and for those that attend to no other word.
+        """
+        return self._found

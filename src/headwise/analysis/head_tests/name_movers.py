@@ -9,22 +9,101 @@ from torch import Tensor, nn
 
 from headwise.analysis.attribution import logit_parts
 from headwise.analysis.causality import require_causal_decoder
-from headwise.analysis.head_tests.name_copying import NameCopying, name_copying
-from headwise.analysis.head_tests.name_mover_table import NameMovers
+from headwise.analysis.circuits.double_copy import double_copy
+from headwise.analysis.circuits.module_maps import ModuleMaps, placed_module
+from headwise.analysis.circuits.stream import NotLinearError, stream_factors, unembedding_matrix
+from headwise.analysis.circuits.trace import RunTrace
 from headwise.analysis.head_tests.name_prompts import NAMES, ROLES, TEMPLATES, NamePrompt, name_prompts
 from headwise.analysis.head_tests.weight_reader import WeightReader
 from headwise.analysis.prompts import AnswerTokens
+from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import require_module, whole_number
 from headwise.data.batches import call_model, device_of, evaluation_mode, with_cache_disabled
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import SiteKey
+from headwise.plots.kinds import require_name
 from headwise.progress import progress_bar
 from headwise.runs.fingerprint import run_settings
+from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate
+from headwise.runs.significance import (
+    FALSE_DISCOVERY_RATE,
+    false_discovery_rates,
+    one_sided_p_values,
+    zero_tests,
+)
 from headwise.settings import COPIED_PROMPTS, NAME_PROMPTS
-from headwise.shapes import Float
+from headwise.shapes import Bool, Float
+
+
+class NameMovers(HeadTable[HeadRow]):
+    """Table of the name-mover test (Wang et al. 2022, sections 3.1 and 3.3), one row per head. All columns are means
+    over prompts, with standard errors clustered by template; `n` counts templates.
+
+        attention_indirect  weight from the last token to the name of the indirect object, which follows the prompt
+        attention_subject   sum of the weights from the last token to both occurrences of the subject's name
+        preference          attention_indirect - attention_subject
+        logit               what the head adds directly to the logit of the indirect object minus that of the subject,
+                            by the definition of `hw.logit_attribution`
+        copying             share of names whose logit is among the 5 highest that the head's OV matrix produces for
+                            the residual stream at the name, before the second attention module
+        negative_copying    the same among the 5 lowest
+
+    The copying columns are NaN for heads of the first attention module, which do not read that state, and for models
+    without a linear residual stream. `metadata["measured"]["no_copying"]` is the reason.
+
+    `tests()` has p-values (two-sided t-tests against zero over templates) of `preference` and `logit`. A name mover
+    must have both effects: `name_mover_p` is the larger of the one-sided p-values of preference > 0 and logit > 0 (the
+    intersection-union test, Berger 1982). `negative_p` is that of preference > 0 and logit < 0. The columns with `_q`
+    are adjusted for the number of heads (Benjamini and Hochberg 1995).
+    """
+
+    NAME = "name_movers"
+    ROW_TYPE = HeadRow
+    SIGNED = ("preference", "logit")
+    SAMPLES = "prompt"
+    PLOTTED = "logit"
+
+    def tests(self) -> dict[str, list[float]]:
+        """Return the columns of tests, each with one number per head.
+
+        Raises:
+            MissingExtra: scipy is not installed.
+        """
+        columns = [[row.statistics[name] for row in self.rows] for name in ("preference", "logit")]
+        tests = zero_tests("preference", columns[0]) | zero_tests("logit", columns[1])
+        prefers, raises, lowers = (
+            one_sided_p_values(measured, sign)
+            for measured, sign in zip((*columns, columns[1]), (1, 1, -1), strict=True)
+        )
+        for name, p in (("name_mover", _largest(prefers, raises)), ("negative", _largest(prefers, lowers))):
+            tests |= {f"{name}_p": p, f"{name}_q": false_discovery_rates(p)}
+        return tests
+
+    def found(self, kind: str = "name_mover", rate: float = FALSE_DISCOVERY_RATE) -> list[HeadRow]:
+        """Return the heads that pass the test at a false discovery rate, those with the largest effect on the logits
+        first.
+
+        Args:
+            kind: "name_mover" or "negative".
+            rate: largest adjusted p-value.
+
+        Raises:
+            InputError: the kind is another one.
+            MissingExtra: scipy is not installed.
+        """
+        require_name("kind", kind, dict.fromkeys(("name_mover", "negative")))
+        q = self.tests()[f"{kind}_q"]
+        rows = [row for row, adjusted in zip(self.rows, q, strict=True) if adjusted <= rate]
+        return sorted(rows, key=lambda row: -abs(row.statistics["logit"].value))
+
+
+def _largest(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Return the larger of two p-values of each head; NaN if one is NaN."""
+    return [max(pair) if pair[0] == pair[0] else pair[0] for pair in zip(first, second, strict=True)]
+
 
 AT_ONCE = 32
 """Largest number of prompts that the model reads at once."""
@@ -129,7 +208,7 @@ def _run(model: nn.Module, prompts: Sequence[NamePrompt], *, shown: bool) -> _Fo
     return _Found(reader, torch.cat(effects), torch.cat(logits), templates)
 
 
-def _rows(found: _Found, copying: Mapping[str, NameCopying]) -> Iterator[HeadRow]:
+def _rows(found: _Found, copying: "Mapping[str, NameCopying]") -> Iterator[HeadRow]:
     """Yield the row of each head."""
     columns = _columns(found)
     for index, (record, labels) in enumerate(found.reader.head_labels()):
@@ -210,3 +289,110 @@ class _EndAttention(WeightReader):
     def weights_of(self, site: SiteKey) -> Float[Tensor, "prompts heads roles"]:
         """Return the weights at a site for all prompts, in the order in which they were read."""
         return torch.cat(self._weights[site])
+
+
+TOP = 5
+"""Number of logits among which the name's must be."""
+
+
+class NameCopying(NamedTuple):
+    """Copying of names by the heads of one attention module.
+
+    Attributes:
+        highest: True if the logit of the name is among the 5 highest that the head's OV matrix produces.
+        lowest: True if it is among the 5 lowest.
+        templates: number of the template that each name is from.
+    """
+
+    highest: Bool[Tensor, "names heads"]
+    lowest: Bool[Tensor, "names heads"]
+    templates: list[int]
+
+
+def name_copying(model: nn.Module, prompts: Sequence[NamePrompt]) -> tuple[dict[str, NameCopying], str | None]:
+    """Return whether the heads of each attention module but the first copy names, by the path of the module; and the
+    reason why that is unknown, or None.
+
+    The state x of the residual stream at each name is that before the second attention module, which contains the first
+    MLP. The logits are `U OV x`, with the OV matrices and the output embedding U of `hw.circuits`: without biases, and
+    without the divisions by norms, which are positive factors.
+
+    A copy of the model in float64 runs on the prompts. It needs 8 bytes per parameter.
+    """
+    try:
+        copy = double_copy(model)
+        with without_autocast(device_of(copy)), torch.no_grad():
+            return _copying(copy, prompts), None
+    except NotLinearError as error:
+        return {}, str(error)
+    except InputError as error:
+        if error.argument != "model":
+            raise
+        return {}, str(error)
+
+
+def _copying(copy: nn.Module, prompts: Sequence[NamePrompt]) -> dict[str, NameCopying]:
+    """Return whether the heads of a model in float64 copy the names of prompts.
+
+    Raises:
+        NotLinearError: the model has no linear residual stream, or its output embedding is not linear.
+        InputError: an attention module is of no known family, or computes something else than its weights say.
+    """
+    batch = _batch(copy, prompts[0])
+    trace = RunTrace(copy, batch)
+    placed = [placed_module(trace, site) for site in trace.attention.sites.values()]
+    factors = stream_factors(trace, batch, placed)
+    unembedding = unembedding_matrix(trace, factors.shape)
+    if len(placed) < 2:
+        return {}
+    second, states, names, templates = placed[1].maps.path, [], [], []
+    for prompt in prompts:
+        stream = _stream_before(RunTrace(copy, _batch(copy, prompt)), second)
+        for place, name in ((prompt.places[0], prompt.answer), (prompt.places[1], prompt.wrong)):
+            states.append(stream[0, place])
+            names.append(name)
+            templates.append(prompt.template)
+    inputs, ids = torch.stack(states, 1), torch.tensor(names, device=unembedding.device)
+    return {
+        module.maps.path: NameCopying(*_of_module(module.maps, factor, inputs, unembedding, ids), templates)
+        for module, factor in zip(placed[1:], factors.of_modules[1:], strict=True)
+    }
+
+
+def _batch(model: nn.Module, prompt: NamePrompt) -> dict[str, Any]:
+    """Return the arguments of a model for one prompt."""
+    ids = prompt.ids[None].to(device_of(model))
+    arguments: Mapping[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return with_cache_disabled(model, dict(arguments))
+
+
+def _stream_before(trace: RunTrace, path: str) -> Float[Tensor, "1 length width"]:
+    """Return the residual stream that the attention module at `path` reads, before a norm."""
+    call = trace.call_of(path)
+    assert call is not None
+    assert call.input is not None
+    norm = trace.norm_before(call.input)
+    stream = call.input if norm is None else norm.input
+    assert stream is not None
+    return stream
+
+
+def _of_module(
+    maps: ModuleMaps,
+    factor: float,
+    inputs: Float[Tensor, "width names"],
+    unembedding: Float[Tensor, "vocabulary width"],
+    ids: Tensor,
+) -> tuple[Bool[Tensor, "names heads"], Bool[Tensor, "names heads"]]:
+    """Return whether the logit of each name is among the highest, and among the lowest, that each head of a module
+    produces for it.
+    """
+    highest, lowest = [], []
+    columns = torch.arange(len(ids), device=ids.device)
+    for head in range(len(maps.output)):
+        written = factor * (maps.output[head] @ (maps.value[maps.kv_head(head)] @ inputs))
+        logits = unembedding @ written
+        own = logits[ids, columns]
+        highest.append((logits > own).sum(0) < TOP)
+        lowest.append((logits < own).sum(0) < TOP)
+    return torch.stack(highest, 1).cpu(), torch.stack(lowest, 1).cpu()
