@@ -33,9 +33,8 @@ from headwise.runs.data_pass import prepare_texts
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate
-from headwise.runs.significance import zero_tests
 from headwise.shapes import Float, Int
-from headwise.statistics.meanings import RANDOM_SUFFIX
+from headwise.statistics.columns import RANDOM_SUFFIX, Column
 
 CHANGE = "change_"
 """Start of the name of a change of the score; the rest is the name of the replacement."""
@@ -57,7 +56,20 @@ class InContextScores(HeadTable[HeadRow]):
     NAME = "in_context"
     ROW_TYPE = HeadRow
 
-    SIGNED = ("change_zero", "change_mean")
+    COLUMNS = (
+        Column(
+            "change_zero",
+            "Change of the in-context learning score if zeros replace the head's output.",
+            is_signed=True,
+            is_tested=True,
+        ),
+        Column(
+            "change_mean",
+            "Change of the in-context learning score if its mean replaces the head's output.",
+            is_signed=True,
+            is_tested=True,
+        ),
+    )
 
     @property
     def score(self) -> MeanEstimate:
@@ -73,19 +85,6 @@ class InContextScores(HeadTable[HeadRow]):
     def late_loss(self) -> MeanEstimate:
         """Loss of the unchanged model late in the context."""
         return MeanEstimate(**self.metadata["late_loss"])
-
-    def tests(self) -> dict[str, list[float]]:
-        """Return, for each change, the p-value of Student's t-test against zero and the p-value adjusted for the number
-        of heads (Benjamini and Hochberg 1995), with the suffixes `_p` and `_q`.
-
-        Raises:
-            MissingExtra: scipy is not installed.
-        """
-        changes = [name for name in self.statistics if name.startswith(CHANGE)]
-        columns: dict[str, list[float]] = {}
-        for name in changes:
-            columns |= zero_tests(name, [row.statistics[name] for row in self.rows])
-        return columns
 
 
 class InContextLoss:

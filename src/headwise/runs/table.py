@@ -15,6 +15,8 @@ from headwise.errors import InputError, require
 from headwise.intercept.model_name import short_name
 from headwise.runs.files import writable_folder, write_atomically
 from headwise.runs.rows import SEM_SUFFIX, HeadRow, MeanEstimate, Row
+from headwise.runs.significance import zero_tests
+from headwise.statistics.columns import Column, column_named
 from headwise.wording import counted
 
 METADATA_KEY = b"headwise"
@@ -55,6 +57,9 @@ class Table(Generic[RowT]):
     UNIT: ClassVar[str] = "row"
     """Noun for a row in `repr`, in the singular."""
 
+    COLUMNS: ClassVar[tuple[Column, ...]] = ()
+    """Descriptions of the statistics, except those of attention weights alone."""
+
     PARTS: ClassVar[tuple[tuple[str, "type[Table[Any]]"], ...]] = ()
     """Further tables of the result, which are saved in files of their own: the attribute and the class of each."""
 
@@ -92,9 +97,25 @@ class Table(Generic[RowT]):
         """Return columns of further summaries, each with one number per row; by default none."""
         return {}
 
+    def column(self, name: str) -> Column:
+        """Return the description of a statistic of the table."""
+        return next((column for column in self.COLUMNS if column.name == name), column_named(name))
+
     def tests(self) -> dict[str, list[float]]:
-        """Return columns of tests of the statistics, each with one number per row; by default none."""
-        return {}
+        """Return two columns for each statistic that is an effect: the p-value of the mean by Student's t-test against
+        the value without an effect, with the suffix `_p`, and the p-values adjusted for the number of rows (Benjamini
+        and Hochberg 1995), with the suffix `_q`. Of the rows with an adjusted value of at most 0.05, an expected share
+        of at most 5 % has no effect. A mean of one sample has no p-value.
+
+        Raises:
+            MissingExtra: scipy is not installed.
+        """
+        found: dict[str, list[float]] = {}
+        for column in map(self.column, self.statistics):
+            if column.is_tested:
+                estimates = (row.statistics[column.name] for row in self.rows)
+                found |= zero_tests(column.name, [each._replace(value=each.value - column.null) for each in estimates])
+        return found
 
     def sem(self) -> Any:
         """Return the standard errors of the means as a pandas DataFrame, with the same rows and columns as the

@@ -11,7 +11,7 @@ from headwise.analysis.circuits.composition_table import Composition
 from headwise.analysis.circuits.scores import CircuitScores
 from headwise.analysis.curves.attention_distances import AttentionDistances
 from headwise.analysis.curves.position_curves import SLOPE_SUFFIX, PositionCurves
-from headwise.analysis.flow.norm_weighted import CHANGE_SUFFIX, NORM_PREFIX, NormWeighted
+from headwise.analysis.flow.norm_weighted import NORM_PREFIX, NormWeighted
 from headwise.analysis.flow.rollout import ROLLED_PREFIX, Rollout
 from headwise.analysis.head_tests.dependencies import DependencyAccuracy
 from headwise.analysis.head_tests.name_movers import NameMovers
@@ -34,7 +34,9 @@ from headwise.show.tables import (
     significant,
     signs,
 )
+from headwise.statistics.by_distance import WITH_FIRST
 from headwise.statistics.by_norm import MOVED, PREFERENCE
+from headwise.statistics.columns import CHANGE_SUFFIX
 from headwise.wording import counted, number, quotient
 
 
@@ -299,7 +301,7 @@ def print_positions(curves: PositionCurves, console: Console, top: int, *, stati
 def print_distances(distances: AttentionDistances, console: Console, top: int) -> None:
     """Print the `top` heads with the longest distances that hold the largest share of their attention."""
     names = distances.statistics
-    last = [name for name in names if not name.endswith("_with_first")][-1]
+    last = [name for name in names if not name.endswith(WITH_FIRST)][-1]
     print_title(console, run_title(distances, head=len(distances.rows)))
     console.print(f"distance in tokens that holds a percentage of the attention; heads by {last}")
     rows = descending(distances.rows, lambda row: row.statistics[last].value)

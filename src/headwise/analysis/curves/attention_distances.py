@@ -19,7 +19,8 @@ from headwise.plots.kinds import require_name
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
 from headwise.runs.table import Table
-from headwise.statistics.by_distance import WITHIN_DISTANCES, DistanceStatistics, quantile_name
+from headwise.statistics.by_distance import WITH_FIRST, WITHIN_DISTANCES, DistanceStatistics, quantile_name
+from headwise.statistics.columns import Column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,6 +125,13 @@ class AttentionDistances(HeadTable[HeadRow]):
     NAME = "attention_distances"
     ROW_TYPE = HeadRow
     PARTS = (("curve", DistanceCurve),)
+
+    def column(self, name: str) -> Column:
+        """Return the description of a distance."""
+        near = ", where attention on the first tokens counts at any distance" if name.endswith(WITH_FIRST) else ""
+        return Column(
+            name, f"Smallest distance within which the head puts this percentage of its attention{near}.", "tokens"
+        )
 
 
 ALL_WITHIN = 1.0 - 1e-9

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +20,11 @@ from headwise.plots.curves import Curve, draw_curves
 from headwise.plots.kinds import require_name
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate
-from headwise.runs.significance import in_errors, zero_tests
+from headwise.runs.significance import in_errors
 from headwise.runs.table import Table
 from headwise.settings import ROW_STATISTICS
 from headwise.statistics.by_position import BY_POSITION, SLOPE, PositionStatistics
+from headwise.statistics.columns import Column
 from headwise.statistics.registry import unit_of
 
 if TYPE_CHECKING:
@@ -60,21 +61,15 @@ class PositionSlopes(HeadTable[HeadRow]):
 
     NAME = "position_slopes"
     ROW_TYPE = HeadRow
-
-    def tests(self) -> dict[str, list[float]]:
-        """Return, for each slope, the p-value of Student's t-test against zero and the p-value adjusted for the number
-        of heads (Benjamini and Hochberg 1995), with the suffixes `_p` and `_q`.
-
-        Raises:
-            MissingExtra: scipy is not installed.
-        """
-        columns: dict[str, list[float]] = {}
-        for name in self.statistics:
-            columns |= zero_tests(name, [row.statistics[name] for row in self.rows])
-        return columns
-
-    def _head_numbers(self) -> Any:
-        return replace(super()._head_numbers(), signed=self.statistics)
+    COLUMNS = tuple(
+        Column(
+            name + SLOPE_SUFFIX,
+            "Mean slope of the statistic on the logarithm of the position of the query.",
+            is_signed=True,
+            is_tested=True,
+        )
+        for name in ROW_STATISTICS
+    )
 
 
 @dataclass(frozen=True, repr=False)

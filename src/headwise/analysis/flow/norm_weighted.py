@@ -1,7 +1,6 @@
 """Norm-weighted attention of every head over a data set (Kobayashi et al. 2020)."""
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ from headwise.data.texts import Texts
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
-from headwise.runs.significance import zero_tests
-from headwise.statistics.by_norm import BY_NORM, CHANGE, PREFERENCE, NormStatistics
-from headwise.statistics.registry import unit_of
+from headwise.statistics.by_norm import BY_NORM, CHANGE, MOVED, PREFERENCE, NormStatistics
+from headwise.statistics.columns import CHANGE_SUFFIX, CHANGES, WEIGHTS, Column
 
-NORM_PREFIX, CHANGE_SUFFIX = "norm_", "_change"
-"""Prefix of the name of a statistic of norms, and suffix of its difference from that of weights, in tables."""
+NORM_PREFIX = "norm_"
+"""Prefix of the name of a statistic of norms in tables."""
 
 
 class NormWeighted(HeadTable[HeadRow]):
@@ -44,31 +42,17 @@ class NormWeighted(HeadTable[HeadRow]):
     NAME = "norm_weighted"
     ROW_TYPE = HeadRow
     PLOTTED = PREFERENCE
-
-    def tests(self) -> dict[str, list[float]]:
-        """Return, for each change and for the preference, the p-value of Student's t-test against zero and the p-value
-        adjusted for the number of heads, with the suffixes `_p` and `_q`.
-
-        Raises:
-            MissingExtra: scipy is not installed.
-        """
-        columns: dict[str, list[float]] = {}
-        for name in self._signed:
-            columns |= zero_tests(name, [row.statistics[name] for row in self.rows])
-        return columns
-
-    @property
-    def _signed(self) -> list[str]:
-        """Names of the statistics that can be negative, and are 0 for a head to which the norms do not matter."""
-        return [name for name in self.statistics if name == PREFERENCE or name.endswith(CHANGE_SUFFIX)]
-
-    def _head_numbers(self) -> Any:
-        units = {
-            name: unit_of(name.removeprefix(NORM_PREFIX).removesuffix(CHANGE_SUFFIX))
-            for name in self.statistics
-            if name != PREFERENCE
-        }
-        return replace(super()._head_numbers(), signed=self._signed, units=units)
+    COLUMNS = (
+        Column(MOVED, "Mean share of attention that is on other keys by norm than by weight.", "share"),
+        Column(
+            PREFERENCE,
+            "Mean logarithm of the norm of attended vectors, relative to that of all visible keys.",
+            is_signed=True,
+            is_tested=True,
+        ),
+        *(column.derived(NORM_PREFIX + column.name, "by norm") for column in WEIGHTS),
+        *CHANGES,
+    )
 
 
 def norm_weighted(

@@ -1,7 +1,7 @@
 """Attention rollout of every layer, and of every head, over a data set (Abnar and Zuidema 2020)."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +26,17 @@ from headwise.plots.curves import Curve, draw_curves
 from headwise.plots.kinds import require_name
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate, Row
-from headwise.runs.significance import zero_tests
 from headwise.runs.table import Table
 from headwise.settings import ROLLOUT_RESIDUAL, ROLLOUT_STATISTICS
 from headwise.shapes import Bool, Float, Int
+from headwise.statistics.columns import CHANGE_SUFFIX, CHANGES, WEIGHTS
 from headwise.statistics.registry import unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROLLED_PREFIX, CHANGE_SUFFIX = "rolled_", "_change"
-"""Prefix of the name of a statistic of rolled-out attention, and suffix of its difference from that of the weights."""
+ROLLED_PREFIX = "rolled_"
+"""Prefix of the name of a statistic of rolled-out attention."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -117,29 +117,10 @@ class Rollout(HeadTable[HeadRow]):
     NAME = "rollout"
     ROW_TYPE = HeadRow
     PARTS = (("layers", RolloutLayers),)
-
-    def tests(self) -> dict[str, list[float]]:
-        """Return, for each change, the p-value of Student's t-test against zero and the p-value adjusted for the number
-        of heads, with the suffixes `_p` and `_q`.
-
-        Raises:
-            MissingExtra: scipy is not installed.
-        """
-        columns: dict[str, list[float]] = {}
-        for name in self._changes:
-            columns |= zero_tests(name, [row.statistics[name] for row in self.rows])
-        return columns
-
-    @property
-    def _changes(self) -> list[str]:
-        """Names of the statistics that are differences."""
-        return [name for name in self.statistics if name.endswith(CHANGE_SUFFIX)]
-
-    def _head_numbers(self) -> Any:
-        units = {
-            name: unit_of(name.removeprefix(ROLLED_PREFIX).removesuffix(CHANGE_SUFFIX)) for name in self.statistics
-        }
-        return replace(super()._head_numbers(), signed=self._changes, units=units)
+    COLUMNS = (
+        *(column.derived(ROLLED_PREFIX + column.name, "rolled out over the layers below") for column in WEIGHTS),
+        *CHANGES,
+    )
 
 
 def rollout(

@@ -23,10 +23,10 @@ from headwise.progress import progress_bar
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate, moment_estimates
-from headwise.runs.significance import zero_tests
 from headwise.runs.table import Table
 from headwise.settings import FEWEST_PAIRS
 from headwise.shapes import Bool, Float, Int
+from headwise.statistics.columns import Column
 from headwise.statistics.moments import RunningMoments, clusters_of
 
 if TYPE_CHECKING:
@@ -59,14 +59,12 @@ class _GainTable(Table[DependencyRow]):
 
     ROW_TYPE = DependencyRow
     SAMPLES = "document"
-
-    def tests(self) -> dict[str, list[float]]:
-        """Return the p-value of each gain and its adjusted value.
-
-        Raises:
-            MissingExtra: scipy is not installed.
-        """
-        return zero_tests("gain", [row.statistics["gain"] for row in self.rows])
+    COLUMNS = (
+        Column("accuracy", "Share of pairs in which the head's most attended word is the other word.", "share"),
+        Column("offset_accuracy", "Share of pairs in which the word at the best fixed offset is.", "share"),
+        Column("gain", "Accuracy of the head minus that of the best fixed offset.", is_signed=True, is_tested=True),
+        Column("selection_gain", "Gain in the half of the documents that selects.", is_signed=True),
+    )
 
 
 class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
@@ -76,7 +74,6 @@ class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
     """
 
     NAME = "dependency_heads"
-    SIGNED = ("gain", "selection_gain")
     PLOTTED = "gain"
 
 

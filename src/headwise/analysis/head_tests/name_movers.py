@@ -32,10 +32,10 @@ from headwise.runs.significance import (
     FALSE_DISCOVERY_RATE,
     false_discovery_rates,
     one_sided_p_values,
-    zero_tests,
 )
 from headwise.settings import COPIED_PROMPTS, NAME_PROMPTS
 from headwise.shapes import Bool, Float
+from headwise.statistics.columns import Column
 
 
 class NameMovers(HeadTable[HeadRow]):
@@ -62,18 +62,31 @@ class NameMovers(HeadTable[HeadRow]):
 
     NAME = "name_movers"
     ROW_TYPE = HeadRow
-    SIGNED = ("preference", "logit")
+    COLUMNS = (
+        Column("attention_indirect", "Weight from the last token to the name of the indirect object.", "share"),
+        Column("attention_subject", "Weight from the last token to both occurrences of the subject's name.", "share"),
+        Column("preference", "Difference between these two weights.", is_signed=True, is_tested=True),
+        Column(
+            "logit",
+            "What the head adds directly to the logit of the indirect object minus that of the subject.",
+            "logit",
+            is_signed=True,
+            is_tested=True,
+        ),
+        Column("copying", "Share of names that the head's OV matrix copies.", "share"),
+        Column("negative_copying", "Share of names whose logit the head's OV matrix lowers most.", "share"),
+    )
     SAMPLES = "prompt"
     PLOTTED = "logit"
 
     def tests(self) -> dict[str, list[float]]:
-        """Return the columns of tests, each with one number per head.
+        """Return the columns of tests, each with one number per head: those of `preference` and `logit`, and of both.
 
         Raises:
             MissingExtra: scipy is not installed.
         """
         columns = [[row.statistics[name] for row in self.rows] for name in ("preference", "logit")]
-        tests = zero_tests("preference", columns[0]) | zero_tests("logit", columns[1])
+        tests = super().tests()
         prefers, raises, lowers = (
             one_sided_p_values(measured, sign)
             for measured, sign in zip((*columns, columns[1]), (1, 1, -1), strict=True)
