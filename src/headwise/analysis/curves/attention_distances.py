@@ -128,10 +128,11 @@ class AttentionDistances(HeadTable[HeadRow]):
 
     def column(self, name: str) -> Column:
         """Return the description of a distance."""
-        near = ", where attention on the first tokens counts at any distance" if name.endswith(WITH_FIRST) else ""
-        return Column(
-            name, f"Smallest distance within which the head puts this percentage of its attention{near}.", "tokens"
+        distance = Column(
+            name, "Smallest distance within which the head puts this percentage of its attention.", "tokens"
         )
+        how = "where attention on the first tokens counts at any distance"
+        return distance.derived(name, how) if name.endswith(WITH_FIRST) else distance
 
 
 ALL_WITHIN = 1.0 - 1e-9

@@ -67,6 +67,7 @@ class Retrieval(HeadTable[HeadRow]):
 
     NAME = "retrieval"
     ROW_TYPE = HeadRow
+    COLUMNS = (Column("score", "Share of the needle's places that the head copies.", "share"),)
     SAMPLES = "text"
 
     def tests(self) -> dict[str, list[float]]:

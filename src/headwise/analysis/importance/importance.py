@@ -75,7 +75,7 @@ class Importance(HeadTable[HeadRow]):
     ROW_TYPE = HeadRow
     COLUMNS = (
         *_SCORES,
-        *(column.derived(column.name + PER_LAYER, "divided by the l2 norm of its layer") for column in _SCORES),
+        *(score.derived(score.name + PER_LAYER, "divided by the l2 norm of its layer") for score in _SCORES),
     )
     SAMPLES = "sample"
 
