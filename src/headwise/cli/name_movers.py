@@ -1,13 +1,14 @@
 """The command `headwise name-movers`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import headwise as hw
 from headwise.cli.head_tests import decoder_and_tokenizer
+from headwise.cli.loading import find_causal, require_same_run
 from headwise.cli.options import DecoderFlags, Force, TableFolder, Top
-from headwise.cli.output import OutputFlags, require_new_tables
+from headwise.cli.output import OutputFlags
 from headwise.settings import COPIED_PROMPTS, NAME_PROMPTS
 
 EXAMPLES = """
@@ -33,13 +34,14 @@ def name_movers(
     """Find heads that move a name to the end of a prompt, and heads that do the opposite, on prompts with two names.
     Prints the heads with the largest effects on the logits, and those that pass the tests.
     """
+    from headwise.runs.files import require_writable
     from headwise.show.results import print_name_movers
 
-    require_new_tables(out, "name_movers", force=force)
-    loaded, tokenizer, title = decoder_and_tokenizer(model)
-    table = hw.name_movers(
-        loaded, tokenizer, prompts=prompts, copied=copied, seed=seed, progress=not output.quiet, title=title
-    )
+    settings: dict[str, Any] = {"prompts": prompts, "copied": copied, "seed": seed}
     if out is not None:
-        table.save(out, force=force)
+        require_writable(out)
+        require_same_run(hw.NameMovers, out, find_causal(model), None, model, force=force, **settings)
+    loaded, tokenizer, title = decoder_and_tokenizer(model)
+    options: dict[str, Any] = {"out": out, "force": force, "progress": not output.quiet, "title": title}
+    table = hw.name_movers(loaded, tokenizer, **settings, **options)
     output.show(table, lambda console: print_name_movers(table, console, top), written=out)

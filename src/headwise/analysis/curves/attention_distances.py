@@ -128,9 +128,8 @@ class AttentionDistances(HeadTable[HeadRow]):
 
     def column(self, name: str) -> Column:
         """Return the description of a distance."""
-        distance = Column(
-            name, "Smallest distance within which the head puts this percentage of its attention.", "tokens"
-        )
+        meaning = "Smallest distance within which the head puts this percentage of its attention."
+        distance = Column(name, meaning, "tokens")
         how = "where attention on the first tokens counts at any distance"
         return distance.derived(name, how) if name.endswith(WITH_FIRST) else distance
 
