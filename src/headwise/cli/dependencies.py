@@ -1,14 +1,15 @@
 """The command `headwise dependencies`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import headwise as hw
 from headwise.cli.head_tests import model_and_tokenizer
+from headwise.cli.loading import require_same_run
 from headwise.cli.options import Force, ModelFlags, TableFolder, Top
-from headwise.cli.output import OutputFlags, require_new_tables
+from headwise.cli.output import OutputFlags
 from headwise.cli.quantities import path
 from headwise.settings import FEWEST_PAIRS
 
@@ -42,22 +43,15 @@ def dependencies(
     """Measure how often the word that a head attends to most is the governor or the dependent of a word. Compares each
     head with the best fixed offset, and prints the heads with the largest gain.
     """
+    from headwise.runs.files import require_writable
     from headwise.show.results import print_dependencies
 
-    require_new_tables(out, "dependencies", force=force)
-    loaded, tokenizer, title = model_and_tokenizer(model)
-    table = hw.dependency_accuracy(
-        loaded,
-        tokenizer,
-        treebank,
-        limit=limit,
-        fewest=fewest,
-        subtypes=subtypes,
-        start_token=start_token,
-        seed=seed,
-        progress=not output.quiet,
-        title=title,
-    )
+    options: dict[str, Any] = {"limit": limit, "fewest": fewest, "subtypes": subtypes, "seed": seed}
+    options["start_token"] = start_token
     if out is not None:
-        table.save(out, force=force)
+        require_writable(out)
+        require_same_run(hw.DependencyAccuracy, out, model.find(), None, model, force=force, **options)
+    loaded, tokenizer, title = model_and_tokenizer(model)
+    options |= {"out": out, "force": force, "progress": not output.quiet, "title": title}
+    table = hw.dependency_accuracy(loaded, tokenizer, treebank, **options)
     output.show(table, lambda console: print_dependencies(table, console, top), written=out)
