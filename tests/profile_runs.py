@@ -61,6 +61,32 @@ def interrupt_after(model, batches):
     return model.layers[1].register_forward_pre_hook(hook), begun
 
 
+def check_resumes_and_shares(measure, model, folder, monkeypatch):
+    """Interrupt `measure(out=...)`, which runs a model over data, near its end, and compare the table after resuming,
+    and those of two processes, with that of one run.
+    """
+    monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
+    begun, last = [], []
+
+    def interrupt(*_):
+        begun.append(None)
+        if len(begun) in last:
+            raise Interrupted
+
+    hook = model.register_forward_pre_hook(interrupt)
+    expected = repr(measure(out=None).records())
+    runs = len(begun)
+    last.append(2 * runs - 5)
+    with pytest.raises(Interrupted):
+        measure(out=folder / "out")
+    before = len(begun)
+    assert repr(measure(out=folder / "out").records()) == expected
+    assert len(begun) - before < runs
+    hook.remove()
+    for records in results_of_two_processes(lambda _rank: measure(out=None).records(), folder):
+        assert repr(records) == expected
+
+
 def results_of_two_processes(action, folder):
     """Return the results of a function of the rank in two processes of one group, in the order of the ranks."""
     context = multiprocessing.get_context("fork")

@@ -1,7 +1,7 @@
 """The command `headwise retrieval`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
