@@ -5,10 +5,12 @@ import multiprocessing
 import pickle
 from pathlib import Path
 
+import pytest
 import torch
 
 import headwise as hw
 import tiny
+from headwise.runs import checkpoint
 
 TEXTS = tiny.texts(11, 5, 23, 7, 11, 2, 11)
 """Seven documents; as sequences of equal length, at most two at a time, they are six batches."""
