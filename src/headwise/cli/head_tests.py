@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwise.cli.loading import find_causal, quiet_libraries, require_same_run
-from headwise.cli.options import DecoderFlags, Force, ModelFlags, TableFolder
+from headwise.cli.options import DecoderFlags, Force, ModelFlags, TableOut
 from headwise.cli.output import OutputFlags
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class HeadTestFlags:
     """
 
     model: ModelFlags
-    out: TableFolder = None
+    out: TableOut = None
     force: Force = False
     output: OutputFlags
 
