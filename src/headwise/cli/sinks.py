@@ -21,7 +21,7 @@ def sinks(
     *,
     run: RunFlags,
     epsilon: Annotated[
-        float, typer.Option(metavar="X", help="Threshold of the mean attention, above 0 and below 1.")
+        float, typer.Option(min=0.0, max=1.0, metavar="X", help="Threshold of the mean attention, above 0 and below 1.")
     ] = SINK_EPSILON,
     positions: Annotated[str, typer.Option(metavar="N,N", help="Numbers of the tokens, from 0.")] = "0",
     top: Top = 20,
