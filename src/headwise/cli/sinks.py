@@ -21,7 +21,7 @@ def sinks(
     *,
     run: RunFlags,
     epsilon: Annotated[
-        float, typer.Option(min=0.0, max=1.0, metavar="X", help="Threshold of the mean attention, above 0 and below 1.")
+        float, typer.Option(metavar="X", help="Threshold of the mean attention, above 0 and below 1.")
     ] = SINK_EPSILON,
     positions: Annotated[str, typer.Option(metavar="N,N", help="Numbers of the tokens, from 0.")] = "0",
     top: Top = 20,
@@ -29,8 +29,10 @@ def sinks(
     """Measure in which share of sequences the mean attention of each head on the first token exceeds a threshold.
     Prints the heads with the largest rates, and the rate of the model. Processes started by torchrun share the work.
     """
+    from headwise.analysis.head_tests.sinks import sink_threshold
     from headwise.show.results import print_sinks
 
+    epsilon = sink_threshold(epsilon)
     settings: dict[str, Any] = {"epsilon": epsilon, "positions": numbers(positions)}
     with run.open(shared=True) as opened:
         model = opened.load(hw.SinkRate, **settings)
