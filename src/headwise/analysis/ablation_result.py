@@ -1,7 +1,7 @@
 """Result of an ablation: the loss without each head, or without each set of heads, and the ablation effect."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headwise.analysis.document_effects import OUTLIER_SCORE, DocumentEffects, modified_z

@@ -229,7 +229,7 @@ def _measure(
     if sum(sizes) != parts.heads.shape[1]:
         raise InputError("model", expected="attention in the same modules in each run", got="other modules")
     values: dict[SiteKey, SequenceValues] = {}
-    for record, effects in zip(reader.records, parts.heads.double().cpu().split(sizes, 1), strict=True):
+    for record, effects in zip(reader.records, torch.split(parts.heads.double().cpu(), sizes, 1), strict=True):
         weights = reader.weights_of(record.site)
         if not bool(weights.isfinite().all()):
             raise InputError("model", expected="finite attention weights", got="NaN or infinity")

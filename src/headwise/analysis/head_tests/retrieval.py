@@ -29,6 +29,7 @@ from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.significance import false_discovery_rates, one_sided_p_values
 from headwise.settings import CONTINUATIONS, NEEDLE_DEPTHS, NEEDLE_LENGTHS, NEEDLES
 from headwise.shapes import Int
+from headwise.statistics.columns import Column
 
 THRESHOLD = 0.1
 """Score from which Wu et al. call a head a retrieval head."""
