@@ -91,6 +91,12 @@ def head_pair(argument: str, value: Any, *, of: str) -> tuple[Any, Any]:
     return pair_of(argument, named_head(value), of=of)
 
 
+def head_pairs(argument: str, heads: Any) -> list[tuple[Any, Any]]:
+    """Return a collection of heads as pairs (layer, head), as `head_pair` does for each."""
+    of = "heads (layer, head)"
+    return [head_pair(argument, head, of=of) for head in collection_of(argument, heads, of=of)]
+
+
 def folder_path(argument: str, folder: Any) -> Path:
     """Return a folder as a `Path`; raise `InputError` if it is neither a string nor a path, is empty, or contains a
     null character.

@@ -9,6 +9,7 @@ import torch
 
 import headwise as hw
 import tiny
+import toy_analysis
 from headwise.runs import checkpoint
 from profile_runs import Interrupted, contents, interrupt_after, results_of_two_processes, texts
 
@@ -21,6 +22,7 @@ PASSES = {
     "position_curves": hw.position_curves,
     "rollout": hw.rollout,
     "sink_rate": hw.sink_rate,
+    "toy_analysis": toy_analysis.mean_reach,
 }
 """Analyses that run a model once over each batch, `(model, dataset, out=None)`."""
 

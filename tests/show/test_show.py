@@ -9,7 +9,7 @@ from headwise.analysis.ablation_result import Ablation
 from headwise.analysis.view import view
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.significance import in_errors
-from headwise.show.scores import print_scores
+from headwise.show.results import print_scores
 from headwise.show.terminal import _one_line, print_view
 
 

@@ -1,7 +1,7 @@
 """Result of an ablation: the loss without each head, or without each set of heads, and the ablation effect."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headwise.analysis.document_effects import OUTLIER_SCORE, DocumentEffects, modified_z
@@ -13,8 +13,8 @@ from headwise.plots.ranking import draw_ranking
 from headwise.plots.scatter import PlottedNumbers
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate, Row
-from headwise.runs.significance import zero_tests
 from headwise.runs.table import RowT, Table
+from headwise.statistics.columns import Column
 from headwise.wording import counted
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ class _AblationTable(Table[RowT]):
 
     NAME = "ablation"
     SAMPLES = "example"
+    COLUMNS = (
+        Column("loss", "Mean loss of the model without the head."),
+        Column("cost", "Mean loss without the head, minus the mean loss with it.", is_signed=True, is_tested=True),
+    )
 
     @property
     def baseline(self) -> MeanEstimate:
@@ -49,15 +53,9 @@ class _AblationTable(Table[RowT]):
         """
         return bool(self.metadata.get("measured", {}).get("is_distance"))
 
-    def tests(self) -> dict[str, list[float]]:
-        """Return the columns `cost_p`, the p-value of each effect by Student's t-test against zero, and `cost_q`, the
-        p-values adjusted for the number of rows (Benjamini and Hochberg 1995). Of the rows with a `cost_q` of at most
-        0.05, an expected share of at most 5 % has no effect. There are none for a distance from the unchanged model.
-
-        Raises:
-            MissingExtra: scipy is not installed.
-        """
-        return {} if self.is_distance else zero_tests("cost", [row.statistics["cost"] for row in self.rows])
+    def column(self, name: str) -> Column:
+        """Return the description of a statistic. Effects on a distance from the unchanged model are not tested."""
+        return replace(super().column(name), is_tested=name == "cost" and not self.is_distance)
 
     def summaries(self) -> dict[str, list[Any]]:
         """Return three columns that describe the effects on single documents. A mean can come from one document alone;
@@ -172,7 +170,6 @@ class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
     """
 
     ROW_TYPE = HeadRow
-    SIGNED = ("cost",)
     PLOTTED = "cost"
 
 

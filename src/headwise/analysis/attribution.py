@@ -23,6 +23,7 @@ from headwise.runs.fingerprint import run_settings
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.shapes import Float
+from headwise.statistics.columns import Column
 
 
 class Attribution(HeadTable[HeadRow]):
@@ -42,7 +43,7 @@ class Attribution(HeadTable[HeadRow]):
 
     NAME = "attribution"
     ROW_TYPE = HeadRow
-    SIGNED = ("logit",)
+    COLUMNS = (Column("logit", "What the head adds directly to the logit of the answer.", "logit", is_signed=True),)
     SAMPLES = "prompt"
 
 

@@ -31,9 +31,8 @@ from headwise.runs.fingerprint import attention_digest
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, moment_estimates
 from headwise.shapes import Int
-from headwise.statistics.meanings import RANDOM_SUFFIX
+from headwise.statistics.columns import RANDOM_SUFFIX
 from headwise.statistics.moments import separate_clusters
-from headwise.statistics.registry import unit_of
 
 ATTENTION_DIGEST = "attention_weights"
 """Name of the hash of the attention modules' weights in the metadata of a profile."""
@@ -88,8 +87,7 @@ class Profile(HeadTable[ProfiledHead]):
         return self.columns().contents(page_roles(head.role for head in self.heads))
 
     def _head_numbers(self) -> HeadNumbers:
-        units = {name: unit_of(name.removesuffix(RANDOM_SUFFIX)) for name in self.statistics}
-        return replace(super()._head_numbers(), roles=[row.role for row in self.rows], units=units)
+        return replace(super()._head_numbers(), roles=[row.role for row in self.rows])
 
 
 def load_profile(folder: str | Path) -> Profile:

@@ -13,7 +13,7 @@ from headwise.page.columns import Columns, ModelIdentity, estimates_of
 from headwise.page.notebook import notebook_html
 from headwise.runs.rows import MeanEstimate
 from headwise.shapes import Float
-from headwise.statistics.meanings import page_statistic
+from headwise.statistics.columns import column_named
 
 LONGEST_TITLE = 120
 """Number of characters of a text that name it on a page."""
@@ -69,7 +69,7 @@ def columns_of(views: Sequence[Viewed]) -> Columns:
     """Return the statistics of each head, means over texts, as columns of a page."""
     heads = views[0].heads
     source = "this text" if len(views) == 1 else f"{len(views)} texts"
-    statistics = tuple(page_statistic(name, source) for name in statistics_of(views))
+    statistics = tuple(column_named(name).on_page(source) for name in statistics_of(views))
     places = tuple(head.place for head in heads)
     roles = tuple(role_over(views, index).name for index in range(len(heads)))
     table = [[estimate(views, each.name, index) for index in range(len(heads))] for each in statistics]

@@ -16,7 +16,7 @@ from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity
 from headwise.plots.kinds import plot_kind
 from headwise.plots.viewed_heads import ViewedHead, ViewedHeads
-from headwise.statistics.meanings import page_statistic
+from headwise.statistics.columns import column_named
 from headwise.statistics.registry import STATISTICS
 from headwise.wording import counted
 
@@ -244,6 +244,6 @@ class View:
             for head in self.heads
         ]
         units = {name: definition.unit for name, definition in STATISTICS.items()}
-        meanings = {name: page_statistic(name, "").meaning for name in units}
+        meanings = {name: column_named(name).meaning for name in units}
         drawn = ViewedHeads(heads_to_draw, self.title, units, meanings).kinds()
         return plot_kind(drawn, kind, ax, statistic=statistic, against=against, heads=heads, top=top)

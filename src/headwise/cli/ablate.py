@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_inputs, find_loss, require_same_run, resumable
-from headwise.cli.options import Data, Force, Html, LossName, ModelFlags, Out, TextFlags, Top
-from headwise.cli.output import OutputFlags
+from headwise.cli.loading import RunFlags, find_loss
+from headwise.cli.options import Html, LossName, Top
 from headwise.cli.pages import require_writable_page, write_example_page
 from headwise.cli.quantities import choice, path
 from headwise.errors import InputError
@@ -26,9 +25,7 @@ REPLACEMENTS = ("zero", "uniform", "mean")
 
 def ablate(
     *,
-    data: Data,
-    out: Out,
-    model: ModelFlags,
+    run: RunFlags,
     loss: LossName = None,
     replacement: Annotated[
         str,
@@ -42,11 +39,8 @@ def ablate(
         Path | None,
         typer.Option(parser=path, metavar="FOLDER", help="Profile of the same model, required by --units roles."),
     ] = None,
-    texts: TextFlags,
     top: Top = 20,
     html: Html = None,
-    force: Force = False,
-    output: OutputFlags,
 ) -> None:
     """Measure the loss of a model without each head. Heads (with --units: layers, groups of heads that share keys and
     values, or all heads of a role such as previous token) are removed one at a time, by replacing their output. Prints
@@ -54,7 +48,7 @@ def ablate(
     """
     from headwise.analysis.losses import name_of_loss
     from headwise.analysis.profiled_model import require_profile_of
-    from headwise.show.scores import print_ablation
+    from headwise.show.results import print_ablation
 
     if (units == "roles") != (roles is not None):
         expected = "the folder of a profile if, and only if, --units is roles"
@@ -63,29 +57,22 @@ def ablate(
         raise InputError("html", expected="--units heads, whose effects a page shows", got=f"--units {units}")
     require_writable_page(html)
     profile = None if roles is None else hw.load_profile(roles)
-    device = model.torch_device
-    with resumable(out):
-        source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
-        lm_head, loss_function = find_loss(source, dataset.tokenizer, loss)
+    with run.open() as opened:
+        lm_head, loss_function = find_loss(opened.source, opened.dataset.tokenizer, loss)
         settings = {"replacement": replacement} if units == "roles" else {"replacement": replacement, "units": units}
         settings["loss"] = name_of_loss(loss_function)
-        table = hw.Ablation if units == "heads" else hw.SetAblation
-        require_same_run(table, out, source, dataset, model, force=force, **settings)
-        loaded = source.model(lm_head, model.torch_dtype).to(device)
+        model = opened.load(hw.Ablation if units == "heads" else hw.SetAblation, lm_head, **settings)
         if profile is not None:
-            require_profile_of(profile, loaded, source.title)
+            require_profile_of(profile, model, opened.source.title)
         replace = getattr(hw.replacements, replacement)
         result = hw.ablate(
-            loaded,
-            dataset,
+            model,
+            opened.dataset,
             loss_function,
-            replacement=replace(dataset) if replacement == "mean" else replace(),
+            replacement=replace(opened.dataset) if replacement == "mean" else replace(),
             units=units if profile is None else profile.roles(),
-            out=out,
-            force=force,
-            progress=not output.quiet,
-            title=source.title,
+            **opened.options,
         )
         if isinstance(result, hw.Ablation):
-            write_example_page(html, result, loaded, dataset, source.title)
-    output.show(result, lambda console: print_ablation(result, console, top), written=out, page=html)
+            write_example_page(html, result, model, opened.dataset, opened.source.title)
+        opened.show(result, print_ablation, top, page=html)

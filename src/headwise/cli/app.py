@@ -7,7 +7,7 @@ what imports it, inside of the functions that compute.
 import os
 import sys
 import warnings
-from types import ModuleType
+from collections.abc import Callable
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -139,10 +139,13 @@ def headwise(
         typer.echo(context.get_help())
 
 
-def _epilog(module: ModuleType) -> str:
-    """Return the examples of a command for the end of its help."""
+def add_command(command: Callable[..., None], examples: str) -> None:
+    """Add a command to the application. Its function has the options as parameters, or as fields of dataclasses, and
+    the help as its docstring; the help ends with `examples`, one on each line.
+    """
     keep_lines = "\b"  # to typer
-    return f"{keep_lines}\nExamples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES.strip().splitlines())
+    epilog = f"{keep_lines}\nExamples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines())
+    app.command(cls=SingleUseCommand, epilog=epilog)(expand_option_groups(command))
 
 
 _MODULES = (
@@ -167,5 +170,4 @@ _MODULES = (
 )
 
 for _module in _MODULES:
-    _command = getattr(_module, _module.__name__.rpartition(".")[2])
-    app.command(cls=SingleUseCommand, epilog=_epilog(_module))(expand_option_groups(_command))
+    add_command(getattr(_module, _module.__name__.rpartition(".")[2]), _module.EXAMPLES)

@@ -41,7 +41,7 @@ def circuits(
     with the largest copying scores, and the pairs with the largest composition scores.
     """
     from headwise.analysis.circuits.matrices import SCORES
-    from headwise.show.circuits import print_circuits
+    from headwise.show.results import print_circuits
 
     require_new_tables(out, "circuits", "composition", force=force)
     quiet_libraries()

@@ -30,7 +30,7 @@ def compress(
     folder model in --out.
     """
     from headwise.compression.recipe.run_folder import BEFORE_AFTER
-    from headwise.show.recipes import print_recipe, recipe_records
+    from headwise.show.smaller_models import print_recipe, recipe_records
 
     quiet_libraries()
     try:

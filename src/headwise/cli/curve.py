@@ -6,9 +6,8 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_inputs, find_loss, require_same_run, resumable
-from headwise.cli.options import Data, Force, LossName, ModelFlags, Out, TextFlags
-from headwise.cli.output import OutputFlags
+from headwise.cli.loading import RunFlags, find_loss
+from headwise.cli.options import LossName
 from headwise.cli.quantities import path
 from headwise.errors import InputError
 
@@ -21,9 +20,7 @@ headwise curve --data sentences.jsonl --scores ablation --scores importance --ou
 
 def curve(
     *,
-    data: Data,
-    out: Out,
-    model: ModelFlags,
+    run: RunFlags,
     loss: LossName = None,
     scores: Annotated[
         list[Path],
@@ -31,29 +28,22 @@ def curve(
     ],
     random: Annotated[int, typer.Option(min=0, metavar="N", help="Number of random orders.")] = 10,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the random orders.")] = 0,
-    texts: TextFlags,
-    force: Force = False,
-    output: OutputFlags,
 ) -> None:
     """Measure the loss of a model without more and more heads, the least important first, and without random heads. The
     order is that of saved scores, measured on other data. Prints the loss without each tenth of the heads, and saves it
     in --out.
     """
     from headwise.analysis.losses import name_of_loss
-    from headwise.show.curves import print_curve
+    from headwise.show.results import print_curve
 
     orders = {str(folder): _table(folder) for folder in scores}
-    device = model.torch_device
-    with resumable(out):
-        source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
-        lm_head, loss_function = find_loss(source, dataset.tokenizer, loss)
-        settings = {"loss": name_of_loss(loss_function)}
-        require_same_run(hw.SetAblation, out, source, dataset, model, force=force, **settings)
-        loaded = source.model(lm_head, model.torch_dtype).to(device)
-        options: dict[str, Any] = {"out": out, "force": force, "progress": not output.quiet, "title": source.title}
-        result = hw.pruning_curve(loaded, dataset, loss_function, orders, random=random, seed=seed, **options)
-        result.save(out, force=True)
-    output.show(result, lambda console: print_curve(result, console), written=out)
+    with run.open() as opened:
+        lm_head, loss_function = find_loss(opened.source, opened.dataset.tokenizer, loss)
+        model = opened.load(hw.SetAblation, lm_head, loss=name_of_loss(loss_function))
+        options: dict[str, Any] = {"random": random, "seed": seed, **opened.options}
+        result = hw.pruning_curve(model, opened.dataset, loss_function, orders, **options)
+        result.save(run.out, force=True)
+        opened.show(result, print_curve)
 
 
 def _table(folder: Path) -> Any:

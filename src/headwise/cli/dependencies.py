@@ -1,14 +1,13 @@
 """The command `headwise dependencies`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import headwise as hw
-from headwise.cli.head_tests import model_and_tokenizer
-from headwise.cli.options import Force, ModelFlags, TableFolder, Top
-from headwise.cli.output import OutputFlags, require_new_tables
+from headwise.cli.head_tests import HeadTestFlags
+from headwise.cli.options import Top
 from headwise.cli.quantities import path
 from headwise.settings import FEWEST_PAIRS
 
@@ -24,7 +23,7 @@ def dependencies(
     treebank: Annotated[
         Path, typer.Option(parser=path, metavar="PATH", help="File in CoNLL-U format, or folder with such files.")
     ],
-    model: ModelFlags,
+    test: HeadTestFlags,
     limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="Use only this many sentences.")] = None,
     fewest: Annotated[
         int, typer.Option(min=2, metavar="N", help="Leave out relations with fewer pairs in a half.")
@@ -34,30 +33,13 @@ def dependencies(
         int | None, typer.Option(min=0, metavar="ID", help="Token to put before each sentence.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the division into halves.")] = 0,
-    out: TableFolder = None,
     top: Top = 20,
-    force: Force = False,
-    output: OutputFlags,
 ) -> None:
     """Measure how often the word that a head attends to most is the governor or the dependent of a word. Compares each
     head with the best fixed offset, and prints the heads with the largest gain.
     """
-    from headwise.show.head_tests import print_dependencies
+    from headwise.show.results import print_dependencies
 
-    require_new_tables(out, "dependencies", force=force)
-    loaded, tokenizer, title = model_and_tokenizer(model)
-    table = hw.dependency_accuracy(
-        loaded,
-        tokenizer,
-        treebank,
-        limit=limit,
-        fewest=fewest,
-        subtypes=subtypes,
-        start_token=start_token,
-        seed=seed,
-        progress=not output.quiet,
-        title=title,
-    )
-    if out is not None:
-        table.save(out, force=force)
-    output.show(table, lambda console: print_dependencies(table, console, top), written=out)
+    settings: dict[str, Any] = {"limit": limit, "fewest": fewest, "subtypes": subtypes, "seed": seed}
+    settings["start_token"] = start_token
+    test.run(hw.dependency_accuracy, hw.DependencyAccuracy, settings, print_dependencies, top, treebank, **settings)

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_inputs, find_loss, require_same_run, resumable
-from headwise.cli.options import Data, Force, Html, LossName, ModelFlags, Out, TextFlags, Top
-from headwise.cli.output import OutputFlags
+from headwise.cli.loading import RunFlags, find_loss
+from headwise.cli.options import Html, LossName, Top
 from headwise.cli.pages import require_writable_page, write_example_page
 from headwise.cli.quantities import choice
 from headwise.settings import IMPORTANCE_METHODS
@@ -41,9 +40,7 @@ class MethodFlags:
 
 def importance(
     *,
-    data: Data,
-    out: Out,
-    model: ModelFlags,
+    run: RunFlags,
     loss: LossName = None,
     method: Annotated[
         str | None,
@@ -53,11 +50,8 @@ def importance(
         bool, typer.Option("--normalise", help="Divide the scores of a layer by their l2 norm.")
     ] = False,
     method_options: MethodFlags,
-    texts: TextFlags,
     top: Top = 20,
     html: Html = None,
-    force: Force = False,
-    output: OutputFlags,
 ) -> None:
     """Score how important each head is for the loss. Methods: gradients of the loss with respect to head gates (factors
     on head outputs), these gradients integrated over gate values from 0 to 1, removal of each head, or learned gates.
@@ -65,32 +59,18 @@ def importance(
     """
     from headwise.analysis.importance.importance import create_method
     from headwise.analysis.losses import name_of_loss
-    from headwise.show.scores import print_importance
+    from headwise.show.results import print_importance
 
     require_writable_page(html)
-    device = model.torch_device
     of_method: dict[str, Any] = {name: value for name, value in asdict(method_options).items() if value is not None}
-    with resumable(out):
-        source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
-        lm_head, loss_function = find_loss(source, dataset.tokenizer, loss)
+    with run.open() as opened:
+        lm_head, loss_function = find_loss(opened.source, opened.dataset.tokenizer, loss)
         if method is None:  # the gradient of a distance is 0 at the unchanged model
             method = "ablation" if isinstance(loss_function, hw.EmbeddingDistance) else "gradient"
         chosen = create_method(method, of_method, loss_function, normalise=normalise)
         settings = {"method": {"name": method, **asdict(chosen)}, "normalise": normalise}
-        settings["loss"] = name_of_loss(loss_function)
-        require_same_run(hw.Importance, out, source, dataset, model, force=force, **settings)
-        loaded = source.model(lm_head, model.torch_dtype).to(device)
-        result = hw.importance(
-            loaded,
-            dataset,
-            loss_function,
-            method,
-            normalise=normalise,
-            out=out,
-            force=force,
-            progress=not output.quiet,
-            title=source.title,
-            **of_method,
-        )
-        write_example_page(html, result, loaded, dataset, source.title)
-    output.show(result, lambda console: print_importance(result, console, top), written=out, page=html)
+        model = opened.load(hw.Importance, lm_head, **settings, loss=name_of_loss(loss_function))
+        options = {**of_method, **opened.options}
+        result = hw.importance(model, opened.dataset, loss_function, method, normalise=normalise, **options)
+        write_example_page(html, result, model, opened.dataset, opened.source.title)
+        opened.show(result, print_importance, top, page=html)

@@ -1,13 +1,13 @@
 """The command `headwise in-context`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_causal, find_inputs, require_same_run, resumable
-from headwise.cli.options import Data, DecoderFlags, Force, Out, TextFlags, Top
-from headwise.cli.output import OutputFlags, require_new_tables
+from headwise.cli.loading import DecoderRunFlags, find_causal, require_same_run
+from headwise.cli.options import Top
+from headwise.cli.output import require_new_tables
 from headwise.cli.quantities import choice
 from headwise.settings import IN_CONTEXT_REPLACEMENTS
 
@@ -20,10 +20,7 @@ headwise in-context --model smollm2 --data corpus.jsonl --early 20 --late 200 --
 
 def in_context(
     *,
-    data: Data,
-    out: Out,
-    model: DecoderFlags,
-    texts: TextFlags,
+    run: DecoderRunFlags,
     early: Annotated[int, typer.Option(min=2, metavar="N", help="Number of the early token, from 1.")] = 50,
     late: Annotated[int, typer.Option(min=3, metavar="N", help="Number of the late token.")] = 500,
     window: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens over which each loss is averaged.")] = 32,
@@ -36,31 +33,32 @@ def in_context(
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the choice of sequences.")] = 0,
     repeats: Annotated[bool, typer.Option(help="Also measure induction on repeated random tokens.")] = True,
     top: Top = 20,
-    force: Force = False,
-    output: OutputFlags,
 ) -> None:  # fmt: skip
     """Measure the in-context learning score of a language model, its loss late in the context minus its loss early in
     it, and how the score changes without each head. Prints the heads without which the score rises most, and saves the
     changes in --out. Processor time grows with --sequences: on 2 cores, 3 sequences of smollm2 take about 9 minutes.
     """
-    from headwise.analysis.in_context.loss import InContextLoss
-    from headwise.show.scores import print_in_context
+    from headwise.analysis.in_context_score import InContextLoss
+    from headwise.show.results import print_in_context
 
-    require_new_tables(out, hw.InContextScores.NAME, force=force)
-    find_causal(model)
-    with resumable(out):
-        source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
+    require_new_tables(run.out, hw.InContextScores.NAME, force=run.force)
+    find_causal(run.model)
+    with run.open() as opened:
         replacements = IN_CONTEXT_REPLACEMENTS if replacement == "both" else (replacement,)
         score = InContextLoss(early, late, window).__name__
         for name in replacements:
             settings = {"loss": score, "units": "heads", "replacement": name}
-            require_same_run(hw.Ablation, out / name, source, None, model, force=force, **settings)
-        loaded = source.model("causal", model.torch_dtype).to(model.torch_device)
+            require_same_run(hw.Ablation, run.out / name, opened.source, None, run.model, force=run.force, **settings)
+        loaded = opened.source.model("causal", run.model.torch_dtype).to(opened.device)
+        options: dict[str, Any] = {"early": early, "late": late, "window": window, **opened.options}
         result = hw.in_context_score(
-            loaded, dataset, early=early, late=late, window=window, sequences=sequences, seed=seed, repeats=repeats,
-            out=out, force=force,
+            loaded,
+            opened.dataset,
+            sequences=sequences,
+            seed=seed,
+            repeats=repeats,
             replacements=replacements,
-            progress=not output.quiet, title=source.title,
-        )  # fmt: skip
-        result.save(out, force=True)
-    output.show(result, lambda console: print_in_context(result, console, top), written=out)
+            **options,
+        )
+        result.save(run.out, force=True)
+        opened.show(result, print_in_context, top)

@@ -1,22 +1,119 @@
-"""Preparation of a command that runs a model over data: all checks that do not need the weights come first."""
+"""Commands that run a model over data: all checks that do not need the weights come first."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headwise.cli.options import ModelFlags, TextFlags
+from headwise.cli.options import Data, DecoderFlags, Force, ModelFlags, Out, TextFlags
+from headwise.cli.output import OutputFlags
 from headwise.data.documents import require_first_document
 from headwise.errors import InputError
 from headwise.settings import LOSSES
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     import headwise as hw
     from headwise.data.models import ModelSource
     from headwise.runs.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """Command-line options of a command that runs a model over data, and stores the results in a folder.
+
+    Attributes:
+        data: file or folder with the data.
+        out: folder for the results.
+        model: options that name the model.
+        texts: options that cut the data into sequences.
+        force: replace another run in the folder.
+        output: format of the output.
+    """
+
+    data: Data
+    out: Out
+    model: ModelFlags
+    texts: TextFlags
+    force: Force = False
+    output: OutputFlags
+
+    @contextmanager
+    def open(self, *, shared: bool = False) -> Iterator["OpenRun"]:
+        """Find the model and tokenize the data, and yield the run. With `shared`, the processes of torchrun join a
+        group, to share the work. If the user ends the run, say how it resumes.
+        """
+        from headwise.runs.distributed import LocalProcess, process_group
+
+        with process_group() if shared else nullcontext(LocalProcess(True, 0)) as process, resumable(self.out):
+            device, shown = process.device(self.model.device), process.is_first and not self.output.quiet
+            source, dataset = find_inputs(self.model, self.data, self.texts, self.out, shown=shown)
+            yield OpenRun(self, source, dataset, device, process.is_first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderRunFlags(RunFlags):
+    """Command-line options of a command that runs a causal language model over data."""
+
+    model: DecoderFlags
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run of a command: its options, and the model and data that they name.
+
+    Attributes:
+        flags: options of the command.
+        source: the model.
+        dataset: the data, tokenized.
+        device: device of the model.
+        is_first: True for the only process, or the first of those that share the work: it prints and writes pages.
+    """
+
+    flags: RunFlags
+    source: "ModelSource"
+    dataset: "hw.Texts"
+    device: "torch.device"
+    is_first: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of every analysis that stores its results: folder, replacement, progress bar and title."""
+        shown = self.is_first and not self.flags.output.quiet
+        return {"out": self.flags.out, "force": self.flags.force, "progress": shown, "title": self.source.title}
+
+    def load(self, table: "type[Table[Any]]", lm_head: str | None = None, **settings: Any) -> "nn.Module":
+        """Return the model on its device, after checking that the folder has no other run.
+
+        Args:
+            table: table that the command writes.
+            lm_head: kind of the language-model head; None for a model without one.
+            settings: settings of the run, as its table stores them.
+        """
+        flags = self.flags
+        require_same_run(table, flags.out, self.source, self.dataset, flags.model, force=flags.force, **settings)
+        loaded: nn.Module = self.source.model(lm_head, flags.model.torch_dtype)
+        return loaded.to(self.device)
+
+    def show(
+        self, result: Any, print_result: Callable[..., None], *arguments: Any, page: Path | None = None, **options: Any
+    ) -> None:
+        """Print a result in the first process, as text by `print_result(result, console, *arguments, **options)`, and
+        state that the results and the page were written.
+        """
+        if self.is_first:
+            self.flags.output.show(
+                result,
+                lambda console: print_result(result, console, *arguments, **options),
+                written=self.flags.out,
+                page=page,
+            )
 
 
 def find_inputs(

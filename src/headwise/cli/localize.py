@@ -36,7 +36,7 @@ def localize(
     """Find the heads of a decoder that need only the first tokens and a window of recent ones, so that its cache can be
     shorter. Prints them, and saves them in --out.
     """
-    from headwise.show.localizations import localization_records
+    from headwise.show.smaller_models import localization_records
 
     if out.exists() and not (force and out.is_file()):
         remedy = "--force replaces it" if out.is_file() else None

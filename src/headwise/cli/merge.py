@@ -41,7 +41,7 @@ def merge(
     from headwise.compression.recipe.whole_model import load_whole_model
     from headwise.runs.files import require_outside_data
     from headwise.runs.folders import require_new_folder
-    from headwise.show.merges import merge_records, print_merge
+    from headwise.show.smaller_models import merge_records, print_merge
 
     require_outside_data(out, data)
     require_new_folder(out, force=force)

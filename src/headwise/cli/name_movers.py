@@ -5,9 +5,8 @@ from typing import Annotated
 import typer
 
 import headwise as hw
-from headwise.cli.head_tests import decoder_and_tokenizer
-from headwise.cli.options import DecoderFlags, Force, TableFolder, Top
-from headwise.cli.output import OutputFlags, require_new_tables
+from headwise.cli.head_tests import DecoderTestFlags
+from headwise.cli.options import Top
 from headwise.settings import COPIED_PROMPTS, NAME_PROMPTS
 
 EXAMPLES = """
@@ -19,27 +18,18 @@ headwise name-movers --model smollm2 --seed 1 --json > name-movers.json
 
 def name_movers(
     *,
-    model: DecoderFlags,
+    test: DecoderTestFlags,
     prompts: Annotated[int, typer.Option(min=2, metavar="N", help="Number of prompts.")] = NAME_PROMPTS,
     copied: Annotated[
         int, typer.Option(min=0, metavar="N", help="Number of prompts whose names test the weights of heads.")
     ] = COPIED_PROMPTS,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the names.")] = 0,
-    out: TableFolder = None,
     top: Top = 20,
-    force: Force = False,
-    output: OutputFlags,
 ) -> None:
     """Find heads that move a name to the end of a prompt, and heads that do the opposite, on prompts with two names.
     Prints the heads with the largest effects on the logits, and those that pass the tests.
     """
-    from headwise.show.head_tests import print_name_movers
+    from headwise.show.results import print_name_movers
 
-    require_new_tables(out, "name_movers", force=force)
-    loaded, tokenizer, title = decoder_and_tokenizer(model)
-    table = hw.name_movers(
-        loaded, tokenizer, prompts=prompts, copied=copied, seed=seed, progress=not output.quiet, title=title
-    )
-    if out is not None:
-        table.save(out, force=force)
-    output.show(table, lambda console: print_name_movers(table, console, top), written=out)
+    settings = {"prompts": prompts, "copied": copied, "seed": seed}
+    test.run(hw.name_movers, hw.NameMovers, settings, print_name_movers, top, **settings)

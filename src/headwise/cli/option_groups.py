@@ -1,34 +1,25 @@
-"""Groups of command-line options: a dataclass whose fields are options of a command."""
+"""Groups of command-line options: a dataclass whose fields are options of a command, or other groups."""
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 
 def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap the function `command` for typer: each parameter that is annotated with a dataclass becomes one command-line
-    option per field of the dataclass. The wrapper creates the dataclass objects from the options and passes them to
-    `command`.
+    option per field of the dataclass, and of the dataclasses in it. The wrapper creates the dataclass objects from the
+    options and passes them to `command`. Options that a user must state come first in the help.
 
     Typer reads options from the parameters of a function. With groups, commands share options, and a command with many
     options stays readable.
     """
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name in groups:
-            parameters += _parameters(groups[name])
-        else:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+    parameters = sorted(_parameters(command), key=lambda parameter: parameter.default is not inspect.Parameter.empty)
 
     @functools.wraps(command)
     def expanded(**options: Any) -> None:
-        for name, group in groups.items():
-            options[name] = group(**{field.name: options.pop(field.name) for field in fields(group)})
-        command(**options)
+        command(**_grouped(command, options))
 
     del expanded.__wrapped__  # typer would read the signature of the original
     expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -36,17 +27,20 @@ def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     return expanded
 
 
-def _parameters(group: Any) -> list[inspect.Parameter]:
-    """Return one keyword-only `inspect.Parameter` for each field of the dataclass `group`, with the name, annotation
-    and default of the field.
-    """
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(group)
-    ]
+def _parameters(owner: Callable[..., Any]) -> Iterator[inspect.Parameter]:
+    """Yield one keyword-only parameter for each option of a command or of a dataclass."""
+    hints = get_type_hints(owner, include_extras=True)
+    for name, parameter in inspect.signature(owner).parameters.items():
+        if is_dataclass(hints[name]):
+            yield from _parameters(hints[name])
+        else:
+            yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
+
+
+def _grouped(owner: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a command or of a dataclass from the options of it and of its groups."""
+    hints = get_type_hints(owner, include_extras=True)
+    return {
+        name: hints[name](**_grouped(hints[name], options)) if is_dataclass(hints[name]) else options[name]
+        for name in inspect.signature(owner).parameters
+    }

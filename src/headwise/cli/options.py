@@ -27,6 +27,14 @@ Out = Annotated[
         help="Folder for the results. An interrupted run resumes when you repeat the command.",
     ),
 ]
+TableOut = Annotated[
+    Path | None,
+    typer.Option(
+        parser=path,
+        metavar="FOLDER",
+        help="Also save the table in this folder. An interrupted run resumes when you repeat the command.",
+    ),
+]
 TableFolder = Annotated[
     Path | None, typer.Option(parser=path, metavar="FOLDER", help="Also save the table in this folder.")
 ]

@@ -140,7 +140,7 @@ def patch(
     on one prompt, by its output in the run on another prompt with another answer. Prints the heads with the largest
     effect on the difference between the logits of the two answers.
     """
-    from headwise.show.scores import print_patching
+    from headwise.show.results import print_patching
 
     texts, options = prompts.texts(), method_options.options(method)
     table, function = (getattr(hw, name) for name in METHODS[method])

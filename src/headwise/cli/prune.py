@@ -108,7 +108,7 @@ def prune(
     from headwise.compression.scores.named_scores import require_scores
     from headwise.runs.files import require_outside_data
     from headwise.runs.folders import new_folder, require_new_folder
-    from headwise.show.plans import plan_records, print_plan
+    from headwise.show.smaller_models import plan_records, print_plan
 
     require_outside_data(out, data)
     require_new_folder(out, force=force)

@@ -1,15 +1,13 @@
 """The command `headwise retrieval`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import headwise as hw
-from headwise.cli.head_tests import decoder_and_tokenizer
-from headwise.cli.loading import find_causal, require_same_run
-from headwise.cli.options import DecoderFlags, Force, TableFolder, Top
-from headwise.cli.output import OutputFlags
+from headwise.cli.head_tests import DecoderTestFlags
+from headwise.cli.options import Top
 from headwise.cli.quantities import choice, numbers, path
 from headwise.settings import CONTINUATIONS, NEEDLE_LENGTHS, NEEDLES
 
@@ -22,7 +20,7 @@ headwise retrieval --model smollm2 --continuation forced --json > retrieval.json
 
 def retrieval(
     *,
-    model: DecoderFlags,
+    test: DecoderTestFlags,
     haystack: Annotated[
         Path | None,
         typer.Option(parser=path, metavar="PATH", help="Text that hides needles. Default: the help topics of Python."),
@@ -36,33 +34,13 @@ def retrieval(
         typer.Option(help="Whether the model generates its answers, or reads the right ones.", **choice(CONTINUATIONS)),
     ] = "generated",
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of needles and texts.")] = 0,
-    out: TableFolder = None,
     top: Top = 20,
-    force: Force = False,
-    output: OutputFlags,
 ) -> None:
     """Measure how often each head attends most to the token that the model repeats from a sentence in a long text.
     Prints the heads with the largest retrieval scores, and tests which scores are above 0.1.
     """
-    from headwise.runs.files import require_writable
-    from headwise.show.head_tests import print_retrieval
+    from headwise.show.results import print_retrieval
 
-    if out is not None:
-        require_writable(out)
-        settings = {"continuation": continuation, "seed": seed, "lengths": sorted(set(numbers(lengths)))}
-        require_same_run(hw.Retrieval, out, find_causal(model), None, model, force=force, **settings)
-    loaded, tokenizer, title = decoder_and_tokenizer(model)
-    table = hw.retrieval_score(
-        loaded,
-        tokenizer,
-        haystack=haystack,
-        lengths=numbers(lengths),
-        needles=needles,
-        continuation=continuation,
-        seed=seed,
-        out=out,
-        force=force,
-        progress=not output.quiet,
-        title=title,
-    )
-    output.show(table, lambda console: print_retrieval(table, console, top), written=out)
+    settings: dict[str, Any] = {"continuation": continuation, "seed": seed, "lengths": sorted(set(numbers(lengths)))}
+    options = {**settings, "haystack": haystack, "needles": needles}
+    test.run(hw.retrieval_score, hw.Retrieval, settings, print_retrieval, top, **options)

@@ -16,7 +16,7 @@ from headwise.plots.head_numbers import HeadNumbers
 from headwise.plots.kinds import Kind, plot_kind
 from headwise.plots.received import chosen_heads, draw_received
 from headwise.shapes import Float
-from headwise.statistics.meanings import page_statistic
+from headwise.statistics.columns import column_named
 from headwise.statistics.registry import unit_of
 from headwise.statistics.weight_capture import CapturedWeights
 from headwise.wording import counted
@@ -104,7 +104,7 @@ class Heads(SiteRegistry):
         labels = list(self.head_labels())
         places = tuple(HeadPlace(each["layer"], each["head"], each["kind"], each["module"]) for _, each in labels)
         table = [[_estimate(record, name, each["head"]) for record, each in labels] for name in names]
-        statistics = tuple(page_statistic(name, "watched calls") for name in names)
+        statistics = tuple(column_named(name).on_page("watched calls") for name in names)
         model = model_name(self._modules[""])
         return Columns(model, "watched calls", places, statistics, estimates_of(table), (None,) * len(places))
 

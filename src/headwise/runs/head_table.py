@@ -1,6 +1,5 @@
 """Result tables with one row per attention head: rows by layer and head, plots, and pages."""
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headwise.errors import InputError
@@ -11,7 +10,6 @@ from headwise.page.notebook import notebook_html
 from headwise.plots.head_numbers import HeadNumbers
 from headwise.plots.kinds import plot_kind
 from headwise.runs.table import HeadRowT, Table
-from headwise.statistics.meanings import page_statistic
 from headwise.wording import counted
 
 if TYPE_CHECKING:
@@ -24,9 +22,6 @@ class HeadTable(Table[HeadRowT]):
     """
 
     UNIT: ClassVar[str] = "head"
-
-    SIGNED: ClassVar[Collection[str]] = ()
-    """Statistics that are effects or differences, for which 0 means no effect."""
 
     PLOTTED: ClassVar[str | None] = None
     """Statistic that is plotted by default; the first one if None."""
@@ -54,12 +49,12 @@ class HeadTable(Table[HeadRowT]):
         raise InputError("head", expected=f"a (layer, head) of this {self.NAME}", got=(layer, head))
 
     def no_effect(self, statistic: str) -> float:
-        """Return the value of a statistic that means no effect of the head: 0 unless a subclass states another one."""
-        return 0.0
+        """Return the value of a statistic that means no effect of the head."""
+        return self.column(statistic).null
 
     def columns(self) -> Columns:
         """Return the numbers of each head as columns of a page."""
-        statistics = tuple(page_statistic(name, self.NAME) for name in self.statistics)
+        statistics = tuple(self.column(name).on_page(self.NAME) for name in self.statistics)
         estimates = estimates_of([[row.statistics[each.name] for row in self.rows] for each in statistics])
         places = tuple(HeadPlace(row.layer, row.head, row.kind, row.module) for row in self.rows)
         roles = tuple(getattr(row, "role", None) for row in self.rows)
@@ -146,12 +141,14 @@ class HeadTable(Table[HeadRowT]):
 
     def _head_numbers(self) -> HeadNumbers:
         """Return the statistics of all heads in the form that plots take."""
+        columns = {name: self.column(name) for name in self.statistics}
         return HeadNumbers(
             heads=[(row.layer, row.head) for row in self.rows],
             values={name: [row.statistics[name].value for row in self.rows] for name in self.statistics},
             sems={name: [row.statistics[name].sem for row in self.rows] for name in self.statistics},
             title=self.model_name,
-            meanings={name: page_statistic(name, self.NAME).meaning for name in self.statistics},
-            signed=[name for name in self.statistics if name.removesuffix("_per_layer") in self.SIGNED],
+            units={name: column.unit for name, column in columns.items()},
+            meanings={name: column.meaning for name, column in columns.items()},
+            signed=[name for name, column in columns.items() if column.is_signed],
             default=self.PLOTTED if self.PLOTTED in self.statistics else None,
         )

@@ -15,6 +15,8 @@ from headwise.errors import InputError, require
 from headwise.intercept.model_name import short_name
 from headwise.runs.files import writable_folder, write_atomically
 from headwise.runs.rows import SEM_SUFFIX, HeadRow, MeanEstimate, Row
+from headwise.runs.significance import zero_tests
+from headwise.statistics.columns import Column, column_named
 from headwise.wording import counted
 
 METADATA_KEY = b"headwise"
@@ -55,6 +57,12 @@ class Table(Generic[RowT]):
     UNIT: ClassVar[str] = "row"
     """Noun for a row in `repr`, in the singular."""
 
+    COLUMNS: ClassVar[tuple[Column, ...]] = ()
+    """Descriptions of the statistics, except those of attention weights alone."""
+
+    PARTS: ClassVar[tuple[tuple[str, "type[Table[Any]]"], ...]] = ()
+    """Further tables of the result, which are saved in files of their own: the attribute and the class of each."""
+
     SAMPLES: ClassVar[str] = "sequence"
     """Noun for one of the samples over which the statistics are means, in the singular."""
 
@@ -89,9 +97,25 @@ class Table(Generic[RowT]):
         """Return columns of further summaries, each with one number per row; by default none."""
         return {}
 
+    def column(self, name: str) -> Column:
+        """Return the description of a statistic of the table."""
+        return next((column for column in self.COLUMNS if column.name == name), column_named(name))
+
     def tests(self) -> dict[str, list[float]]:
-        """Return columns of tests of the statistics, each with one number per row; by default none."""
-        return {}
+        """Return two columns for each statistic that is an effect: the p-value of the mean by Student's t-test against
+        the value without an effect, with the suffix `_p`, and the p-values adjusted for the number of rows (Benjamini
+        and Hochberg 1995), with the suffix `_q`. Of the rows with an adjusted value of at most 0.05, an expected share
+        of at most 5 % has no effect. A mean of one sample has no p-value.
+
+        Raises:
+            MissingExtra: scipy is not installed.
+        """
+        found: dict[str, list[float]] = {}
+        for column in map(self.column, self.statistics):
+            if column.is_tested:
+                estimates = (row.statistics[column.name] for row in self.rows)
+                found |= zero_tests(column.name, [each._replace(value=each.value - column.null) for each in estimates])
+        return found
 
     def sem(self) -> Any:
         """Return the standard errors of the means as a pandas DataFrame, with the same rows and columns as the
@@ -138,7 +162,8 @@ class Table(Generic[RowT]):
     def save(self, folder: str | Path, *, force: bool = False) -> None:
         """Write the table and its metadata to a Parquet file in a folder; the folder is created if it does not exist.
         The class attribute `NAME` determines the file's name, such as `profile.parquet` for profiles. If the file
-        exists, it is replaced with `force=True`; otherwise `InputError` is raised.
+        exists, it is replaced with `force=True`; otherwise `InputError` is raised. A result of several tables has a
+        file for each.
 
         Each statistic becomes four columns: its mean, its standard error (`_sem`), its sample size (`_n`), and the
         degrees of freedom of the standard error (`_df`).
@@ -155,6 +180,8 @@ class Table(Generic[RowT]):
         import pyarrow
         from pyarrow import parquet
 
+        for part, _ in self.PARTS:
+            getattr(self, part).save(folder, force=force)
         path = table_path(writable_folder(folder), self.NAME)
         if path.exists() and not force:
             remedy = "--force (force=True) replaces it"
@@ -200,7 +227,8 @@ class Table(Generic[RowT]):
             samples = {} if shared is None else cls._from_samples(columns[SAMPLES_COLUMN], shared.decode())
         except (OSError, ValueError, KeyError, TypeError, StopIteration, pyarrow.ArrowException) as error:
             raise _unreadable(cls.NAME, path) from error
-        return cls(tuple(rows), metadata, **samples)
+        parts = {name: table.load(folder) for name, table in cls.PARTS}
+        return cls(tuple(rows), metadata, **samples, **parts)
 
     def _samples(self) -> tuple[list[Any], str] | None:
         """Return what `save` writes of single samples: a list of numbers for each row, and a text with what all rows

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from headwise.monitoring.alarms import Alarm, AlarmLimits
 from headwise.monitoring.history import IDENTIFIERS, History
 from headwise.show.records import Records
+from headwise.show.tables import plain_table, print_title
 from headwise.wording import UNKNOWN, counted, number
 
 MOST_NAMED = 5
@@ -33,10 +33,8 @@ def print_history(history: History, limits: AlarmLimits, console: Console, chang
     rows = history.rows(last)
     model = str(history.settings.get("model", "model"))
     observed = f"{counted(len(history.steps), 'observed step')}, the last is {last}"
-    console.print(Text(f"{model}: {counted(len(rows), 'head')}, {observed}", style="bold"), soft_wrap=True)
-    shown = RichTable(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
-    for column in ("", "smallest", "median", "largest"):
-        shown.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    print_title(console, f"{model}: {counted(len(rows), 'head')}, {observed}")
+    shown = plain_table("", "smallest", "median", "largest", left=("",), gap=2)
     if last > first and changed:
         shown.add_column(f"largest changes since step {first}", overflow="fold")
     for statistic in history.statistics:

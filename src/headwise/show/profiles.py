@@ -3,14 +3,13 @@
 from collections.abc import Collection
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from headwise.analysis.compare import Comparison
 from headwise.analysis.profile import Profile, ProfiledHead
 from headwise.analysis.roles import MIXED, ROLES
+from headwise.show.tables import print_table, print_title, run_title
 from headwise.show.terminal import COLOURS
-from headwise.show.titles import run_title
 from headwise.wording import counted, number, quotient
 
 
@@ -20,7 +19,7 @@ def print_profile(profile: Profile, console: Console) -> None:
     tokens, the larger of the two means is printed. In each group the largest mean is first. Heads of the mixed role
     have no number.
     """
-    console.print(Text(run_title(profile, head=len(profile.heads)), style="bold"), soft_wrap=True)
+    print_title(console, run_title(profile, head=len(profile.heads)))
     heads_by_role = profile.roles()
     for role in ROLES:
         members = [profile.head(*layer_and_head) for layer_and_head in heads_by_role.get(role.name, ())]
@@ -50,19 +49,19 @@ def print_comparison(comparison: Comparison, console: Console, statistics: Colle
         console.print(
             Text.assemble((f"{letter}  ", "bold"), run_title(profile, head=len(profile.heads))), soft_wrap=True
         )
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    for column in ("head", "statistic", "A", "B", "difference", "in standard errors", "role"):
-        table.add_column(column, justify="left" if column in ("statistic", "role") else "right", no_wrap=True)
-    for change in comparison.largest(statistics)[:top]:
-        a, b = (head.statistics[change.statistic].value for head in (change.a, change.b))
-        numbers = (
-            *(number(mean, "z.3f") for mean in (a, b)),
+    rows = (
+        [
+            change.a.name,
+            change.statistic,
+            *(number(head.statistics[change.statistic].value, "z.3f") for head in (change.a, change.b)),
             number(change.difference, "+z.3f"),
             quotient(change.errors, "+z.1f"),
-        )
-        table.add_row(change.a.name, change.statistic, *numbers, _role_text(change.a, change.b))
-    console.print()
-    console.print(table)
+            _role_text(change.a, change.b),
+        ]
+        for change in comparison.largest(statistics)[:top]
+    )
+    columns = ("head", "statistic", "A", "B", "difference", "in standard errors", "role")
+    print_table(console, columns, rows, left=("statistic", "role"))
     changed = comparison.changed_roles()
     verb = "has" if len(changed) == 1 else "have"
     console.print(f"\n{len(changed)} of {counted(len(comparison.a.heads), 'head')} {verb} a different role")

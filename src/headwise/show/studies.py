@@ -3,10 +3,10 @@
 from collections import Counter
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from headwise.runs.rows import NO_ESTIMATE
+from headwise.show.tables import print_table, print_title
 from headwise.studies.study_result import SettingRow, Study
 from headwise.wording import counted, number
 
@@ -32,10 +32,8 @@ def print_study(study: Study, console: Console) -> None:
     metadata = study.metadata
     seeds = max((row.statistics["loss"].n for row in study.rows), default=0)
     settings, steps = counted(len(study.rows), "setting"), counted(metadata["steps"], "step")
-    title = f"{metadata['model']['name']}: {settings}, {counted(seeds, 'seed')}, {steps} each"
-    console.print(Text(title, style="bold"), soft_wrap=True)
-    console.print()
-    console.print(_setting_table(study))
+    print_title(console, f"{metadata['model']['name']}: {settings}, {counted(seeds, 'seed')}, {steps} each")
+    _print_settings(study, console)
     console.print(
         "\nloss: on held-out data, ± standard error over seeds\n"
         "frontier: no other setting is as good in loss, time per step, decoding and cache, and better in one of them",
@@ -54,24 +52,19 @@ def print_study(study: Study, console: Console) -> None:
     console.print(Text(study.recommendation.sentence, style="bold"), soft_wrap=True)
 
 
-def _setting_table(study: Study) -> RichTable:
-    """Return the results of a study as a table for the terminal, one line per head setting: the mean of each measured
-    statistic over seeds, the learning rate, the number of parameters, and a mark if the setting is on the Pareto
-    frontier.
+def _print_settings(study: Study, console: Console) -> None:
+    """Print a table with one line per head setting: the mean of each measured statistic over seeds, the learning rate,
+    the number of parameters, and a mark if the setting is on the Pareto frontier.
     """
     frontier = study.frontier
-    table = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     names = [name for name in COLUMNS if any(name in row.statistics for row in study.rows)]
-    for title in ("heads", *(COLUMNS[name][0] for name in names), "learning rate", "parameters", ""):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in study.rows:
+
+    def cells(row: SettingRow) -> list[str]:
         values = [row.statistics.get(name, NO_ESTIMATE).text(f"z,.{COLUMNS[name][1]}f") for name in names]
         rate, parameters = row.statistics["rate"].value, row.statistics["parameters"].value
+        name = f"{row.name} (baseline)" if row.setting == study.baseline else row.name
         mark = "frontier" if row.setting in frontier else ""
-        table.add_row(_marked_name(study, row), *values, number(rate, ".2g"), number(parameters, ",.0f"), mark)
-    return table
+        return [name, *values, number(rate, ".2g"), number(parameters, ",.0f"), mark]
 
-
-def _marked_name(study: Study, row: SettingRow) -> str:
-    """Return the name of a row's head setting, followed by `(baseline)` if it is the study's baseline."""
-    return f"{row.name} (baseline)" if row.setting == study.baseline else row.name
+    columns = ("heads", *(COLUMNS[name][0] for name in names), "learning rate", "parameters", "")
+    print_table(console, columns, map(cells, study.rows))

@@ -13,6 +13,7 @@ from headwise.analysis.head_view import HeadView, shortened
 from headwise.analysis.roles import MIXED, ROLES, Role
 from headwise.analysis.view_result import SMALLEST_SHOWN_WEIGHT, View
 from headwise.analysis.view_set import ViewSet
+from headwise.show.tables import plain_table
 from headwise.wording import counted, number
 
 PIPE_WIDTH = 140
@@ -88,7 +89,7 @@ def print_views(views: ViewSet, console: Console) -> None:
             continue
         console.print()
         console.print(_heading(views[0], role, len(members)))
-        table = _plain_table("head", *AVERAGED)
+        table = plain_table("head", *AVERAGED)
         for index in members:
             estimates = [views.estimate(name, index) for name in AVERAGED]
             table.add_row(
@@ -106,21 +107,13 @@ def print_foci(foci: Sequence[Focus], console: Console) -> None:
         console.print()
         console.print(Text.assemble((focus.name, "bold"), f" · attention {focus.kind}"))
         is_tested = not math.isnan(focus.heads[0].p)
-        table = _plain_table("head", "share", "uniform", "excess", *(("p",) if is_tested else ()))
+        table = plain_table("head", "share", "uniform", "excess", *(("p",) if is_tested else ()))
         for each in focus.heads[:FOCUS_HEADS]:
             p = [number(each.p, ".2g")] if is_tested else []
             name = Text(each.head.name, style=f"bold {COLOURS[each.head.role.name]}")
             table.add_row(name, number(each.share, ".2f"), number(each.uniform, ".2f"), each.excess.text("z.2f"), *p)
         console.print(table)
         console.print(Text(f"{focus.verdict} {focus.note}".rstrip()))
-
-
-def _plain_table(*columns: str) -> Table:
-    """Return a table without lines, whose columns are numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
 
 
 def link_texts(view: View, head: HeadView) -> list[str]:
@@ -174,7 +167,7 @@ def _table(view: View, role: Role, members: list[HeadView], width: int) -> Table
     `width` columns.
     """
     names = ("entropy", "confidence") if width < NARROW else ("entropy", "confidence", "distance", "first")
-    table = _plain_table("head", "share", *names)
+    table = plain_table("head", "share", *names)
     width_of_links = width - sum(max(5, len(column)) + 2 for column in ("head", "share", *names))
     table.add_column("strongest links between words", overflow="fold")
     for head in members:
@@ -195,8 +188,7 @@ def _print_detail(view: View, head: HeadView, console: Console) -> None:
     )
     queries = view.query_words(head)
     has_all_words = head.picture.shape == (len(queries), len(view.key_words(head)))
-    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
-    table.add_column("word", justify="right", no_wrap=True)
+    table = plain_table("word", gap=2)
     if has_all_words and head.picture.shape[1] <= console.width // 3:
         table.add_column("first to last word", no_wrap=True)
     table.add_column("strongest keys")

@@ -34,6 +34,10 @@ ROUNDING = 1e-6
 """Largest difference from a quantile that counts as rounding of the sums of weights."""
 
 
+WITH_FIRST = "_with_first"
+"""Suffix of the name of a statistic in which attention on the first tokens counts as within any distance."""
+
+
 def quantile_name(quantile: float) -> str:
     """Return the name of the distance that holds a share of the attention: `distance_90` for 0.9."""
     return f"distance_{100 * quantile:g}"
@@ -59,7 +63,7 @@ class DistanceStatistics:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the statistics."""
-        suffixes = ("", "_with_first") if self.first else ("",)
+        suffixes = ("", WITH_FIRST) if self.first else ("",)
         return tuple(name + suffix for suffix in suffixes for name in (*map(quantile_name, self.quantiles), "within"))
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None = None) -> "DistanceSums | str":
@@ -126,7 +130,7 @@ class DistanceSums:
         on_all, on_first = self.histogram
         total = on_all.sum(-1, keepdim=True)
         found: Values = {}
-        for suffix in ("", "_with_first") if self.statistics.first else ("",):
+        for suffix in ("", WITH_FIRST) if self.statistics.first else ("",):
             within = on_all.cumsum(-1)
             if suffix:
                 within = (on_all - on_first).cumsum(-1) + on_first.sum(-1, keepdim=True)

@@ -10,7 +10,7 @@ from eager_flow import SPECIAL, layers_of, model_of
 
 import headwise as hw
 import tiny
-from headwise.analysis.flow import rollout_reader, token_rollout
+from headwise.analysis.flow import rollout, token_rollout
 from jackknife import jackknife
 from token_sequences import padded, sequences
 
@@ -80,7 +80,7 @@ def test_rollout_equals_products_of_whole_matrices(name, side, implementation):
 def test_several_runs_with_some_columns_each_give_the_same(name, monkeypatch):
     rows = sequences(*LENGTHS)
     model = model_of(name)
-    monkeypatch.setattr(rollout_reader, "STATE_BYTES", 4 * 8 * 5 * 19 * 4)  # 4 of 19 columns
+    monkeypatch.setattr(rollout, "STATE_BYTES", 4 * 8 * 5 * 19 * 4)  # 4 of 19 columns
     compare(hw.rollout(model, [padded(rows, "left")], special=SPECIAL), expected(model, name, rows))
 
 

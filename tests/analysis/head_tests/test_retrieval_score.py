@@ -9,9 +9,8 @@ import headwise as hw
 import tiny
 from full_attention import weights_of
 from headwise.analysis.head_tests.haystacks import draw_needles, haystacks, read_haystack
-from headwise.runs import checkpoint
 from jackknife import jackknife
-from profile_runs import Interrupted, results_of_two_processes
+from profile_runs import check_resumes_and_shares
 from prompt_models import HEADS, LAYERS, language_model
 
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -99,27 +98,8 @@ def test_generated_scores_are_those_of_the_greedy_answer(kind, haystack):
 
 
 def test_an_interrupted_run_resumes_and_processes_share_the_texts(haystack, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
-    model, begun, last = language_model("llama"), [], []
-
-    def interrupt(*_):
-        begun.append(None)
-        if len(begun) in last:
-            raise Interrupted
-
-    hook = model.register_forward_pre_hook(interrupt)
-    expected = scores(model, haystack)
-    runs = len(begun)
-    last.append(2 * runs - 5)  # in the middle of the texts, after the model was found to be causal
-    with pytest.raises(Interrupted):
-        scores(model, haystack, out=tmp_path / "out")
-    before = len(begun)
-    resumed = scores(model, haystack, out=tmp_path / "out")
-    assert len(begun) - before < runs
-    hook.remove()
-    assert repr(resumed.records()) == repr(expected.records())
-    for records in results_of_two_processes(lambda _rank: scores(model, haystack).records(), tmp_path):
-        assert repr(records) == repr(expected.records())
+    model = language_model("llama")
+    check_resumes_and_shares(lambda out: scores(model, haystack, out=out), model, tmp_path, monkeypatch)
 
 
 def test_other_than_greedy_generation_is_refused(haystack):

@@ -13,6 +13,7 @@ from headwise.errors import InputError
 from headwise.progress import progress_bar
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.statistics.columns import Column
 
 
 class CircuitScores(HeadTable[HeadRow]):
@@ -37,7 +38,22 @@ class CircuitScores(HeadTable[HeadRow]):
 
     NAME = "circuits"
     ROW_TYPE = HeadRow
-    SIGNED = ("copying", "matching")
+    COLUMNS = (
+        Column(
+            "copying",
+            "Share of positive eigenvalues of the effect of tokens on logits through the head's OV matrix, -1 to 1.",
+            is_signed=True,
+        ),
+        Column(
+            "matching",
+            "Share of positive eigenvalues of the scores of tokens by the head's QK matrix, -1 to 1.",
+            is_signed=True,
+        ),
+        Column("ov_norm", "Frobenius norm of the head's OV matrix."),
+        Column("ov_largest", "Largest singular value of the head's OV matrix."),
+        Column("qk_norm", "Frobenius norm of the head's QK matrix."),
+        Column("qk_largest", "Largest singular value of the head's QK matrix."),
+    )
     SAMPLES = "model"
 
 

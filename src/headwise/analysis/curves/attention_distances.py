@@ -1,20 +1,138 @@
 """Distance that holds a share of a head's attention, from the histogram of its weights by distance."""
 
+import math
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from headwise.analysis.curves.distance_table import AttentionDistances, DistanceCurve, DistanceRow
 from headwise.analysis.head_pass import estimates, measure_further, require_some
-from headwise.checks import collection_of, finite_number, whole_number
+from headwise.checks import collection_of, finite_number, head_pairs, whole_number
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.sites import SiteRegistry
+from headwise.plots.curves import Curve, draw_curves
+from headwise.plots.kinds import require_name
+from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
-from headwise.statistics.by_distance import WITHIN_DISTANCES, DistanceStatistics, quantile_name
+from headwise.runs.table import Table
+from headwise.statistics.by_distance import WITH_FIRST, WITHIN_DISTANCES, DistanceStatistics, quantile_name
+from headwise.statistics.columns import Column
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DRAWN = 6
+"""Number of heads that a plot shows by default."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DistanceRow(HeadRow):
+    """Row of a table of shares: the share of one head's attention within a distance.
+
+    Attributes:
+        distance: the distance in tokens.
+    """
+
+    distance: int
+
+
+class DistanceCurve(Table[DistanceRow]):
+    """Table of the share of each head's attention within a distance, one row per head and distance. `within` is the
+    share of the attention on keys at most this far from the query; in `within_with_first`, attention on the first
+    tokens counts too, at any distance.
+    """
+
+    NAME = "distance_curve"
+    ROW_TYPE = DistanceRow
+    UNIT = "point"
+
+    def plot(
+        self,
+        statistic: str = "within",
+        *,
+        heads: Collection[tuple[int, int]] | None = None,
+        errors: float = 1.96,
+        ax: Any = None,
+    ) -> "Axes":
+        """Draw the share of attention within a distance for some heads, with error bars, and return the matplotlib
+        axes. Distances are drawn plus 1, so that distance 0 fits on the logarithmic axis.
+
+        Args:
+            statistic: "within" or "within_with_first".
+            heads: the heads `(layer, head)`; by default 6 from the one with the shortest reach to the longest.
+            errors: length of the error bars to each side, in standard errors; 0 draws none.
+            ax: matplotlib axes to draw on; those of a new figure by default.
+
+        Raises:
+            InputError: there is no such statistic or head, or nothing to draw.
+            MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> hw.attention_distances(model, texts).curve.plot(heads=[(0, 1)])  # doctest: +SKIP
+        """
+        require_name("statistic", statistic, dict.fromkeys(self.statistics))
+        chosen = self._spread(statistic) if heads is None else head_pairs("heads", heads)
+        curves = []
+        for layer, head in chosen:
+            points = self._points(layer, head, statistic)
+            measured = [row.statistics[statistic] for row in points]
+            places = [row.distance + 1 for row in points]
+            name = f"{layer}.{head}"
+            curves.append(Curve(name, places, [each.value for each in measured], [each.sem for each in measured]))
+        axes = draw_curves(
+            curves, x="distance in tokens, plus 1", y=statistic, title=self.model_name, errors=errors, ax=ax
+        )
+        axes.set_xscale("log", base=2)
+        return axes
+
+    def _points(self, layer: int, head: int, statistic: str) -> list[DistanceRow]:
+        """Return the rows of one head with a share."""
+        rows = [row for row in self.rows if (row.layer, row.head) == (layer, head)]
+        if not rows:
+            raise InputError("head", expected="a (layer, head) of this curve", got=(layer, head))
+        return [row for row in rows if math.isfinite(row.statistics[statistic].value)]
+
+    def _spread(self, statistic: str) -> list[tuple[int, int]]:
+        """Return heads at equal steps in the order of their mean share over the distances."""
+        sums: dict[tuple[int, int], float] = {}
+        for row in self.rows:
+            if math.isfinite(value := row.statistics[statistic].value):
+                sums[row.layer, row.head] = sums.get((row.layer, row.head), 0.0) + value
+        order = sorted(sums, key=lambda head: -sums[head])
+        steps = min(DRAWN, len(order))
+        return [order[round(step * (len(order) - 1) / max(steps - 1, 1))] for step in range(steps)]
+
+
+@dataclass(frozen=True, repr=False)
+class AttentionDistances(HeadTable[HeadRow]):
+    """Table of the distances that hold given shares of each head's attention, one row per head: for each sequence the
+    smallest distance d such that at least this share of the attention is on keys at most d tokens from the query,
+    averaged over sequences, with standard errors over documents.
+
+    The column `distance_90` is for a share of 0.9. In `distance_90_with_first`, attention on the first tokens of a
+    sequence counts as within any distance.
+
+    Attributes:
+        curve: the share of attention within each of some distances, one row per head and distance.
+    """
+
+    curve: DistanceCurve = field(default=DistanceCurve((), {}), repr=False)
+
+    NAME = "attention_distances"
+    ROW_TYPE = HeadRow
+    PARTS = (("curve", DistanceCurve),)
+
+    def column(self, name: str) -> Column:
+        """Return the description of a distance."""
+        meaning = "Smallest distance within which the head puts this percentage of its attention."
+        distance = Column(name, meaning, "tokens")
+        how = "where attention on the first tokens counts at any distance"
+        return distance.derived(name, how) if name.endswith(WITH_FIRST) else distance
+
 
 ALL_WITHIN = 1.0 - 1e-9
 """Share from which all attention is within a distance; longer distances are left out of the curve."""

@@ -6,12 +6,53 @@ from typing import Any
 
 from torch import nn
 
-from headwise.analysis.flow.norm_table import CHANGE_SUFFIX, NORM_PREFIX, NormWeighted
 from headwise.analysis.head_pass import estimates, measure_further, require_some
 from headwise.data.texts import Texts
 from headwise.intercept.sites import SiteRegistry
+from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
-from headwise.statistics.by_norm import BY_NORM, CHANGE, NormStatistics
+from headwise.statistics.by_norm import BY_NORM, CHANGE, MOVED, PREFERENCE, NormStatistics
+from headwise.statistics.columns import CHANGE_SUFFIX, CHANGES, WEIGHTS, Column
+
+NORM_PREFIX = "norm_"
+"""Prefix of the name of a statistic of norms in tables."""
+
+
+class NormWeighted(HeadTable[HeadRow]):
+    """Table of norm-weighted attention (Kobayashi et al. 2020), one row per head.
+
+    With A_ij the weight of key j for query i and f(x_j) the key's value vector, with its bias, times the head's slice
+    of the output projection, let
+
+        B_ij = |A_ij f(x_j)| / sum over keys k of |A_ik f(x_k)|
+
+    Each statistic of weights, such as `entropy` and `first`, has two columns: `norm_entropy` is the statistic of B, and
+    `entropy_change` is that of B minus that of A over the same queries. Two columns compare B with A in queries that
+    see more than one key:
+
+        moved             sum over j of |B_ij - A_ij| / 2: the share of attention that is on other keys, 0 to 1
+        norm_preference   ln of the mean of |f(x_j)| weighted by A_ij, divided by its plain mean over the visible keys
+
+    The preference is negative for a head that attends to keys with short vectors, and 0 for one to which the norms do
+    not matter. Changes and preferences are tested against zero, with p-values (`_p`) and p-values adjusted for the
+    number of heads (`_q`, Benjamini and Hochberg 1995). All numbers are means over sequences, with standard errors
+    clustered by document.
+    """
+
+    NAME = "norm_weighted"
+    ROW_TYPE = HeadRow
+    PLOTTED = PREFERENCE
+    COLUMNS = (
+        Column(MOVED, "Mean share of attention that is on other keys by norm than by weight.", "share"),
+        Column(
+            PREFERENCE,
+            "Mean logarithm of the norm of attended vectors, relative to that of all visible keys.",
+            is_signed=True,
+            is_tested=True,
+        ),
+        *(column.derived(NORM_PREFIX + column.name, "by norm") for column in WEIGHTS),
+        *CHANGES,
+    )
 
 
 def norm_weighted(

@@ -1,24 +1,126 @@
 """Attention rollout of every layer, and of every head, over a data set (Abnar and Zuidema 2020)."""
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from headwise.analysis.flow.rollout_reader import LAYER_STATISTICS, ROWS, LayerSums, RolloutRun
-from headwise.analysis.flow.rollout_table import CHANGE_SUFFIX, ROLLED_PREFIX, LayerRow, Rollout, RolloutLayers
+from headwise.analysis.flow.layer_reader import LayerReader, eps_of, require_whole
 from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
 from headwise.analysis.nonfinite import nonfinite_error
-from headwise.checks import finite_number
+from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.attention.masks.grid import Grid
+from headwise.checks import collection_of, finite_number
 from headwise.data.batches import call_model, count_sequences_and_tokens, documents_of
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import SiteKey
+from headwise.intercept.interceptor import Call, Observation, SiteKey
+from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.sites import SiteRecord, SiteRegistry
-from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.plots.curves import Curve, draw_curves
+from headwise.plots.kinds import require_name
+from headwise.runs.head_table import HeadTable
+from headwise.runs.rows import HeadRow, MeanEstimate, Row
+from headwise.runs.table import Table
 from headwise.settings import ROLLOUT_RESIDUAL, ROLLOUT_STATISTICS
+from headwise.shapes import Bool, Float, Int
+from headwise.statistics.columns import CHANGE_SUFFIX, CHANGES, WEIGHTS
+from headwise.statistics.registry import unit_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ROLLED_PREFIX = "rolled_"
+"""Prefix of the name of a statistic of rolled-out attention."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LayerRow(Row):
+    """Row of a table of layers.
+
+    Attributes:
+        layer: the layer's number, zero-based.
+        module: path of its attention module.
+    """
+
+    layer: int
+    module: str
+
+
+class RolloutLayers(Table[LayerRow]):
+    """Table of the attention rollout of each layer, one row per layer: where the rollout of a query goes, as the mean
+    over the queries of a sequence, averaged over sequences, with standard errors over documents.
+
+    The columns `first`, `self` and `special` are shares on the first token, on the query's own token and on special
+    tokens; `distance` is the mean distance in tokens, and `entropy` is in nats.
+    """
+
+    NAME = "rollout_layers"
+    ROW_TYPE = LayerRow
+    UNIT = "layer"
+
+    def plot(
+        self, statistics: Collection[str] = ("first", "self", "special"), *, errors: float = 1.96, ax: Any = None
+    ) -> "Axes":
+        """Draw statistics of the rollout against the layer, with error bars, and return the matplotlib axes.
+
+        Args:
+            statistics: names of statistics of the same unit; those that were not measured are left out.
+            errors: length of the error bars to each side, in standard errors; 0 draws none.
+            ax: matplotlib axes to draw on; those of a new figure by default.
+
+        Raises:
+            InputError: there is no such statistic, or nothing to draw.
+            MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> hw.rollout(model, texts).layers.plot(["entropy"])  # doctest: +SKIP
+        """
+        names = list(collection_of("statistics", statistics, of="names of statistics"))
+        for name in names:
+            require_name("statistic", name, dict.fromkeys(LAYER_STATISTICS))
+        layers, curves = [row.layer for row in self.rows], []
+        for name in (each for each in names if each in self.statistics):
+            found = [row.statistics[name] for row in self.rows]
+            curves.append(Curve(name, layers, [each.value for each in found], [each.sem for each in found]))
+        units = {unit_of(name) for name in names} - {""}
+        y = "share of the rollout" if units == {"share"} else ", ".join([*names, *units])
+        return draw_curves(curves, x="layer", y=y, title=self.model_name, errors=errors, ax=ax)
+
+
+@dataclass(frozen=True, repr=False)
+class Rollout(HeadTable[HeadRow]):
+    """Table of rolled-out attention (Abnar and Zuidema 2020), one row per head.
+
+    With A_h the weights of a head in layer l, H heads, and r the share of the residual connection (0.5 in the paper),
+
+        R_l = r R_(l-1) + (1 - r) / H * sum over heads h of A_h R_(l-1),    R_(-1) = I
+
+    The rolled-out attention of the head is A_h R_(l-1): where it reads from in the input, if the keys of its layer are
+    mixtures of input tokens as the rollout of the layers below states. So the rollout of a layer is the mean over its
+    heads, mixed with the rollout of the layer below. Each statistic has two columns: `rolled_first` is that of
+    A_h R_(l-1), and `first_change` is that minus the same statistic of A_h. Changes are tested against zero, with
+    p-values (`_p`) and p-values adjusted for the number of heads (`_q`, Benjamini and Hochberg 1995). In layer 0 all
+    changes are 0. All numbers are means over sequences, with standard errors clustered by document.
+
+    Attributes:
+        layers: the rollout R_l of each layer, one row per layer.
+    """
+
+    layers: RolloutLayers = field(default=RolloutLayers((), {}), repr=False)
+
+    NAME = "rollout"
+    ROW_TYPE = HeadRow
+    PARTS = (("layers", RolloutLayers),)
+    COLUMNS = (
+        *(column.derived(ROLLED_PREFIX + column.name, "rolled out over the layers below") for column in WEIGHTS),
+        *CHANGES,
+    )
 
 
 def rollout(
@@ -86,7 +188,7 @@ def residual_share(residual: Any) -> float:
 
 def rolled_out(
     model: nn.Module, batch: dict[str, Any], special: Collection[int], residual: float
-) -> tuple[RolloutRun, dict[SiteKey, LayerSums]]:
+) -> "tuple[RolloutRun, dict[SiteKey, LayerSums]]":
     """Roll out the attention of one batch, in as many runs of the model as its columns need. Return the interceptor of
     the last run and the sums over the queries of each sequence, by site in the order of the layers.
     """
@@ -105,7 +207,7 @@ def rolled_out(
     return reader, sums
 
 
-def _means(sums: LayerSums, site: SiteKey, sequences: int) -> SequenceValues:
+def _means(sums: "LayerSums", site: SiteKey, sequences: int) -> SequenceValues:
     """Return the means over the queries of each sequence, on the CPU: of the rollout of a layer, by the names of
     `LAYER_STATISTICS`, and of its heads, by their names in the table.
     """
@@ -150,3 +252,223 @@ def _tables(
         for layer, record in zip(registry.layers, registry.records, strict=True)
     )
     return Rollout(heads, metadata, RolloutLayers(layers, metadata))
+
+
+STATE_BYTES = 2**26
+"""Largest size of the columns that one run carries through the layers."""
+
+ROWS = "rows"
+"""Name of the numbers of queries that count for each head."""
+
+LAYER_STATISTICS = (*ROLLOUT_STATISTICS, "entropy")
+"""Statistics of the rollout of a layer."""
+
+
+@dataclass
+class LayerSums:
+    """Sums over the queries of each sequence, in float64, from all runs over a batch.
+
+    Attributes:
+        of_layer: sums of the statistics of the rollout, by name.
+        rolled: sums of those of each head's attention, rolled out over the layers below.
+        direct: sums of those of each head's attention alone, and numbers of queries that count, by the name `ROWS`.
+        rows: number of queries that count.
+    """
+
+    of_layer: dict[str, Float[Tensor, " batch"]] = field(default_factory=dict)
+    rolled: dict[str, Float[Tensor, "batch heads"]] = field(default_factory=dict)
+    direct: dict[str, Float[Tensor, "batch heads"]] = field(default_factory=dict)
+    rows: Float[Tensor, " batch"] | None = None
+
+
+class RolloutRun(LayerReader):
+    """Interceptor that rolls out attention in one run over a batch, for some of the tokens: as tokens that are attended
+    to for the entropy, and as queries for the shares on the query itself and for distances.
+
+    Args:
+        model: the intercepted model.
+        special: ids of special tokens.
+        residual: share of the residual connection in each layer.
+        sums: sums by site, to which the run adds.
+        start: first of the tokens.
+    """
+
+    def __init__(
+        self, model: nn.Module, special: Collection[int], residual: float, sums: dict[SiteKey, LayerSums], start: int
+    ) -> None:
+        super().__init__(model, special)
+        self._residual, self._sums, self._start = residual, sums, start
+        self._columns: _Columns | None = None
+
+    @property
+    def stop(self) -> int:
+        """Token after the last one of this run."""
+        return 0 if self._columns is None else self._columns.tokens.stop
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of a sequence."""
+        return 0 if self._columns is None else self._columns.values.shape[1]
+
+    def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation:
+        """Return an observation that rolls out a layer."""
+        sums, layer, context = self._sums.setdefault(call.site, LayerSums()), _Layer(), observed.context
+
+        def observer(row_block: RowBlock) -> None:
+            if self._columns is None:
+                self._columns = _Columns.of(row_block, context, self._start)
+            layer.add(row_block, self._columns, sums)
+
+        def on_end() -> None:
+            assert self._columns is not None
+            layer.finish(self._columns, self._residual, sums, call.site.label)
+
+        return Observation(observer, context, on_end)
+
+
+@dataclass
+class _Columns:
+    """Columns of the products of the rollout with fixed matrices, for the tokens `tokens`: those of the identity, those
+    of the distances between tokens, and columns that are 1 at first tokens, at special tokens, and at all tokens.
+
+    Attributes:
+        tokens: the tokens.
+        values: the columns, those of the identity first.
+        has_special: True if special tokens are known.
+    """
+
+    tokens: range
+    values: Float[Tensor, "batch tokens columns"] = field(repr=False)
+    has_special: bool
+
+    @staticmethod
+    def of(row_block: RowBlock, context: CallContext, start: int) -> "_Columns":
+        """Return the columns before the first layer."""
+        grid, powers = row_block.grid, row_block.powers
+        room = STATE_BYTES // (
+            2 * 2 * powers.element_size() * grid.batch * grid.queries
+        )  # with those of the next layer
+        tokens = range(start, min(start + max(room, 1), grid.queries))
+        columns = slice(tokens.start, tokens.stop)
+        everything = torch.arange(grid.queries, device=grid.device)
+        positions = (grid if context.positions is None else context.positions).key_position(everything[None])
+        positions = positions.reshape(-1, grid.queries).expand(grid.batch, -1)
+        distances = (positions[:, :, None] - positions[:, None, columns]).abs()
+        identity = (everything[:, None] == everything[None, columns]).expand(grid.batch, -1, -1)
+        special = context.is_special
+        of_special = torch.zeros(grid.batch, grid.queries, device=grid.device) if special is None else special
+        marked = [_is_first(grid, context, positions), of_special, torch.ones_like(positions)]
+        parts = [identity, distances, *(part[..., None] for part in marked)]
+        return _Columns(tokens, torch.cat([part.to(powers.dtype) for part in parts], -1), special is not None)
+
+
+def _is_first(grid: Grid, context: CallContext, positions: Int[Tensor, "batch tokens"]) -> Bool[Tensor, "batch tokens"]:
+    """Return True at the first token of each sequence, or of each of its documents, without padding."""
+    everything = torch.arange(grid.queries, device=grid.device)[None]
+    if context.first_keys is not None:
+        return (context.first_keys == everything).expand(grid.batch, -1)
+    if context.positions is not None and not context.positions.uses_default_positions:
+        return positions == 0
+    if context.real_keys is None:
+        return (everything == 0).expand(grid.batch, -1)
+    return context.real_keys.int().argmax(-1, keepdim=True) == everything
+
+
+class _Layer:
+    """One layer in a run: the mean over heads of the products of its weights with the columns so far."""
+
+    def __init__(self) -> None:
+        self._product: Tensor | None = None
+        self._counted: Bool[Tensor, "batch tokens"] | None = None
+        self._eps = 0.0
+
+    def add(self, row_block: RowBlock, columns: _Columns, sums: LayerSums) -> None:
+        """Add the weights of some query rows of some heads."""
+        grid, tile, before = row_block.grid, row_block.tile, columns.values
+        if self._product is None or self._counted is None:
+            self._product = torch.zeros_like(before)
+            self._counted = torch.zeros(grid.batch, grid.queries, dtype=torch.bool, device=grid.device)
+            self._eps = eps_of(row_block)
+        (sequences, _), rows = row_block.sequences_and_heads, slice(row_block.rows.start, row_block.rows.stop)
+        weights = row_block.weights.to(before.dtype)
+        counted = row_block.visibility.counted_rows.expand(*tile.shape)
+        self._counted[sequences, rows] |= counted.any(1)
+        own = range(max(row_block.rows.start, columns.tokens.start), min(row_block.rows.stop, columns.tokens.stop))
+        rolled = weights.new_zeros(*weights.shape[:3], 3)
+        at_query = weights.new_zeros(2, *weights.shape[:2], len(own))
+        for keys, span in tile.spans(weights):
+            below = before[sequences, keys.start : keys.stop]
+            self._product[sequences, rows] += span.sum(1) @ below / grid.heads
+            if not columns.tokens.start:
+                rolled += span @ below[:, None, :, -3:]
+            if own:
+                of_own = span[:, :, own.start - row_block.rows.start : own.stop - row_block.rows.start]
+                for which, first in enumerate((0, len(columns.tokens))):
+                    place = first + own.start - columns.tokens.start
+                    at_query[which] += (of_own * below[:, None, :, place : place + len(own)].mT).sum(-1)
+        self._add_heads(row_block, columns, sums, counted, own, rolled, at_query)
+
+    def _add_heads(
+        self,
+        row_block: RowBlock,
+        columns: _Columns,
+        sums: LayerSums,
+        counted: Bool[Tensor, "part heads rows"],
+        own: range,
+        rolled: Float[Tensor, "part heads rows 3"],
+        at_query: Float[Tensor, "2 part heads own"],
+    ) -> None:
+        """Add the statistics of some query rows of each head."""
+        of_own = counted[..., own.start - row_block.rows.start :][..., : len(own)]
+        _add(sums.rolled, "self", row_block, at_query[0], of_own)
+        _add(sums.rolled, "distance", row_block, at_query[1], of_own)
+        if columns.tokens.start:
+            return
+        _add(sums.direct, ROWS, row_block, torch.ones_like(rolled[..., 0]), counted)
+        _add(sums.rolled, "first", row_block, rolled[..., 0], counted)
+        _add(sums.direct, "first", row_block, row_block.weight_on_first, counted)
+        _add(sums.direct, "self", row_block, row_block.weight_at_lag(0), counted)
+        _add(sums.direct, "distance", row_block, row_block.distance, counted)
+        if columns.has_special:
+            _add(sums.rolled, "special", row_block, rolled[..., 1], counted)
+            _add(sums.direct, "special", row_block, row_block.feature_sums["special"], counted)
+
+    def finish(self, columns: _Columns, residual: float, sums: LayerSums, path: str) -> None:
+        """Replace the columns by those after the layer, and add the statistics of its rollout.
+
+        Raises:
+            InputError: the rollout of a query has lost attention.
+        """
+        assert self._product is not None
+        assert self._counted is not None
+        columns.values.mul_(residual).add_(self._product, alpha=1 - residual)
+        counted, tokens, width = self._counted, columns.tokens, len(columns.tokens)
+        after, part = columns.values, slice(columns.tokens.start, columns.tokens.stop)
+        require_whole(after[..., -1][counted], path, self._eps)
+        shares = after[..., :width]
+        values = {"entropy": (-torch.special.xlogy(shares, shares).sum(-1), counted)}
+        for name, first in (("self", 0), ("distance", width)):
+            of_own = after[:, part, first : first + width].diagonal(dim1=1, dim2=2)
+            values[name] = of_own, counted[:, part]
+        if not tokens.start:
+            values["first"] = after[..., -3], counted
+            if columns.has_special:
+                values["special"] = after[..., -2], counted
+            sums.rows = counted.double().sum(-1)
+        for name, (numbers, is_counted) in values.items():
+            total = numbers.double().masked_fill(~is_counted, 0.0).sum(-1)
+            sums.of_layer[name] = sums.of_layer.get(name, 0.0) + total
+
+
+def _add(
+    sums: dict[str, Tensor],
+    name: str,
+    row_block: RowBlock,
+    values: Float[Tensor, "part heads rows"],
+    counted: Bool[Tensor, "part heads rows"],
+) -> None:
+    """Add the values of the query rows that count to the sums of a statistic for each sequence and head."""
+    grid = row_block.grid
+    if name not in sums:
+        sums[name] = torch.zeros(grid.batch, grid.heads, dtype=torch.float64, device=grid.device)
+    sums[name][row_block.sequences_and_heads] += values.double().masked_fill(~counted, 0.0).sum(-1)

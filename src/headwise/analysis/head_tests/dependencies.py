@@ -1,29 +1,127 @@
 """Dependency accuracy: how often a head's most attended word is the governor or the dependent of a word."""
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.head_tests.dependency_table import DIRECTIONS, DependencyAccuracy, DependencyRow
-from headwise.analysis.head_tests.treebank import TreeSentence, read_treebank
-from headwise.analysis.head_tests.word_alignment import AlignedTokens, aligned_tokens
-from headwise.analysis.head_tests.word_attention import MostAttendedWords
+from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
+from headwise.analysis.head_tests.treebank import AlignedTokens, TreeSentence, aligned_tokens, read_treebank
+from headwise.analysis.head_tests.weight_reader import WeightReader
+from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, flag, require_module, whole_number
-from headwise.data.batches import call_model, device_of, digest_of, evaluation_mode, with_cache_disabled
+from headwise.data.batches import NumberedBatches, call_model, device_of, with_cache_disabled
 from headwise.data.tokenization import max_input_tokens, text_model
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.progress import progress_bar
-from headwise.runs.fingerprint import run_settings
-from headwise.runs.rows import MeanEstimate, moment_estimates
+from headwise.intercept.interceptor import SiteKey
+from headwise.intercept.sites import SiteRecord, SiteRegistry
+from headwise.runs.head_table import HeadTable
+from headwise.runs.rows import HeadRow, MeanEstimate, moment_estimates
+from headwise.runs.table import Table
 from headwise.settings import FEWEST_PAIRS
-from headwise.shapes import Bool
+from headwise.shapes import Bool, Float, Int
+from headwise.statistics.columns import Column
 from headwise.statistics.moments import RunningMoments, clusters_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DIRECTIONS = ("to governor", "to dependent")
+"""Directions of attention between a dependent and its governor."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DependencyRow(HeadRow):
+    """Row of a table of dependency accuracy.
+
+    Attributes:
+        relation: relation of the dependent to its governor, such as `nsubj`.
+        direction: "to governor" if the dependent attends, "to dependent" if the governor does.
+        offset: the fixed offset in words, from the attending word, that is most often right in the selection half.
+    """
+
+    relation: str
+    direction: str
+    offset: int
+
+    def _described(self) -> list[str]:
+        return [self.name, self.relation, self.direction]
+
+
+class _GainTable(Table[DependencyRow]):
+    """Table whose gains are tested against zero."""
+
+    ROW_TYPE = DependencyRow
+    SAMPLES = "document"
+    COLUMNS = (
+        Column("accuracy", "Share of pairs in which the head's most attended word is the other word.", "share"),
+        Column("offset_accuracy", "Share of pairs in which the word at the best fixed offset is.", "share"),
+        Column("gain", "Accuracy of the head minus that of the best fixed offset.", is_signed=True, is_tested=True),
+        Column("selection_gain", "Gain in the half of the documents that selects.", is_signed=True),
+    )
+
+
+class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
+    """Table with one row per head: the relation and the direction with the largest gain in the selection half. The
+    columns are those of `DependencyAccuracy`. As the test half does not choose, `gain` has no bias from the choice.
+    `gain_q` is adjusted for the number of heads.
+    """
+
+    NAME = "dependency_heads"
+    PLOTTED = "gain"
+
+
+class DependencyAccuracy(_GainTable):
+    """Table of dependency accuracy (Clark et al. 2019, section 4.2), one row per head, relation and direction.
+
+        accuracy         share of pairs in which the head's most attended word is the other word of the pair
+        offset_accuracy  share in which the word at the best fixed offset is
+        gain             accuracy - offset_accuracy, paired
+        selection_gain   the same in the selection half
+
+    The attention between two words is the sum over the tokens of the attended word, and the mean over those of the
+    attending one. Special tokens and the word itself do not compete.
+
+    The first three columns are of the test half; the offset was chosen in the selection half, from -10 to 10 words.
+    Standard errors are clustered by document, or by sentence in a treebank without documents, which `n` counts.
+    `gain_p` is the p-value of a two-sided t-test of the gain against zero, and `gain_q` is adjusted for the number of
+    all rows (Benjamini and Hochberg 1995).
+    """
+
+    NAME = "dependencies"
+    UNIT = "head, relation and direction"
+
+    def best(self) -> DependencyHeads:
+        """Return a table with one row per head: the relation and direction with the largest `selection_gain`."""
+        best: dict[tuple[int, int, str], DependencyRow] = {}
+        for row in self.rows:
+            key = row.layer, row.head, row.module
+            if key not in best or _selection_gain(row) > _selection_gain(best[key]):
+                best[key] = row
+        return DependencyHeads(tuple(best.values()), self.metadata)
+
+    def plot(self, statistic: str = "gain", *, kind: str = "heatmap", **options: Any) -> "Axes":
+        """Draw a plot of the table `best`, and return its matplotlib axes. `HeadTable.plot` has the arguments.
+
+        Raises:
+            InputError: there is no such statistic or kind.
+            MissingExtra: matplotlib is not installed.
+        """
+        return self.best().plot(statistic, kind=kind, **options)
+
+
+def _selection_gain(row: DependencyRow) -> float:
+    """Return the gain in the selection half; minus infinity where there is none."""
+    value = row.statistics["selection_gain"].value
+    return -math.inf if math.isnan(value) else value
+
 
 FARTHEST = 10
 """Largest distance, in words, of the fixed offsets."""
@@ -43,6 +141,8 @@ def dependency_accuracy(
     subtypes: bool = False,
     start_token: int | None = None,
     seed: int = 0,
+    out: str | Path | None = None,
+    force: bool = False,
     progress: bool = False,
     title: str | None = None,
 ) -> DependencyAccuracy:
@@ -69,115 +169,156 @@ def dependency_accuracy(
         subtypes: keep subtypes of relations, such as `nsubj:pass`.
         start_token: id of a token to put before each sentence, on which most decoders have their attention sink.
         seed: seed of the division into halves.
+        out: folder for the table; an interrupted run resumes there with the same arguments.
+        force: replace another run in that folder.
         progress: show a progress bar on standard error.
         title: the model's name for display.
 
     Raises:
         InputError: the treebank, the tokenizer or the model cannot be used, or no relation has enough pairs.
-        MissingExtra: conllu is not installed; or rich, and `progress` is set.
+        MissingExtra: conllu is not installed; or a package that `out` or `progress` needs.
     """
     model = text_model(require_module(model))
     whole_number("fewest", fewest, least=2)
     sentences = read_treebank(treebank, subtypes=flag("subtypes", subtypes))
     sentences = sentences if limit is None else sentences[: whole_number("limit", limit, least=2)]
-    reader = MostAttendedWords(model)
-    pairs = _Pairs(frozenset(collection_of("ignored", ignored, of="relations")))
-    _read_treebank(model, tokenizer, reader, sentences, start_token, pairs, shown=progress)
-    reader.warn_of_unread(stacklevel=3)
     selection = _selection_documents([sentence.document for sentence in sentences], whole_number("seed", seed, least=0))
-    rows = tuple(_rows(reader, pairs, selection, fewest))
-    if not rows:
-        expected = f"a relation with at least {fewest} pairs of words in each half"
-        raise InputError("treebank", expected=expected, got=f"{len(pairs.documents)} pairs in all")
-    options = {"fewest": fewest, "ignored": sorted(pairs.ignored), "subtypes": subtypes, "start_token": start_token}
-    settings = run_settings(model, None, title, **options, seed=seed, limit=limit)
-    return DependencyAccuracy(rows, {**settings, "measured": _measured(sentences, pairs)})
+    relations = frozenset(collection_of("ignored", ignored, of="relations"))
+    read, left_out = _aligned(sentences, tokenizer, start_token, max_input_tokens(model, tokenizer), relations)
+    pairs = [pair for sentence in read for pair in sentence.pairs]
+    reader = MostAttendedWords(model)
+    batches = [{"input_ids": each.tokens.ids[None], "sentence": torch.tensor([i])} for i, each in enumerate(read)]
+    documents = [each.document for each in read]
+    data = pass_data(model, NumberedBatches(batches, documents), (), out=out, shown=progress)
+
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
+        return _measure(model, reader, read[int(batch["sentence"])])
+
+    def make_table(
+        registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]
+    ) -> DependencyAccuracy:
+        of_sites = [values[record.site] for record in registry.records]
+        seen = of_sites[0][IS_SEEN][:, 0].bool()
+        correct = torch.cat([of_site[IS_CORRECT] for of_site in of_sites], 1)[seen]
+        visible = [pair for pair, is_seen in zip(pairs, seen.tolist(), strict=True) if is_seen]
+        if len(visible) < len(pairs):
+            left_out["pairs and directions that no head can see"] = len(pairs) - len(visible)
+        labels = [labels for _, labels in registry.head_labels()]
+        rows = tuple(_rows(labels, visible, correct, selection, fewest))
+        if not rows:
+            expected = f"a relation with at least {fewest} pairs of words in each half"
+            raise InputError("treebank", expected=expected, got=f"{len(visible)} pairs in all")
+        measured = {
+            "sequences": len(sentences),
+            "documents": len({sentence.document for sentence in sentences}),
+            "pairs": len(visible),
+            "left_out": dict(left_out),
+        }
+        return DependencyAccuracy(rows, {**metadata, "measured": metadata["measured"] | measured})
+
+    options: dict[str, Any] = {"fewest": fewest, "ignored": sorted(relations), "subtypes": subtypes, "limit": limit}
+    options |= {"start_token": start_token, "seed": seed}
+    options |= {"out": out, "force": force, "progress": progress, "title": title}
+    table = measure_sequences(data, measure_batch, DependencyAccuracy, make_table, **options)
+    reader.warn_of_unread(stacklevel=3)
+    return table
 
 
-def _measured(sentences: Sequence[TreeSentence], pairs: "_Pairs") -> dict[str, Any]:
-    """Return the numbers of sentences, documents and pairs, and what was left out, for the metadata of a table."""
-    return {
-        "sequences": len(sentences),
-        "documents": len({sentence.document for sentence in sentences}),
-        "pairs": len(pairs.documents),
-        "left_out": dict(pairs.left_out),
-        "digest": digest_of([sentence.text for sentence in sentences]),
-    }
+IS_CORRECT, IS_SEEN = "is_correct", "is_seen"
+"""Names of the values of each pair: 1 for the heads whose most attended word is the other one, and 1 if some head can
+attend from one word to the other.
+"""
 
 
-@dataclass
-class _Pairs:
-    """Pairs of words with a relation, one entry for each pair and direction.
+class _Pair(NamedTuple):
+    """Two words with a relation, in one direction.
 
     Attributes:
-        ignored: relations that are left out.
-        relations: relation and direction.
-        offsets: position of the other word minus that of the attending one, in words.
-        documents: number of the document.
-        correct: True for the heads whose most attended word is the other one, in the order of the labels of heads.
-        left_out: numbers of words and pairs that are left out, by reason.
+        relation: relation and direction.
+        source: position of the attending word in the sentence.
+        target: position of the other word.
+        document: number of the document.
     """
 
-    ignored: frozenset[str]
-    relations: list[tuple[str, str]] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    documents: list[int] = field(default_factory=list)
-    correct: list[Bool[Tensor, " heads"]] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
+    relation: tuple[str, str]
+    source: int
+    target: int
+    document: int
+
+    @property
+    def offset(self) -> int:
+        """Position of the other word minus that of the attending one, in words."""
+        return self.target - self.source
 
 
-def _read_treebank(
-    model: nn.Module,
-    tokenizer: Any,
-    reader: MostAttendedWords,
+class _AlignedSentence(NamedTuple):
+    """A sentence that the model reads: its tokens, its number of words, its pairs of words, and its document."""
+
+    tokens: AlignedTokens
+    words: int
+    pairs: list[_Pair]
+    document: int
+
+
+def _aligned(
     sentences: Sequence[TreeSentence],
+    tokenizer: Any,
     start_token: int | None,
-    pairs: _Pairs,
-    *,
-    shown: bool,
-) -> None:
-    """Run the model on sentences, and add their pairs of words."""
-    longest = max_input_tokens(model, tokenizer)
-    with progress_bar("sentences", len(sentences), "sentences", shown=shown) as bar:
-        for sentence in bar.track(sentences):
-            tokens = aligned_tokens(tokenizer, sentence.text, [word.span for word in sentence.words], start_token)
-            if longest is not None and len(tokens.ids) > longest:
-                pairs.left_out["sentences longer than the model's limit"] += 1
-            elif any(tokens.is_aligned):
-                _read_sentence(model, reader, sentence, tokens, pairs)
-    reader.require_attention()
+    longest: int | None,
+    ignored: Collection[str],
+) -> tuple[list[_AlignedSentence], Counter[str]]:
+    """Return the sentences that the model can read, with their pairs of words, and the numbers of sentences, words and
+    pairs that are left out, by reason.
+
+    Raises:
+        InputError: no sentence has a word with tokens of its own.
+    """
+    read, left_out = [], Counter[str]()
+    for sentence in sentences:
+        tokens = aligned_tokens(tokenizer, sentence.text, [word.span for word in sentence.words], start_token)
+        if longest is not None and len(tokens.ids) > longest:
+            left_out["sentences longer than the model's limit"] += 1
+            continue
+        if not any(tokens.is_aligned):
+            continue
+        left_out["words that share a token or have none"] += tokens.is_aligned.count(False)
+        pairs: list[_Pair] = []
+        for dependent, word in enumerate(sentence.words):
+            if word.governor is None or word.relation in ignored:
+                continue
+            if not (tokens.is_aligned[dependent] and tokens.is_aligned[word.governor]):
+                left_out["pairs with such a word"] += 1
+                continue
+            both = (dependent, word.governor)
+            for direction, (source, target) in zip(DIRECTIONS, (both, both[::-1]), strict=True):
+                pairs.append(_Pair((word.relation, direction), source, target, sentence.document))
+        read.append(_AlignedSentence(tokens, len(sentence.words), pairs, sentence.document))
+    if not read:
+        expected = "a sentence within the model's limit, with a word that has tokens of its own"
+        raise InputError("treebank", expected=expected, got=f"none of {len(sentences)}")
+    return read, left_out
 
 
-def _read_sentence(
-    model: nn.Module, reader: MostAttendedWords, sentence: TreeSentence, tokens: AlignedTokens, pairs: _Pairs
-) -> None:
-    """Run the model on a sentence, and add its pairs of words."""
-    reader.begin_sentence(tokens.word_of, len(sentence.words))
-    ids = tokens.ids[None].to(device_of(model))
-    batch = with_cache_disabled(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    with evaluation_mode(model), torch.no_grad(), intercepted(model, reader):
-        call_model(model, batch)
+def _measure(
+    model: nn.Module, reader: "MostAttendedWords", sentence: _AlignedSentence
+) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
+    """Return the sites of a model, and the values of each pair of words of a sentence."""
+    reader.begin_sentence(sentence.tokens.word_of, sentence.words)
+    ids = sentence.tokens.ids[None].to(device_of(model))
+    with intercepted(model, reader):
+        call_model(model, with_cache_disabled(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}))
     reader.require_attention()
     found = reader.found()
     if missing := [record.site.label for record in reader.records if record.site not in found]:
         raise InputError("model", expected="attention in the same modules in each run", got=f"none in {missing[0]}")
-    attended = torch.cat([found[record.site] for record in reader.records])
-    pairs.left_out["words that share a token or have none"] += tokens.is_aligned.count(False)
-    for dependent, word in enumerate(sentence.words):
-        if word.governor is None or word.relation in pairs.ignored:
-            continue
-        if not (tokens.is_aligned[dependent] and tokens.is_aligned[word.governor]):
-            pairs.left_out["pairs with such a word"] += 1
-            continue
-        both = (dependent, word.governor)
-        for direction, (source, target) in zip(DIRECTIONS, (both, both[::-1]), strict=True):
-            if not bool(reader.sees[source, target]):
-                pairs.left_out["pairs and directions that no head can see"] += 1
-                continue
-            pairs.relations.append((word.relation, direction))
-            pairs.offsets.append(target - source)
-            pairs.documents.append(sentence.document)
-            pairs.correct.append(attended[:, source] == target)
+    sources = torch.tensor([pair.source for pair in sentence.pairs], dtype=torch.int64)
+    targets = torch.tensor([pair.target for pair in sentence.pairs], dtype=torch.int64)
+    is_seen = reader.sees[sources, targets][:, None].float()
+    values: dict[SiteKey, SequenceValues] = {
+        record.site: {IS_CORRECT: (found[record.site][:, sources] == targets).mT.float(), IS_SEEN: is_seen}
+        for record in reader.records
+    }
+    return reader.records, values
 
 
 def _selection_documents(documents: Sequence[int], seed: int) -> set[int]:
@@ -193,39 +334,128 @@ def _selection_documents(documents: Sequence[int], seed: int) -> set[int]:
     return set(Random(seed).sample(distinct, len(distinct) // 2))
 
 
-def _rows(reader: MostAttendedWords, pairs: _Pairs, selection: set[int], fewest: int) -> Iterator[DependencyRow]:
+def _rows(
+    labels: Sequence[dict[str, Any]],
+    pairs: Sequence[_Pair],
+    correct: Float[Tensor, "pairs heads"],
+    selection: set[int],
+    fewest: int,
+) -> Iterator[DependencyRow]:
     """Yield a row for each head, relation and direction with enough pairs in each half, by head."""
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for index, relation in enumerate(pairs.relations):
-        members[relation].append(index)
+    for index, pair in enumerate(pairs):
+        members[pair.relation].append(index)
     columns: dict[tuple[str, str], tuple[int, dict[str, list[MeanEstimate]]]] = {}
     for relation, indices in sorted(members.items()):
         halves = [
-            [index for index in indices if (pairs.documents[index] in selection) == selects]
-            for selects in (True, False)
+            [index for index in indices if (pairs[index].document in selection) == selects] for selects in (True, False)
         ]
         if min(map(len, halves)) >= fewest:
-            columns[relation] = _columns(pairs, *halves)
-    for index, (_, labels) in enumerate(reader.head_labels()):
-        for (name_of_relation, direction), (offset, statistics) in columns.items():
+            columns[relation] = _columns(pairs, correct, *halves)
+    for index, label in enumerate(labels):
+        for (relation_name, direction), (offset, statistics) in columns.items():
             of_head = {name: estimates[index] for name, estimates in statistics.items()}
-            yield DependencyRow(
-                **labels, relation=name_of_relation, direction=direction, offset=offset, statistics=of_head
-            )
+            yield DependencyRow(**label, relation=relation_name, direction=direction, offset=offset, statistics=of_head)
 
 
-def _columns(pairs: _Pairs, selection: Sequence[int], test: Sequence[int]) -> tuple[int, dict[str, list[MeanEstimate]]]:
+def _columns(
+    pairs: Sequence[_Pair], correct: Float[Tensor, "pairs heads"], selection: Sequence[int], test: Sequence[int]
+) -> tuple[int, dict[str, list[MeanEstimate]]]:
     """Return the best offset on some pairs of a relation, and the columns of the table on these and on other pairs."""
-    counts = Counter(pairs.offsets[index] for index in selection if abs(pairs.offsets[index]) <= FARTHEST)
+    counts = Counter(pairs[index].offset for index in selection if abs(pairs[index].offset) <= FARTHEST)
     offset = min(counts, key=lambda each: (-counts[each], abs(each), each)) if counts else 1
     columns: dict[str, list[MeanEstimate]] = {}
     for prefix, indices in (("", test), ("selection_", selection)):
-        correct = torch.stack([pairs.correct[index] for index in indices]).double()
-        by_offset = torch.tensor([float(pairs.offsets[index] == offset) for index in indices], dtype=torch.float64)
-        clusters = clusters_of([pairs.documents[index] for index in indices])
-        values = {"accuracy": correct, "offset_accuracy": by_offset[:, None].expand_as(correct)}
+        accuracy = correct[list(indices)].double()
+        by_offset = torch.tensor([float(pairs[index].offset == offset) for index in indices], dtype=torch.float64)
+        clusters = clusters_of([pairs[index].document for index in indices])
+        values = {"accuracy": accuracy, "offset_accuracy": by_offset[:, None].expand_as(accuracy)}
         values["gain"] = values["accuracy"] - values["offset_accuracy"]
         names = values if not prefix else ("gain",)
         for name in names:
             columns[prefix + name] = moment_estimates(RunningMoments.from_values(values[name], None, clusters))
     return offset, columns
+
+
+NO_WORD = -1
+"""In place of the index of a word, where a token is of no word or no other word is attended to."""
+
+
+class MostAttendedWords(WeightReader):
+    """Interceptor that finds for each head and word of one sentence the other word that gets most attention.
+
+    The attention between two words is the sum over the tokens of the attended word and the mean over the tokens of the
+    attending one (Clark et al. 2019, section 4.1). Tokens of no word, such as [CLS], do not compete. The row blocks of
+    a head come in the order of the rows. Only the sums of the word whose rows are not complete are kept.
+
+    Attributes:
+        sees: True where some head attends from one word to another.
+
+    Args:
+        model: the intercepted model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._word_of = torch.zeros(0, dtype=torch.int64)
+        self._last_row: dict[int, int] = {}
+        self._eligible: Bool[torch.Tensor, " words"] = torch.zeros(0, dtype=torch.bool)
+        self._found: dict[SiteKey, Int[torch.Tensor, "heads words"]] = {}
+        self._unfinished: dict[SiteKey, tuple[Int[torch.Tensor, " heads"], Float[torch.Tensor, "heads words"]]] = {}
+        self.sees: Bool[torch.Tensor, "words words"] = torch.zeros(0, 0, dtype=torch.bool)
+
+    def begin_sentence(self, word_of: Int[torch.Tensor, " tokens"], words: int) -> None:
+        """Expect a run of the model over one sentence.
+
+        Args:
+            word_of: index of each token's word; -1 for tokens of no word.
+            words: number of words.
+        """
+        self.begin(1, len(word_of))
+        self._word_of, self._found, self._unfinished = word_of, {}, {}
+        self._last_row = {word: row for row, word in enumerate(word_of.tolist()) if word != NO_WORD}
+        self._eligible = torch.zeros(words, dtype=torch.bool)
+        self._eligible[list(self._last_row)] = True
+        self.sees = torch.zeros(words, words, dtype=torch.bool)
+
+    def read(self, site: SiteKey, block: RowBlock) -> None:
+        """Add the weights of some query rows, and find the most attended word of each word whose rows are complete."""
+        heads, rows, words = block.tile.heads, block.rows, len(self._eligible)
+        if site not in self._found:
+            self._found[site] = torch.full((block.grid.heads, words), NO_WORD)
+            sums_of_heads = block.weights.new_zeros(block.grid.heads, words, device="cpu")
+            self._unfinished[site] = torch.full((block.grid.heads,), NO_WORD), sums_of_heads
+        of_rows, of_columns = self._word_of[rows.start : rows.stop], self._word_of[block.visibility.key_indices.cpu()]
+        is_row, is_column = of_rows != NO_WORD, of_columns != NO_WORD
+        weights = block.weights[0].cpu()[:, is_row][..., is_column]
+        if not bool(weights.isfinite().all()):
+            raise InputError("model", expected="finite attention weights", got=f"NaN or infinity in {site.label}")
+        to_words = weights.new_zeros(len(weights), weights.shape[1], words)
+        to_words.index_add_(2, of_columns[is_column], weights)
+        local, place = torch.unique(of_rows[is_row], return_inverse=True)
+        sums = weights.new_zeros(len(weights), len(local), words).index_add_(1, place, to_words)
+        unfinished_word, unfinished_sums = self._unfinished[site]  # of each head, since blocks may divide heads anew
+        sums += (local == unfinished_word[heads, None])[..., None] * unfinished_sums[heads, None]
+        is_complete = torch.tensor([self._last_row[word] < rows.stop for word in local.tolist()], dtype=torch.bool)
+        if len(local):
+            unfinished_word[heads], unfinished_sums[heads] = NO_WORD if is_complete[-1] else local[-1], sums[:, -1]
+        self._finish(site, heads, local[is_complete], sums[:, is_complete])
+
+    def _finish(
+        self,
+        site: SiteKey,
+        heads: slice,
+        words: Int[torch.Tensor, " complete"],
+        sums: Float[torch.Tensor, "heads complete words"],
+    ) -> None:
+        """Store the most attended word of each word in `words`, from sums over the tokens of both words."""
+        self.sees[words] |= (sums > 0).any(0)
+        is_other = self._eligible & (torch.arange(len(self._eligible)) != words[:, None])
+        best = sums.masked_fill(~is_other, -1.0).max(-1)
+        self._found[site][heads, words] = best.indices.masked_fill(best.values <= 0, NO_WORD)
+
+    def found(self) -> Mapping[SiteKey, Int[torch.Tensor, "heads words"]]:
+        """Return the index of the most attended other word of each word, by site; -1 for words without tokens of their
+        own, and for those that attend to no other word.
+        """
+        return self._found

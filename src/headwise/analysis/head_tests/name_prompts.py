@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.analysis.head_tests.word_alignment import require_fast
+from headwise.analysis.head_tests.treebank import require_fast
 from headwise.checks import collection_of, whole_number
 from headwise.data.special_tokens import SpecialTokens
 from headwise.errors import InputError

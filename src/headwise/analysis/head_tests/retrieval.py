@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from headwise.analysis.causality import require_causal_decoder
 from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
 from headwise.analysis.head_tests.haystacks import Haystack, Needle, draw_needles, haystacks, read_haystack
-from headwise.analysis.head_tests.repeated_answers import Answered, forced_answer, generated_answer
+from headwise.analysis.head_tests.treebank import require_fast
 from headwise.analysis.head_tests.weight_reader import WeightReader
-from headwise.analysis.head_tests.word_alignment import require_fast
+from headwise.analysis.viewer import DISAGREEMENT
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, probability, require_module, whole_number
 from headwise.data.batches import NumberedBatches, call_model, device_of, evaluation_mode, with_cache_disabled
+from headwise.data.special_tokens import SpecialTokens
 from headwise.data.tokenization import max_input_tokens
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
@@ -27,6 +29,7 @@ from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.significance import false_discovery_rates, one_sided_p_values
 from headwise.settings import CONTINUATIONS, NEEDLE_DEPTHS, NEEDLE_LENGTHS, NEEDLES
 from headwise.shapes import Int
+from headwise.statistics.columns import Column
 
 THRESHOLD = 0.1
 """Score from which Wu et al. call a head a retrieval head."""
@@ -65,6 +68,7 @@ class Retrieval(HeadTable[HeadRow]):
 
     NAME = "retrieval"
     ROW_TYPE = HeadRow
+    COLUMNS = (Column("score", "Share of the needle's places that the head copies.", "share"),)
     SAMPLES = "text"
 
     def tests(self) -> dict[str, list[float]]:
@@ -169,7 +173,7 @@ def retrieval_score(
 
 
 def _require_within_limit(
-    model: nn.Module, tokenizer: Any, texts: Sequence[Haystack], forced: Sequence[Answered]
+    model: nn.Module, tokenizer: Any, texts: Sequence[Haystack], forced: "Sequence[Answered]"
 ) -> None:
     """Raise `InputError` if a text with its answer is too long for the model."""
     limit = max_input_tokens(model, tokenizer)
@@ -215,7 +219,7 @@ def _batch(model: nn.Module, ids: Int[Tensor, " tokens"]) -> dict[str, Any]:
     return with_cache_disabled(model, {"input_ids": rows, "attention_mask": torch.ones_like(rows)})
 
 
-def _recall(answered: Answered) -> float:
+def _recall(answered: "Answered") -> float:
     """Return the share of the needle's answer tokens that the continuation repeats, each as often as it occurs."""
     expected = Counter(answered.ids[answered.needle].tolist())
     found = expected & Counter(answered.ids[answered.first :].tolist())
@@ -223,7 +227,7 @@ def _recall(answered: Answered) -> float:
 
 
 def _scores(
-    model: nn.Module, reader: "_TopKeys", answered: Answered, recall: float, *, counts: bool
+    model: nn.Module, reader: "_TopKeys", answered: "Answered", recall: float, *, counts: bool
 ) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
     """Return the sites of a model, and the score of each head on one text with the recall of its answer. The score is
     NaN if the text does not count.
@@ -319,3 +323,94 @@ class _TopKeys(WeightReader):
         if site not in self._keys:
             raise InputError("model", expected="attention in the same modules in each run", got=f"none in {site.label}")
         return self._keys[site]
+
+
+MORE = 4
+"""Number of tokens that are generated in addition to as many as the answer has."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answered:
+    """Text with a needle, a question and an answer, as tokens.
+
+    Attributes:
+        ids: token ids.
+        needle: places of the tokens of the needle's answer.
+        first: place of the first token of the answer to the question.
+        is_generated: True if the model generated the answer.
+    """
+
+    ids: Int[Tensor, " tokens"]
+    needle: Int[Tensor, " places"]
+    first: int
+    is_generated: bool = False
+
+    def require_same_tokens(self, output: Any) -> None:
+        """Raise `InputError` if the tokens of a generated answer are not those with the largest logits in one call of
+        the model for all tokens, but for rounding. Attention during generation was different then, or the model did not
+        take the tokens with the largest logits.
+        """
+        if not self.is_generated:
+            return
+        logits = output.logits[0, self.first - 1 : -1].float().cpu()
+        own = logits.gather(1, self.ids[self.first :, None])[:, 0]
+        below = (logits.amax(1) - own) / logits.abs().amax(1)
+        if not bool((below <= max(DISAGREEMENT, 8 * torch.finfo(output.logits.dtype).eps)).all()):
+            raise InputError(
+                "model",
+                expected="one that generates the tokens with the largest logits in one call for all tokens",
+                got="other tokens",
+                remedy='use continuation="forced", or change its generation config',
+            )
+
+
+def forced_answer(tokenizer: Any, text: Haystack) -> Answered:
+    """Return a text with the right answer.
+
+    Raises:
+        InputError: the tokens of the text are others without the answer.
+    """
+    prompt = _encoded(tokenizer, text.text)
+    whole = _encoded(tokenizer, text.text + text.continuation)
+    first = len(prompt[0])
+    if whole[0][:first] != prompt[0] or len(whole[0]) == first:
+        remedy = "choose needles whose answers are tokens of their own"
+        raise InputError(
+            "tokenizer", expected="tokens of an answer after those of the question", got="others", remedy=remedy
+        )
+    start, stop = text.answer
+    places = [index for index, (begin, end) in enumerate(prompt[1]) if begin < stop and end > start]
+    return Answered(torch.tensor(whole[0]), torch.tensor(places), first)
+
+
+def generated_answer(model: Any, tokenizer: Any, text: Haystack, forced: Answered) -> Answered:
+    """Return a text with the answer that the model generates, up to a few tokens more than the right answer has.
+
+    Raises:
+        InputError: the model cannot generate.
+    """
+    if not (hasattr(model, "can_generate") and model.can_generate()):
+        remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
+        raise InputError("model", expected="a model that generates text", got=type(model).__name__, remedy=remedy)
+    ids = forced.ids[None, : forced.first].to(device_of(model))
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    generate: Any = model.generate
+    result = generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=len(forced.ids) - forced.first + MORE,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=pad,
+    )
+    if len(result) != 1 or result.shape[1] <= ids.shape[1]:
+        raise InputError("model", expected="a generation config that returns one sequence", got=f"{len(result)}")
+    return replace(forced, ids=result[0].cpu(), is_generated=True)
+
+
+def _encoded(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the token ids of a text, after those that the tokenizer puts before a text, and the characters of each."""
+    before = SpecialTokens.of(tokenizer).before
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    spans = [(0, 0)] * len(before) + [tuple(span) for span in encoded["offset_mapping"]]
+    return [*before, *encoded["input_ids"]], spans

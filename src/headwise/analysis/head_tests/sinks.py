@@ -90,9 +90,7 @@ def sink_rate(
         MissingExtra: a package that `out`, `progress` or the data needs is not installed.
     """
     places = _places(positions)
-    epsilon = finite_number("epsilon", epsilon)
-    if not 0.0 < epsilon < 1.0:
-        raise InputError("epsilon", expected="a share of the attention above 0 and below 1", got=epsilon)
+    epsilon = sink_threshold(epsilon)
     data = pass_data(model, dataset, (), out=out, shown=progress)
 
     def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
@@ -110,6 +108,14 @@ def sink_rate(
 
     options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
     return measure_sequences(data, measure_batch, SinkRate, make_table, epsilon=epsilon, positions=places, **options)
+
+
+def sink_threshold(epsilon: Any) -> float:
+    """Return the threshold as a float after checking that it is above 0 and below 1."""
+    threshold = finite_number("epsilon", epsilon)
+    if not 0.0 < threshold < 1.0:
+        raise InputError("epsilon", expected="a share of the attention above 0 and below 1", got=epsilon)
+    return threshold
 
 
 def _places(positions: Any) -> list[int]:

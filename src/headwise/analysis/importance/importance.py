@@ -25,9 +25,25 @@ from headwise.runs.distributed import broadcast_from_rank0, rank_and_world_size
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
+from headwise.statistics.columns import Column
 
 PER_LAYER = "_per_layer"
 """Suffix of a statistic's name if it is divided by its l2 norm over the heads of each layer."""
+
+
+_SCORES = (
+    Column("gradient", "Mean absolute derivative of the loss with respect to the head's gate."),
+    Column("first_order", "Effect of removing the head, if the loss were linear in the head's gate.", is_signed=True),
+    Column("square", "Mean squared derivative of the loss with respect to the head's gate."),
+    Column(
+        "integrated",
+        "Derivative of the loss with respect to the head's gate, integrated over the value of all gates.",
+        is_signed=True,
+    ),
+    Column("ablation", "Mean loss without the head, minus the mean loss with it.", is_signed=True),
+    Column("open", "Probability that the head's learned gate is open."),
+    Column("gate", "Value of the head's learned gate, without noise."),
+)
 
 
 class Importance(HeadTable[HeadRow]):
@@ -57,7 +73,10 @@ class Importance(HeadTable[HeadRow]):
 
     NAME = "importance"
     ROW_TYPE = HeadRow
-    SIGNED = ("first_order", "integrated", "ablation")
+    COLUMNS = (
+        *_SCORES,
+        *(score.derived(score.name + PER_LAYER, "divided by the l2 norm of its layer") for score in _SCORES),
+    )
     SAMPLES = "sample"
 
     def ranking(self) -> list[tuple[int, int]]:

@@ -1,10 +1,12 @@
 """Tables of patching: effects of heads or paths on the difference between the logits of two answers."""
 
+from dataclasses import replace
+
 from headwise.errors import InputError
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
-from headwise.runs.significance import zero_tests
 from headwise.settings import PATCH_DIRECTIONS
+from headwise.statistics.columns import Column
 
 
 class Patching(HeadTable[HeadRow]):
@@ -15,29 +17,21 @@ class Patching(HeadTable[HeadRow]):
 
     NAME = "patching"
     ROW_TYPE = HeadRow
-    SIGNED = ("recovered", "difference")
+    COLUMNS = (
+        Column("recovered", "Place of the difference between its values in both runs.", is_signed=True, is_tested=True),
+        Column("difference", "Logit of the right answer minus that of the wrong one.", "logit", is_signed=True),
+    )
     SAMPLES = "prompt pair"
 
-    def no_effect(self, statistic: str) -> float:
-        """Return the value of a statistic if patching a head changes nothing: that of the corrupted run for the
-        direction "denoise" (0 for `recovered`), and that of the clean run for "noise" (1 for `recovered`).
+    def column(self, name: str) -> Column:
+        """Return the description of a statistic. If patching a head changes nothing, its value is that of the corrupted
+        run for the direction "denoise" (0 for `recovered`), and that of the clean run for "noise" (1 for `recovered`).
         """
         is_noise = self.metadata.get("settings", {}).get("direction") == "noise"
-        if statistic == "difference":
-            return float(self.metadata["measured"]["clean" if is_noise else "corrupted"])
-        return float(is_noise)
-
-    def tests(self) -> dict[str, list[float]]:
-        """Return the columns `recovered_p`, the p-value of each effect by Student's t-test over prompt pairs against a
-        head without effect, and `recovered_q`, the p-values adjusted for the number of rows (Benjamini and Hochberg
-        1995). They are NaN for one prompt pair.
-
-        Raises:
-            MissingExtra: scipy is not installed.
-        """
-        none = self.no_effect("recovered")
-        measured = [row.statistics["recovered"] for row in self.rows]
-        return zero_tests("recovered", [each._replace(value=each.value - none) for each in measured])
+        null = float(is_noise)
+        if name == "difference":
+            null = float(self.metadata["measured"]["clean" if is_noise else "corrupted"])
+        return replace(super().column(name), null=null)
 
 
 class AttributionPatching(Patching):

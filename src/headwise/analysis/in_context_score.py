@@ -1,0 +1,354 @@
+"""In-context learning score of a model, and how the ablation of each head changes it."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.ablate import ablate
+from headwise.analysis.causality import why_not_causal
+from headwise.analysis.profile import profile
+from headwise.analysis.replacements import Replacement, mean, zero
+from headwise.analysis.token_cross_entropy import token_cross_entropy
+from headwise.checks import collection_of, flag, head_pairs, require_module, whole_number
+from headwise.data.batches import (
+    POSITIONAL,
+    NumberedBatches,
+    call_model,
+    device_of,
+    documents_of,
+    evaluation_mode,
+    iterate_batches,
+    to_device,
+    with_cache_disabled,
+)
+from headwise.data.texts import Texts
+from headwise.errors import InputError
+from headwise.intercept.survey import survey
+from headwise.runs.data_pass import prepare_texts
+from headwise.runs.fingerprint import run_settings
+from headwise.runs.head_table import HeadTable
+from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate
+from headwise.shapes import Float, Int
+from headwise.statistics.columns import RANDOM_SUFFIX, Column
+
+CHANGE = "change_"
+"""Start of the name of a change of the score; the rest is the name of the replacement."""
+
+
+class InContextScores(HeadTable[HeadRow]):
+    """Table of the effect of each head on the in-context learning score of a model, one row per head.
+
+    With S the score of a sequence, the loss late in the context minus the loss early in it, the columns are
+
+        change_zero       mean of S(head output replaced by zeros) - S(unchanged)
+        change_mean       mean of S(head output replaced by its mean) - S(unchanged)
+        induction_random  attention to the tokens after earlier copies, on random tokens that repeat
+
+    over sequences, in nats, paired by sequence. A positive change means that the model makes less use of its context
+    without the head. Each change has a p-value (`_p`) and an adjusted one (`_q`).
+    """
+
+    NAME = "in_context"
+    ROW_TYPE = HeadRow
+
+    COLUMNS = (
+        Column(
+            "change_zero",
+            "Change of the in-context learning score if zeros replace the head's output.",
+            is_signed=True,
+            is_tested=True,
+        ),
+        Column(
+            "change_mean",
+            "Change of the in-context learning score if its mean replaces the head's output.",
+            is_signed=True,
+            is_tested=True,
+        ),
+    )
+
+    @property
+    def score(self) -> MeanEstimate:
+        """Score of the unchanged model: the loss late in the context minus the loss early in it."""
+        return MeanEstimate(**self.metadata["score"])
+
+    @property
+    def early_loss(self) -> MeanEstimate:
+        """Loss of the unchanged model early in the context."""
+        return MeanEstimate(**self.metadata["early_loss"])
+
+    @property
+    def late_loss(self) -> MeanEstimate:
+        """Loss of the unchanged model late in the context."""
+        return MeanEstimate(**self.metadata["late_loss"])
+
+
+class InContextLoss:
+    """Score of a sequence by a causal model: the mean loss of the last tokens up to the token number `late`, minus that
+    of the last tokens up to the token number `early` (Olsson et al. 2022, "In-context Learning and Induction Heads",
+    with a window of one token). It is negative if the model predicts tokens better with more context.
+
+    The loss of token number t, counted from 1, is -ln p(token t | tokens 1 to t - 1), in nats.
+
+    Args:
+        early: number of the early token.
+        late: number of the late token; all sequences have at least as many tokens, without padding.
+        window: number of tokens in each of the two means.
+
+    Raises:
+        InputError: a number that is not a positive whole number; windows that overlap, or contain the first token.
+    """
+
+    def __init__(self, early: int, late: int, window: int) -> None:
+        self.window = whole_number("window", window, least=1)
+        self.early, self.late = whole_number("early", early, least=2), whole_number("late", late, least=3)
+        if self.early <= self.window:
+            expected = "fewer tokens than early, since the first token of a sequence has no loss"
+            raise InputError("window", expected=expected, got=f"{window} for early={early}")
+        if self.late - self.window < self.early:
+            got = f"{window} for early={early} and late={late}"
+            raise InputError("window", expected="windows that do not overlap", got=got)
+        self.__name__ = f"in_context_score(early={self.early}, late={self.late}, window={self.window})"
+
+    def __call__(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
+        """Return the score of each sequence of a batch."""
+        early, late = self.losses(model, batch)
+        return late - early
+
+    def losses(
+        self, model: nn.Module, batch: dict[str, Any]
+    ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
+        """Return the mean loss of each sequence in the early window and in the late one."""
+        ids: Int[Tensor, "batch length"] = batch["input_ids" if "input_ids" in batch else POSITIONAL]
+        ends = (self.early, self.late)
+        tokens = torch.cat([torch.arange(end - self.window, end, device=ids.device) for end in ends])
+        of_tokens = token_cross_entropy(model, with_cache_disabled(model, batch), tokens - 1, ids[:, tokens].long())
+        early, late = torch.split(of_tokens, self.window, 1)
+        return early.mean(1), late.mean(1)
+
+
+Head = tuple[int, int]
+"""A head: its layer's number, and its index in the layer."""
+
+REPLACEMENTS: dict[str, Callable[[NumberedBatches], Replacement]] = {"zero": lambda _data: zero(), "mean": mean}
+"""Replacements of an ablated head's output by name: zeros, or its mean over the measured sequences."""
+
+INDUCTION = f"induction{RANDOM_SUFFIX}"
+
+TOKENS_OF_CHECK = 32
+"""Number of tokens on which it is checked that a model is causal."""
+
+
+def in_context_score(
+    model: nn.Module,
+    dataset: Texts | Iterable[Any],
+    *,
+    early: int = 50,
+    late: int = 500,
+    window: int = 32,
+    sequences: int = 3,
+    heads: Collection[Head] | None = None,
+    replacements: Collection[str] = ("zero",),
+    repeats: bool = True,
+    seed: int = 0,
+    out: str | Path | None = None,
+    force: bool = False,
+    progress: bool = False,
+    title: str | None = None,
+) -> InContextScores:
+    """Measure the in-context learning score of a causal model (Olsson et al. 2022): the loss at the token number `late`
+    minus the loss at the token number `early`. Measure also how the score changes without each head.
+
+        scores = hw.in_context_score(model, texts)
+        scores.score                            # of the unchanged model: value, sem, n
+        scores.table()                          # one row per head; `change_zero` is above 0 if the head helps
+
+    Olsson et al. use `window=1`. The defaults take about 9 minutes for SmolLM2 on 2 cores (docs/in-context.md).
+
+    Args:
+        model: a causal language model.
+        dataset: `Texts`, or batches with `input_ids` and, if padded, `attention_mask`; short sequences are left out.
+        early: number of the early token, counted from 1.
+        late: number of the late token.
+        window: number of tokens, the last of which has this number, over which each loss is averaged.
+        sequences: number of sequences, drawn at random, from as many documents as possible.
+        heads: heads `(layer, head)` to ablate; all by default. An empty collection measures the model alone.
+        replacements: what takes the place of a head's output: "zero", "mean" (over all measured tokens), or both.
+        repeats: also measure `induction_random`, as `hw.profile` does.
+        seed: seed of the choice of sequences.
+        out: folder in which an interrupted run resumes.
+        force: replace the results of another run in that folder.
+        progress: show a progress bar on standard error.
+        title: name of the model in the results.
+
+    Raises:
+        InputError: an argument cannot be used, no sequence is long enough, or the model is not causal.
+        MissingExtra: a package that `out`, `progress` or the data set needs is not installed.
+    """
+    require_module(model)
+    loss, has_repeats = InContextLoss(early, late, window), flag("repeats", repeats)
+    number, seed = whole_number("sequences", sequences, least=1), whole_number("seed", seed, least=0)
+    names, texts = _names(replacements), prepare_texts(dataset, model, out, shown=progress)
+    batch_size = 1 if device_of(model).type == "cpu" else ON_GPU
+    chosen = choose_sequences(texts, loss.late, number, seed, batch_size=batch_size)
+    start = {"input_ids": chosen.data.batches[0]["input_ids"][:1, :TOKENS_OF_CHECK].to(device_of(model))}
+    if (reason := why_not_causal(model, [start])) is not None:
+        raise InputError("model", expected="a causal language model", got=reason)
+    labels = _labels(model, start, heads)
+    units: Any = "heads" if heads is None else {name: [(each["layer"], each["head"])] for name, each in labels.items()}
+    effects: dict[str, list[MeanEstimate]] = {}
+    for name in names if labels else ():
+        replacement, folder = REPLACEMENTS[name](chosen.data), None if out is None else Path(out) / name
+        options: dict[str, Any] = {"out": folder, "force": force, "progress": progress, "title": title}
+        table = ablate(model, chosen.data, loss, replacement=replacement, units=units, **options)
+        costs = {row.name: row.statistics["cost"] for row in table.rows}
+        effects[CHANGE + name] = [costs[head] for head in labels]
+    if has_repeats and labels:
+        effects[INDUCTION] = _induction(model, texts, chosen.data, labels.values())
+    rows = tuple(
+        HeadRow(**label, statistics={name: of_heads[index] for name, of_heads in effects.items()})
+        for index, label in enumerate(labels.values())
+    )
+    stated = {"early": loss.early, "late": loss.late, "window": loss.window, "sequences": number, "seed": seed}
+    data = texts if isinstance(texts, Texts) else None
+    settings = run_settings(model, data, title, **stated, replacements=names)
+    return InContextScores(rows, {**settings, **_measured(model, loss, chosen)})
+
+
+def _names(replacements: Any) -> list[str]:
+    """Return the names of replacements, each once."""
+    if isinstance(replacements, str):
+        replacements = (replacements,)
+    names = list(dict.fromkeys(collection_of("replacements", replacements, of="names of replacements")))
+    if not names or any(name not in REPLACEMENTS for name in names):
+        raise InputError("replacements", expected=f"one or both of {', '.join(REPLACEMENTS)}", got=repr(replacements))
+    return names
+
+
+def _labels(model: nn.Module, batch: dict[str, Any], heads: Any) -> dict[str, dict[str, Any]]:
+    """Return the columns that identify each chosen head by the head's name, in the order of the model.
+
+    Raises:
+        InputError: the model has no such head, or one is named twice.
+    """
+    with evaluation_mode(model), torch.no_grad():
+        labels = [label for _, label in survey(model, lambda: call_model(model, batch)).head_labels()]
+    if heads is not None:
+        chosen, available = head_pairs("heads", heads), [(label["layer"], label["head"]) for label in labels]
+        for head in chosen:
+            if head not in available or chosen.count(head) > 1:
+                expected = "each head (layer, head) of the model once at most"
+                raise InputError("heads", expected=expected, got=head)
+        labels = [label for head, label in zip(available, labels, strict=True) if head in chosen]
+    return {f"{label['layer']}.{label['head']}": label for label in labels}
+
+
+def _induction(
+    model: nn.Module, texts: Any, data: NumberedBatches, labels: Iterable[dict[str, Any]]
+) -> list[MeanEstimate]:
+    """Return the attention of each chosen head to the tokens after earlier copies, on random tokens that repeat."""
+    is_text = isinstance(texts, Texts)
+    first: Any = Texts(["a b"], texts.tokenizer) if is_text else [{"input_ids": data.batches[0]["input_ids"][:1, :8]}]
+    found = {(row.layer, row.head): row.statistics[INDUCTION] for row in profile(model, first, repeats=True).heads}
+    return [found.get((label["layer"], label["head"]), NO_ESTIMATE) for label in labels]
+
+
+def _measured(model: nn.Module, loss: InContextLoss, chosen: "ChosenSequences") -> dict[str, Any]:
+    """Return the metadata of the measured sequences: the score of the unchanged model, its two losses, and sizes."""
+    device = device_of(model)
+    with evaluation_mode(model), torch.no_grad():
+        of_batches = [loss.losses(model, to_device(batch, device)) for batch in chosen.data]
+    early, late = (torch.cat(parts).double().tolist() for parts in zip(*of_batches, strict=True))
+    documents = chosen.data.document_numbers()
+    scores = [after - before for before, after in zip(early, late, strict=True)]
+    estimates = {"score": scores, "early_loss": early, "late_loss": late}
+    sizes = {"sequences": len(scores), "tokens": len(scores) * loss.late, "available": chosen.available}
+    return {name: MeanEstimate.of(values, documents)._asdict() for name, values in estimates.items()} | {
+        "measured": sizes | {"short": chosen.short}
+    }
+
+
+ON_GPU = 8
+"""Number of sequences in a batch on a GPU. On a CPU it is 1: larger batches are slower for each sequence there."""
+
+
+class _Sequence(NamedTuple):
+    """Token ids of the start of a sequence, and its document."""
+
+    ids: Int[Tensor, " tokens"]
+    document: int
+
+
+class ChosenSequences(NamedTuple):
+    """Sequences on which the score is measured.
+
+    Attributes:
+        data: batches of their token ids, all of the same length, with the document of each sequence.
+        available: number of sequences of the data set that are long enough.
+        short: number of sequences of the data set that are too short.
+    """
+
+    data: NumberedBatches
+    available: int
+    short: int
+
+
+def choose_sequences(
+    dataset: Texts | Iterable[Any], length: int, number: int, seed: int, *, batch_size: int
+) -> ChosenSequences:
+    """Draw sequences with at least `length` tokens from a data set, as many from different documents as possible, and
+    return the first `length` tokens of each, in the order of the data.
+
+    Raises:
+        InputError: the batches have other arguments than token ids and their padding, padding is between tokens, or no
+            sequence is long enough.
+    """
+    documents = documents_of(dataset)
+    found, count, longest = [], 0, 0
+    for ids in _sequences(dataset):
+        document = count if documents is None else documents[count]
+        count, longest = count + 1, max(longest, len(ids))
+        if len(ids) >= length:
+            found.append(_Sequence(ids[:length], document))
+    if not found:
+        got = "no sequence" if not count else f"{longest} in the longest one"
+        remedy = "use longer texts, or smaller early= and late="
+        raise InputError("dataset", expected=f"sequences of at least {length} tokens", got=got, remedy=remedy)
+    order = random.Random(seed).sample(range(len(found)), len(found))
+    earlier: Counter[int] = Counter()
+    ranks = {}
+    for index in order:
+        ranks[index] = earlier[found[index].document]
+        earlier[found[index].document] += 1
+    chosen = sorted(sorted(order, key=lambda index: ranks[index])[:number])
+    ids = torch.stack([found[index].ids for index in chosen])
+    data = NumberedBatches(
+        [{"input_ids": part} for part in torch.split(ids, batch_size)], [found[i].document for i in chosen]
+    )
+    return ChosenSequences(data, len(found), count - len(found))
+
+
+def _sequences(dataset: Texts | Iterable[Any]) -> Iterator[Int[Tensor, " tokens"]]:
+    """Yield the token ids of each sequence of a data set, without padding."""
+    for batch in iterate_batches(dataset):
+        name = POSITIONAL if POSITIONAL in batch else "input_ids"
+        ids, mask = batch.get(name), batch.get("attention_mask")
+        unknown = sorted(key for key in batch if key not in (name, "attention_mask"))
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or unknown:
+            expected = "batches with input_ids (batch, length) and attention_mask alone"
+            raise InputError("dataset", expected=expected, got=", ".join(batch))
+        is_real = torch.ones_like(ids, dtype=torch.bool)
+        if isinstance(mask, Tensor):
+            if mask.shape != ids.shape:
+                expected = f"an attention_mask of the shape of input_ids, {tuple(ids.shape)}"
+                raise InputError("dataset", expected=expected, got=tuple(mask.shape))
+            is_real = mask.bool()
+        for row, real in zip(ids.long().cpu(), is_real.cpu(), strict=True):
+            places = real.nonzero()[:, 0]
+            if len(places) and int(places[-1] - places[0]) >= len(places):
+                raise InputError("dataset", expected="padding before or after the tokens", got="padding between tokens")
+            yield row[places]
