@@ -9,6 +9,7 @@ from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
 from headwise.plots.canvas import (
     INK,
+    LINE_COLOURS,
     SOFT,
     add_colour_bar,
     axes_for,
@@ -17,7 +18,6 @@ from headwise.plots.canvas import (
     set_title,
     without_upper_frame,
 )
-from headwise.plots.received import LINE_COLOURS
 from headwise.statistics.registry import unit_of
 from headwise.wording import counted
 
