@@ -17,8 +17,7 @@ from headwise.monitoring.history import History, Row
 from headwise.monitoring.inner_model import inner_model
 from headwise.monitoring.observation import TrainingObserver, observed_training
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
-from headwise.runs.files import writable_folder
-from headwise.runs.lock import locked_folder
+from headwise.runs.files import locked_folder, writable_folder
 from headwise.statistics.registry import STATISTICS
 
 BY_DEFAULT = ("max_logit", "entropy", "first", "output_norm")
