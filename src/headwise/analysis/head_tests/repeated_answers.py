@@ -9,7 +9,7 @@ from torch import Tensor
 from headwise.analysis.head_tests.haystacks import Haystack
 from headwise.analysis.viewer import DISAGREEMENT
 from headwise.data.batches import device_of
-from headwise.data.special_tokens import SpecialTokens
+from headwise.data.tokenization import SpecialTokens
 from headwise.errors import InputError
 from headwise.shapes import Int
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headwise.data.special_tokens import SpecialTokens
+from headwise.data.tokenization import SpecialTokens
 from headwise.errors import InputError
 from headwise.shapes import Int
 
