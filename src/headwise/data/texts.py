@@ -263,11 +263,9 @@ class Texts:
             for _, document in numbered:
                 try:
                     document.text.encode()
-                except UnicodeEncodeError:  # half of a surrogate pair, which tokenizers cannot encode
-                    expected = "text that can be written as UTF-8"
-                    raise InputError(
-                        "data", expected=expected, got=f"half a character in {document.location}"
-                    ) from None
+                except UnicodeEncodeError:
+                    got = f"half a character in {document.location}"  # of a surrogate pair, which cannot be encoded
+                    raise InputError("data", expected="text that can be written as UTF-8", got=got) from None
             encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
             for ids, (number, document) in zip(encoded["input_ids"], numbered, strict=True):
                 if ids:
