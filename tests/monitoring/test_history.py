@@ -12,9 +12,9 @@ from trained_models import decoder, token_batches, train
 
 import headwise as hw
 import histories
+from headwise.monitoring.callbacks import step_scalars
 from headwise.monitoring.history import History
 from headwise.monitoring.monitor import monitor
-from headwise.monitoring.scalars import step_scalars
 
 
 def test_a_run_folder_has_the_history(tmp_path):
