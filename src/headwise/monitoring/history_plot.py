@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
 from headwise.plots.canvas import (
     INK,
@@ -18,6 +17,7 @@ from headwise.plots.canvas import (
     set_title,
     without_upper_frame,
 )
+from headwise.plots.kinds import require_heads
 from headwise.statistics.registry import unit_of
 from headwise.wording import counted
 
@@ -97,7 +97,9 @@ def draw_history(
         for head, steps, values in series
     ]
     if heads is not None:
-        chosen = _chosen({line.head for line in lines}, heads)
+        chosen = require_heads(heads, {line.head for line in lines}, "of the history")
+        if not chosen:
+            raise InputError("heads", expected="at least one head to plot", got="none")
         lines = [line for line in lines if line.head in chosen]
     axes = axes_for(ax, 7.2, 3.8)
     named = sorted(lines, key=lambda line: -line.change)[:MOST_NAMED]
@@ -125,19 +127,6 @@ def draw_history(
     left_out = f" ({missing} with NaN or infinite values)" if missing else ""
     set_title(axes, f"{statistic} of {counted(len(lines), 'head')}{left_out}", model)
     return axes
-
-
-def _chosen(available: set[tuple[int, int]], heads: Any) -> set[tuple[int, int]]:
-    """Return the heads in the argument `heads`, which must be among those that are available."""
-    chosen = set()
-    for head in collection_of("heads", heads, of="heads (layer, head)"):
-        pair = head_pair("heads", head, of="a collection of (layer, head)")
-        if pair not in available:
-            raise InputError("heads", expected="each a (layer, head) of the history", got=head)
-        chosen.add(pair)
-    if not chosen:
-        raise InputError("heads", expected="at least one head to plot", got="none")
-    return chosen
 
 
 def _draw_lines(axes: "Axes", lines: Sequence[Line], named: set[tuple[int, int]]) -> Any:

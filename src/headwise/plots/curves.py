@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headwise.checks import collection_of, head_pair
-from headwise.errors import InputError
 from headwise.plots.canvas import (
     LINE_COLOURS,
     add_colour_bar,
@@ -17,6 +15,7 @@ from headwise.plots.canvas import (
     set_title,
     without_upper_frame,
 )
+from headwise.plots.kinds import require_heads
 from headwise.plots.points import standard_errors
 from headwise.wording import counted
 
@@ -169,9 +168,4 @@ def chosen_heads(received: Mapping[tuple[int, int], Sequence[float]], heads: Any
     """
     if heads is None:
         return dict(received)
-    of = "a collection of (layer, head)"
-    chosen = [head_pair("heads", head, of=of) for head in collection_of("heads", heads, of="heads (layer, head)")]
-    for head in chosen:
-        if head not in received:
-            raise InputError("heads", expected="each a (layer, head) with received attention", got=head)
-    return {head: received[head] for head in chosen}
+    return {head: received[head] for head in require_heads(heads, received, "with received attention")}

@@ -1,10 +1,11 @@
 """Kinds of plots of a result: choice of a kind by its name, and the kinds that every table of heads has."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
 from headwise.plots.canvas import axis_label
 from headwise.plots.matrices import draw_heatmap
@@ -77,6 +78,18 @@ def require_name(argument: str, name: Any, names: Mapping[str, Any], remedies: M
         remedy = (remedies or {}).get(name) if isinstance(name, str) else None
         raise InputError(argument, expected=f"one of {', '.join(names)}", got=repr(name), remedy=remedy)
     return name
+
+
+def require_heads(heads: Any, available: Container[tuple[int, int]], described: str) -> list[tuple[int, int]]:
+    """Return the heads `(layer, head)` of the option `heads` as a list; raise `InputError` if it is not a collection of
+    heads, or has one that is not among those that are available, which `described` describes in the message.
+    """
+    of = "a collection of (layer, head)"
+    pairs = [head_pair("heads", head, of=of) for head in collection_of("heads", heads, of="heads (layer, head)")]
+    for pair in pairs:
+        if pair not in available:
+            raise InputError("heads", expected=f"each a (layer, head) {described}", got=pair)
+    return pairs
 
 
 @dataclass(frozen=True, kw_only=True)

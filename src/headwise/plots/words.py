@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
 from headwise.plots.canvas import (
     INK,
@@ -21,7 +20,7 @@ from headwise.plots.canvas import (
     set_title,
 )
 from headwise.plots.curves import chosen_heads, draw_received
-from headwise.plots.kinds import HeadNumbers, Kind
+from headwise.plots.kinds import HeadNumbers, Kind, require_heads
 from headwise.plots.roles import role_style
 from headwise.shapes import Float, Int
 from headwise.wording import counted
@@ -112,15 +111,11 @@ class ViewedHeads:
         Raises:
             InputError: `heads` is empty or None, or there is no such head.
         """
-        expected = "a collection of (layer, head)"
-        pairs = [] if heads is None else list(collection_of("heads", heads, of="heads (layer, head)"))
-        if not pairs:
-            raise InputError("heads", expected=expected, got="none", remedy="such as heads=[(0, 2)]")
         by_place = {(head.layer, head.head): head for head in self.heads}
-        pairs = [head_pair("heads", pair, of=expected) for pair in pairs]
-        for pair in pairs:
-            if pair not in by_place:
-                raise InputError("heads", expected="each a (layer, head) of this view", got=pair)
+        pairs = [] if heads is None else require_heads(heads, by_place, "of this view")
+        if not pairs:
+            expected = "a collection of (layer, head)"
+            raise InputError("heads", expected=expected, got="none", remedy="such as heads=[(0, 2)]")
         return [by_place[pair] for pair in pairs]
 
     def _draw_pattern(self, heads: Any = None, *, ax: Any = None) -> "Axes":
