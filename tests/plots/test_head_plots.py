@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import headwise as hw
-from headwise.plots.canvas import layer_colours, tick_step
+from headwise.plots.canvas import LINE_COLOURS, layer_colours, tick_step
 from headwise.plots.curves import draw_received
 from headwise.plots.matrices import draw_heatmap, draw_similarity
 from headwise.plots.points import PlottedNumbers, draw_ranking, draw_scatter

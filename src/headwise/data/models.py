@@ -330,7 +330,9 @@ def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    packaged, similar = PACKAGED.get(name), None
+    packaged = PACKAGED.get(name)
+    similar: str | None = None
+    remedy: str | None
     if packaged is not None:
         hub_id, remedy = packaged.hub, packaged.install
         expected = f"the package of {name} ({packaged.requirement.partition('=')[0]}), or {hub_id} on the hub"

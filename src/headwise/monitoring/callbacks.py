@@ -50,8 +50,8 @@ class TrainingCallback:
         on_alarm: OnAlarm | None = None,
         log_heads: LogHeads = 4,
     ) -> None:
-        options = {"every": every, "statistics": statistics, "sequences": sequences, "layers": layers, "out": out}
-        self._options: dict[str, Any] = options | {"alarms": alarms, "on_alarm": on_alarm}
+        self._options: dict[str, Any] = {"every": every, "statistics": statistics, "sequences": sequences}
+        self._options |= {"layers": layers, "out": out, "alarms": alarms, "on_alarm": on_alarm}
         monitor(nn.Identity(), **self._options)  # raises an error for options that cannot be used
         self._log_heads = _heads_to_log(log_heads)
         self._monitor: Monitor | None = None

@@ -125,17 +125,17 @@ def draw_scatter(
     style: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.4, "zorder": 2}
     if roles is None:
         layers = [heads[index][0] for index in shown]
-        limits = {"vmin": min(layers), "vmax": max(layers)}
-        points = axes.scatter(x_values, y_values, c=layers, cmap=layer_colours(), s=22, **limits, **style)
+        style |= {"vmin": min(layers), "vmax": max(layers), "cmap": layer_colours()}
+        points = axes.scatter(x_values, y_values, c=layers, s=22, **style)
         if len(set(layers)) > 1:
             add_colour_bar(axes, points, "layer")
     else:
         for role in in_legend_order(roles[index] for index in shown):
             members = [index for index in shown if roles[index] == role]
-            of_members = ([numbers.values[index] for index in members] for numbers in (x, y))
+            x_values, y_values = ([numbers.values[index] for index in members] for numbers in (x, y))
             look = role_style(role)
             style |= {"marker": look.marker, "color": look.colour, "label": f"{role} ({len(members)})"}
-            axes.scatter(*of_members, s=34, **style)
+            axes.scatter(x_values, y_values, s=34, **style)
         put_legend_right(axes)
     sizes = y.values if named_by is None else named_by
     for index in sorted(shown, key=lambda index: -abs(sizes[index]))[:top]:
