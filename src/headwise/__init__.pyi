@@ -133,13 +133,13 @@ from headwise.intercept.site import Site as Site
 from headwise.intercept.watch import watch as watch
 from headwise.monitoring.alarms import Alarm as Alarm
 from headwise.monitoring.alarms import AlarmLimits as AlarmLimits
+from headwise.monitoring.callbacks import LightningMonitor as LightningMonitor
+from headwise.monitoring.callbacks import MonitorCallback as MonitorCallback
 from headwise.monitoring.history import History as History
-from headwise.monitoring.lightning_callback import LightningMonitor as LightningMonitor
 from headwise.monitoring.monitor import Monitor as Monitor
 from headwise.monitoring.monitor import monitor as monitor
 from headwise.monitoring.qk_clip import ClippedHead as ClippedHead
 from headwise.monitoring.qk_clip import qk_clip as qk_clip
-from headwise.monitoring.trainer_callback import MonitorCallback as MonitorCallback
 from headwise.nn.differential import DifferentialAttention as DifferentialAttention
 from headwise.nn.latent import LatentAttention as LatentAttention
 from headwise.nn.linear_engine import explain_linear as explain_linear

@@ -11,6 +11,9 @@ LOSSES = {"next-token": "causal", "masked-token": "masked", "embedding": None}
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 """Data types of weights that the command line accepts."""
 
+DOCUMENT_MODES = ("whole", "truncate", "cut", "pack")
+"""Modes by which documents become sequences of limited length; `Texts` describes them."""
+
 FOCUS_KINDS = ("received", "exchanged")
 """Attention that `View.find` ranks heads by: what words receive from others, or exchange."""
 

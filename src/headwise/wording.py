@@ -1,9 +1,17 @@
-"""Words for numbers, in output and messages."""
+"""Words for numbers, in output and messages, and texts without passwords."""
 
 import math
+import re
 
 UNKNOWN = "\N{EN DASH}"
 """Text of an unknown number, such as the mean of no samples."""
+
+HIDDEN = "***"
+"""Text that takes the place of a password."""
+
+PASSWORDS = re.compile(r"(?P<before>://[^\s/:@'\"]*:)[^\s'\"]+(?=@)|(?P<name>[?&](?:password|passwd|pwd)=)[^\s'\"&]+")
+"""A password in a URL, as in `postgresql://user:secret@host` or `postgresql://host?password=secret`. A password may
+contain `@`: it ends at the last `@` before a blank or quote."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -19,3 +27,21 @@ def number(value: float | None, form: str = "z.4f") -> str:
 def quotient(value: float, form: str) -> str:
     """Return a quotient as text, and a dash for an unknown or infinite one, whose divisor is unknown or 0."""
     return number(value if math.isfinite(value) else None, form)
+
+
+def without_passwords(text: str) -> str:
+    """Return a text in which the password of every URL, such as `postgresql://user:secret@host`, is replaced by
+    `***`.
+    """
+    return PASSWORDS.sub(lambda match: (match["before"] or match["name"]) + HIDDEN, text)
+
+
+def without_passwords_of(url: str, text: str) -> str:
+    """Return a text in which the passwords in `url`, and their parts between `@`, are replaced by `***` wherever they
+    occur.
+    """
+    for match in PASSWORDS.finditer(url):
+        password = match[0].removeprefix(match["before"] or match["name"])
+        for part in sorted({password, *password.split("@")} - {""}, key=len, reverse=True):
+            text = text.replace(part, HIDDEN)
+    return text

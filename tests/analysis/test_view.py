@@ -325,7 +325,7 @@ def bytes_tokenizer():
 
 @pytest.mark.parametrize("word", JOINED)
 def test_a_character_that_readers_see_as_one_is_in_one_word(word):
-    from headwise.data.decoded_words import decoded_words
+    from headwise.data.tokenization import decoded_words
 
     tokenizer = bytes_tokenizer()
     words, word_of = words_of(tokenizer, f"a {word} b")

@@ -99,7 +99,7 @@ def test_a_folder_without_history_or_steps_is_one_sentence(folder, headwise, tmp
 
 
 def test_the_training_may_write_meanwhile(folder, headwise):
-    from headwise.runs.lock import locked_folder
+    from headwise.runs.files import locked_folder
 
     with locked_folder(folder):
         (folder / "steps" / "000000000100.parquet.part").write_bytes(b"PAR1")

@@ -8,8 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import headwise as hw
-from headwise.intercept.eager_softmax import NOT_AVERAGES
-from headwise.intercept.refusals import HEADS_CONTRADICT, HEADS_SEPARATE, HEADS_UNKNOWN, NOT_OVER_KEYS, NOT_SEEN
+from headwise.intercept.refusals import (
+    HEADS_CONTRADICT,
+    HEADS_SEPARATE,
+    HEADS_UNKNOWN,
+    NOT_AVERAGES,
+    NOT_OVER_KEYS,
+    NOT_SEEN,
+)
 
 HEADS, VALUE_DIM, LENGTH = 3, 5, 11
 WIDTH = HEADS * VALUE_DIM

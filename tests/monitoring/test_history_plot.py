@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 import headwise as hw
-from headwise.plots.received import LINE_COLOURS
+from headwise.plots.canvas import LINE_COLOURS
 from histories import history, rows
 
 NAN, INF = math.nan, math.inf

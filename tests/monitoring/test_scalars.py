@@ -5,7 +5,7 @@ import math
 import pytest
 
 from headwise.monitoring.alarms import AlarmLimits
-from headwise.monitoring.scalars import MOST_ALARMS, step_scalars
+from headwise.monitoring.callbacks import MOST_ALARMS, step_scalars
 from histories import history
 
 NAN = math.nan

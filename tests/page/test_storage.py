@@ -13,10 +13,9 @@ import torch
 import headwise as hw
 import tiny
 from headwise.analysis.page import page_contents
-from headwise.page import row_storage
+from headwise.page import page_json as page_json_module
 from headwise.page.contents import AllWeights, HeadAttention, LargestWeights, VisibleKeys
-from headwise.page.encoding import angular
-from headwise.page.page_json import page_json
+from headwise.page.page_json import angular, page_json, stored_rows
 from headwise.page.write import page_html
 
 
@@ -75,22 +74,22 @@ def heads_with(weights, keys=None):
 
 def test_all_weights_are_stored_if_there_are_few():
     weights = torch.rand(3, 5, 7).softmax(-1)
-    for stored, expected in zip(row_storage.stored_rows(heads_with(weights)), weights, strict=True):
-        assert stored.storage == "dense"
-        found = decoded(struct.unpack("<35H", stored.data), 65535)
+    for (storage, data), expected in zip(stored_rows(heads_with(weights)), weights, strict=True):
+        assert storage == "dense"
+        found = decoded(struct.unpack("<35H", data), 65535)
         numpy.testing.assert_allclose(found, expected.flatten().double().numpy(), atol=1.3e-5)
 
 
 @pytest.mark.parametrize("keys", [None, 70_000])
 def test_the_largest_weights_are_stored_if_there_are_many(monkeypatch, keys):
-    monkeypatch.setattr(row_storage, "DENSE_WEIGHTS", 1)
-    monkeypatch.setattr(row_storage, "LISTED_WEIGHTS", 3 * 5 * 4)
+    monkeypatch.setattr(page_json_module, "DENSE_WEIGHTS", 1)
+    monkeypatch.setattr(page_json_module, "LISTED_WEIGHTS", 3 * 5 * 4)
     weights = (torch.rand(3, 5, 47) * 4).softmax(-1)
     weights[1, 2] = 0  # a row without a visible key
-    stored = row_storage.stored_rows(heads_with(weights, keys))
+    stored = stored_rows(heads_with(weights, keys))
     listed = []
-    for each, expected in zip(stored, weights, strict=True):
-        rows, totals = rows_of(each.data, 5, keys or 47)
+    for (_, data), expected in zip(stored, weights, strict=True):
+        rows, totals = rows_of(data, 5, keys or 47)
         numpy.testing.assert_allclose(totals, expected.sum(-1).numpy(), atol=2e-5)
         for row, truth in zip(rows, expected, strict=True):
             assert len(row) >= 2 * bool(truth.any())  # half of the budget is the same for all queries
@@ -107,7 +106,7 @@ def test_listed_and_dense_weights_of_a_view_are_the_same_page_numbers(monkeypatc
     model, tokenizer = tiny.model("decoder"), tiny.tokenizer("decoder")
     (text,) = tiny.texts(53)
     dense, listed = (hw.view(model, tokenizer, text, keep_all=keep) for keep in (64, 0))
-    monkeypatch.setattr(row_storage, "DENSE_WEIGHTS", 1)
+    monkeypatch.setattr(page_json_module, "DENSE_WEIGHTS", 1)
     for seen in (dense, listed):
         values, arrays = page_json(page_contents([seen]))
         for index, head in enumerate(dense.heads):
@@ -179,7 +178,7 @@ def test_weights_beyond_the_listed_ones_are_not_invented():
     weights = torch.tensor([[0.5, 0.25, 0.0, 0.0, 0.0]] * 3)
     largest = LargestWeights(keys, weights, torch.full((3,), 0.9))
     head = HeadAttention(0, 0, 9, torch.ones(1, 1), largest, seen_from_the_start(3, 9))
-    (stored,) = row_storage.stored_rows([head])
-    rows, totals = rows_of(stored.data, 3, 9)
+    ((_, data),) = stored_rows([head])
+    rows, totals = rows_of(data, 3, 9)
     assert [sorted(row) for row in rows] == [[0, 1]] * 3
     assert totals == pytest.approx([0.9] * 3, abs=1e-4)

@@ -11,16 +11,12 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import headwise as hw
-from headwise.plots.canvas import layer_colours, tick_step
-from headwise.plots.heatmap import draw_heatmap
-from headwise.plots.pattern import draw_pattern
-from headwise.plots.ranking import draw_ranking
-from headwise.plots.received import LINE_COLOURS, draw_received
-from headwise.plots.role_colours import ROLE_STYLES, UNKNOWN_ROLE, role_style
-from headwise.plots.role_counts import draw_role_counts
-from headwise.plots.role_grid import draw_role_grid
-from headwise.plots.scatter import PlottedNumbers, draw_scatter
-from headwise.plots.similarity import draw_similarity
+from headwise.plots.canvas import LINE_COLOURS, layer_colours, tick_step
+from headwise.plots.curves import draw_received
+from headwise.plots.matrices import draw_heatmap, draw_similarity
+from headwise.plots.points import PlottedNumbers, draw_ranking, draw_scatter
+from headwise.plots.roles import ROLE_STYLES, UNKNOWN_ROLE, draw_role_counts, draw_role_grid, role_style
+from headwise.plots.words import draw_pattern
 
 NAN, INF = math.nan, math.inf
 THREE_LAYERS = {

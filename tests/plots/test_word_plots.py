@@ -6,8 +6,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import headwise as hw
-from headwise.plots.pattern import draw_pattern, group_labels
-from headwise.plots.word_lines import MIN_WEIGHT, HeadLines, draw_word_lines
+from headwise.plots.roles import role_style
+from headwise.plots.words import MIN_WEIGHT, ViewedHead, draw_pattern, draw_word_lines, group_labels
 
 WORDS = ["[CLS]", "a", "$x$ and $y$", "[SEP]", "a word that is longer than eighteen"]
 
@@ -40,16 +40,21 @@ def test_rows_of_a_pooled_pattern_are_labelled_by_their_first_words():
     assert "group of words" in axes.figure.axes[1].get_ylabel()
 
 
-def lines(title: str, keys: list[list[int]], weights: list[list[float]]) -> HeadLines:
-    """Return the strongest weights of a head with orange lines."""
-    return HeadLines(
+def lines(title: str, keys: list[list[int]], weights: list[list[float]]) -> ViewedHead:
+    """Return an induction head with these strongest weights."""
+    return ViewedHead(
+        layer=0,
+        head=0,
         title=title,
-        colour="#d55e00",
+        role="induction",
+        means={},
         queries=WORDS[:3],
         keys=WORDS[:4],
         special=[True, False, False],
+        picture=torch.zeros(3, 4),
         top_keys=torch.tensor(keys),
         top_weights=torch.tensor(weights),
+        received=torch.zeros(4),
     )
 
 
@@ -61,7 +66,7 @@ def test_lines_connect_words_with_weights_of_3_percent_or_more():
     assert drawn == [[0, 1], [0, 0], [1, 1], [2, 0], [0, 2], [1, 2], [2, 2]]
     widths = [line.get_linewidth() for line in axes.lines if len(line.get_xdata()) == 2]
     assert widths == pytest.approx([2.6, 1.5, 0.95, 1.5, 2.05, 2.05, 2.05])
-    assert {to_hex(line.get_color()) for line in axes.lines} == {"#d55e00"}
+    assert {to_hex(line.get_color()) for line in axes.lines} == {role_style("induction").colour}
     texts = [text.get_text() for text in axes.texts]
     assert texts.count("$x$ and $y$") == 4
     assert [text for text in texts if text not in WORDS] == ["0.1", "costs $1 or $2"]

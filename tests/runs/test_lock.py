@@ -13,8 +13,8 @@ import pytest
 
 import headwise as hw
 import tiny
-from headwise.runs.lock import LOCK_FILE, locked_folder
-from headwise.runs.secrets import without_passwords, without_passwords_of
+from headwise.runs.files import LOCK_FILE, locked_folder
+from headwise.wording import without_passwords, without_passwords_of
 from profile_runs import contents, run, texts
 
 pytestmark = pytest.mark.usefixtures("as_user")

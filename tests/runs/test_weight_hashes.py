@@ -9,8 +9,7 @@ from torch import nn
 
 import headwise as hw
 from headwise.data.batches import digest_of
-from headwise.runs.fingerprint import attention_digest, identity_of, run_settings
-from headwise.runs.weight_hashes import BLOCK, hashed_state
+from headwise.runs.fingerprint import BLOCK, attention_digest, hashed_state, identity_of, run_settings
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.int64, torch.bool)
 

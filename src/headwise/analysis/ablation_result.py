@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 from headwise.analysis.document_effects import OUTLIER_SCORE, DocumentEffects, modified_z
 from headwise.checks import whole_number
 from headwise.errors import InputError, require
-from headwise.plots.head_numbers import standard_errors
 from headwise.plots.kinds import Kind, plot_kind, require_name
-from headwise.plots.ranking import draw_ranking
-from headwise.plots.scatter import PlottedNumbers
+from headwise.plots.points import PlottedNumbers, draw_ranking, standard_errors
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate, Row
 from headwise.runs.table import RowT, Table

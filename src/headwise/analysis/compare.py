@@ -12,8 +12,7 @@ from headwise.analysis.profile import Profile, ProfiledHead
 from headwise.checks import collection_of
 from headwise.errors import InputError, require
 from headwise.page.notebook import notebook_html
-from headwise.plots.head_numbers import HeadNumbers
-from headwise.plots.kinds import Kind, plot_kind
+from headwise.plots.kinds import HeadNumbers, Kind, plot_kind
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.significance import ROUNDING, false_discovery_rates, has_no_variance, p_values
 from headwise.runs.table import require_statistic

@@ -11,8 +11,7 @@ from torch import Tensor
 from headwise.analysis.head_view import ViewedText
 from headwise.analysis.viewer import DISAGREEMENT
 from headwise.data.batches import is_encoder_decoder
-from headwise.data.decoded_words import decoded_words
-from headwise.data.tokenization import EncodedText, max_input_tokens, require_text
+from headwise.data.tokenization import EncodedText, decoded_words, max_input_tokens, require_text
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from headwise.analysis.nonfinite import nonfinite_error
 from headwise.checks import require_module, token_ids
 from headwise.data.batches import call_model, device_of, evaluation_mode, to_device
-from headwise.data.special_tokens import SpecialTokens, special_ids
 from headwise.data.texts import Texts
-from headwise.data.tokenization import text_model
+from headwise.data.tokenization import SpecialTokens, special_ids, text_model
 from headwise.errors import InputError
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import SiteKey

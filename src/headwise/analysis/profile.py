@@ -24,7 +24,7 @@ from headwise.errors import InputError
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
 from headwise.page.contents import Contents
-from headwise.plots.head_numbers import HeadNumbers
+from headwise.plots.kinds import HeadNumbers
 from headwise.progress import progress_bar, shown_progress
 from headwise.runs.data_pass import SiteProgress
 from headwise.runs.fingerprint import attention_digest

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headwise.analysis.visible_weights import VisibleWeights, largest
 from headwise.page.contents import AllWeights, HeadAttention, LargestWeights, VisibleKeys
-from headwise.page.row_storage import LISTED_KEYS
+from headwise.page.page_json import LISTED_KEYS
 from headwise.shapes import Bool, Float, Int
 
 TILES = 64

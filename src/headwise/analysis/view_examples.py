@@ -11,10 +11,8 @@ from headwise.analysis.view_result import View
 from headwise.analysis.view_set import ViewSet
 from headwise.checks import require_module, whole_number
 from headwise.data.batches import device_of, evaluation_mode
-from headwise.data.decoded_words import decoded_words
-from headwise.data.special_tokens import SpecialTokens
 from headwise.data.texts import Texts
-from headwise.data.tokenization import text_model
+from headwise.data.tokenization import SpecialTokens, decoded_words, text_model
 from headwise.errors import InputError
 from headwise.intercept.model_name import model_name
 from headwise.progress import progress_bar

@@ -15,7 +15,7 @@ from headwise.data.tokenization import Word
 from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity
 from headwise.plots.kinds import plot_kind
-from headwise.plots.viewed_heads import ViewedHead, ViewedHeads
+from headwise.plots.words import ViewedHead, ViewedHeads
 from headwise.statistics.columns import column_named
 from headwise.statistics.registry import STATISTICS
 from headwise.wording import counted

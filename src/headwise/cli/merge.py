@@ -39,8 +39,7 @@ def merge(
     """
     from headwise.compression.parameter_counts import parameters_before_and_after
     from headwise.compression.recipe.whole_model import load_whole_model
-    from headwise.runs.files import require_outside_data
-    from headwise.runs.folders import require_new_folder
+    from headwise.runs.files import require_new_folder, require_outside_data
     from headwise.show.smaller_models import merge_records, print_merge
 
     require_outside_data(out, data)

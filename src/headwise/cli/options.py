@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headwise.cli.quantities import choice, path
-from headwise.data.document_modes import DOCUMENT_MODES
-from headwise.settings import DTYPES, LOSSES
+from headwise.settings import DOCUMENT_MODES, DTYPES, LOSSES
 
 if TYPE_CHECKING:
     import torch

@@ -106,8 +106,7 @@ def prune(
     from headwise.compression.recipe.whole_model import load_whole_model
     from headwise.compression.saving import write_model
     from headwise.compression.scores.named_scores import require_scores
-    from headwise.runs.files import require_outside_data
-    from headwise.runs.folders import new_folder, require_new_folder
+    from headwise.runs.files import new_folder, require_new_folder, require_outside_data
     from headwise.show.smaller_models import plan_records, print_plan
 
     require_outside_data(out, data)

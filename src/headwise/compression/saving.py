@@ -7,7 +7,7 @@ from torch import nn
 
 from headwise.checks import require_module
 from headwise.errors import InputError
-from headwise.runs.folders import new_folder
+from headwise.runs.files import new_folder
 
 
 def save_model(model: nn.Module, tokenizer: Any, folder: str | Path, *, force: bool = False) -> None:

@@ -50,10 +50,8 @@ def converted_folder(file: Path, save: Callable[[Path], None]) -> Path | None:
         MissingExtra: filelock or platformdirs is not installed.
     """
     filelock = require("filelock", purpose="the cache of converted models", extra="gguf")
-    with file.open("rb") as opened:
-        content = hashlib.file_digest(opened, "sha256").hexdigest()
     versions = [FORMAT, version("transformers"), version("gguf")]
-    key = hashlib.sha256(json.dumps([content, *versions]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([_hash(file), *versions]).encode()).hexdigest()[:16]
     cache = cache_folder()
     folder = cache / "models" / f"{file.stem}-{key}"
     try:

@@ -56,7 +56,15 @@ def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,))
     """
     for file in list_files(source):
         try:
-            yield from _read_file(file, column, types)
+            if file.suffix == ".parquet":
+                yield from _read_parquet(file, column, types)
+            elif file.suffix in JSON_LINES:
+                for row, location in read_json_lines(file):
+                    yield _document_of_row(row, column, location, types)
+            elif file.suffix in SEPARATORS:
+                yield from _read_csv(file, column, SEPARATORS[file.suffix])
+            else:
+                yield Document(_decode(file.read_bytes(), file, offset=0), str(file))
         except OSError as error:
             raise _unreadable(file, error) from None
 
@@ -98,54 +106,20 @@ def list_files(source: str | Path) -> list[Path]:
             return [path]
     except OSError as error:  # the path is too long
         raise _unreadable(path, error) from None
-    files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
     if not files:
         raise InputError("data", expected="a folder with files", got=f"none in {source}")
     return files
-
-
-def require_unicode(document: Document) -> None:
-    """Raise an `InputError` if a document's text contains half of a surrogate pair, which tokenizers cannot encode."""
-    try:
-        document.text.encode()
-    except UnicodeEncodeError:
-        raise InputError(
-            "data", expected="text that can be written as UTF-8", got=f"half a character in {document.location}"
-        ) from None
 
 
 def _unreadable(file: Path, error: Exception) -> InputError:
     """Return the `InputError` for a file that cannot be read, with the original exception's reason on one line."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return InputError("data", expected=f"a file {str(file)!r} that can be read", got=reason)
-
-
-def _is_hidden(path: Path) -> bool:
-    """Return True if the name of any folder in a path, or of the file itself, starts with a dot."""
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _read_file(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield the documents of one file, whose suffix determines the format. A Parquet or CSV file has one document per
-    row, a JSON lines file has one per line that is not blank, and any other file is one document of plain text. Except
-    in plain text, the text is the value in `column`, of one of the Python types `types`, converted to a string.
-    """
-    if file.suffix == ".parquet":
-        yield from _read_parquet(file, column, types)
-    elif file.suffix in JSON_LINES:
-        yield from _read_json_lines(file, column, types)
-    elif file.suffix in SEPARATORS:
-        yield from _read_csv(file, column, SEPARATORS[file.suffix])
-    else:
-        yield Document(_decode(file.read_bytes(), file, offset=0), str(file))
-
-
-def _read_json_lines(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield one document for each line of a JSON lines file; blank lines are skipped. Each line is a JSON object. The
-    text is the value under the key `column`, of one of the Python types `types`, converted to a string.
-    """
-    for row, location in read_json_lines(file):
-        yield _document_of_row(row, column, location, types)
 
 
 def _read_csv(file: Path, column: str, separator: str) -> Iterator[Document]:
@@ -183,7 +157,16 @@ def read_json_lines(file: Path) -> Iterator[tuple[Any, str]]:
         for number, line in enumerate(lines, 1):
             if not line.isspace():
                 location = f"line {number} of {file}"
-                yield _parse_json(_decode(line, file, offset), location), location
+                text = _decode(line, file, offset)
+                try:
+                    value = json.loads(text)
+                except json.JSONDecodeError as error:
+                    reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+                    raise InputError("data", expected=f"JSON in {location}", got=reason) from None
+                except (ValueError, RecursionError):
+                    reason = "a number or nesting beyond the limits"  # of Python
+                    raise InputError("data", expected=f"JSON in {location}", got=reason) from None
+                yield value, location
             offset += len(line)
 
 
@@ -215,33 +198,14 @@ def _decode(data: bytes, file: Path, offset: int) -> str:
     """Decode `data`, the bytes of a file or of one line of it, as UTF-8 text, with or without a byte-order mark. Raise
     `InputError` for a null byte (a binary file) or invalid UTF-8. For the error message, `offset` is the position of
     `data` in the file, in bytes.
-
-    Args:
-        data: the bytes of a file or of a line in it.
-        file: named in the error message.
-        offset: position of the bytes in the file, for the error message.
     """
     if b"\0" in data:
         raise InputError("data", expected=f"text in {file}", got="a binary file")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(
-            "data", expected=f"UTF-8 in {file}", got=f"another byte at offset {offset + error.start}"
-        ) from None
-
-
-def _parse_json(line: str, location: str) -> Any:
-    """Parse a line of JSON and return its value. Raise `InputError` if the line is not valid JSON, or has a number or a
-    depth of nesting beyond the limits of Python.
-    """
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
-        raise InputError("data", expected=f"JSON in {location}", got=reason) from None
-    except (ValueError, RecursionError):
-        raise InputError("data", expected=f"JSON in {location}", got="a number or nesting beyond the limits") from None
+        got = f"another byte at offset {offset + error.start}"
+        raise InputError("data", expected=f"UTF-8 in {file}", got=got) from None
 
 
 def _document_of_row(row: Any, column: str, location: str, types: ColumnTypes = (str,)) -> Document:

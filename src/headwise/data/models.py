@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -29,7 +29,6 @@ TOKENIZER_FILES = (
     "spiece.model",
 )
 """Files of tokenizers; a folder with a tokenizer has at least one of them."""
-
 
 AUTO_CLASSES = {None: "AutoModel", "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
 """The class of `transformers` that loads a model with each kind of language-model head, or without one."""
@@ -135,15 +134,10 @@ class ModelSource:
         try:
             return self.tokenizer()
         except InputError:
-            if self.is_gguf or self._reads_tokens():
+            names = [""] if self.is_gguf else self.config().architectures or [""]
+            if getattr(getattr(_transformers(), names[0], None), "main_input_name", "input_ids") == "input_ids":
                 raise
             return None
-
-    def _reads_tokens(self) -> bool:
-        """Return True if the main input of the model is token ids, or is not known."""
-        transformers = require("transformers", purpose="loading a model", extra="hf")
-        names = self.config().architectures or [""]
-        return getattr(getattr(transformers, names[0], None), "main_input_name", "input_ids") == "input_ids"
 
     def model(self, lm_head: str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
         """Return the model in evaluation mode. `lm_head` is the kind of its language-model head, "causal" or "masked",
@@ -154,42 +148,37 @@ class ModelSource:
             InputError: the model cannot be loaded, or weights are missing or have other shapes.
             MissingExtra: `transformers` is not installed.
         """
+        transformers, name = _transformers(), AUTO_CLASSES.get(lm_head, "")
+        if lm_head == SAVED and self.is_gguf:
+            name = AUTO_CLASSES["causal"]
+        elif lm_head == SAVED:
+            name = (self.config().architectures or ["none in its configuration"])[0]
+            saved = getattr(transformers, name, None)
+            if not (isinstance(saved, type) and issubclass(saved, nn.Module)):
+                raise InputError("model", expected=f"a class of transformers that {self.name!r} names", got=name)
+        elif lm_head is not None and not (self.is_gguf and lm_head == "causal"):
+            config = self.config()
+            if type(config) not in getattr(transformers, name)._model_mapping:
+                kind = f"a {config.model_type} model"
+                raise self._lacks_head(lm_head, f"{kind}, for which transformers has no such head")
         types: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-        name = self._saved_class() if lm_head == SAVED else AUTO_CLASSES[lm_head]
-        self._require_head(lm_head)
         # Mismatched sizes are in the report, and in the error of `transformers` they are not.
         options = types | {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, report = self._from_pretrained("model", name, **options)
         self._require_all_weights(report, lm_head, f"{model.base_model_prefix}.")
-        quantizer = getattr(model, "hf_quantizer", None)
-        if self.is_gguf and quantizer is not None:
-            quantizer.remove_quantization_config(model)  # the weights are plain numbers, and can be saved as such
         if self.is_gguf:
+            if getattr(model, "hf_quantizer", None) is not None:
+                # The weights are plain numbers, and can be saved as such.
+                model.hf_quantizer.remove_quantization_config(model)
             model.name_or_path = model.config.name_or_path = self.location  # not the cache folder
-        if lm_head is None and not self.is_gguf:
-            self._warn_of_head(model)
+        elif lm_head is None and has_record(model.config) and self.lm_head() is None:
+            # Heads of the saved model were removed, so that plain `transformers` cannot load it with its own head.
+            names = self.config().architectures or [type(model).__name__]
+            if type(model).__name__ not in names:
+                remedy = f"hw.load({self.name!r}, {SAVED!r}) loads it"
+                warnings.warn(f"the head of the saved {names[0]} is not loaded; {remedy}", stacklevel=3)
         loaded: nn.Module = model.eval()
         return loaded
-
-    def _saved_class(self) -> str:
-        """Return the name of the class of `transformers` that the model was saved as."""
-        if self.is_gguf:
-            return str(AUTO_CLASSES["causal"])
-        transformers = require("transformers", purpose="loading a model", extra="hf")
-        names = self.config().architectures or ["none in its configuration"]
-        saved = getattr(transformers, names[0], None)
-        if not (isinstance(saved, type) and issubclass(saved, nn.Module)):
-            raise InputError("model", expected=f"a class of transformers that {self.name!r} names", got=names[0])
-        return str(names[0])
-
-    def _require_head(self, lm_head: str | None) -> None:
-        """Raise `InputError` if `transformers` has no language-model head of a kind for models of this architecture."""
-        if lm_head in (None, SAVED) or (self.is_gguf and lm_head == "causal"):
-            return
-        transformers = require("transformers", purpose="loading a model", extra="hf")
-        config = self.config()
-        if type(config) not in getattr(transformers, AUTO_CLASSES[lm_head])._model_mapping:
-            raise self._lacks_head(lm_head, f"a {config.model_type} model, for which transformers has no such head")
 
     def _lacks_head(self, lm_head: str | None, reason: str) -> InputError:
         """Return the error for a model without a language-model head of a kind, for a `reason`."""
@@ -219,20 +208,11 @@ class ModelSource:
             got = f"none for {missing[0]} ({len(missing)} are missing) in {self.name!r}"
             raise InputError("model", expected="all of the model's weights", got=got)
 
-    def _warn_of_head(self, model: Any) -> None:
-        """Warn if heads of the saved model were removed, so that plain `transformers` cannot load it, and it has
-        another head than a language model's, which is not loaded.
-        """
-        names = self.config().architectures or [type(model).__name__]
-        if has_record(model.config) and self.lm_head() is None and type(model).__name__ not in names:
-            remedy = f"hw.load({self.name!r}, {SAVED!r}) loads it"
-            warnings.warn(f"the head of the saved {names[0]} is not loaded; {remedy}", stacklevel=4)
-
     def _from_pretrained(self, argument: str, auto_class: str, **options: Any) -> Any:
         """Call `from_pretrained` of a class of `transformers` for this model, and return the result. Any failure raises
         `InputError` with the first sentence of its reason; `argument` is "model" or "tokenizer".
         """
-        transformers = require("transformers", purpose="loading a model", extra="hf")
+        transformers = _transformers()
         loader, (location, files) = getattr(transformers, auto_class), self._files
         try:
             if argument == "model" and auto_class != "AutoConfig" and not self.is_gguf:
@@ -299,7 +279,7 @@ def find_model(name: str, revision: str | None = None, *, argument: str = "model
         InputError: nothing loadable has that name, or a revision of a model that is not loaded from the hub.
         MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
     """
-    require("transformers", purpose="loading a model", extra="hf")
+    _transformers()
     if not isinstance(name, str) or not name:
         raise InputError(argument, expected="the name of a model", got=repr(name))
     packaged = PACKAGED.get(name)
@@ -316,7 +296,10 @@ def find_model(name: str, revision: str | None = None, *, argument: str = "model
     if revision is not None:
         raise InputError("revision", expected="a model on the hub", got=f"{revision!r} of {name!r}, which is local")
     if packaged is not None:
-        return ModelSource(name, packaged.title, str(folder), _gguf_options(packaged.gguf))
+        for needed in ("gguf", "accelerate", "filelock", "platformdirs") if packaged.gguf else ():
+            if find_spec(needed) is None:
+                raise MissingExtra(needed, extra="gguf", purpose=f"reading {packaged.gguf}")
+        return ModelSource(name, packaged.title, str(folder), {"gguf_file": packaged.gguf} if packaged.gguf else {})
     if not (Path(name) / "config.json").is_file():
         raise InputError(argument, expected="a folder with a config.json (Hugging Face format)", got=repr(name))
     return ModelSource(name, Path(name).resolve().name, name, {})
@@ -330,18 +313,8 @@ def is_existing_folder(name: str | Path) -> bool:
         return False
 
 
-def _gguf_options(file: str | None) -> dict[str, str]:
-    """Return the option of `from_pretrained` that names a model's GGUF file; no option if the model has none.
-
-    Raises:
-        MissingExtra: a package that reads GGUF files is not installed.
-    """
-    if file is None:
-        return {}
-    for needed in ("gguf", "accelerate", "filelock", "platformdirs"):
-        if find_spec(needed) is None:
-            raise MissingExtra(needed, extra="gguf", purpose=f"reading {file}")
-    return {"gguf_file": file}
+def _transformers() -> Any:
+    return require("transformers", purpose="loading a model", extra="hf")
 
 
 def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
@@ -358,30 +331,34 @@ def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     packaged = PACKAGED.get(name)
-    hub_id, expected = name, f"{', '.join(PACKAGED)}, a folder in Hugging Face format or a hub id"
-    remedy = None
+    similar: str | None = None
+    remedy: str | None
     if packaged is not None:
         hub_id, remedy = packaged.hub, packaged.install
         expected = f"the package of {name} ({packaged.requirement.partition('=')[0]}), or {hub_id} on the hub"
-    similar = _similar_name(name)
-    if similar is not None:
-        remedy = f"did you mean {similar}?"
+    else:
+        hub_id, expected = name, f"{', '.join(PACKAGED)}, a folder in Hugging Face format or a hub id"
+        known = {_letters(each): key for key, model in PACKAGED.items() for each in (key, model.title)}
+        matches = get_close_matches(_letters(name), known, n=1, cutoff=0.75)
+        similar = known[matches[0]] if matches else None
+        remedy = f"did you mean {similar}?" if similar else None
     try:
         validate_repo_id(hub_id)
         is_path = name.startswith(".")
     except HFValidationError:
         is_path = True
-    problem: str | None
-    if is_path or _is_file(name):
-        problem = "which is a file and not a folder" if _is_file(name) else "and there is no such folder"
+    is_file = False
+    with suppress(OSError, ValueError):  # too long a path, or a null character
+        is_file = Path(name).is_file()
+    if is_path or is_file:
+        problem = "which is a file and not a folder" if is_file else "and there is no such folder"
         raise InputError(argument, expected=expected, got=f"{name!r}, {problem}", remedy=remedy)
     # A name that differs in case or punctuation alone is not looked for on the hub.
     is_misspelt = similar is not None and _letters(name) == _letters(similar)
-    problem = "which is none of these" if is_misspelt else _why_not_on_hub(hub_id, revision)
-    if problem is None:
-        return
-    got = f"{name!r}, {problem}" if packaged is None else f"no such package, and {hub_id}, {problem}"
-    raise InputError(argument, expected=expected, got=got, remedy=remedy)
+    reason = "which is none of these" if is_misspelt else _why_not_on_hub(hub_id, revision)
+    if reason is not None:
+        got = f"{name!r}, {reason}" if packaged is None else f"no such package, and {hub_id}, {reason}"
+        raise InputError(argument, expected=expected, got=got, remedy=remedy)
 
 
 def _why_not_on_hub(hub_id: str, revision: str | None) -> str | None:
@@ -406,21 +383,6 @@ def _why_not_on_hub(hub_id: str, revision: str | None) -> str | None:
         }
         return next(reason for kind, reason in reasons.items() if isinstance(error, kind))
     return None
-
-
-def _is_file(name: str) -> bool:
-    """Return True if a name is the path of an existing file, and False also for a name that cannot be a path."""
-    try:
-        return Path(name).is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _similar_name(name: str) -> str | None:
-    """Return the packaged model that a name resembles, or whose title it resembles; None if there is none."""
-    known = {_letters(each): key for key, model in PACKAGED.items() for each in (key, model.title)}
-    similar = get_close_matches(_letters(name), known, n=1, cutoff=0.75)
-    return known[similar[0]] if similar and name not in PACKAGED else None
 
 
 def _letters(name: str) -> str:

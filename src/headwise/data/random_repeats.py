@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checks import LARGEST_INTEGER, size_argument, token_ids, whole_number
-from headwise.data.special_tokens import SpecialTokens
+from headwise.data.tokenization import SpecialTokens
 from headwise.errors import InputError
 from headwise.shapes import Int
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checks import LARGEST_INTEGER, whole_number
-from headwise.data.document_modes import DOCUMENT_MODES, TokenizedDocument
-from headwise.data.documents import Document, documents_in_memory, read_documents, require_source, require_unicode
-from headwise.data.special_tokens import SpecialTokens
-from headwise.data.tokenization import NO_LIMIT, max_input_tokens, require_tokenizer
+from headwise.data.documents import documents_in_memory, read_documents, require_source
+from headwise.data.tokenization import NO_LIMIT, SpecialTokens, max_input_tokens, require_tokenizer
 from headwise.errors import InputError
+from headwise.settings import DOCUMENT_MODES
 from headwise.shapes import Int
 
 DEFAULT_CONTEXT = 2048
@@ -24,7 +23,6 @@ DEFAULT_CONTEXT = 2048
 
 DOCUMENTS_PER_CALL = 256
 """Number of documents in one call of the tokenizer: enough to occupy its threads."""
-
 
 MOST_IDS = 2**32
 """Number above every token id."""
@@ -188,10 +186,8 @@ class Texts:
         if room < 1:
             expected = f"more than the {special_tokens.size} special tokens of a sequence"
             raise InputError("context", expected=expected, got=self.context)
-        end_tokens = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
-        separator = next((-1 - token for token in end_tokens if token is not None), None)
         sequences = []
-        for part in islice(DOCUMENT_MODES[self.documents](self._numbered_documents(), room, separator), self.limit):
+        for part in islice(self._parts(room), self.limit):
             ids = [token % MOST_IDS if token >= 0 else -1 - token for token in part]
             documents = Counter(token // MOST_IDS for token in part if token >= 0)
             document = documents.most_common(1)[0][0] if documents else -1
@@ -214,25 +210,63 @@ class Texts:
         limit = self.tokenizer.model_max_length
         return min(DEFAULT_CONTEXT, limit) if limit and 0 < limit < NO_LIMIT else DEFAULT_CONTEXT
 
-    def _documents(self) -> Iterator[tuple[int, Document]]:
-        """Yield the documents of these texts in order, with their numbers: those of the file or folder `source`, or
-        those in memory. Documents that contain only whitespace are left out, but have a number.
+    def _parts(self, room: int) -> Iterator[list[int]]:
+        """Yield the tokens of each sequence, at most `room`, without special tokens around them. Each token is its id
+        plus `MOST_IDS` times the number of its document; a separator between documents is -1 minus its id.
+        """
+        if self.documents == "pack":
+            yield from self._packed(room)
+            return
+        for tokens, location in self._tokens_of_documents():
+            if self.documents == "whole" and len(tokens) > room:
+                limit = "1 token" if room == 1 else f"{room} tokens"
+                raise InputError(
+                    "data",
+                    expected=f"documents of at most {limit}, the context without special tokens",
+                    got=f"{len(tokens)} in {location}",
+                    remedy="--documents cut, pack or truncate (documents=...) accepts longer ones",
+                )
+            stop = len(tokens) if self.documents == "cut" else 1  # a document that is truncated has one sequence
+            yield from (tokens[start : start + room] for start in range(0, stop, room))
+
+    def _packed(self, room: int) -> Iterator[list[int]]:
+        """Join the tokens of all documents, with a separator between documents if the tokenizer has an end token, and
+        yield consecutive sequences of exactly `room` tokens. The shorter remainder at the end is dropped, except when
+        it is the only sequence.
+        """
+        end_tokens = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
+        separator = [-1 - token for token in end_tokens if token is not None][:1]
+        remainder: list[int] = []
+        has_yielded = False
+        for tokens, _ in self._tokens_of_documents():
+            if remainder or has_yielded:
+                remainder += separator
+            remainder += tokens
+            complete = len(remainder) // room * room
+            for start in range(0, complete, room):
+                has_yielded = True
+                yield remainder[start : start + room]
+            remainder = remainder[complete:]
+        if remainder and not has_yielded:
+            yield remainder
+
+    def _tokens_of_documents(self) -> Iterator[tuple[list[int], str]]:
+        """Yield the tokens of each document, as `_parts` does, with the location of the document. Documents without
+        tokens, or with white space alone, are left out, but have a number; a document that is not valid Unicode raises
+        `InputError`.
         """
         read = read_documents if isinstance(self.source, str | Path) else documents_in_memory
         source: Any = self.source
-        return (each for each in enumerate(read(source, self.column)) if each[1].text.strip())
-
-    def _numbered_documents(self) -> Iterator[TokenizedDocument]:
-        """Yield the tokens of each document (special tokens excluded) with its location. Each token is its id plus
-        `MOST_IDS` times the number of the document; a separator, which has none, is negative. Documents that have no
-        tokens are left out; a document that is not valid Unicode raises `InputError`.
-        """
-        remaining = self._documents()
+        remaining = (each for each in enumerate(read(source, self.column)) if each[1].text.strip())
         while numbered := list(islice(remaining, DOCUMENTS_PER_CALL)):
-            for _, document in numbered:
-                require_unicode(document)
             texts = [document.text for _, document in numbered]
+            for _, document in numbered:
+                try:
+                    document.text.encode()
+                except UnicodeEncodeError:
+                    got = f"half a character in {document.location}"  # of a surrogate pair, which cannot be encoded
+                    raise InputError("data", expected="text that can be written as UTF-8", got=got) from None
             encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
             for ids, (number, document) in zip(encoded["input_ids"], numbered, strict=True):
                 if ids:
-                    yield TokenizedDocument([number * MOST_IDS + token for token in ids], document.location)
+                    yield [number * MOST_IDS + token for token in ids], document.location

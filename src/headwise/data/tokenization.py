@@ -1,6 +1,7 @@
-"""A text as the tokens of a model, grouped into words."""
+"""A text, or token ids without a text such as those that a model generated, as tokens that are grouped into words."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unicodedata import category, east_asian_width
@@ -8,7 +9,6 @@ from unicodedata import category, east_asian_width
 import torch
 from torch import Tensor, nn
 
-from headwise.data.special_tokens import special_ids
 from headwise.errors import InputError, require
 from headwise.shapes import Int
 
@@ -19,6 +19,10 @@ JOINERS = re.compile("(?<=.)[\u200c\u200d]|(?<=\U0001f3f4)[\U000e0020-\U000e007f
 """Invisible characters that change how the characters before them are drawn: joiners, and the letters of a
 flag such as that of Scotland.
 """
+
+
+CONTEXT = 16
+"""Number of tokens before those that are decoded, at most, that are decoded with them."""
 
 
 @dataclass(frozen=True)
@@ -106,30 +110,42 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
     added_by_tokenizer = encoding.pop("special_tokens_mask")[0].tolist()
     spans = encoding.pop("offset_mapping")[0].tolist() if tokenizer.is_fast else None
     ids = encoding["input_ids"][0].tolist()
-    _check_ids(ids, limit, getattr(input_embeddings(model), "num_embeddings", None))
+    if not ids:
+        raise InputError("text", expected="at least one token", got="a text that the tokenizer drops whole")
+    if limit is not None and len(ids) > limit:
+        expected, remedy = f"at most {limit} tokens, the model's limit", "--truncate (truncate=True) cuts it there"
+        raise InputError("text", expected=expected, got=len(ids), remedy=remedy)
+    vocabulary = getattr(input_embeddings(model), "num_embeddings", None)
+    if vocabulary is not None and max(ids) >= vocabulary:
+        raise InputError("tokenizer", expected=f"ids below {vocabulary}, the model's vocabulary", got=max(ids))
     special = special_ids(tokenizer)
     is_special = [bool(added) or token in special for added, token in zip(added_by_tokenizer, ids, strict=True)]
-    if spans is None:
-        words, word_of = _tokens_as_words(tokenizer, ids, is_special)
-        tokens = tuple(Token(word.text, word.special, True, False) for word in words)
+    names = tokenizer.convert_ids_to_tokens(ids)
+    tokens, end = [], 0
+    if spans is None:  # the tokenizer does not report the characters of tokens, so that each is a word of its own
+        words = []
+        for token, name, is_added in zip(ids, names, is_special, strict=True):
+            characters = name if is_added else tokenizer.decode([token])
+            if not characters or "\ufffd" in characters:  # part of a character
+                characters = name
+            words.append(Word(name, True, False) if is_added else displayed_word(characters))
+            tokens.append(Token(words[-1].text, is_added, True, False))
+        word_of = torch.arange(len(ids))
     else:
-        names = tokenizer.convert_ids_to_tokens(ids)
         words, word_of = _group_into_words(text, names, encoding.word_ids(), spans, is_special)
-        tokens = _displayed_tokens(text, names, spans, is_special)
-    is_cut = truncates and len(ids) < len(tokenizer(text, verbose=False)["input_ids"])
-    read = _part_read(text, spans, is_special, tokenizer, ids) if is_cut else text
-    return EncodedText(read, is_cut, dict(encoding), words, word_of, tokens)
-
-
-def _part_read(text: str, spans: list[list[int]] | None, is_special: list[bool], tokenizer: Any, ids: list[int]) -> str:
-    """Return the part of a text that the tokens of a truncated text stand for, by their spans in the text or, if the
-    tokenizer reports none, by the decoded tokens.
-    """
-    if spans is None:
-        decoded: str = tokenizer.decode([token for token, special in zip(ids, is_special, strict=True) if not special])
-        return decoded
-    own = [span for span, special in zip(spans, is_special, strict=True) if not special]
-    return text[min((start for start, _ in own), default=0) : max((stop for _, stop in own), default=0)]
+        for name, (start, stop), is_added in zip(names, spans, is_special, strict=True):
+            if is_added or start == stop:
+                tokens.append(displayed_token(name, is_added, " "))
+            else:  # blanks at the ends of a span belong to the token or not
+                tokens.append(displayed_token(text[start:stop], False, text[end:stop]))
+                end = max(stop, end)
+    read, is_cut = text, truncates and len(ids) < len(tokenizer(text, verbose=False)["input_ids"])
+    if is_cut and spans is None:
+        read = tokenizer.decode([token for token, is_added in zip(ids, is_special, strict=True) if not is_added])
+    elif is_cut and spans is not None:
+        own = [span for span, is_added in zip(spans, is_special, strict=True) if not is_added]
+        read = text[min((start for start, _ in own), default=0) : max((stop for _, stop in own), default=0)]
+    return EncodedText(read, is_cut, dict(encoding), tuple(words), word_of, tuple(tokens))
 
 
 def text_model(model: Any) -> nn.Module:
@@ -205,26 +221,9 @@ def require_text(text: Any) -> None:
         raise InputError("text", expected="text that can be written as UTF-8", got="bytes of another encoding")
 
 
-def _check_ids(ids: list[int], limit: int | None, vocabulary: int | None) -> None:
-    """Raise an `InputError` if `ids` is empty, contains more than `limit` token ids, or contains an id of `vocabulary`
-    (the size of the model's vocabulary) or above. If `limit` or `vocabulary` is None, that check is skipped.
-    """
-    if not ids:
-        raise InputError("text", expected="at least one token", got="a text that the tokenizer drops whole")
-    if limit is not None and len(ids) > limit:
-        raise InputError(
-            "text",
-            expected=f"at most {limit} tokens, the model's limit",
-            got=len(ids),
-            remedy="--truncate (truncate=True) cuts it there",
-        )
-    if vocabulary is not None and max(ids) >= vocabulary:
-        raise InputError("tokenizer", expected=f"ids below {vocabulary}, the model's vocabulary", got=max(ids))
-
-
 def _group_into_words(
     text: str, tokens: list[str], pieces: list[int | None], spans: list[list[int]], is_special: list[bool]
-) -> tuple[tuple[Word, ...], Int[Tensor, " tokens"]]:
+) -> tuple[list[Word], Int[Tensor, " tokens"]]:
     """Group tokens into words for display, and return the words and the index of each token's word. A token continues
     the word before it if there is no blank between them in the text (`spans`), and both come from the same piece
     (`pieces`, the numbers of the pieces into which the tokenizer splits the text). A special token is a word of its
@@ -268,26 +267,7 @@ def _group_into_words(
                 word_end += 1  # a combining mark that the tokenizer dropped
             words[-1] = displayed_word(text[word_start:word_end])
         word_of.append(len(words) - 1)
-    return tuple(words), torch.tensor(word_of)
-
-
-def _displayed_tokens(text: str, names: list[str], spans: list[list[int]], is_special: list[bool]) -> tuple[Token, ...]:
-    """Return the tokens of a text for display.
-
-    Args:
-        text: the tokenized text.
-        names: the tokenizer's names of the tokens, shown for special tokens.
-        spans: start and end of each token in the text, in characters; blanks at its ends belong to the token or not.
-        is_special: True for each special token.
-    """
-    tokens, end = [], 0
-    for name, (start, stop), special in zip(names, spans, is_special, strict=True):
-        if special or start == stop:
-            tokens.append(displayed_token(name, special, " "))
-            continue
-        tokens.append(displayed_token(text[start:stop], False, text[end:stop]))
-        end = max(stop, end)
-    return tuple(tokens)
+    return words, torch.tensor(word_of)
 
 
 def displayed_token(characters: str, special: bool, with_blanks: str) -> Token:
@@ -300,23 +280,6 @@ def displayed_token(characters: str, special: bool, with_blanks: str) -> Token:
     """
     blanks = with_blanks[: len(with_blanks) - len(with_blanks.lstrip())]
     return Token(_on_one_line(characters), special, bool(blanks), "\n" in blanks)
-
-
-def _tokens_as_words(
-    tokenizer: Any, ids: list[int], is_special: list[bool]
-) -> tuple[tuple[Word, ...], Int[Tensor, " tokens"]]:
-    """Treat every token as a word of its own, for tokenizers that do not report character spans; return the words, and
-    the index of the word of each token.
-    """
-    names = tokenizer.convert_ids_to_tokens(ids)
-    decoded = [tokenizer.decode([token]) for token in ids]
-    words = [
-        Word(name, True, False)
-        if special
-        else displayed_word(characters if characters and "\ufffd" not in characters else name)  # part of a character
-        for name, characters, special in zip(names, decoded, is_special, strict=True)
-    ]
-    return tuple(words), torch.arange(len(ids))
 
 
 def displayed_word(characters: str) -> Word:
@@ -347,3 +310,109 @@ def character_spans(text: str) -> list[tuple[int, int]]:
         return [(index, index + 1) for index in range(len(text))]
     regex = require("regex", purpose="dividing a text into words", extra="hf")
     return [match.span() for match in regex.finditer(r"\X", text)]
+
+
+class DecodedWords(NamedTuple):
+    """Decoded tokens, for display.
+
+    Attributes:
+        pieces: characters of each token; empty for a token that ends in the middle of a character.
+        tokens: the tokens.
+        words: the words.
+        word_of: index of each token's word.
+    """
+
+    pieces: tuple[str, ...]
+    tokens: tuple[Token, ...]
+    words: tuple[Word, ...]
+    word_of: Int[Tensor, " tokens"]
+
+
+def decoded_words(tokenizer: Any, ids: list[int], context: Sequence[int] = ()) -> DecodedWords:
+    """Decode token ids, and group the tokens into words. A word starts at a token that begins with white space, at a
+    special token and after it, at a wide character (such as a Chinese one), and between letters or digits and other
+    characters, but never within a character as readers see it, such as a flag.
+
+    Args:
+        tokenizer: the tokenizer.
+        ids: the token ids.
+        context: token ids before these, which may decide whether the first token begins with white space.
+    """
+    special = special_ids(tokenizer)
+    names = tokenizer.convert_ids_to_tokens(ids)
+    pieces = _pieces(tokenizer, ids, list(context[-CONTEXT:]))
+    tokens, words, word_of = [], list[Word](), []
+    characters, follows_special = "", True
+    for token, name, piece in zip(ids, names, pieces, strict=True):
+        is_special = token in special
+        continues = not is_special and not follows_special and _continues(characters, piece)
+        characters = characters + piece if continues else piece
+        word = Word(name, True, False) if is_special else displayed_word(characters or name)
+        words[len(words) - int(continues) :] = [word]
+        tokens.append(displayed_token(name if is_special else piece or name, is_special, " " if is_special else piece))
+        word_of.append(len(words) - 1)
+        follows_special = is_special
+    return DecodedWords(tuple(pieces), tuple(tokens), tuple(words), torch.tensor(word_of, dtype=torch.int64))
+
+
+def _continues(word: str, piece: str) -> bool:
+    """Return True if the characters of a token continue a word."""
+    if not piece:
+        return True
+    if word.strip() and all(start != len(word) for start, _ in character_spans(word + piece)):
+        return True
+    if piece[0].isspace() or east_asian_width(piece[0]) == "W":
+        return False
+    return not word.strip() or word[-1].isalnum() == piece[0].isalnum()
+
+
+def _pieces(tokenizer: Any, ids: list[int], context: list[int]) -> list[str]:
+    """Return the characters that each token adds to the decoded text after `context`. The last token of a character
+    that consists of several adds this character.
+    """
+    pieces: list[str] = []
+    done = tokenizer.decode(context, skip_special_tokens=False, clean_up_tokenization_spaces=False) if context else ""
+    for stop in range(1, len(ids) + 1):
+        text = tokenizer.decode([*context, *ids[:stop]], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if text.endswith("\ufffd") and stop < len(ids):  # the token ends in the middle of a character
+            pieces.append("")
+            continue
+        pieces.append(text.removeprefix(done) if text.startswith(done) else tokenizer.decode(ids[stop - 1]))
+        done = text
+    return pieces
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of a tokenizer's special tokens. The unknown token, which stands for an ordinary word, is none of
+    them, unless it is also another special token, such as the one that ends a text.
+    """
+    names = ("bos", "eos", "sep", "pad", "cls", "mask")
+    others = {getattr(tokenizer, f"{name}_token_id", None) for name in names}
+    unknown = {tokenizer.unk_token_id} - others
+    return set(tokenizer.all_special_ids) - unknown
+
+
+class SpecialTokens(NamedTuple):
+    """Ids of the special tokens that a tokenizer adds before and after every text, such as `[CLS]` and `[SEP]`."""
+
+    before: list[int]
+    after: list[int]
+
+    @staticmethod
+    def of(tokenizer: Any) -> "SpecialTokens":
+        """Return the ids of the special tokens that a tokenizer adds before and after a text, found by tokenizing a
+        short text.
+        """
+        encoded = tokenizer("a", return_special_tokens_mask=True, verbose=False)
+        ids, is_text = encoded["input_ids"], [not special for special in encoded["special_tokens_mask"]]
+        start, stop = is_text.index(True), len(is_text) - is_text[::-1].index(True)
+        return SpecialTokens(ids[:start], ids[stop:])
+
+    @property
+    def size(self) -> int:
+        """Number of special tokens that are added to a text."""
+        return len(self.before) + len(self.after)
+
+    def around(self, ids: list[int]) -> list[int]:
+        """Return the token ids of a text with the special tokens added before and after them."""
+        return [*self.before, *ids, *self.after]

@@ -12,9 +12,8 @@ from headwise.intercept.model_name import model_name
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.page.columns import Columns, HeadPlace, estimates_of
 from headwise.page.notebook import notebook_html
-from headwise.plots.head_numbers import HeadNumbers
-from headwise.plots.kinds import Kind, plot_kind
-from headwise.plots.received import chosen_heads, draw_received
+from headwise.plots.curves import chosen_heads, draw_received
+from headwise.plots.kinds import HeadNumbers, Kind, plot_kind
 from headwise.shapes import Float
 from headwise.statistics.columns import column_named
 from headwise.statistics.registry import unit_of

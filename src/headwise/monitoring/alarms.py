@@ -64,26 +64,28 @@ class AlarmLimits:
         rows = list(rows)
         norms: dict[tuple[Any, ...], list[float]] = {}
         for row in rows:
-            norms.setdefault(_layer_of(row), []).append(row.get("output_norm", math.nan))
+            norms.setdefault((row["step"], row["module"], row.get("kind")), []).append(row.get("output_norm", math.nan))
         for row in rows:
-            usual = median([norm for norm in norms[_layer_of(row)] if math.isfinite(norm)] or [math.nan])
-            yield from self._of_row(row, usual)
+            of_layer = norms[row["step"], row["module"], row.get("kind")]
+            usual_norm = median([norm for norm in of_layer if math.isfinite(norm)] or [math.nan])
+            for kind, statistic, limit in self._exceeded(row, usual_norm):
+                place = row["layer"], row["head"], row["module"]
+                yield Alarm(row["step"], kind, *place, statistic, float(row[statistic]), limit)
 
-    def _of_row(self, row: Mapping[str, Any], usual_norm: float) -> Iterator[Alarm]:
-        """Yield the alarms of one head in one step; `usual_norm` is the median norm in its layer."""
-        place = row["step"], row["layer"], row["head"], row["module"]
+    def _exceeded(self, row: Mapping[str, Any], usual_norm: float) -> Iterator[tuple[str, str, float]]:
+        """Yield kind, statistic and limit of each alarm of one head in one step; `usual_norm` is the median norm in its
+        layer.
+        """
         if row["nonfinite_rows"]:
-            yield _alarm(place, "non-finite", "nonfinite_rows", row["nonfinite_rows"], math.nan)
+            yield "non-finite", "nonfinite_rows", math.nan
         for name in ("max_logit_uncapped", "max_logit"):
             if self.max_logit is not None and row.get(name, -math.inf) > self.max_logit:
-                yield _alarm(place, "high logit", name, row[name], self.max_logit)
+                yield "high logit", name, self.max_logit
                 break
         if self.entropy is not None and row.get("entropy", math.inf) < self.entropy:
-            yield _alarm(place, "low entropy", "entropy", row["entropy"], self.entropy)
-        if self.output_share is not None:
-            limit = self.output_share * usual_norm
-            if row.get("output_norm", math.inf) <= limit:
-                yield _alarm(place, "dead head", "output_norm", row["output_norm"], limit)
+            yield "low entropy", "entropy", self.entropy
+        if self.output_share is not None and row.get("output_norm", math.inf) <= self.output_share * usual_norm:
+            yield "dead head", "output_norm", self.output_share * usual_norm
 
 
 def limits_of(argument: Any) -> AlarmLimits:
@@ -93,14 +95,3 @@ def limits_of(argument: Any) -> AlarmLimits:
     if not isinstance(argument, AlarmLimits):
         raise InputError("alarms", expected="headwise.AlarmLimits or None", got=type(argument).__name__)
     return argument
-
-
-def _layer_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the step, the module and the kind of attention of a head."""
-    return row["step"], row["module"], row.get("kind")
-
-
-def _alarm(place: tuple[int, int, int, str], kind: str, statistic: str, value: float, limit: float) -> Alarm:
-    """Return the alarm of a head, from its step, layer, number and module."""
-    step, layer, head, module = place
-    return Alarm(step, kind, layer, head, module, statistic, float(value), limit)

@@ -14,9 +14,9 @@ The model runs once on a batch. In front of each attention module of an unknown 
 A module in which this is not so is refused by name.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.eager_softmax import SOFTMAXES
 from headwise.intercept.foreign_functions import SDPA
 from headwise.monitoring.head_slices import HeadSlice, HeadSlices
-from headwise.shapes import Float
 
 Rows = dict[str, tuple[int, ...]]
 """Output features of linear maps, by the path of the map in the attention module."""
@@ -127,7 +126,10 @@ def _of_module(
 ) -> HeadSlices:
     """Return the slices of each head of one attention module, which runs with these arguments."""
 
-    def run(replacements: Sequence[tuple[Tensor, ...]] = ()) -> _Run:
+    def run(replacements: Sequence[tuple[Tensor, ...]] = ()) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Tensor]]:
+        """Return the logits `(batch, heads, queries, keys)` of a run of the module, queries and keys, or the argument
+        of softmax, of each attention call, and the tensors that the module returned.
+        """
         with _Logits(replacements) as mode:
             output = module.forward(*args, **kwargs)
         if len(mode.recorded) != 1:
@@ -138,22 +140,21 @@ def _of_module(
         if scores.ndim != 4 or heads not in (None, scores.shape[1]) or min(scores.shape[2:]) < 2:
             stated = "an unknown number of" if heads is None else heads
             raise _refused(path, module, f"logits of shape {tuple(scores.shape)} for {stated} heads")
-        return _Run(scores, mode.inputs, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+        return scores, mode.inputs, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
     device = device_of(module)
     with without_autocast(device):
-        rows = _rows_of_heads(path, module, lambda: run().logits)
-        dense = run()
-        parts: list[list[Rows]] = [[queries, keys] for queries, keys in rows]
-        is_shared = not _are_disjoint([keys for _, keys in rows])
-        if is_shared:
-            parts = [[queries] for queries, _ in rows]
+        rows = _rows_of_heads(path, module, lambda: run()[0])
+        logits, inputs, outputs = run()
+        of_keys = [(name, feature) for _, keys in rows for name, features in keys.items() for feature in features]
+        is_shared = not all(keys for _, keys in rows) or len(set(of_keys)) < len(of_keys)
+        parts: list[list[Rows]] = [[queries] if is_shared else [queries, keys] for queries, keys in rows]
         for head, of_head in enumerate(parts):
             for part in of_head:
                 with _halved(module, part):
-                    changed = run(dense.inputs)
-                _require_halved(path, module, dense.logits, changed.logits, head)
-                pairs = zip(dense.outputs, changed.outputs, strict=True)
+                    changed_logits, _, changed = run(inputs)
+                _require_halved(path, module, logits, changed_logits, head)
+                pairs = zip(outputs, changed, strict=True)
                 if not all(bool(((old == new) | (old != old) & (new != new)).all()) for old, new in pairs):  # noqa: PLR0124
                     got = f"a projection of head {head} that changes more than logits, such as values or a gate,"
                     raise _refused(path, module, got)
@@ -171,29 +172,10 @@ def _of_module(
     )
 
 
-class _Run(NamedTuple):
-    """Run of an attention module.
-
-    Attributes:
-        logits: logits of its heads.
-        inputs: queries and keys, or the argument of softmax, of each attention call.
-        outputs: tensors that it returned.
+def _rows_of_heads(path: str, module: nn.Module, logits: Callable[[], Tensor]) -> list[tuple[Rows, Rows]]:
+    """Return the output features of linear maps that compute the query, and those that compute the key, of each head,
+    by derivatives of the logits.
     """
-
-    logits: Float[Tensor, "batch heads queries keys"]
-    inputs: list[tuple[Tensor, ...]]
-    outputs: list[Tensor]
-
-
-class _HeadRows(NamedTuple):
-    """Output features that compute the query and the key of one head."""
-
-    queries: Rows
-    keys: Rows
-
-
-def _rows_of_heads(path: str, module: nn.Module, logits: Any) -> list[_HeadRows]:
-    """Return the output features of linear maps that compute the query and the key of each head, by derivatives."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
@@ -220,11 +202,11 @@ def _rows_of_heads(path: str, module: nn.Module, logits: Any) -> list[_HeadRows]
                 else [None] * len(outputs)
             )
             at = {name: slope for name, slope in zip(outputs, slopes, strict=True) if slope is not None}
-            rows.append(_HeadRows(_only_at(at, query), _only_at(at, key)))
-    query_rows = _own([each.queries for each in rows])
+            rows.append((_only_at(at, query), _only_at(at, key)))
+    query_rows = _own([queries for queries, _ in rows])
     if not all(query_rows):
         raise _refused(path, module, "no linear map of its own that computes the queries of single heads")
-    return [_HeadRows(queries, each.keys) for queries, each in zip(query_rows, rows, strict=True)]
+    return [(queries, keys) for queries, (_, keys) in zip(query_rows, rows, strict=True)]
 
 
 def _only_at(slopes: Mapping[str, Tensor], token: int) -> Rows:
@@ -252,12 +234,6 @@ def _own(rows: Sequence[Rows]) -> list[Rows]:
                 counts[name, feature] = counts.get((name, feature), 0) + 1
     names = {name for name, _ in counts if all(number == 1 for (other, _), number in counts.items() if other == name)}
     return [{name: features for name, features in of_head.items() if name in names} for of_head in rows]
-
-
-def _are_disjoint(rows: Sequence[Rows]) -> bool:
-    """Return True if each head has features, and none is that of two heads."""
-    all_features = [(name, feature) for of_head in rows for name, features in of_head.items() for feature in features]
-    return all(rows) and len(set(all_features)) == len(all_features)
 
 
 @contextmanager

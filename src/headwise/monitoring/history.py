@@ -267,12 +267,8 @@ def _rows_of_file(file: Path) -> list[Row]:
             raise ValueError("not a row of this step")
     if not rows:
         raise ValueError("no rows")
-    return [_without_missing(row) for row in rows]
-
-
-def _without_missing(row: Row) -> Row:
-    """Return a row of a file without the statistics that other heads have and its head has not."""
-    return {name: value for name, value in row.items() if value is not None or name in IDENTIFIERS}
+    # Statistics that other heads have, and the head of a row has not, are missing in the row.
+    return [{name: value for name, value in row.items() if value is not None or name in IDENTIFIERS} for row in rows]
 
 
 def _parquet() -> Any:

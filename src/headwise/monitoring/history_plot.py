@@ -5,19 +5,19 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
 from headwise.plots.canvas import (
     INK,
+    LINE_COLOURS,
     SOFT,
     add_colour_bar,
     axes_for,
-    layer_colours,
+    layer_scale,
     put_legend_right,
     set_title,
     without_upper_frame,
 )
-from headwise.plots.received import LINE_COLOURS
+from headwise.plots.kinds import require_heads
 from headwise.statistics.registry import unit_of
 from headwise.wording import counted
 
@@ -92,17 +92,26 @@ def draw_history(
         InputError: there is no such head, or `ax` is not axes.
         MissingExtra: matplotlib is not installed.
     """
-    lines = _chosen(
-        [Line(head, steps, [_or_nan(value) for value in values]) for head, steps, values in series],
-        heads,
-    )
+    lines = [
+        Line(head, steps, [value if math.isfinite(value) else math.nan for value in values])
+        for head, steps, values in series
+    ]
+    if heads is not None:
+        chosen = require_heads(heads, {line.head for line in lines}, "of the history")
+        if not chosen:
+            raise InputError("heads", expected="at least one head to plot", got="none")
+        lines = [line for line in lines if line.head in chosen]
     axes = axes_for(ax, 7.2, 3.8)
     named = sorted(lines, key=lambda line: -line.change)[:MOST_NAMED]
     if len(lines) > MOST_NAMED:
         named = [line for line in named if line.change > 0]
     axes.margins(x=0.02)
     mappable = _draw_lines(axes, lines, {line.head for line in named})
-    missing = _draw_crosses(axes, lines)
+    without_value = {step for line in lines for step in {*line.steps} - {step for step, _ in line.points}}
+    if without_value:
+        style: dict[str, Any] = {"linestyle": "", "marker": "x", "color": NON_FINITE_COLOUR, "markersize": 5}
+        style |= {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 4}
+        axes.plot(sorted(without_value), [0.0] * len(without_value), label="NaN or infinite", **style)
     axes.set_xlabel("step")
     unit = unit_of(statistic)
     axes.set_ylabel(f"{statistic} ({unit})" if unit else statistic, parse_math=False)
@@ -114,37 +123,16 @@ def draw_history(
         axes.set_yticks([])
     names = _write_names(axes, named)
     _add_layers(axes, lines, mappable, names)
+    missing = sum(len(line.points) < len(line.values) for line in lines)
     left_out = f" ({missing} with NaN or infinite values)" if missing else ""
     set_title(axes, f"{statistic} of {counted(len(lines), 'head')}{left_out}", model)
     return axes
 
 
-def _or_nan(value: float) -> float:
-    return value if math.isfinite(value) else math.nan
-
-
-def _chosen(lines: list[Line], heads: Any) -> list[Line]:
-    """Return the lines of the chosen heads in the order of `lines`; of all if `heads` is None."""
-    if heads is None:
-        return lines
-    available = {line.head for line in lines}
-    chosen = set()
-    for head in collection_of("heads", heads, of="heads (layer, head)"):
-        chosen.add(head_pair("heads", head, of="a collection of (layer, head)"))
-        if tuple(head) not in available:
-            raise InputError("heads", expected="each a (layer, head) of the history", got=head)
-    if not chosen:
-        raise InputError("heads", expected="at least one head to plot", got="none")
-    return [line for line in lines if line.head in chosen]
-
-
 def _draw_lines(axes: "Axes", lines: Sequence[Line], named: set[tuple[int, int]]) -> Any:
     """Draw the lines, those of the `named` heads above the others, and return the scale of colours."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
     layers = sorted({line.head[0] for line in lines})
-    mappable: Any = ScalarMappable(Normalize(layers[0], layers[-1]), layer_colours())
+    mappable = layer_scale(layers)
     few = len(layers) <= len(LINE_COLOURS)
     is_dense = len(lines) > 50
     for line in sorted(lines, key=lambda line: line.head[::-1]):  # so that no layer covers all others
@@ -156,18 +144,6 @@ def _draw_lines(axes: "Axes", lines: Sequence[Line], named: set[tuple[int, int]]
         style |= {"marker": "." if line.has_lone_points else "", "markersize": 4}
         axes.plot(line.steps, line.values, color=colour, **style)
     return mappable
-
-
-def _draw_crosses(axes: "Axes", lines: Sequence[Line]) -> int:
-    """Draw a cross at the lower end of the axes in each step in which a line has no finite value, and return the number
-    of such lines.
-    """
-    steps = {step for line in lines for step in set(line.steps).difference(step for step, _ in line.points)}
-    if steps:
-        place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 4}
-        style: dict[str, Any] = {"linestyle": "", "marker": "x", "color": NON_FINITE_COLOUR, "markersize": 5}
-        axes.plot(sorted(steps), [0.0] * len(steps), label="NaN or infinite", **style, **place)
-    return sum(len(line.points) < len(line.values) for line in lines)
 
 
 def _write_names(axes: "Axes", named: Sequence[Line]) -> bool:

@@ -17,8 +17,7 @@ from headwise.monitoring.history import History, Row
 from headwise.monitoring.inner_model import inner_model
 from headwise.monitoring.observation import TrainingObserver, observed_training
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
-from headwise.runs.files import writable_folder
-from headwise.runs.lock import locked_folder
+from headwise.runs.files import locked_folder
 from headwise.statistics.registry import STATISTICS
 
 BY_DEFAULT = ("max_logit", "entropy", "first", "output_norm")
@@ -178,9 +177,7 @@ class Monitor:
         """Open the run folder, and return the numbers of the steps that it had."""
         if folder is None:
             return []
-        folder = writable_folder(folder)
-        stack.enter_context(locked_folder(folder))
-        self.history = History.create(folder, settings)
+        self.history = History.create(stack.enter_context(locked_folder(folder)), settings)
         recorded = self.history.steps
         if self._start is not None:
             self.history.abandon(self._start)

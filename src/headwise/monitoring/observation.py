@@ -38,14 +38,17 @@ class TrainingObserver(StatisticsObserver):
         measured = frozenset(statistics) | INDICATORS
         super().__init__(model, heads, (), None, measured=measured, keeps_output=True)
         self._modules = dict(model.named_modules())
-        self._limit = None if sequences is None else _SequenceLimit(sequences)
+        self._most_sequences, self._observed_sequences = sequences, dict[str, int]()
+        self._of_thread = threading.local()
         self.inputs: Mapping[str, Any] | None = None
 
     def on_model_call(self) -> None:
-        """Begin a call of the model."""
+        """Begin a call of the model in this thread, and count the sequences of the previous one. They count only now,
+        since a module may attend several times to the same sequences in one call of the model.
+        """
         super().on_model_call()
-        if self._limit is not None:
-            self._limit.on_model_call()
+        for path, sequences in vars(self._of_thread).pop("sequences", {}).items():
+            self._observed_sequences[path] = self._observed_sequences.get(path, 0) + sequences
 
     def on_module_call(self, path: str) -> None:
         """Record that a module in training mode ran. Attention of other modules is not missing in the results."""
@@ -61,35 +64,12 @@ class TrainingObserver(StatisticsObserver):
         path = call.site.path
         if call.is_recomputation or not self._modules[path].training:
             return None
-        if self._limit is not None and not self._limit.admits(path, call.grid.batch):
-            return None
+        if self._most_sequences is not None:
+            if self._observed_sequences.get(path, 0) >= self._most_sequences:
+                return None
+            of_call = vars(self._of_thread).setdefault("sequences", dict[str, int]())
+            of_call[path] = max(of_call.get(path, 0), call.grid.batch)
         return super().observe(call)
-
-
-class _SequenceLimit:
-    """Limit of the sequences of each module, which ends between calls of the model: a module may attend several times
-    to the same sequences in one call of the model.
-
-    Args:
-        most: number of sequences of a module after which further calls of the model do not count.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most, self._counts = most, dict[str, int]()
-        self._of_thread = threading.local()
-
-    def on_model_call(self) -> None:
-        """Begin a call of the model in this thread, and add the sequences of the previous one."""
-        for path, sequences in vars(self._of_thread).pop("sequences", {}).items():
-            self._counts[path] = self._counts.get(path, 0) + sequences
-
-    def admits(self, path: str, sequences: int) -> bool:
-        """Return True if the running call of the model counts for a module, which attends to a number of sequences."""
-        if self._counts.get(path, 0) >= self._most:
-            return False
-        of_call = vars(self._of_thread).setdefault("sequences", dict[str, int]())
-        of_call[path] = max(of_call.get(path, 0), sequences)
-        return True
 
 
 class _ForcedEager:

@@ -148,10 +148,8 @@ def joined_estimates(columns: Sequence[Columns], statistics: Sequence[PageStatis
         for row, statistic in enumerate(each.statistics)
     }
     rows = [row_of[statistic.source, statistic.name] for statistic in statistics]
-    means = torch.stack([estimates.means[row] for estimates, row in rows])
-    errors = torch.stack([estimates.errors[row] for estimates, row in rows])
-    counts = torch.stack([estimates.counts[row] for estimates, row in rows])
-    return Estimates(means, errors, counts)
+    parts = ("means", "errors", "counts")
+    return Estimates(*(torch.stack([getattr(estimates, part)[row] for estimates, row in rows]) for part in parts))
 
 
 def estimates_of(table: Sequence[Sequence[Sequence[float]]]) -> Estimates:

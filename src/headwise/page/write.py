@@ -21,6 +21,9 @@ IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w-]+\.js)";\n', re.MULTILINE
 COMMENTS_AND_INDENTS = re.compile(r"^[ ]*/\*\*.*?\*/\n|^[ ]*//[^\n]*\n|^[ ]+|^\n", re.MULTILINE | re.DOTALL)
 """Comments on lines of their own, empty lines, and blanks at the start of lines."""
 
+ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+"""Characters of JSON that could end a script element or start a comment in it, and what they are replaced by."""
+
 ENTRY = "main.js"
 """Module of the script that imports all others."""
 
@@ -53,12 +56,18 @@ def page_html(contents: Contents) -> str:
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     style, script = (files("headwise.page") / "style.css").read_text("utf-8"), joined_script()
     values, arrays = page_json(contents)
+    data = json.dumps(values, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    script_hash, style_hash = (
+        f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'" for text in (script, style)
+    )
+    policy = f"default-src 'none'; script-src {script_hash}; style-src {style_hash}; img-src data:; "
+    policy += "base-uri 'none'; form-action 'none'"
     page: str = environment.get_template("template.html.jinja").render(
         title=contents.title,
-        policy=_security_policy(style, script),
+        policy=policy,
         style=Markup(style),
         script=Markup(script),
-        contents=Markup(_script_safe(json.dumps(values, ensure_ascii=False, separators=(",", ":"), allow_nan=False))),
+        contents=Markup(data.translate(ESCAPES)),
         blobs=list(arrays.items()),
     )
     return page
@@ -82,19 +91,3 @@ def joined_script() -> str:
 
     add(ENTRY)
     return "\n" + re.sub(COMMENTS_AND_INDENTS, "", "\n".join(sources.values())) + "\n"
-
-
-def _security_policy(style: str, script: str) -> str:
-    """Return the content security policy of a page with this style and script."""
-
-    def source(text: str) -> str:
-        return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
-
-    parts = ("default-src 'none'", f"script-src {source(script)}", f"style-src {source(style)}", "img-src data:")
-    return "; ".join((*parts, "base-uri 'none'", "form-action 'none'"))
-
-
-def _script_safe(text: str) -> str:
-    """Return a JSON text in which no character can end a script element or start a comment in it."""
-    escapes = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
-    return text.translate(escapes)

@@ -1,1 +1,1 @@
-"""Plots of heads: functions that draw plain numbers, words and names on matplotlib axes, one kind of plot per file."""
+"""Plots of heads: functions that draw plain numbers, words and names on matplotlib axes, one subject per file."""

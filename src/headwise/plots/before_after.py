@@ -64,44 +64,37 @@ def draw_before_after(changes: Sequence[PlottedChange], *, title: str = "") -> "
         ... # doctest: +SKIP
     """
     ratios = [each for each in changes if each.kind in ("size", "time") and each.change is not None]
-    losses = [each for each in changes if each.kind == "loss"]
-    agreements = [each for each in changes if each.kind == "agreement"]
-    panels = [(draw, drawn) for draw, drawn in ((_losses, losses), (_agreements, agreements)) if drawn]
-    if not ratios and not panels:
+    losses, agreements = ([each for each in changes if each.kind == kind] for kind in ("loss", "agreement"))
+    panels = [
+        (drawn, draw) for drawn, draw in ((ratios, _ratios), (losses, _losses), (agreements, _agreements)) if drawn
+    ]
+    if not panels:
         raise InputError("changes", expected="at least one quantity", got="none")
     require("matplotlib.figure", purpose="a plot", extra="plot")
     from headwise.plots.notebook_figure import NotebookFigure
 
-    heights = [1.1 + ROW_INCHES * len(ratios)] * bool(ratios) + [1.1 + ROW_INCHES * len(each) for _, each in panels]
+    heights = [1.1 + ROW_INCHES * len(drawn) for drawn, _ in panels]
     figure = NotebookFigure(figsize=(9.2, sum(heights) + 0.5), layout="constrained")
-    axes: list[Axes] = list(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
-    if ratios:
-        _ratios(axes[0], ratios)
-    for axis, (draw, drawn) in zip(axes[-len(panels) :] if panels else [], panels, strict=True):
-        draw(axis, drawn)
+    all_axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, (drawn, draw) in zip(all_axes, panels, strict=True):
+        draw(axes, drawn)
     figure.suptitle(title, fontsize=11, color=INK, parse_math=False)
     return figure
 
 
 def _ratios(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
     """Draw sizes and times after the change in percent of those before."""
-    labelled: set[str] = set()
-    ends = [100.0]
+    largest = 100.0
     for row, each in enumerate(changes):
         kind = "attention" if each.name.endswith(", attention") else each.kind
         assert each.change is not None
         low, high = (100.0 * (each.change if end is None else end) for end in each.interval)
-        ends.append(high)
-        _point(
-            axes, float(row), 100.0 * each.change, (low, high), COLOURS[kind], "" if kind in labelled else LABELS[kind]
-        )
-        labelled.add(kind)
-        _write_right(axes, row, " → ".join(each.texts))
+        largest = max(largest, high)
+        _draw_point(axes, row, 100.0 * each.change, (low, high), COLOURS[kind], LABELS[kind])
     axes.axvline(100.0, color=SOFT, linewidth=0.9, zorder=0)
-    axes.set_xlim(0.0, 1.08 * max(ends))
-    _name_rows(axes, [each.name for each in changes])
+    axes.set_xlim(0.0, 1.08 * largest)
+    _write_rows(axes, [(each.name, " → ".join(each.texts)) for each in changes])
     axes.set_xlabel("compressed, percent of dense (line: dense); bars: 95 % interval of the median ratio", fontsize=9)
-    _put_legend_above(axes)
 
 
 def _losses(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
@@ -113,12 +106,10 @@ def _losses(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
         ):
             if value is not None:
                 length = 0.0 if error is None else 1.96 * error
-                _point(axes, row + offset, value, (value - length, value + length), colour, "" if row else label)
-        _write_right(axes, row, "\n".join((*each.texts, each.note)))
-    _name_rows(axes, [each.name for each in changes])
+                _draw_point(axes, row + offset, value, (value - length, value + length), colour, label)
+    _write_rows(axes, [(each.name, "\n".join((*each.texts, each.note))) for each in changes])
     axes.margins(x=0.12)
     axes.set_xlabel("mean loss (lower is better); bars: 1.96 standard errors over documents, not paired", fontsize=9)
-    _put_legend_above(axes)
 
 
 def _agreements(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
@@ -126,38 +117,37 @@ def _agreements(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
     for row, each in enumerate(changes):
         if each.after is not None:
             low, high = (each.after if end is None else end for end in each.interval)
-            _point(axes, float(row), each.after, (low, high), COLOURS["agreement"], "")
-        _write_right(axes, row, each.texts[1])
+            _draw_point(axes, row, each.after, (low, high), COLOURS["agreement"])
     least = min((each.after for each in changes if each.after is not None), default=0.0)
     axes.set_xlim(min(0.0, 1.1 * least), 1.03)
     axes.axvline(1.0, color=SOFT, linewidth=0.9, zorder=0)
-    _name_rows(axes, [each.name for each in changes])
+    _write_rows(axes, [(each.name, each.texts[1]) for each in changes])
     axes.set_xlabel("agreement with the dense model (1: equal); bars: 95 % interval", fontsize=9)
 
 
-def _put_legend_above(axes: "Axes") -> None:
-    """Draw the legend in one line above the axes."""
-    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.1, "ncols": 3}
-    axes.legend(fontsize=8, frameon=False, **place)
-
-
-def _point(axes: "Axes", row: float, value: float, ends: tuple[float, float], colour: str, label: str) -> None:
-    """Draw a point with the bar of its interval."""
+def _draw_point(
+    axes: "Axes", row: float, value: float, ends: tuple[float, float], colour: str, label: str | None = None
+) -> None:
+    """Draw a point with the bar of its interval. Of points with one label, the first is in the legend."""
     bar: Any = [[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]]
     style: dict[str, Any] = {"markersize": 5, "elinewidth": 1.6, "capsize": 2.5}
-    axes.errorbar([value], [row], xerr=bar, fmt="o", color=colour, label=label or "_nolegend_", **style)
+    is_labelled = label is None or label in axes.get_legend_handles_labels()[1]
+    shown = "_nolegend_" if is_labelled else label
+    axes.errorbar([value], [row], xerr=bar, fmt="o", color=colour, label=shown, **style)
 
 
-def _write_right(axes: "Axes", row: int, text: str) -> None:
-    """Write a text to the right of the axes, at the height of a row."""
-    place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "left", "va": "center"}
-    axes.text(1.02, row, text, fontsize=8, color=INK, parse_math=False, **place)
-
-
-def _name_rows(axes: "Axes", names: Sequence[str]) -> None:
-    """Write the names of the rows, the first one at the top."""
-    axes.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)
-    axes.set_ylim(len(names) - 0.5, -0.5)
+def _write_rows(axes: "Axes", rows: Sequence[tuple[str, str]]) -> None:
+    """Write the names of the rows, the first one at the top, a text to the right of each, and above the axes the legend
+    in one line, if points have labels.
+    """
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8, parse_math=False)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(axis="y", color="0.93", linewidth=0.6)
     axes.set_axisbelow(True)
     without_upper_frame(axes)
+    place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "left", "va": "center"}
+    for row, (_, text) in enumerate(rows):
+        axes.text(1.02, row, text, fontsize=8, color=INK, parse_math=False, **place)
+    if axes.get_legend_handles_labels()[1]:
+        place = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.1, "ncols": 3}
+        axes.legend(fontsize=8, frameon=False, **place)

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import InputError, require
@@ -18,6 +18,11 @@ vision can read them.
 
 INK, SOFT, BLANK = "#1d2330", "#667085", "#e4e6ea"
 """Colours of main text, of other text, and of cells without a number."""
+
+LINE_COLOURS = ("#0078f3", "#692700", "#00a972", "#492740", "#c87500", "#124c81", "#000000", "#bf7ea6")
+"""Colours of named lines. A test measures that they differ for readers with any colour vision, and that their contrast
+to white is at least 3.
+"""
 
 LONGEST_LINE = 44
 """Number of characters in a line of a label."""
@@ -52,6 +57,14 @@ def layer_colours() -> Any:
     from matplotlib.colors import ListedColormap
 
     return ListedColormap(colormaps["plasma"](range(160)))
+
+
+def layer_scale(layers: Collection[int]) -> Any:
+    """Return the scale of the colours of lines by layer, from the first to the last of `layers`."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    return ScalarMappable(Normalize(min(layers), max(layers)), layer_colours())
 
 
 def axis_label(name: str, unit: str = "", meaning: str = "") -> str:

@@ -1,9 +1,16 @@
-"""Choice of a kind of plot by its name, and check of the options that the kind has."""
+"""Kinds of plots of a result: choice of a kind by its name, and the kinds that every table of heads has."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
+from headwise.plots.canvas import axis_label
+from headwise.plots.matrices import draw_heatmap
+from headwise.plots.points import PlottedNumbers, draw_ranking, draw_scatter
+from headwise.plots.roles import draw_role_counts, draw_role_grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +23,12 @@ OTHER_RESULTS = {
     "lines": "hw.view(...) has lines between words",
 }
 """Results that have the kinds of plots that some results lack."""
+
+Y_OF_SCATTER, X_OF_SCATTER = "distance", "entropy"
+"""Statistics along the axes of a scatter plot by default, if there are both."""
+
+UNITS_IN_LABELS = ("nats", "tokens")
+"""Units of statistics that are written into labels; shares and norms have none."""
 
 
 class Kind(NamedTuple):
@@ -47,25 +60,123 @@ def plot_kind(kinds: Mapping[str, Kind], kind: Any, ax: Any, **options: Any) -> 
     Example:
         >>> plot_kind({"heatmap": Kind(draw, ("statistic",))}, "heatmap", None, statistic="cost")  # doctest: +SKIP
     """
-    if not isinstance(kind, str) or kind not in kinds:
-        remedy = OTHER_RESULTS.get(kind) if isinstance(kind, str) else None
-        raise InputError("kind", expected=_one_of(kinds), got=repr(kind), remedy=remedy)
+    chosen = kinds[require_name("kind", kind, kinds, OTHER_RESULTS)]
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
-        if name not in kinds[kind].options:
+        if name not in chosen.options:
             others = [other for other, of_other in kinds.items() if name in of_other.options]
             remedy = f"the kinds {', '.join(others)} have it" if others else None
             raise InputError(name, expected=f"None for the kind {kind!r}", got=repr(value), remedy=remedy)
-    return kinds[kind].draw(ax=ax, **given)
+    return chosen.draw(ax=ax, **given)
 
 
-def require_name(argument: str, name: Any, names: Mapping[str, Any]) -> str:
-    """Return `name` if it is among the keys of `names`; otherwise raise `InputError` with all of them."""
+def require_name(argument: str, name: Any, names: Mapping[str, Any], remedies: Mapping[str, str] | None = None) -> str:
+    """Return `name` if it is among the keys of `names`; otherwise raise `InputError` with all of them, and with the
+    remedy for this name in `remedies`.
+    """
     if not isinstance(name, str) or name not in names:
-        raise InputError(argument, expected=_one_of(names), got=repr(name))
+        remedy = (remedies or {}).get(name) if isinstance(name, str) else None
+        raise InputError(argument, expected=f"one of {', '.join(names)}", got=repr(name), remedy=remedy)
     return name
 
 
-def _one_of(names: Mapping[str, Any]) -> str:
-    """Return the description of a choice of names, for messages."""
-    return f"one of {', '.join(names)}"
+def require_heads(heads: Any, available: Container[tuple[int, int]], described: str) -> list[tuple[int, int]]:
+    """Return the heads `(layer, head)` of the option `heads` as a list; raise `InputError` if it is not a collection of
+    heads, or has one that is not among those that are available, which `described` describes in the message.
+    """
+    of = "a collection of (layer, head)"
+    pairs = [head_pair("heads", head, of=of) for head in collection_of("heads", heads, of="heads (layer, head)")]
+    for pair in pairs:
+        if pair not in available:
+            raise InputError("heads", expected=f"each a (layer, head) {described}", got=pair)
+    return pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadNumbers:
+    """Statistics of the heads of a model, for plots.
+
+    Attributes:
+        heads: each head's `(layer, head)`, zero-based.
+        values: numbers of all heads, by the name of the statistic; NaN where a head has none.
+        sems: standard errors of these numbers; a statistic without standard errors is missing.
+        roles: name of each head's role; None if roles were not measured.
+        title: end of titles, such as the model.
+        units: unit of each statistic that has one.
+        meanings: meaning of statistics in one sentence, for labels.
+        signed: names of effects and differences, which are drawn with colours around 0.
+        default: statistic that is drawn by default; the first one if None.
+        label_suffix: text after the name of the statistic in labels, such as ", b minus a".
+    """
+
+    heads: Sequence[tuple[int, int]]
+    values: Mapping[str, Sequence[float]]
+    sems: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    roles: Sequence[str] | None = None
+    title: str = ""
+    units: Mapping[str, str] = field(default_factory=dict)
+    meanings: Mapping[str, str] = field(default_factory=dict)
+    signed: Collection[str] = ()
+    default: str | None = None
+    label_suffix: str = ""
+
+    def kinds(self) -> dict[str, Kind]:
+        """Return the kinds of plots of these heads by name: "heatmap", "ranking", "scatter" and, if roles were
+        measured, "roles" and "role_counts".
+        """
+        kinds = {
+            "heatmap": Kind(self._draw_heatmap, ("statistic",)),
+            "ranking": Kind(self._draw_ranking, ("statistic", "errors", "top")),
+            "scatter": Kind(self._draw_scatter, ("statistic", "against", "errors", "top")),
+        }
+        if self.roles is not None:
+            roles = dict(zip(self.heads, self.roles, strict=True))
+            kinds["roles"] = Kind(partial(draw_role_grid, roles, title=self.title), ())
+            kinds["role_counts"] = Kind(partial(draw_role_counts, roles, title=self.title), ())
+        return kinds
+
+    def axis(self, statistic: str) -> PlottedNumbers:
+        """Return the numbers of one statistic with their standard errors, and a label with the unit and the meaning."""
+        unit = self.units.get(statistic, "")
+        unit = unit if unit in UNITS_IN_LABELS else ""
+        label = axis_label(statistic + self.label_suffix, unit, self.meanings.get(statistic, ""))
+        return PlottedNumbers(statistic, self.values[statistic], self.sems.get(statistic, ()), label)
+
+    def chosen(self, statistic: Any) -> str:
+        """Return the name of the statistic to draw, the default one if `statistic` is None.
+
+        Raises:
+            InputError: there are no heads, or the heads have no such statistic.
+        """
+        if not self.heads or not self.values:
+            raise InputError("heads", expected="at least one head to plot", got="none")
+        default = next(iter(self.values)) if self.default is None else self.default
+        return require_name("statistic", default if statistic is None else statistic, self.values)
+
+    def _draw_heatmap(self, statistic: Any = None, *, ax: Any = None) -> "Axes":
+        """Draw a heat map of one statistic."""
+        name = self.chosen(statistic)
+        cells = dict(zip(self.heads, self.values[name], strict=True))
+        label, is_signed = self.axis(name).label, name in self.signed
+        return draw_heatmap(cells, statistic=name, label=label, title=self.title, centred=is_signed, ax=ax)
+
+    def _draw_ranking(self, statistic: Any = None, **options: Any) -> "Axes":
+        """Draw the heads in descending order of one statistic."""
+        names = [f"{layer}.{head}" for layer, head in self.heads]
+        return draw_ranking(self.axis(self.chosen(statistic)), names, title=self.title, **options)
+
+    def _draw_scatter(self, statistic: Any = None, *, against: Any = None, **options: Any) -> "Axes":
+        """Draw one statistic against another."""
+        if statistic is None and Y_OF_SCATTER in self.values:
+            statistic = Y_OF_SCATTER
+        name = self.chosen(statistic)
+        if against is None:
+            others = [other for other in (X_OF_SCATTER, *self.values) if other in self.values and other != name]
+            against = next(iter(others), name)
+        return self.draw_pairs(self.axis(require_name("against", against, self.values)), self.axis(name), **options)
+
+    def draw_pairs(self, x: PlottedNumbers, y: PlottedNumbers, **options: Any) -> "Axes":
+        """Draw one point per head with the numbers `x` and `y`, and return the axes. `options` are further arguments of
+        `draw_scatter`.
+        """
+        return draw_scatter(x, y, heads=self.heads, roles=self.roles, title=self.title, **options)

@@ -12,8 +12,7 @@ import torch
 
 from headwise.checks import flag, folder_path
 from headwise.errors import InputError
-from headwise.runs.files import writable_folder, write_atomically
-from headwise.runs.lock import locked_folder
+from headwise.runs.files import FORCE_REMEDY, locked_folder, write_atomically
 from headwise.runs.table import Table, require_parquet, table_path
 
 CHECKPOINT_SECONDS = 5.0
@@ -21,8 +20,6 @@ CHECKPOINT_SECONDS = 5.0
 
 ANY = "[0-9]*"
 """Pattern of the rank of any process."""
-
-FORCE_REMEDY = "--force (force=True) replaces it"
 
 
 @runtime_checkable
@@ -86,34 +83,36 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             yield
             return
         require_parquet(self._table_type.NAME)
-        self.folder = writable_folder(self.folder)
-        with locked_folder(self.folder):
-            self._prepare_folder(self.folder, force=force)
+        with locked_folder(self.folder) as folder:
+            if force:
+                table_path(folder, self._table_type.NAME).unlink(missing_ok=True)
+                self._delete_checkpoints(folder)
+            else:
+                self._require_same_run(folder)
             yield
 
-    def _prepare_folder(self, folder: Path, *, force: bool) -> None:
-        """Raise `InputError` if the output folder contains a run with other settings; with `force`, delete the
-        checkpoints and the table of any run there instead.
-        """
-        table = table_path(folder, self._table_type.NAME)
-        if force:
-            for path in (*folder.glob(f"{self._checkpoint_name(ANY)}*"), table):
-                path.unlink(missing_ok=True)
-            return
+    def _require_same_run(self, folder: Path) -> None:
+        """Raise `InputError` if the output folder contains a run with other settings."""
         checkpoints = sorted(folder.glob(self._checkpoint_name(ANY)))
         for path in checkpoints:
             self._read_checkpoint(path)
-        if table.exists() and not checkpoints and not self._is_finished():
+        if not checkpoints and table_path(folder, self._table_type.NAME).exists():
             settings = self._saved_settings()
-            raise self._other_run_error(first_difference(settings, self.settings) if settings else None)
+            difference = first_difference(settings, self.settings) if settings else None
+            if difference is not None or not settings:
+                raise self._other_run_error(difference)
 
     def finished_table(self) -> TableT | None:
         """Return the result table in the output folder if a run with the same settings has finished; otherwise None."""
-        return self._table_type.load(self.folder) if self.folder is not None and self._is_finished() else None
+        settings = self._saved_settings()
+        if self.folder is None or not settings or first_difference(settings, self.settings) is not None:
+            return None
+        is_stopped = any(self.folder.glob(self._checkpoint_name(ANY)))
+        return None if is_stopped else self._table_type.load(self.folder)
 
     def load_progress(self) -> ProgressT:
         """Return the partial result in this process's checkpoint; an empty one if there is no checkpoint."""
-        path = self._checkpoint_path
+        path = None if self.folder is None else self.folder / self._checkpoint_name(self.rank)
         return self._progress_type() if path is None or not path.exists() else self._read_checkpoint(path)
 
     def save_progress(self, progress: ProgressT, *, now: bool = False) -> None:
@@ -124,31 +123,23 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             progress: the partial result.
             now: write it regardless of the time since the last checkpoint.
         """
-        path = self._checkpoint_path
-        if path is None or (not now and time.monotonic() - self._last_checkpoint < CHECKPOINT_SECONDS):
+        if self.folder is None or (not now and time.monotonic() - self._last_checkpoint < CHECKPOINT_SECONDS):
             return
         buffer = io.BytesIO()
         torch.save({"settings": json.dumps(self.settings), "state": progress.to_dict()}, buffer)
-        path.parent.mkdir(parents=True, exist_ok=True)  # only rank 0 has created it, perhaps on another machine
-        write_atomically(path, buffer.getvalue())
+        self.folder.mkdir(parents=True, exist_ok=True)  # only rank 0 has created it, perhaps on another machine
+        write_atomically(self.folder / self._checkpoint_name(self.rank), buffer.getvalue())
         self._last_checkpoint = time.monotonic()
 
     def finish(self, table: TableT) -> None:
         """Write the result table to the output folder, and delete the checkpoints of all processes there."""
-        if self.folder is None:
-            return
-        table.save(self.folder, force=True)
-        for path in self.folder.glob(f"{self._checkpoint_name(ANY)}*"):
-            path.unlink()
+        if self.folder is not None:
+            table.save(self.folder, force=True)
+            self._delete_checkpoints(self.folder)
 
     def different_data_error(self) -> InputError:
         """Return the `InputError` for a resumed run whose data differs from that of the run in the output folder."""
         return self._other_run_error("data")
-
-    @property
-    def _checkpoint_path(self) -> Path | None:
-        """Path of this process's checkpoint in the output folder; None for a run without a folder."""
-        return None if self.folder is None else self.folder / self._checkpoint_name(self.rank)
 
     def _checkpoint_name(self, rank: int | str) -> str:
         """Return the name of the checkpoint of a process, or with `ANY` the pattern of the names of all. Each kind of
@@ -156,13 +147,10 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         """
         return f"unfinished-{self._table_type.NAME}-{rank}.pt"
 
-    def _is_finished(self) -> bool:
-        """Return True if a run with the same settings has finished: the output folder contains its table, and no
-        checkpoints.
-        """
-        settings = self._saved_settings()
-        is_stopped = self.folder is not None and any(self.folder.glob(self._checkpoint_name(ANY)))
-        return not is_stopped and bool(settings) and first_difference(settings, self.settings) is None
+    def _delete_checkpoints(self, folder: Path) -> None:
+        """Delete the checkpoints of all processes, and what a killed process left while it wrote one."""
+        for path in folder.glob(f"{self._checkpoint_name(ANY)}*"):
+            path.unlink(missing_ok=True)
 
     def _saved_settings(self) -> dict[str, Any]:
         """Return the settings, by name, with which the table in the output folder was measured, read from the table's
@@ -186,8 +174,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             settings, fields = json.loads(checkpoint["settings"]), checkpoint["state"]
         except Exception as error:  # a file that headwise did not write can fail in any way
             raise self._other_run_error(None) from error
-        difference = first_difference(settings, self.settings)
-        if difference is not None:
+        if (difference := first_difference(settings, self.settings)) is not None:
             raise self._other_run_error(difference)
         progress: ProgressT = self._progress_type.from_dict(fields)
         return progress
@@ -196,13 +183,9 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         """Return the error for an output folder that holds another run. `difference` is the name of the setting that
         differs, or None if it is not known.
         """
-        reason = "" if difference is None else f" ({difference} differs)"
-        return InputError(
-            "out",
-            expected="a folder of its own, or that of the run to resume",
-            got=f"another run{reason} in {str(self.folder)!r}",
-            remedy=FORCE_REMEDY,
-        )
+        expected = "a folder of its own, or that of the run to resume"
+        got = f"another run{'' if difference is None else f' ({difference} differs)'} in {str(self.folder)!r}"
+        return InputError("out", expected=expected, got=got, remedy=FORCE_REMEDY)
 
 
 def require_same_run(

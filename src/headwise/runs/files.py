@@ -1,31 +1,42 @@
-"""Output folders, and files that are replaced atomically."""
+"""Output folders: a lock, and files and folders that appear at once, complete or not at all."""
 
+import json
 import os
+import shlex
+import shutil
+import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from headwise.checks import folder_path
-from headwise.errors import InputError
+from headwise.checks import flag, folder_path
+from headwise.errors import InputError, require
+from headwise.wording import without_passwords
+
+FORCE_REMEDY = "--force (force=True) replaces it"
+
+LOCK_FILE, HOLDER_FILE = ".headwise.lock", ".headwise.lock.json"
+"""Hidden files in a locked folder: the lock itself, and a description of the process that has it."""
+
+MODEL_FILE = "config.json"
+"""File that every folder of a saved model has; a folder without it is never replaced."""
 
 
 def writable_folder(folder: str | Path) -> Path:
-    """Create a folder if it does not exist, and return its path; raise `InputError` if the folder cannot be created or
-    written.
+    """Create a folder if it does not exist, and return its path.
 
     Raises:
         InputError: the folder cannot be created or written.
     """
-    try:
+    with suppress(OSError, ValueError):  # the second: a null character, no path at all, or an empty one
         path = folder_path("out", folder)
         path.mkdir(parents=True, exist_ok=True)
-        is_writable = os.access(path, os.W_OK)
-    except (OSError, ValueError):  # the second: a null character, no path at all, or an empty one
-        is_writable = False
-    if not is_writable:
-        raise InputError("out", expected="a folder that can be created and written", got=repr(str(folder)))
-    return path
+        if os.access(path, os.W_OK):
+            return path
+    raise _unwritable(repr(str(folder)))
 
 
 def require_writable(folder: str | Path) -> None:
@@ -35,13 +46,16 @@ def require_writable(folder: str | Path) -> None:
         InputError: the folder, or else the nearest existing folder above it, is a file or cannot be written.
     """
     path = folder_path("out", folder).absolute()
-    try:
+    with suppress(OSError, ValueError):  # too long a path, or a null character
         existing = next(candidate for candidate in (path, *path.parents) if candidate.exists())
-        is_writable = existing.is_dir() and os.access(existing, os.W_OK)
-    except (OSError, ValueError):  # too long a path, or a null character
-        is_writable = False
-    if not is_writable:
-        raise InputError("out", expected="a folder that can be created and written", got=repr(str(folder)))
+        if existing.is_dir() and os.access(existing, os.W_OK):
+            return
+    raise _unwritable(repr(str(folder)))
+
+
+def _unwritable(got: str) -> InputError:
+    """Return the error for an output folder that cannot be created or written."""
+    return InputError("out", expected="a folder that can be created and written", got=got)
 
 
 def require_outside_data(out: str | Path, source: str | Path) -> None:
@@ -50,22 +64,63 @@ def require_outside_data(out: str | Path, source: str | Path) -> None:
     """
     try:
         folder, data = Path(out).resolve(), Path(source).resolve()
-        is_folder = data.is_dir()
+        is_inside = data.is_dir() and folder.is_relative_to(data)
     except (OSError, ValueError):  # too long a path, or a null character: reported where the path is used
         return
-    if not is_folder or not folder.is_relative_to(data):
-        return
-    if not any(part.startswith(".") for part in folder.relative_to(data).parts):
-        raise InputError(
-            "out",
-            expected="a folder outside of the data, which would be read as data",
-            got=f"{str(out)!r} in {str(source)!r}",
-        )
+    if is_inside and not any(part.startswith(".") for part in folder.relative_to(data).parts):
+        expected = "a folder outside of the data, which would be read as data"
+        raise InputError("out", expected=expected, got=f"{str(out)!r} in {str(source)!r}")
+
+
+@contextmanager
+def locked_folder(folder: str | Path) -> Iterator[Path]:
+    """Create an output folder if it does not exist, lock it while the context is open, and yield its path. If another
+    run has locked it, raise `InputError` with the id, host, start and command of the process of that run.
+
+    The operating system releases the lock of a process that ends in any way, so a killed run leaves no lock behind.
+
+    Raises:
+        InputError: another run has locked the folder, or the folder cannot be created or written.
+        MissingExtra: filelock is not installed.
+    """
+    filelock = require("filelock", purpose="a run in a folder", extra="tables")
+    folder = writable_folder(folder)
+    lock, holder = filelock.FileLock(folder / LOCK_FILE), folder / HOLDER_FILE
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        try:
+            process = json.loads(holder.read_text(encoding="utf-8"))
+            by = "process {process} on {host} since {since}: {command}".format(**process)
+        except (OSError, ValueError, KeyError, TypeError):  # the other run has just begun or ended
+            by = "another process"
+        got, remedy = f"{str(folder)!r}, in use by {by}", "wait for that run, or choose another folder"
+        raise InputError("out", expected="a folder that no other run writes to", got=got, remedy=remedy) from None
+    except OSError as error:
+        raise _unwritable(f"{error.strerror} in {str(folder)!r}") from None
+    script = Path(sys.argv[0])
+    program = script.parent.name if script.name == "__main__.py" else script.name  # the first is run by `python -m`
+    process = {
+        "process": str(os.getpid()),
+        "host": socket.gethostname(),
+        "since": datetime.now().astimezone().isoformat(" ", "seconds"),
+        "command": without_passwords(shlex.join([program, *sys.argv[1:]])),
+    }
+    try:
+        try:
+            holder.write_text(json.dumps(process), encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(f"{error.strerror} in {str(folder)!r}") from None
+        yield folder
+    finally:
+        for path in (holder, folder / LOCK_FILE):
+            with suppress(OSError):  # systems that cannot delete an open file leave an empty lock file
+                path.unlink()
+        lock.release()
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to the file `path`, which may exist. After a crash at any moment, the file has either its old
-    content or the complete new one.
+    """Write `data` to the file `path`, as `replaced_file` does.
 
     Raises:
         InputError: the file cannot be written, for example because the disk is full.
@@ -92,7 +147,7 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         if os.name == "posix":
-            sync_folder(path.parent)
+            _sync(path.parent)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
@@ -103,10 +158,90 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
         raise InputError("out", expected=f"a file {str(path)!r} that can be written", got=reason) from error
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's directory entries to disk, so that the replacement of a file in it survives a crash."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Flush a file to disk, or the entries of a folder, so that what was renamed in it survives a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def require_new_folder(folder: str | Path, *, force: bool = False) -> Path:
+    """Return the absolute path at which `new_folder` can put a folder. Nothing is written.
+
+    Args:
+        folder: a path at which there is nothing, or an empty folder.
+        force: allow the folder of a saved model in addition.
+
+    Raises:
+        InputError: there is something else.
+    """
+    flag("force", force)
+    path = folder_path("out", folder)
+    try:
+        path = path.resolve()
+        entries = list(path.iterdir()) if path.exists() else []
+    except (OSError, RuntimeError) as error:  # a file, too long a path, or links in a circle
+        got = getattr(error, "strerror", None) or str(error)
+        raise InputError("out", expected=f"a folder {str(folder)!r} that can be written", got=got) from None
+    if not path.name:
+        raise InputError("out", expected="the path of a new folder", got=repr(str(folder)))
+    if entries and not force:
+        expected = "a new or empty folder"
+        raise InputError("out", expected=expected, got=f"files in {str(folder)!r}", remedy=FORCE_REMEDY)
+    if entries and (not (path / MODEL_FILE).is_file() or any(entry.is_dir() for entry in entries)):
+        expected = f"the folder of a saved model, with a {MODEL_FILE} and without folders, to replace"
+        raise InputError("out", expected=expected, got=repr(str(folder)))
+    return path
+
+
+@contextmanager
+def new_folder(folder: str | Path, *, force: bool = False) -> Iterator[Path]:
+    """Yield an empty folder to be filled, and put it in place of `folder` when the context ends without an error. At
+    any moment, also after a crash, there is a complete folder at `folder` or none.
+
+    The files are written to a hidden folder next to `folder`, which is removed at the end and after errors; after a
+    crash, the next call with the same `folder` removes it.
+
+    Args:
+        folder: a path at which there is nothing, or an empty folder.
+        force: replace the folder of a saved model.
+
+    Raises:
+        InputError: `folder` cannot be used, another process writes to it, or a file cannot be written, for example
+            because the disk is full.
+        MissingExtra: filelock is not installed.
+    """
+    target = require_new_folder(folder, force=force)
+    created = [parent for parent in target.parents if not parent.exists()]
+    work = target.with_name(f".{target.name}.part")
+    old, new = work / "old", work / "new"
+    try:
+        with locked_folder(work):
+            if old.exists() and not target.exists():  # a crash between the two renamings of a replacement
+                old.rename(target)
+                require_new_folder(target, force=force)
+            for leftover in (old, new):
+                shutil.rmtree(leftover, ignore_errors=True)
+            try:
+                new.mkdir()
+                yield new
+                for path in (*new.rglob("*"), new):  # a crash after the renaming must not lose their content
+                    _sync(path)
+                if target.exists() and any(target.iterdir()):
+                    target.rename(old)
+                new.rename(target)
+                _sync(target.parent)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise InputError("out", expected=f"a folder {str(folder)!r} that can be written", got=reason) from error
+            finally:
+                if old.exists() and not target.exists():
+                    old.rename(target)
+                for leftover in (old, new):
+                    shutil.rmtree(leftover, ignore_errors=True)
+    finally:
+        for path in (work, *([] if target.exists() else created)):
+            with suppress(OSError):  # another process uses it
+                path.rmdir()

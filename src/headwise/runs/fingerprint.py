@@ -1,24 +1,32 @@
-"""The settings that determine a run's numbers: model weights, data options, package versions and arguments."""
+"""The settings that determine a run's numbers: model weights, data options, package versions and arguments.
+
+Weights are hashed where they are: none is copied from an accelerator.
+"""
 
 import json
+import pickle
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headwise.data.batches import digest_of
 from headwise.data.texts import Texts
 from headwise.data.tokenization import input_embeddings, output_embeddings
-from headwise.intercept.layer_index import innermost_attention_modules
+from headwise.errors import InputError
+from headwise.intercept.layer_index import innermost_attention_modules, is_related
 from headwise.intercept.model_name import model_name
 from headwise.page.columns import ModelIdentity
 from headwise.runs.quantisation import quantisation_of
-from headwise.runs.weight_hashes import hashed_state
+from headwise.shapes import Int
 
 HEADS = ("pooler", "qa_outputs", "embeddings.mask_token")
 """Parts of a model that belong to its task, by the names of `transformers`. Attention does not depend on them, and the
@@ -26,6 +34,12 @@ same model for another task lacks them."""
 
 IDLE = re.compile(r"_token_ids?$|dropout|_pdrop$|drop_path|layerdrop|^use_cache$|^tie_word_embeddings$|^initializer_")
 """Names of fields of a configuration that concern generation and training alone."""
+
+BLOCK = 2**16
+"""Number of integers that one hash stands for. A block and its factors fit into the cache of a processor."""
+
+INTEGERS = {1: torch.int8, 2: torch.int16}
+"""Integers with as many bytes as one number. Larger numbers are read as several integers of 32 bits."""
 
 
 def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
@@ -43,19 +57,23 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
     Returns:
         a dictionary with the keys "model", "data", "versions" and "settings".
     """
+    identity, versions = identity_of(model), {}
+    for package in ("headwise", "torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
     parameter = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.empty(0))
     collected = {
         "model": {
             "name": title or model_name(model),
             "class": type(model).__name__,
-            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "dtype": identity.dtype,
             "device": parameter.device.type,
             "quantisation": quantisation_of(model),
-            "weights": _weights_digest(model),
-            "attention": identity_of(model).as_json(),
+            "weights": digest_of(hashed_state(model)),
+            "attention": identity.as_json(),
         },
         "data": None if texts is None else text_options(texts),
-        "versions": _package_versions(),
+        "versions": versions,
         "settings": settings,
     }
     normalized: dict[str, Any] = json.loads(json.dumps(collected))  # tuples become lists, as when read from a file
@@ -72,17 +90,15 @@ def identity_of(model: nn.Module) -> ModelIdentity:
     parameter = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.empty(0))
     dtype = str(parameter.dtype).removeprefix("torch.")
     embeddings = [path for path, module in modules.items() if module is input_embeddings(model)]
-    body = modules[_common_ancestor([*paths, *embeddings])] if embeddings else getattr(model, "base_model", model)
+    if embeddings:
+        names = zip(*(path.split(".") for path in [*paths, *embeddings]), strict=False)
+        common = takewhile(lambda at_depth: len(set(at_depth)) == 1, names)
+        body = modules[".".join(at_depth[0] for at_depth in common)]
+    else:
+        body = getattr(model, "base_model", model)
     outputs = [path for path, module in body.named_modules() if module is output_embeddings(model)]
     state = hashed_state(body, without=[*outputs, *HEADS])
     return ModelIdentity(len(paths), dtype, digest_of([*state, _architecture(model)]))
-
-
-def _common_ancestor(paths: Sequence[str]) -> str:
-    """Return the path of the innermost module that contains all modules at `paths`."""
-    names = zip(*(path.split(".") for path in paths), strict=False)
-    common = takewhile(lambda at_depth: len(set(at_depth)) == 1, names)
-    return ".".join(at_depth[0] for at_depth in common)
 
 
 def _architecture(model: Any) -> str | None:
@@ -105,13 +121,6 @@ def _computing(fields: Any) -> Any:
     return {name: _computing(value) for name, value in fields.items() if not IDLE.search(str(name))}
 
 
-def _weights_digest(model: nn.Module) -> str:
-    """Return a hash of a model's weights: the names and values of all entries of its `state_dict` (parameters and saved
-    buffers).
-    """
-    return digest_of(hashed_state(model))
-
-
 def attention_digest(model: nn.Module, paths: Iterable[str]) -> str:
     """Return a hash of the weights of a model's modules at the given paths, which does not depend on the paths. A path
     without a module does not count.
@@ -126,12 +135,92 @@ def text_options(texts: Texts) -> dict[str, Any]:
     return {"source": texts.name} | {name: getattr(texts, name) for name in names}
 
 
-def _package_versions() -> dict[str, str]:
-    """Return the versions of headwise, torch and transformers by name, without packages that are not installed."""
-    versions = {}
-    for package in ("headwise", "torch", "transformers"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
+def hashed_state(module: nn.Module, *, without: Sequence[str] = ()) -> Iterator[Any]:
+    """Yield each entry of a module's `state_dict`: its name, and for each tensor in it the dtype, the shape and the
+    hashes of its values, such as for the tensors in the packed weights of a quantised layer. Other values are pickled.
+
+    Args:
+        module: the module.
+        without: paths of modules inside of it whose entries are left out, and names of single entries.
+
+    Raises:
+        InputError: the values of an entry are not in memory, or cannot be read.
+    """
+    factors: dict[torch.device, Tensor] = {}
+    for name, entry in module.state_dict().items():
+        if any(is_related(name, path) for path in without):
             continue
-    return versions
+        yield name
+        leaves, structure = pytree.tree_flatten(entry)
+        yield str(structure)
+        for value in chain.from_iterable(_parts(name, leaf) for leaf in leaves):
+            if not isinstance(value, Tensor):
+                try:
+                    pickled = pickle.dumps(value)
+                except Exception as error:
+                    expected = "values in state_dict() that can be pickled"
+                    got = f"{type(value).__name__} in {name}"
+                    raise InputError("model", expected=expected, got=got) from error
+                yield pickled
+                continue
+            values = _plain(name, value)
+            if values.device not in factors:  # random odd numbers, the same in every process
+                generator = torch.Generator().manual_seed(0)
+                numbers = torch.randint(-(2**63), 2**63 - 1, (BLOCK,), generator=generator) | 1
+                factors[values.device] = numbers.to(values.device)
+            yield value.dtype, tuple(value.shape)
+            yield _block_hashes(values, factors[values.device])
+
+
+def _parts(name: str, value: Any) -> Iterator[Any]:
+    """Yield a value; or, in place of a tensor that wraps others, such as the scaled integers of a quantised weight,
+    these tensors and what the wrapper states of them.
+
+    Raises:
+        InputError: a tensor neither has memory nor names the tensors that it wraps.
+    """
+    if is_traceable_wrapper_subclass(value):
+        names, context = value.__tensor_flatten__()
+        yield type(value).__qualname__
+        yield repr(context)
+        for each in names:
+            yield from _parts(name, getattr(value, each))
+    elif isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter) and not _has_memory(value):
+        raise InputError("model", expected="weights in memory", got=f"{name} of the type {type(value).__name__}")
+    else:
+        yield value
+
+
+def _has_memory(value: Tensor) -> bool:
+    """Return True if the numbers of a tensor are in memory of its own."""
+    try:
+        return value.numel() == 0 or value.data_ptr() != 0
+    except (RuntimeError, ValueError):  # of a tensor without storage, or of a layer that has not run yet
+        return False
+
+
+def _plain(name: str, value: Tensor) -> Tensor:
+    """Return the numbers of an entry as a tensor that is dense, not quantised, and without a lazy conjugation."""
+    if value.is_meta:
+        got, remedy = f"{name} on the device meta", "load the model without offloading"
+        raise InputError("model", expected="weights in memory", got=got, remedy=remedy)
+    if value.is_nested:
+        raise InputError("model", expected="weights of one shape", got=f"the nested tensor {name}")
+    value = value.detach()
+    value = value.dequantize() if value.is_quantized else value
+    value = value if value.layout == torch.strided else value.to_dense()
+    return value.resolve_conj().resolve_neg()
+
+
+def _block_hashes(value: Tensor, factors: Int[Tensor, "block"]) -> Int[Tensor, "blocks"]:
+    """Return a hash of each block of a tensor's bits: the sum of the block's integers, each multiplied by a random odd
+    number, modulo 2**64. A change of one integer always changes the hash; changes of several do so with a
+    probability of at least 1 - 2**-32 (multilinear hashing: Carter and Wegman, Universal Classes of Hash Functions,
+    1979).
+    """
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    bits = value.contiguous().flatten()
+    bits = bits.view(INTEGERS.get(bits.element_size(), torch.int32))
+    sums = [(block.long() * factors[: len(block)]).sum() for block in torch.split(bits, BLOCK)]
+    return torch.stack(sums)

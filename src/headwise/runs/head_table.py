@@ -7,8 +7,7 @@ from headwise.intercept.model_name import short_name
 from headwise.page.columns import Columns, HeadPlace, ModelIdentity, estimates_of
 from headwise.page.contents import Contents
 from headwise.page.notebook import notebook_html
-from headwise.plots.head_numbers import HeadNumbers
-from headwise.plots.kinds import plot_kind
+from headwise.plots.kinds import HeadNumbers, plot_kind
 from headwise.runs.table import HeadRowT, Table
 from headwise.wording import counted
 

@@ -94,14 +94,10 @@ def _have_room(of_lines: Float[Tensor, "lines blocks size"]) -> bool:
     2^4 different values: in draws from normal, uniform and heavier-tailed distributions, all but 1 of 10^5 blocks.
     """
     blocks = _dense_blocks(of_lines)
-    numbers = blocks.to(next((each for each in FORMATS if _holds(each, blocks)), torch.float32)).contiguous()
+    formats = (each for each in FORMATS if bool((blocks.to(each).to(blocks.dtype) == blocks).all()))
+    numbers = blocks.to(next(formats, torch.float32)).contiguous()
     bits = numbers.view(FORMATS[numbers.dtype]).long()
     sign_bit = 1 << (8 * numbers.element_size() - 1)
     order = torch.where(bits < 0, -(bits + sign_bit), bits)  # neighbouring numbers have neighbouring places
     room = order[:, -BLOCK // 4 - 1] - order[:, BLOCK // 4] + 1
     return bool((room >= BLOCK).double().mean() > 0.5)
-
-
-def _holds(dtype: torch.dtype, values: Tensor) -> bool:
-    """Return True if all values are numbers of a format."""
-    return bool((values.to(dtype).to(values.dtype) == values).all())

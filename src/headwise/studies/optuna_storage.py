@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import InputError, require
-from headwise.runs.secrets import without_passwords, without_passwords_of
+from headwise.wording import without_passwords, without_passwords_of
 
 if TYPE_CHECKING:
     import optuna

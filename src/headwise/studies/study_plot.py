@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import require
-from headwise.plots.canvas import axes_for, set_title, without_upper_frame
-from headwise.plots.received import LINE_COLOURS
+from headwise.plots.canvas import LINE_COLOURS, axes_for, set_title, without_upper_frame
 from headwise.runs.rows import MeanEstimate
 from headwise.studies.space import Setting
 

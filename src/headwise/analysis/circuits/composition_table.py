@@ -10,9 +10,8 @@ import torch
 from headwise.checks import head_pair, whole_number
 from headwise.errors import InputError
 from headwise.plots.kinds import Kind, plot_kind, require_name
-from headwise.plots.ranking import draw_ranking
-from headwise.plots.scatter import PlottedNumbers
-from headwise.plots.similarity import draw_similarity
+from headwise.plots.matrices import draw_similarity
+from headwise.plots.points import PlottedNumbers, draw_ranking
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, Row
 from headwise.runs.table import Table

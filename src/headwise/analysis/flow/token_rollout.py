@@ -19,7 +19,7 @@ from headwise.errors import InputError, require
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Observation
 from headwise.intercept.observed_call import ObservedCall
-from headwise.plots.pattern import draw_pattern
+from headwise.plots.words import draw_pattern
 from headwise.settings import ROLLOUT_RESIDUAL
 from headwise.shapes import Float
 

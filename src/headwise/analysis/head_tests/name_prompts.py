@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.analysis.head_tests.treebank import require_fast
 from headwise.checks import collection_of, whole_number
-from headwise.data.special_tokens import SpecialTokens
+from headwise.data.tokenization import SpecialTokens
 from headwise.errors import InputError
 from headwise.shapes import Int
 

@@ -18,8 +18,7 @@ from headwise.analysis.viewer import DISAGREEMENT
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, probability, require_module, whole_number
 from headwise.data.batches import NumberedBatches, call_model, device_of, evaluation_mode, with_cache_disabled
-from headwise.data.special_tokens import SpecialTokens
-from headwise.data.tokenization import max_input_tokens
+from headwise.data.tokenization import SpecialTokens, max_input_tokens
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import SiteKey

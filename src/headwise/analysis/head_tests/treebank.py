@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headwise.data.documents import list_files
-from headwise.data.special_tokens import SpecialTokens
+from headwise.data.tokenization import SpecialTokens
 from headwise.errors import InputError, require
 from headwise.shapes import Int
 

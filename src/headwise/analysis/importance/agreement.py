@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from headwise.analysis.importance.bootstrap import correlation_interval
 from headwise.checks import finite_number, pair_of, whole_number
 from headwise.errors import InputError, require
-from headwise.plots.head_numbers import HeadNumbers
-from headwise.plots.scatter import PlottedNumbers
+from headwise.plots.kinds import HeadNumbers
+from headwise.plots.points import PlottedNumbers
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.table import require_statistic

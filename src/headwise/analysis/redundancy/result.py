@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.errors import require
 from headwise.intercept.model_name import short_name
 from headwise.plots.kinds import require_name
-from headwise.plots.similarity import draw_similarity
+from headwise.plots.matrices import draw_similarity
 from headwise.runs.rows import MeanEstimate
 from headwise.shapes import Float
 from headwise.wording import counted

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from headwise.errors import InputError
-from headwise.runs.checkpoint import FORCE_REMEDY, first_difference
-from headwise.runs.files import replaced_file, writable_folder
-from headwise.runs.lock import locked_folder
+from headwise.runs.checkpoint import first_difference
+from headwise.runs.files import FORCE_REMEDY, locked_folder, replaced_file, writable_folder
 
 CHECKPOINT, FINISHED = "unfinished-heal.pt", "healed.pt"
 """Files in the folder: the latest checkpoint, and in its place the trained weights at the end."""

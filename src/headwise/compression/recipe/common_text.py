@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from headwise.data.special_tokens import SpecialTokens
 from headwise.data.texts import Texts
+from headwise.data.tokenization import SpecialTokens
 from headwise.shapes import Bool, Int
 
 WINDOW = 13

@@ -48,9 +48,14 @@ from headwise.data.models import find_model
 from headwise.errors import InputError
 from headwise.progress import shown_progress
 from headwise.runs.distributed import LocalProcess
-from headwise.runs.files import require_outside_data, require_writable, writable_folder, write_atomically
-from headwise.runs.folders import new_folder
-from headwise.runs.lock import locked_folder
+from headwise.runs.files import (
+    locked_folder,
+    new_folder,
+    require_outside_data,
+    require_writable,
+    writable_folder,
+    write_atomically,
+)
 
 
 def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progress: bool = False) -> RecipeResult:

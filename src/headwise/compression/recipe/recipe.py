@@ -12,11 +12,10 @@ import torch
 from headwise.checks import finite_number, whole_number
 from headwise.compression.healing.heal import HealingOptions
 from headwise.compression.report.paired_times import LEAST_ROUNDS
-from headwise.data.document_modes import DOCUMENT_MODES
 from headwise.data.models import is_existing_folder
 from headwise.errors import InputError
 from headwise.packaged_models import PACKAGED
-from headwise.settings import CONSTRAINTS, PRUNING_SCORES, MergeGrouping, MergeMethod
+from headwise.settings import CONSTRAINTS, DOCUMENT_MODES, PRUNING_SCORES, MergeGrouping, MergeMethod
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import InputError
-from headwise.runs.checkpoint import FORCE_REMEDY, first_difference
-from headwise.runs.files import write_atomically
+from headwise.runs.checkpoint import first_difference
+from headwise.runs.files import FORCE_REMEDY, write_atomically
 
 RECIPE, PLAN, REPORT, BEFORE_AFTER = "recipe.json", "plan.json", "report.json", "before-after.json"
 MODEL, HEALING = "model", "healing"

@@ -1,8 +1,10 @@
-"""Heat map of one number per head: layers down and heads across."""
+"""Matrices of numbers: one number per head with layers down and heads across, and the similarity of every two heads."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from headwise.plots.canvas import (
     BLANK,
@@ -18,6 +20,7 @@ from headwise.plots.canvas import (
     separate_cells,
     set_title,
 )
+from headwise.shapes import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,6 +72,52 @@ def draw_heatmap(
     return axes
 
 
+def draw_similarity(
+    values: Float[Tensor, "heads heads"],
+    layers: Sequence[int],
+    *,
+    measure: str,
+    title: str = "",
+    centred: bool = False,
+    ax: Any = None,
+) -> "Axes":
+    """Draw the similarity of every two heads as a matrix, and return the axes. Ticks stand at the first head of each
+    layer. Pairs of heads that were not compared are grey.
+
+    Args:
+        values: similarity of every two heads; NaN for pairs that were not compared.
+        layers: layer of each head, zero-based, in the order of the rows.
+        measure: name of the measure of similarity.
+        title: end of the title, such as the model.
+        centred: use colours around 0; they are also used if a number is negative.
+        ax: matplotlib axes to draw on; those of a new figure by default.
+
+    Raises:
+        InputError: there is no finite number, or `ax` is not axes.
+        MissingExtra: matplotlib is not installed.
+
+    Example:
+        >>> draw_similarity(torch.eye(4), [0, 0, 1, 1], measure="cka")  # doctest: +SKIP
+    """
+    numbers = values.flatten().tolist()
+    require_finite(measure, numbers)
+    side = min(3.2 + 0.04 * len(layers), 9.0)
+    axes = axes_for(ax, side + 0.9, side)
+    image = axes.imshow(values.tolist(), interpolation="nearest", **colour_scale(numbers, centred))
+    axes.set_facecolor(BLANK)
+    first_heads = [index for index in range(len(layers)) if not index or layers[index] != layers[index - 1]]
+    labels = [str(layers[index]) for index in first_heads]
+    axes.set_xticks(first_heads, labels)
+    axes.set_yticks(first_heads, labels)
+    axes.set(xlabel="layer", ylabel="layer")
+    explain_blank(axes, numbers, "pair")
+    axes.tick_params(labelsize=7)
+    axes.spines[:].set_visible(False)
+    add_colour_bar(axes, image, measure)
+    set_title(axes, measure, title)
+    return axes
+
+
 def heatmap_size(layers: int, heads: int) -> tuple[float, float]:
     """Return width and height in inches of a figure with a cell for each head."""
     return min(max(1.9 + 0.31 * heads, 3.8), 12.0), min(max(1.1 + 0.25 * layers, 2.4), 10.0)
@@ -82,7 +131,7 @@ def label_head_grid(axes: "Axes", layers: list[int], heads: int) -> None:
     separate_cells(axes, len(layers), heads)
 
 
-def colour_scale(values: Any, centred: bool) -> dict[str, Any]:
+def colour_scale(values: Iterable[float], centred: bool) -> dict[str, Any]:
     """Return the colour map of numbers and its limits, as arguments of matplotlib: a sequential map from the smallest
     to the largest number, or, with `centred` or negative numbers, a diverging map with 0 in the middle.
     """

@@ -1,0 +1,215 @@
+"""Points with error bars, one for each head: two numbers against each other, or one number in descending order."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headwise.checks import finite_number, whole_number
+from headwise.errors import InputError
+from headwise.plots.canvas import (
+    INK,
+    SOFT,
+    add_colour_bar,
+    axes_for,
+    layer_colours,
+    put_legend_right,
+    require_finite,
+    set_title,
+    without_upper_frame,
+)
+from headwise.plots.roles import in_legend_order, role_style
+from headwise.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_TICKS = 40
+"""Largest number of heads of a ranking whose names are written along the x-axis."""
+
+COLOUR, COLOUR_OF_NAMED = "#0072b2", "#b34700"
+"""Colours of the points of a ranking, and of those that are named, with their names."""
+
+NAMES_PER_LINE = 5
+"""Number of names in one line of text."""
+
+
+@dataclass(frozen=True)
+class PlottedNumbers:
+    """Numbers along one axis of a plot.
+
+    Attributes:
+        statistic: name of the numbers.
+        values: number of each head.
+        sems: standard error of each number, NaN where there is none; empty if there are none.
+        label: label of the axis; the name of the numbers by default.
+    """
+
+    statistic: str
+    values: Sequence[float]
+    sems: Sequence[float] = ()
+    label: str | None = None
+
+    def bars(self, errors: float) -> list[float]:
+        """Return half the length of each error bar, `errors` standard errors; 0 where there is no standard error, and
+        an empty list if there are no standard errors at all.
+        """
+        bars = [errors * sem if math.isfinite(sem) else 0.0 for sem in self.sems]
+        return bars if any(bars) else []
+
+    def axis_label(self, errors: float) -> str:
+        """Return the label of the axis, with the length of error bars of `errors` standard errors if there are any."""
+        label = self.label or self.statistic
+        unit = "standard error" if errors == 1 else "standard errors"
+        return f"{label}\nbars: ±{errors:g} {unit}" if self.bars(errors) else label
+
+
+def standard_errors(errors: Any) -> float:
+    """Return the length of error bars, in standard errors, as a float; raise `InputError` unless it is a finite number
+    of 0 or more.
+    """
+    number = finite_number("errors", errors)
+    if number < 0:
+        raise InputError("errors", expected="a number of standard errors, 0 or more", got=repr(errors))
+    return number
+
+
+def draw_scatter(
+    x: PlottedNumbers,
+    y: PlottedNumbers,
+    *,
+    heads: Sequence[tuple[int, int]],
+    roles: Sequence[str] | None = None,
+    title: str = "",
+    errors: float = 0.0,
+    top: int = 0,
+    named_by: Sequence[float] | None = None,
+    with_diagonal: bool = False,
+    ax: Any = None,
+) -> "Axes":
+    """Draw one point per head, with one number along each axis, and return the axes. Points are coloured and marked by
+    role, or coloured by layer if there are no roles. Heads with a NaN or infinite number are left out.
+
+    Args:
+        x: numbers along the x-axis, in their own units.
+        y: numbers of the same heads along the y-axis.
+        heads: each head's `(layer, head)`, zero-based.
+        roles: name of each head's role.
+        title: title after the number of heads.
+        errors: length of the error bars to each side, in standard errors; 0 draws none.
+        top: number of heads that are named, those with the largest absolute number in `named_by`.
+        named_by: a number of each head; `y` by default.
+        with_diagonal: draw the line on which both numbers are equal.
+        ax: matplotlib axes to draw on; those of a new figure by default.
+
+    Raises:
+        InputError: `errors` or `top` is not a number of 0 or more, no head has two finite numbers, or `ax` is not axes.
+        MissingExtra: matplotlib is not installed.
+
+    Example:
+        >>> x, y = PlottedNumbers("entropy", [1.0, 2.0]), PlottedNumbers("distance", [3.0, 9.0])
+        >>> draw_scatter(x, y, heads=[(0, 0), (0, 1)], roles=["mixed", "broad"])  # doctest: +SKIP
+    """
+    errors, top = standard_errors(errors), whole_number("top", top, least=0)
+    pairs = [a + b for a, b in zip(x.values, y.values, strict=True)]
+    require_finite(f"{y.statistic} against {x.statistic}", pairs)
+    shown = [index for index, pair in enumerate(pairs) if math.isfinite(pair)]
+    axes = axes_for(ax, 6.4 if roles is not None else 5.6, 4.2)
+    if with_diagonal:
+        axes.axline((0.0, 0.0), slope=1.0, linewidth=0.8, color=SOFT, linestyle="--", zorder=0)
+    x_values, y_values = ([numbers.values[index] for index in shown] for numbers in (x, y))
+    bars = {"xerr": x.bars(errors), "yerr": y.bars(errors)}
+    lengths: dict[str, Any] = {name: [of_all[index] for index in shown] for name, of_all in bars.items() if of_all}
+    if lengths:
+        axes.errorbar(x_values, y_values, **lengths, fmt="none", elinewidth=0.6, ecolor="0.7", zorder=1)
+    style: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.4, "zorder": 2}
+    if roles is None:
+        layers = [heads[index][0] for index in shown]
+        style |= {"vmin": min(layers), "vmax": max(layers), "cmap": layer_colours()}
+        points = axes.scatter(x_values, y_values, c=layers, s=22, **style)
+        if len(set(layers)) > 1:
+            add_colour_bar(axes, points, "layer")
+    else:
+        for role in in_legend_order(roles[index] for index in shown):
+            members = [index for index in shown if roles[index] == role]
+            x_values, y_values = ([numbers.values[index] for index in members] for numbers in (x, y))
+            look = role_style(role)
+            style |= {"marker": look.marker, "color": look.colour, "label": f"{role} ({len(members)})"}
+            axes.scatter(x_values, y_values, s=34, **style)
+        put_legend_right(axes)
+    sizes = y.values if named_by is None else named_by
+    for index in sorted(shown, key=lambda index: -abs(sizes[index]))[:top]:
+        name, place = "{}.{}".format(*heads[index]), (x.values[index], y.values[index])
+        axes.annotate(name, place, (4, 3), textcoords="offset points", fontsize=7, color=INK)
+    axes.set_xlabel(x.axis_label(errors), parse_math=False)
+    axes.set_ylabel(y.axis_label(errors), parse_math=False)
+    without_upper_frame(axes)
+    set_title(axes, counted(len(shown), "head"), title)
+    return axes
+
+
+def draw_ranking(
+    numbers: PlottedNumbers,
+    names: Sequence[str],
+    *,
+    title: str = "",
+    noun: str = "head",
+    errors: float = 1.96,
+    top: int = 10,
+    ax: Any = None,
+) -> "Axes":
+    """Draw one number per head in descending order, with error bars, and return the axes. The names of the first `top`
+    heads are listed; with up to 40 heads, the names of all are written along the x-axis. The title has the number of
+    heads. Heads with a NaN or infinite number are left out, and counted in the title.
+
+    Args:
+        numbers: numbers of the heads, in their own units, with standard errors.
+        names: name of each head.
+        title: end of the title, such as the model.
+        noun: noun of what is ranked, in the singular.
+        errors: length of the error bars to each side, in standard errors; 0 draws none.
+        top: number of heads to name.
+        ax: matplotlib axes to draw on; those of a new figure by default.
+
+    Raises:
+        InputError: `errors` or `top` is not a number of 0 or more, there are no heads, no finite number, or `ax` is not
+            axes.
+        MissingExtra: matplotlib is not installed.
+
+    Example:
+        >>> draw_ranking(PlottedNumbers("cost", [0.1, 0.3], [0.01, 0.02]), ["0.0", "0.1"])  # doctest: +SKIP
+    """
+    errors, top = standard_errors(errors), whole_number("top", top, least=0)
+    require_finite(numbers.statistic, numbers.values)
+    order = sorted(
+        (index for index, value in enumerate(numbers.values) if math.isfinite(value)),
+        key=lambda index: -numbers.values[index],
+    )
+    values, bars = [numbers.values[index] for index in order], numbers.bars(errors)
+    ranks, names = range(1, len(order) + 1), [names[index] for index in order]
+    axes = axes_for(ax, min(max(2.0 + 0.16 * len(order), 4.8), 7.4), 3.6)
+    axes.axhline(0.0, color=SOFT, linewidth=0.8, zorder=0)
+    lengths = [bars[index] for index in order] if bars else None
+    style: dict[str, Any] = {"fmt": "o", "markersize": 4 if len(order) <= MOST_TICKS else 2.4, "elinewidth": 0.9}
+    axes.errorbar(ranks, values, yerr=lengths, color=COLOUR, ecolor=f"{COLOUR}80", **style)
+    without_upper_frame(axes)
+    if len(order) <= MOST_TICKS:
+        axes.set_xticks(ranks, names, rotation=90 if max(map(len, names)) > 2 else 0, parse_math=False)
+        axes.set_xlabel(noun)
+    else:
+        axes.set_xlabel("rank")
+    if top and len(order) > MOST_TICKS:
+        # The names are in the upper right corner, which a descending line leaves free.
+        named = names[:top]
+        axes.plot(ranks[:top], values[:top], "o", markersize=3.4, color=COLOUR_OF_NAMED, zorder=3)
+        lines = [", ".join(named[start : start + NAMES_PER_LINE]) for start in range(0, len(named), NAMES_PER_LINE)]
+        text: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8, "linespacing": 1.5, "parse_math": False}
+        text["bbox"] = {"facecolor": "white", "alpha": 0.85, "linewidth": 0}
+        listed = "largest: " + ",\n".join(lines)
+        axes.text(0.99, 0.98, listed, transform=axes.transAxes, color=COLOUR_OF_NAMED, **text)
+    axes.set_ylabel(numbers.axis_label(errors), parse_math=False)
+    axes.margins(x=0.02)
+    missing = len(numbers.values) - len(order)
+    left_out = f" ({missing} without a number)" if missing else ""
+    set_title(axes, f"{numbers.statistic} of {counted(len(order), noun)}{left_out}", title)
+    return axes

@@ -1,0 +1,234 @@
+"""Plots of the heads of one text: attention between words as a matrix or as lines, and every kind of plot of a view."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from headwise.errors import InputError
+from headwise.plots.canvas import (
+    INK,
+    SOFT,
+    WEIGHTS,
+    add_colour_bar,
+    axes_for,
+    explain_blank,
+    label_ticks,
+    separate_cells,
+    set_title,
+)
+from headwise.plots.curves import chosen_heads, draw_received
+from headwise.plots.kinds import HeadNumbers, Kind, require_heads
+from headwise.plots.roles import role_style
+from headwise.shapes import Float, Int
+from headwise.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LONGEST_WORD = 18
+"""Largest number of characters of a word that are shown in a matrix."""
+
+MIN_WEIGHT = 0.03
+"""Weights below this are not drawn as lines."""
+
+PANEL_WIDTH = 2.7
+"""Distance between the panels of two heads, in units of the distance between the two columns of words."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ViewedHead:
+    """Attention of one head between the words of a text, or from those of one text to those of another, for plots.
+
+    Attributes:
+        layer, head: zero-based numbers of the head.
+        title: title of plots of the head, such as its name and role.
+        role: name of the role.
+        means: value of every statistic, by name.
+        queries: words that the head attends from.
+        keys: words that the head attends to.
+        special: True for each special token among the queries; no word is special if it is empty.
+        picture: weights from queries to keys, pooled to groups of words if there are many.
+        top_keys: indices of the keys that each query attends to most.
+        top_weights: their weights.
+        received: attention that each key receives, the mean over the queries that may attend to it.
+    """
+
+    layer: int
+    head: int
+    title: str
+    role: str
+    means: Mapping[str, float]
+    queries: Sequence[str]
+    keys: Sequence[str]
+    special: Sequence[bool] = ()
+    picture: Float[Tensor, "rows columns"]
+    top_keys: Int[Tensor, "queries top"]
+    top_weights: Float[Tensor, "queries top"]
+    received: Float[Tensor, " keys"]
+
+
+@dataclass(frozen=True)
+class ViewedHeads:
+    """Heads of a model on one text, for plots.
+
+    Attributes:
+        heads: the heads.
+        title: end of titles, such as the model.
+        units: unit of each statistic that has one.
+        meanings: meaning of statistics in one sentence, for labels.
+    """
+
+    heads: Sequence[ViewedHead]
+    title: str = ""
+    units: Mapping[str, str] = field(default_factory=dict)
+    meanings: Mapping[str, str] = field(default_factory=dict)
+
+    def kinds(self) -> dict[str, Kind]:
+        """Return every kind of plot of these heads by name: those of a table of heads, and "pattern", "lines" and
+        "received".
+        """
+        names = dict.fromkeys(name for head in self.heads for name in head.means)
+        numbers = HeadNumbers(
+            heads=[(head.layer, head.head) for head in self.heads],
+            values={name: [head.means.get(name, math.nan) for head in self.heads] for name in names},
+            roles=[head.role for head in self.heads],
+            title=self.title,
+            units=self.units,
+            meanings=self.meanings,
+        )
+        return numbers.kinds() | {
+            "pattern": Kind(self._draw_pattern, ("heads",)),
+            "lines": Kind(self._draw_lines, ("heads",)),
+            "received": Kind(self._draw_received, ("heads",)),
+        }
+
+    def _chosen(self, heads: Any) -> list[ViewedHead]:
+        """Return the heads `(layer, head)` in the collection `heads`.
+
+        Raises:
+            InputError: `heads` is empty or None, or there is no such head.
+        """
+        by_place = {(head.layer, head.head): head for head in self.heads}
+        pairs = [] if heads is None else require_heads(heads, by_place, "of this view")
+        if not pairs:
+            expected = "a collection of (layer, head)"
+            raise InputError("heads", expected=expected, got="none", remedy="such as heads=[(0, 2)]")
+        return [by_place[pair] for pair in pairs]
+
+    def _draw_pattern(self, heads: Any = None, *, ax: Any = None) -> "Axes":
+        """Draw the weights of one head between words."""
+        chosen = self._chosen(heads)
+        if len(chosen) > 1:
+            remedy = "ax= draws each on axes of its own"
+            raise InputError("heads", expected="one head for the kind 'pattern'", got=len(chosen), remedy=remedy)
+        (head,) = chosen
+        return draw_pattern(head.picture, head.queries, head.keys, title=head.title, ax=ax)
+
+    def _draw_lines(self, heads: Any = None, *, ax: Any = None) -> "Axes":
+        """Draw lines from each word to the words that it attends to most, with a panel for each of the heads."""
+        return draw_word_lines(self._chosen(heads), ax=ax)
+
+    def _draw_received(self, heads: Any = None, *, ax: Any = None) -> "Axes":
+        """Draw the attention that each word receives, for all or some heads."""
+        lines = {(head.layer, head.head): head.received.tolist() for head in self.heads}
+        chosen = chosen_heads(lines, heads)
+        keys = {tuple(head.keys) for head in self.heads if (head.layer, head.head) in chosen}
+        return draw_received(chosen, words=next(iter(keys)) if len(keys) == 1 else (), title=self.title, ax=ax)
+
+
+def draw_pattern(
+    weights: Float[Tensor, "rows columns"],
+    queries: Sequence[str],
+    keys: Sequence[str] | None = None,
+    *,
+    title: str = "",
+    ax: Any = None,
+) -> "Axes":
+    """Draw the attention weights of one head between words as a matrix, with queries down and keys across, and return
+    the axes. If the matrix is smaller than the numbers of words, its rows and columns are groups of consecutive words
+    of nearly equal size, labelled by their first words.
+
+    Args:
+        weights: attention weights, from 0 to 1: the mean over the words of a row of the sums over those of a column.
+        queries: words that the head attends from.
+        keys: words that the head attends to; the queries by default.
+        title: title of the plot, such as the name of the head.
+        ax: matplotlib axes to draw on; those of a new figure by default.
+
+    Raises:
+        InputError: there is no weight, there are fewer words than rows or columns, or `ax` is not axes.
+        MissingExtra: matplotlib is not installed.
+
+    Example:
+        >>> draw_pattern(torch.eye(2), ["hello", "world"], title="head 0.0")  # doctest: +SKIP
+    """
+    rows, columns = weights.shape
+    keys = queries if keys is None else keys
+    for name, words, least in (("queries", queries, rows), ("keys", keys, columns)):
+        if not least or len(words) < least:
+            raise InputError(name, expected=f"at least {counted(max(least, 1), 'word')}", got=len(words))
+    axes = axes_for(ax, min(2.6 + 0.24 * columns, 10.0), min(1.8 + 0.24 * rows, 9.4))
+    image = axes.imshow(weights.float().cpu().tolist(), cmap=WEIGHTS, vmin=0.0, interpolation="nearest", aspect="auto")
+    label_ticks(axes, "x", group_labels(keys, columns), rotation=90)
+    label_ticks(axes, "y", group_labels(queries, rows))
+    separate_cells(axes, rows, columns)
+    axes.set(xlabel="key", ylabel="query")
+    explain_blank(axes, weights.flatten().tolist(), "cell")
+    is_grouped = rows < len(queries) or columns < len(keys)
+    add_colour_bar(axes, image, "attention weight, summed over a group of words" if is_grouped else "attention weight")
+    set_title(axes, title)
+    return axes
+
+
+def group_labels(words: Sequence[str], groups: int) -> list[str]:
+    """Return a label for each of `groups` groups of consecutive words of nearly equal size: its first word, shortened
+    to 18 characters.
+    """
+    first_words = [words[-(-group * len(words) // groups)] for group in range(groups)]
+    return [word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 1]}…" for word in first_words]
+
+
+def draw_word_lines(heads: Sequence[ViewedHead], *, ax: Any = None) -> "Axes":
+    """Draw a panel for each head, next to each other on the same axes, and return the axes. A panel shows the words in
+    two columns, as queries on the left and as keys on the right, with lines from each word to the words that it attends
+    to most, in the colour of the head's role. Width and opacity of a line show the attention weight; weights below 0.03
+    are not drawn. Special tokens are written in grey.
+
+    Args:
+        heads: the heads.
+        ax: matplotlib axes to draw on; those of a new figure by default.
+
+    Raises:
+        InputError: there are no heads, the numbers of words differ, or `ax` is not axes.
+        MissingExtra: matplotlib is not installed.
+    """
+    if not heads:
+        raise InputError("heads", expected="at least one head to plot", got="none")
+    for head in heads:
+        if len(head.top_keys) != len(head.queries):
+            expected = f"{counted(len(head.top_keys), 'word')}, as in the weights"
+            raise InputError("queries", expected=expected, got=len(head.queries))
+    lines = max(len(words) for head in heads for words in (head.queries, head.keys))
+    axes = axes_for(ax, PANEL_WIDTH * 1.15 * len(heads), 0.27 * lines + 0.7)
+    for index, head in enumerate(heads):
+        left, colour = index * PANEL_WIDTH, role_style(head.role).colour  # keys are 1 to the right of queries
+        axes.plot(left + 0.02, -1.15, "s", color=colour, markersize=6)
+        style: dict[str, Any] = {"va": "center", "parse_math": False}
+        axes.text(left + 0.13, -1.13, head.title, ha="left", fontsize=10, fontweight="bold", color=INK, **style)
+        special = {word for word, is_special in zip(head.queries, head.special, strict=False) if is_special}
+        for x, words, side in ((left - 0.06, head.queries, "right"), (left + 1.06, head.keys, "left")):
+            for row, word in enumerate(words):
+                axes.text(x, row, word, ha=side, fontsize=9, color=SOFT if word in special else INK, **style)
+        for query, (keys, weights) in enumerate(zip(head.top_keys.tolist(), head.top_weights.tolist(), strict=True)):
+            for key, weight in zip(keys, weights, strict=True):
+                if weight >= MIN_WEIGHT:
+                    line: dict[str, Any] = {"color": colour, "alpha": min(1.0, 0.3 + weight)}
+                    line |= {"linewidth": 0.4 + 2.2 * weight, "solid_capstyle": "round"}
+                    axes.plot([left, left + 1], [query, key], **line)
+    axes.set_xlim(-0.85, PANEL_WIDTH * (len(heads) - 1) + 1.85)
+    axes.set_ylim(lines - 0.4, -1.6)
+    axes.axis("off")
+    return axes
