@@ -26,11 +26,9 @@ from torch.nn import Parameter
 from headwise.attention.backend_choice import SMALLEST_PLANNED, Choice
 from headwise.attention.backends import fused, reference
 from headwise.attention.backends.native import backend as native
-from headwise.attention.masks.base import And, Mask, Not, Or
-from headwise.attention.masks.by_head import PerHead
-from headwise.attention.masks.by_position import Band, Chunked, Prefix
-from headwise.attention.masks.by_sequence import Padding, Segments
+from headwise.attention.masks.base import And, Mask, Not, Or, PerHead
 from headwise.attention.masks.key_ranges import is_constant, unexpanded, visible_keys
+from headwise.attention.masks.kinds import Band, Chunked, Padding, Prefix, Segments
 from headwise.attention.nonfinite import may_have_leaked, may_have_nan
 from headwise.attention.problem import Problem
 
@@ -346,7 +344,8 @@ def _key_of(mask: Any) -> Hashable:
     """Return a key that is equal for equal masks. References compare the masks themselves, and cache their hashes."""
     kind = type(mask)
     if kind is And or kind is Or:
-        return kind, _key_of(mask.left), _key_of(mask.right)
+        left, right = mask.parts
+        return kind, _key_of(left), _key_of(right)
     return weakref.ref(mask)
 
 
@@ -371,11 +370,8 @@ def _stored_tensors(mask: Any) -> Iterator[Tensor]:
     whose results may change otherwise: matrices of the caller, functions, and masks of other packages.
     """
     kind = type(mask)
-    if kind in (And, Or, Not):
+    if kind in (And, Or, Not, PerHead):
         for part in mask.parts:
-            yield from _stored_tensors(part)
-    elif kind is PerHead:
-        for part in mask.masks:
             yield from _stored_tensors(part)
     elif kind is Padding:
         yield mask.lengths

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from headwise.attention.masks.base import Mask
-from headwise.attention.masks.by_position import HasPosition
 from headwise.attention.masks.factories import dense
 from headwise.attention.masks.grid import Coverage, Grid, require_broadcast, with_four_axes
+from headwise.attention.masks.kinds import HasPosition
 from headwise.checks import finite_number, flag, float_tensor, positions_argument, probability, savable
 from headwise.errors import InputError
 from headwise.shapes import Float, Int

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention import packed
-from headwise.attention.masks.by_sequence import Padding
+from headwise.attention.masks.kinds import Padding
 from headwise.checks import has_readable_values
 from headwise.errors import InputError
 from headwise.nn.call import LayerCall

@@ -6,9 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from headwise.attention import packed
-from headwise.attention.masks.by_sequence import Segments
-from headwise.attention.masks.in_sequences import InSequences
 from headwise.attention.masks.key_ranges import is_constant
+from headwise.attention.masks.kinds import InSequences, Segments
 from headwise.attention.prepare import AttentionInputs
 from headwise.checks import float_tensor
 from headwise.errors import InputError

@@ -86,7 +86,7 @@ def _make(context: CallContext, positions: Grid, grid: Grid) -> KernelInputs | N
         grid: sizes of the call.
     """
     query, key = (torch.arange(count, device=grid.device) for count in (grid.queries, grid.keys))
-    of_queries = positions.query_position(query[:, None]).reshape(-1, grid.queries)
+    of_queries = positions.query_position(query[None])
     has_position = key[None] < positions.keys
     if positions.key_positions is not None:
         of_keys = torch.nn.functional.pad(positions.key_positions, (0, grid.keys - positions.keys), value=-1)

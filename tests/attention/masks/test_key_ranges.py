@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 import headwise as hw
 from headwise.attention.masks import key_ranges
-from headwise.attention.masks.by_position import HasPosition
 from headwise.attention.masks.grid import Grid
-from headwise.attention.masks.key_ranges import Part, VisibleKeys, visible_keys
-from headwise.attention.masks.position_ranges import MOST_RANGES
+from headwise.attention.masks.key_ranges import MOST_RANGES, Part, VisibleKeys, visible_keys
+from headwise.attention.masks.kinds import HasPosition
 from strategies import masks
 
 

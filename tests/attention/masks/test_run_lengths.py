@@ -5,9 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headwise.attention.masks import run_lengths as module
-from headwise.attention.masks.position_ranges import MOST_RANGES
-from headwise.attention.masks.run_lengths import BIAS, FINITE_ROWS, MANY_RANGES, run_lengths
+from headwise.attention.masks import key_ranges as module
+from headwise.attention.masks.key_ranges import BIAS, FINITE_ROWS, MANY_RANGES, MOST_RANGES, run_lengths
 
 MIN = torch.finfo(torch.float32).min
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.attention.backends.reference import attention_weights, grouped_matmul, log_sum_exp
 from headwise.attention.masks.grid import Grid
-from headwise.attention.masks.in_ranges import InRanges
+from headwise.attention.masks.kinds import InRanges
 from headwise.attention.problem import score_dtype
 from headwise.shapes import Bool, Float, Int
 

@@ -12,9 +12,9 @@ from headwise.attention.backends.gpu import block_mask
 from headwise.attention.backends.gpu.block_mask import block_mask_of, visible_blocks
 from headwise.attention.backends.gpu.flex_rules import visibility_rule
 from headwise.attention.backends.gpu.spans import spans_of_keys, spans_of_rows
-from headwise.attention.masks.by_sequence import Padding
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import VisibleKeys, visible_keys
+from headwise.attention.masks.kinds import Padding
 from pretend_device import NoReads
 from strategies import masks
 from without_a_gpu import as_on_a_gpu
@@ -24,8 +24,9 @@ SAME = settings(max_examples=300, deadline=None, derandomize=True, suppress_heal
 
 
 def indices(*sizes: int) -> list[torch.Tensor]:
-    """Return the indices of every axis, as tensors that broadcast."""
-    return [torch.arange(size).view([-1 if axis == at else 1 for at in range(4)]) for axis, size in enumerate(sizes)]
+    """Return the indices of every axis of a block, as tensors that broadcast."""
+    shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (1, -1))
+    return [torch.arange(size).view(shape) for size, shape in zip(sizes, shapes, strict=True)]
 
 
 @SAME
@@ -95,11 +96,7 @@ def test_blocks_are_found_without_reading_a_value(name, evaluates, monkeypatch):
         with NoReads():
             found = block_mask_of(mask, grid)
     check_blocks(mask, grid, matrix, monkeypatch, 128)
-    indices = (
-        torch.arange(size).view([-1 if axis == at else 1 for at in range(4)])
-        for axis, size in enumerate((2, 4, 150, 200))
-    )
-    assert torch.equal(found.mask_mod(*indices).expand(2, 4, 150, 200), matrix)
+    assert torch.equal(found.mask_mod(*indices(2, 4, 150, 200)).expand(2, 4, 150, 200), matrix)
 
 
 def test_a_rule_reads_the_numbers_of_masks_on_the_device_of_the_kernel():

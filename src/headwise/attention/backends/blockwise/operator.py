@@ -17,10 +17,9 @@ from headwise.attention.backends.blockwise.call_options import CallOptions
 from headwise.attention.backends.blockwise.plan import BlockwisePlan, MaskGroup, plan_of
 from headwise.attention.backends.blockwise.tiles import threads_of
 from headwise.attention.backends.native import library
-from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Grid
-from headwise.attention.masks.in_ranges import InRanges
+from headwise.attention.masks.kinds import Dense, InRanges
 from headwise.checks import called_by_compiler
 from headwise.shapes import Float
 

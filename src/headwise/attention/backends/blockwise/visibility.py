@@ -135,13 +135,14 @@ class TileVisibility:
     def query_positions(self) -> Int[Tensor, "#batch rows"]:
         """Position of each row's query in its sequence."""
         rows = self.tile.block.rows
-        i = torch.arange(rows.start, rows.stop, device=self.grid.device)[:, None]
-        return self._of_tile(self.grid.query_position(i)[..., 0])
+        return self._of_tile(
+            self.grid.query_position(torch.arange(rows.start, rows.stop, device=self.grid.device)[None])
+        )
 
     @cached_property
     def key_positions(self) -> Int[Tensor, "#batch columns"]:
         """Position of each column's key in its sequence."""
-        return self._of_tile(self.grid.key_position(self.key_indices[None])[..., 0, :])
+        return self._of_tile(self.grid.key_position(self.key_indices[None]))
 
     @cached_property
     def lags(self) -> Int[Tensor, "#batch rows columns"]:
@@ -168,11 +169,6 @@ class TileVisibility:
             )
             exists = exists & (own == other)
         return exists[:, None]
-
-    def _first_key_of(self, positions: Int[Tensor, "1 rows"]) -> Int[Tensor, "#batch rows"]:
-        """Return the first key of the documents of the tokens at these default positions."""
-        assert self.first_keys is not None
-        return self.first_keys[:, positions[0].clamp(0, self.grid.keys - 1)]
 
     @cached_property
     def has_earlier_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:
@@ -203,14 +199,13 @@ class TileVisibility:
     def _all_key_positions(self) -> Int[Tensor, "#batch keys"]:
         """Positions of all keys of the call, not only those of the tile, for the tile's sequences."""
         keys = torch.arange(self.grid.keys, device=self.grid.device)
-        return self._of_tile(self.grid.key_position(keys[None])[..., 0, :])
+        return self._of_tile(self.grid.key_position(keys[None]))
 
-    def _of_tile(self, positions: Int[Tensor, "*axes length"]) -> Int[Tensor, "#batch length"]:
+    def _of_tile(self, positions: Int[Tensor, "#batch length"]) -> Int[Tensor, "#batch length"]:
         """Return positions for the tile's sequences only. `positions` has one row for each sequence of the batch, or a
         single row that all sequences share, which is returned unchanged.
         """
-        flat = positions.reshape(-1, positions.shape[-1])
-        return flat if len(flat) == 1 else flat[self.tile.sequences]
+        return positions if len(positions) == 1 else positions[self.tile.sequences]
 
     # -- features of the keys, which the product with the values sums over the keys -----------------------------------
 

@@ -21,8 +21,6 @@ from headwise.attention.backends import fused, reference
 from headwise.attention.backends.gpu.block_mask import block_mask_of
 from headwise.attention.backends.gpu.flex_rules import score_rule
 from headwise.attention.backends.native.backend import why_no_derivative
-from headwise.attention.masks.base import And, Mask, Not, Or
-from headwise.attention.masks.by_head import PerHead
 from headwise.attention.problem import Answer, Problem
 from headwise.errors import InputError
 
@@ -60,26 +58,12 @@ def why_not(problem: Problem, kernel: Kernel = "auto") -> str | None:
         return f"FlexAttention is used on a GPU and a CPU, and q is on {problem.q.device}"
     if problem.q.dtype not in DTYPES:
         return f"FlexAttention's kernels compute in float16, bfloat16 and float32, and q is in {problem.q.dtype}"
-    reason = _why_not_rule(problem) or why_no_derivative() or _why_not_transformed(problem)
+    reason = why_no_derivative() or _why_not_transformed(problem)
     if reason is None:
         reason = (
             _why_not_on_cpu(problem, kernel) if problem.q.device.type == "cpu" else _why_not_on_gpu(problem, kernel)
         )
     return reason
-
-
-def _why_not_rule(problem: Problem) -> str | None:
-    """Return the reason that a mask has no rule for single pairs of query and key; None if it has one."""
-    unknown = None if problem.mask is None else _without_rule(problem.mask)
-    return None if unknown is None else f"the mask {type(unknown).__name__} does not define the method `allows`"
-
-
-def _without_rule(mask: Mask) -> Mask | None:
-    """Return the mask, or the part of a combined one, that defines no `allows`; None if all do."""
-    parts = mask.parts if isinstance(mask, And | Or | Not) else mask.masks if isinstance(mask, PerHead) else ()
-    if not parts:
-        return mask if type(mask).allows is Mask.allows else None
-    return next((unknown for unknown in map(_without_rule, parts) if unknown is not None), None)
 
 
 def _why_not_transformed(problem: Problem) -> str | None:

@@ -11,11 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.base import And, Mask, Not, Or
-from headwise.attention.masks.by_head import PerHead
-from headwise.attention.masks.by_sequence import Padding, Segments
-from headwise.attention.masks.in_ranges import InRanges
+from headwise.attention.masks.base import Mask, OfParts
 from headwise.attention.masks.key_ranges import VisibleKeys
+from headwise.attention.masks.kinds import InRanges, Padding, Segments
 from headwise.attention.problem import Problem
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -43,10 +41,8 @@ def visibility_rule(visible: VisibleKeys) -> Rule:
 
 def on_device(mask: Mask, device: torch.device) -> Mask:
     """Return a mask whose numbers are on a device. A kernel reads them there, and cannot copy them."""
-    if isinstance(mask, And | Or | Not):
-        return type(mask)(*(on_device(part, device) for part in mask.parts))
-    if isinstance(mask, PerHead):
-        return PerHead(tuple(on_device(part, device) for part in mask.masks))
+    if isinstance(mask, OfParts):
+        return mask.with_parts(lambda part: on_device(part, device))
     if isinstance(mask, Padding):
         return replace(mask, lengths=mask.lengths_on(device))
     if isinstance(mask, Segments):

@@ -11,9 +11,8 @@ from headwise.attention.backends.blockwise import operator
 from headwise.attention.backends.gpu.statistics import weight_statistics
 from headwise.attention.backends.native import library
 from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, StatisticsCall
-from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.base import Mask
-from headwise.attention.masks.in_ranges import InRanges
+from headwise.attention.masks.kinds import Dense, InRanges
 from headwise.attention.problem import Problem
 from headwise.shapes import Float
 
