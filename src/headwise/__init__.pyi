@@ -74,8 +74,8 @@ from headwise.attention.attend import why_not as why_not
 from headwise.attention.backends.blockwise.backend import Blockwise as Blockwise
 from headwise.attention.backends.gpu.flex import Flex as Flex
 from headwise.attention.caches.base import Cache as Cache
-from headwise.attention.caches.dynamic import DynamicCache as DynamicCache
-from headwise.attention.caches.sliding import SlidingCache as SlidingCache
+from headwise.attention.caches.growing import DynamicCache as DynamicCache
+from headwise.attention.caches.growing import SlidingCache as SlidingCache
 from headwise.attention.caches.static import StaticCache as StaticCache
 from headwise.attention.masks.base import Mask as Mask
 from headwise.attention.masks.factories import causal as causal
