@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.attention.backends.blockwise.call_context import TileVisibility
 from headwise.attention.backends.blockwise.row_block import RowBlock
-from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.shapes import Bool, Float
 
 Sums = tuple[Float[Tensor, "batch heads *more"], ...]

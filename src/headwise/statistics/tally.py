@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.attention.backends.blockwise.call_context import TileVisibility
 from headwise.attention.backends.blockwise.row_block import RowBlock
-from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.shapes import Bool, Float, Int
 from headwise.statistics.further_sums import FurtherSums, MeasuredRows, Values
 from headwise.statistics.registry import STATISTICS

@@ -95,7 +95,12 @@ def plan_of(
         rows: query rows of each block; by default `rows_of` chooses them for each mask.
         most_rows: largest number of rows that is chosen by default.
     """
-    plans = [_plan(mask, grid, overhead, rows, most_rows, *separate) for separate in _separations(mask, grid)]
+    separations = [(False, False)]
+    if mask is not None and grid.uses_default_positions:
+        sequences = len(_runs([mask.for_sequence(index) for index in range(grid.batch)])) > 1
+        heads = len(_runs([mask.for_head(index) for index in range(grid.heads)])) > 1
+        separations = [(s, h) for s in {False, sequences} for h in {False, heads}]
+    plans = [_plan(mask, grid, overhead, rows, most_rows, *separate) for separate in separations]
     return min(plans, key=lambda plan: cost_of(plan, overhead))
 
 
@@ -153,18 +158,6 @@ def reads_most_keys(plan: BlockwisePlan) -> bool:
 def cost_of(plan: BlockwisePlan, overhead: int) -> int:
     """Return the cost of a plan, with one score as unit: the number of scores, plus `overhead` for each block."""
     return score_count(plan) + overhead * sum(len(group.blocks) for group in plan)
-
-
-def _separations(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
-    """Return the ways to plan blocks that `plan_of` compares, as pairs of flags: plan each sequence separately, plan
-    each head separately. A flag is True only where the masks of the sequences, or of the heads, differ. Without a mask,
-    or with positions passed by the caller, the only pair is (False, False).
-    """
-    if mask is None or not grid.uses_default_positions:
-        return [(False, False)]
-    sequences = len(_runs([mask.for_sequence(index) for index in range(grid.batch)])) > 1
-    heads = len(_runs([mask.for_head(index) for index in range(grid.heads)])) > 1
-    return [(s, h) for s in {False, sequences} for h in {False, heads}]
 
 
 def _plan(

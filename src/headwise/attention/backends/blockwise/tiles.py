@@ -194,7 +194,12 @@ class Pool:
     def __init__(self, plan: BlockwisePlan, q: Tensor, k: Tensor, threads: int) -> None:
         self._like = q
         self._size = max(
-            (_tile_size(*group_and_block, q, k, threads) for group_and_block in _blocks_of(plan)), default=0
+            (
+                (sequences.stop - sequences.start) * (heads.stop - heads.start) * len(block.rows) * block.width
+                for group, block in _blocks_of(plan)
+                for sequences, heads, _ in _tile_slices(group, block, q, k, threads)
+            ),
+            default=0,
         )
         self._buffers: dict[str, Tensor] = {}
 
@@ -249,15 +254,6 @@ def select(tensor: Tensor, *slices: slice) -> Tensor:
 def _blocks_of(plan: BlockwisePlan) -> Iterator[tuple[MaskGroup, PlannedBlock]]:
     """Yield every block of a plan with its group: the sequences and heads that share the block's mask."""
     return ((group, block) for group in plan for block in group.blocks)
-
-
-def _tile_size(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor, threads: int) -> int:
-    """Return the number of scores in the largest tile of a block. A tile has all query rows and key columns of the
-    block, for some sequences and heads.
-    """
-    slices = _tile_slices(group, block, q, k, threads)
-    heads_and_sequences = max((s.stop - s.start) * (h.stop - h.start) for s, h, _ in slices)
-    return int(heads_and_sequences) * len(block.rows) * block.width
 
 
 def _tile_slices(
