@@ -219,8 +219,7 @@ def _prepared(
     """Return the prepared call of a problem; None if its backend is none of `fused`, `native` and, for weights,
     `reference`, or changes q, k and v before its operator.
     """
-    differentiable = [each for each in (problem.q, problem.k, problem.v, problem.bias) if each is not None]
-    needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in differentiable)
+    needs_gradient = problem.needs_grad
     # The prepared tensors serve later calls, which may save them for a backward pass.
     with torch.inference_mode(False), torch.no_grad():
         if problem.return_weights:  # `fused` leaves such calls to `reference`

@@ -85,6 +85,17 @@ class Problem:
         """True if the scale is one number for all heads, not a tensor, and positive in float32, as kernels read it."""
         return not isinstance(self.scale, Tensor) and self.scale > torch.finfo(torch.float32).tiny
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors of the problem that may require a gradient."""
+        of_problem = (self.q, self.k, self.v, self.bias, self.sinks, self.scale)
+        return [each for each in of_problem if isinstance(each, Tensor)]
+
+    @property
+    def needs_grad(self) -> bool:
+        """True if a gradient of the output may be asked for, with respect to one of the tensors."""
+        return torch.is_grad_enabled() and any(each.requires_grad for each in self.tensors)
+
     def without_dropout(self) -> "Problem":
         """Return the problem without dropout. It requests the output alone."""
         return replace(self, dropout=0.0, return_lse=False, return_weights=False)

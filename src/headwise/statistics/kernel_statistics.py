@@ -13,7 +13,6 @@ from headwise.attention.autocast import without_autocast
 from headwise.attention.backend_choice import choose_fastest
 from headwise.attention.backends import reference
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.backends.gpu import operator as gpu_operator
 from headwise.attention.backends.gpu import statistics as gpu
 from headwise.attention.backends.native import backend as native
 from headwise.attention.backends.native.parts import Options
@@ -59,12 +58,12 @@ def is_on_gpu(problem: Problem) -> bool:
 
 def _why_not_gpu(problem: Problem) -> str | None:
     """Return the reason that the Triton kernels cannot compute the statistics of a problem; None if they can."""
-    return gpu.why_not(problem) or gpu_operator.why_not_registered()
+    return gpu.why_not(problem) or gpu.why_not_registered()
 
 
 def _why_not_native(problem: Problem) -> str | None:
     """Return the reason that the native kernels cannot compute the statistics of a problem; None if they can."""
-    if _needs_grad(problem):
+    if problem.needs_grad:
         return "the native kernels have no gradient of an output with statistics"
     return native.why_not(problem)
 
@@ -226,9 +225,3 @@ def _measured_rows(
     batch, heads, _ = visible.shape
     measured = torch.stack([of_rows[name] for name in names]), torch.stack(in_mean)
     return MeasuredRows(names, *measured, slice(0, batch), slice(0, heads), rows)
-
-
-def _needs_grad(problem: Problem) -> bool:
-    """Return True if a gradient of the output may be asked for."""
-    tensors = (problem.q, problem.k, problem.v, problem.bias, problem.sinks, problem.scale)
-    return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in tensors)

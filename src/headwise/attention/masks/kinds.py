@@ -548,6 +548,15 @@ class InRanges(Mask):
         return self if self.ranges.shape[1] == 1 else InRanges(self.ranges[:, index : index + 1])
 
 
+def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] | None) -> Mask | None:
+    """Return the mask by which a query attends to the keys in its ranges at which a matrix is True. Ranges or a matrix
+    that exclude nothing are None; the result is None without both.
+    """
+    if ranges is None:
+        return None if matrix is None else Dense(matrix)
+    return InRanges(ranges) if matrix is None else InRanges(ranges) & Dense(matrix)
+
+
 @dataclass(frozen=True, eq=False)
 class InSequences(Mask):
     """Mask of packed sequences: a query attends to the keys of its own sequence, as far as another mask allows them by

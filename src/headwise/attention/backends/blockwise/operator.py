@@ -16,9 +16,8 @@ from headwise.attention.backends.blockwise.attention import BlockwiseAttention, 
 from headwise.attention.backends.blockwise.plan import BlockwisePlan, MaskGroup, plan_of
 from headwise.attention.backends.blockwise.tiles import threads_of
 from headwise.attention.backends.native import library
-from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Grid
-from headwise.attention.masks.kinds import Dense, InRanges
+from headwise.attention.masks.kinds import mask_of_keys
 from headwise.checks import called_by_compiler
 
 _PROBLEM = (
@@ -101,12 +100,9 @@ def _call_of(
     """
     batch, heads, queries, _ = q.shape
     grid = Grid(batch, heads, queries, k.shape[2], q.device)
-    masks: list[Mask] = [] if ranges is None else [InRanges(ranges)]
-    masks += [] if dense is None else [Dense(dense)]
-    mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
     plan: BlockwisePlan = (MaskGroup(range(grid.batch), range(grid.heads), None, grid, ()),)  # no block to compute
     if 0 not in (*q.shape, *k.shape):
-        plan = plan_of(mask, grid, scores_fp32.BLOCK_OVERHEAD)
+        plan = plan_of(mask_of_keys(ranges, dense), grid, scores_fp32.BLOCK_OVERHEAD)
     q, k, v = (tensor.float() for tensor in (q, k, v))
     factors = None
     if head_scale is not None:

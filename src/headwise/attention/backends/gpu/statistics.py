@@ -1,7 +1,8 @@
 """Statistics of the attention weights of a call on a GPU, from two Triton kernels.
 
 The output comes from whichever engine computed it. The kernels read the queries and keys alone, so they serve every
-engine, and calls whose output is differentiated.
+engine, and calls whose output is differentiated. Next to the output of the fastest engine, they are the operator of
+attention with statistics for tensors on a GPU.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -12,8 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.attention.backend_choice import choose_fastest
+from headwise.attention.backends.blockwise import operator
 from headwise.attention.backends.gpu.spans import spans_of_keys, spans_of_rows
-from headwise.attention.backends.plain_statistics import ROWS, StatisticsCall, output_norms
+from headwise.attention.backends.native import library
+from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall, output_norms
+from headwise.attention.masks.kinds import mask_of_keys
 from headwise.attention.problem import Problem
 from headwise.checks import has_own_class, has_values
 from headwise.shapes import Float, Int
@@ -216,3 +221,44 @@ def _as_bytes(values: Tensor | None) -> Tensor | None:
 def _device(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which kernels run on the device of a tensor."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+# -- the operator ------------------------------------------------------------------------------------------------------
+
+_implementations: list[torch.library.Library] = []
+
+
+@cache
+def why_not_registered() -> str | None:
+    """Register the operator for tensors on a GPU at the first call, and return None; or return the reason that it
+    cannot be registered, in one sentence.
+    """
+    if library.load() is not None:
+        reason: str | None = operator.why_not_registered()
+        if reason is not None:
+            return reason
+    implementation = torch.library.Library("headwise", "IMPL")  # type: ignore[no-untyped-call]
+    implementation.impl("attend_statistics", attend_statistics, "CUDA")  # type: ignore[no-untyped-call]
+    _implementations.append(implementation)  # the implementation exists as long as it does
+    return None
+
+
+def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return the results of the operator for the arguments of a `StatisticsCall`; see
+    `plain_statistics.attend_statistics`.
+    """
+    call = StatisticsCall(*arguments)
+    problem = Problem.checked(
+        call.q,
+        call.k,
+        call.v,
+        mask=mask_of_keys(call.ranges, call.dense),
+        bias=call.bias,
+        scale=call.scale if call.head_scale is None else call.scale * call.head_scale,
+        softcap=call.softcap or None,
+        sinks=call.sinks,
+    )
+    out = choose_fastest(problem).run(problem).out
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the heads of one position adjacent in memory
+    lse, rows, received, seen_by = weight_statistics(call, out)
+    return out, lse, rows, (received / RECEIVED_UNIT).long(), seen_by

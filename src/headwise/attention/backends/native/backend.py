@@ -53,9 +53,7 @@ def _why_not_tensors(problem: Problem) -> str | None:
         return None
     if torch._C._is_tracing():
         return "the native kernels cannot be recorded by torch.jit.trace"
-    tensors = (problem.q, problem.k, problem.v, problem.bias, problem.sinks, problem.scale)
-    present = (tensor for tensor in tensors if isinstance(tensor, Tensor))
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, present)):
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, problem.tensors)):
         return "the native kernels have no rules for transforms of torch.func"
     return None
 
