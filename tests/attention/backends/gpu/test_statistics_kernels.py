@@ -13,7 +13,7 @@ import headwise as hw
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.gpu import statistics
 from headwise.attention.backends.gpu.spans import spans_of_keys, spans_of_rows
-from headwise.attention.backends.native import library
+from headwise.attention.backends.native import library, operators
 from headwise.attention.backends.plain_statistics import ROWS, SCHEMA, StatisticsCall, attend_statistics
 from headwise.attention.masks import key_ranges
 from headwise.attention.problem import Answer, Problem
@@ -106,7 +106,7 @@ def test_the_operator_works_under_the_compiler():
     library_of_test = torch.library.Library("headwise_test", "FRAGMENT")
     library_of_test.define("attend_statistics" + SCHEMA)
     library_of_test.impl("attend_statistics", statistics.attend_statistics, "CPU")
-    torch.library.register_fake("headwise_test::attend_statistics", library.FAKES["attend_statistics"])
+    torch.library.register_fake("headwise_test::attend_statistics", operators.FAKES["attend_statistics"])
     arguments = call(sinks=torch.randn(2))
     compiled = torch.compile(torch.ops.headwise_test.attend_statistics, fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(compiled(*arguments), attend_statistics(*arguments), strict=True):

@@ -27,7 +27,7 @@ from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
 from headwise.attention.backends.blockwise.scores_bf16 import BFloat16Scores
 from headwise.attention.backends.blockwise.scores_fp32 import Float32Scores
 from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile, iterate_tiles
-from headwise.attention.backends.sinks_gradient import sinks_gradient
+from headwise.attention.backends.sinks_gradient import SinksGradient
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float
 
@@ -206,7 +206,8 @@ class BlockwiseAttention(torch.autograd.Function):
         of_sinks = None
         if ctx.needs_input_grad[4]:
             deltas = (grad_out * out.to(sums.dtype)).sum(-1)
-            of_sinks = sinks_gradient(deltas, grad_lse, lse, shifts[..., 0], 1 / sums[..., 0], sinks[:, 0])[:, None]
+            of_rows = (deltas, grad_lse, lse, shifts[..., 0], 1 / sums[..., 0])
+            of_sinks = SinksGradient.apply(*of_rows, sinks[:, 0])[:, None]  # type: ignore[no-untyped-call]
         *of_qkv, of_bias = gradients
         return *of_qkv, None if of_bias is None else of_bias.to(bias.dtype), of_sinks, None
 

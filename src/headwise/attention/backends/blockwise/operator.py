@@ -16,6 +16,7 @@ from headwise.attention.backends.blockwise.attention import BlockwiseAttention, 
 from headwise.attention.backends.blockwise.plan import BlockwisePlan, MaskGroup, plan_of
 from headwise.attention.backends.blockwise.tiles import threads_of
 from headwise.attention.backends.native import library
+from headwise.attention.backends.native.operators import register_rules
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.kinds import mask_of_keys
 from headwise.checks import called_by_compiler
@@ -65,7 +66,7 @@ def _register() -> str | None:
     for name, function in functions.items():
         fragment.define(name + SCHEMAS[name])  # type: ignore[no-untyped-call]
         fragment.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    library.register_rules(functions)
+    register_rules(functions)
     return None
 
 

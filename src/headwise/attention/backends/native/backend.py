@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from headwise.attention.backends import reference
-from headwise.attention.backends.native import flops, library
+from headwise.attention.backends.native import library, operators
 from headwise.attention.backends.native.parts import Options, attend_in_parts
 from headwise.attention.masks.key_ranges import visible_keys
 from headwise.attention.problem import Answer, Problem
@@ -68,7 +68,10 @@ def run(problem: Problem) -> Answer:
     if isinstance(problem.scale, Tensor) and problem.scale.requires_grad:
         q, k, v = (tensor.float() for tensor in (problem.q, problem.k, problem.v))
         problem = replace(problem, q=q * problem.scale, k=k, v=v, scale=1.0)
-    dropout = _dropout_arguments(problem)
+    # The seed is an argument of the operator, which is a pure function, so that the compiler may move it. A second
+    # forward pass of activation checkpointing, for which torch restores its generator, drops the same weights.
+    seed = torch.randint(2**62, (), dtype=torch.int64, device="cpu") if problem.dropout > 0 else None
+    dropout = problem.dropout, seed
     if problem.mask is None:
         out, lse = _attend(arguments(problem, None, None), dropout)
         return Answer(out if out.dtype == dtype else out.to(dtype), lse if problem.return_lse else None, None)
@@ -113,7 +116,7 @@ def arguments(
     attends to: those in one of its ranges at which the matrix is True.
     """
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
-        flops.register()  # one of the modes may be torch's counter of operations
+        operators.register_flops()  # one of the modes may be torch's counter of operations
     scale, bias = problem.scale, problem.bias
     head_scale = scale[:, 0, 0].contiguous() if isinstance(scale, Tensor) else None
     if bias is not None and not (bias.is_cpu and bias.dtype in DTYPES):
@@ -128,17 +131,6 @@ def arguments(
         matrix,
         bias,
     )
-
-
-def _dropout_arguments(problem: Problem) -> tuple[float, Int[Tensor, ""] | None]:
-    """Return the probability of dropout and the seed of the kernels' generator, which is drawn from torch's; without
-    dropout, nothing is drawn.
-
-    The seed is an argument of the operator, so the operator is a pure function: the compiler may move it, and a second
-    forward pass of activation checkpointing, for which torch restores its generator, drops the same weights.
-    """
-    seed = torch.randint(2**62, (), dtype=torch.int64, device="cpu") if problem.dropout > 0 else None
-    return problem.dropout, seed
 
 
 def _with_unit_stride(tensor: Tensor) -> Tensor:
