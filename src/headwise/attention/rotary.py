@@ -2,20 +2,22 @@
 
 The score of a rotated query with a rotated key depends on the difference of their positions alone (Su et al. 2021,
 section 3.4). Angles are computed once per call for all heads and never stored. On a CPU, frequencies are computed once
-for all rotations with the same options.
+for all rotations with the same options, and few tokens are rotated by one native operator: in a step of decoding, the
+operators of torch that compute the angles and rotate take longer than the attention to thousands of keys.
 """
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from headwise.attention import few_tokens_rotation
 from headwise.attention.autocast import without_autocast
+from headwise.attention.backends.native import library
 from headwise.attention.rotary_scaling import (
     LinearScaling,
     Llama3,
@@ -30,6 +32,7 @@ from headwise.checks import (
     LARGEST_SIZE,
     finite_number,
     flag,
+    has_own_class,
     makes_plain_tensors,
     position_ids,
     whole_number,
@@ -48,6 +51,10 @@ SCALINGS_BY_FIELDS = (type(None), LinearScaling, Llama3, YaRN)
 """Types of scaling for which the frequencies follow from the fields of a `Rotary` alone; a scaling of another package
 may depend on anything.
 """
+
+
+MOST_TOKENS = 8
+"""Largest number of tokens, over all sequences, that the native operator rotates."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +134,10 @@ class Rotary:
             InputError: a head_dim that does not fit, positions that are not whole numbers of such a shape.
         """
         self._check_input(x, positions)
-        if self._is_kept and few_tokens_rotation.suits(x, positions):
+        if self._is_kept and suits_native(x, positions):
             width = x.shape[3] if self.width is None else self.width
-            turns, factor = _kept_frequencies(self, width, x.device)
-            return few_tokens_rotation.rotate(x, positions, turns, factor, self.interleaved)
+            rotated: Tensor = _native()(x, positions, *_kept_frequencies(self, width, x.device), self.interleaved)
+            return rotated
         return self.apply_angles(x, self.angles(x, positions, length=length))
 
     def rotate_both(
@@ -141,13 +148,13 @@ class Rotary:
         key_positions: Int[Tensor, "#batch keys"],
     ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch kv_heads keys key_dim"]]:
         """Return queries and keys rotated by their positions, as by `rotate`. Angles of both are computed only once."""
-        suits = few_tokens_rotation.suits
-        if self._is_kept and suits(q, query_positions) and suits(k, key_positions):
+        if self._is_kept and suits_native(q, query_positions) and suits_native(k, key_positions):
             self._check_input(q, query_positions)
             turns, factor = _kept_frequencies(self, q.shape[3] if self.width is None else self.width, q.device)
+            native = _native()
             return (
-                few_tokens_rotation.rotate(q, query_positions, turns, factor, self.interleaved),
-                few_tokens_rotation.rotate(k, key_positions, turns, factor, self.interleaved),
+                native(q, query_positions, turns, factor, self.interleaved),
+                native(k, key_positions, turns, factor, self.interleaved),
             )
         angles = self.angles(q, query_positions)
         of_keys = angles if key_positions is query_positions else self.angles(k, key_positions)
@@ -268,3 +275,29 @@ def _rotated(
     width = x.shape[-1]
     partners = x.reshape(*x.shape[:-1], width // 2, 2).flip(-1).flatten(-2) if interleaved else x.roll(width // 2, -1)
     return (x * cos).addcmul_(partners, sin).to(x.dtype)
+
+
+def suits_native(x: Float[Tensor, "batch heads length head_dim"], positions: Int[Tensor, "#batch length"]) -> bool:
+    """Return True if the native operator can rotate queries or keys by these positions, and is expected to be faster
+    than the operators of torch. It has no gradient.
+    """
+    return (
+        makes_plain_tensors()  # first: while exporting, reading sizes would fix them
+        and x.shape[0] * x.shape[2] <= MOST_TOKENS
+        and x.is_cpu
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and x.stride(3) == 1
+        and has_own_class(x)
+        and has_own_class(positions)
+        and positions.dtype == torch.int64
+        and positions.is_contiguous()
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and forward_ad._current_level < 0
+        and library.load() is None
+    )
+
+
+@cache
+def _native() -> Any:
+    """Return the native operator. Finding it anew takes as long as a rotation."""
+    return torch.ops.headwise.rotate_few_tokens.default
