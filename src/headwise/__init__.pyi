@@ -144,9 +144,9 @@ from headwise.nn.differential import DifferentialAttention as DifferentialAttent
 from headwise.nn.latent import LatentAttention as LatentAttention
 from headwise.nn.linear_engine import explain_linear as explain_linear
 from headwise.nn.multihead import MultiHeadAttention as MultiHeadAttention
+from headwise.nn.multihead import ProjectedContext as ProjectedContext
 from headwise.nn.options import QKNorm as QKNorm
 from headwise.nn.options import Scores as Scores
-from headwise.nn.qkv_projection import ProjectedContext as ProjectedContext
 from headwise.statistics.weight_capture import WeightCapture as WeightCapture
 from headwise.studies.budget import StudyBudget as StudyBudget
 from headwise.studies.optuna_storage import OptunaOptions as OptunaOptions

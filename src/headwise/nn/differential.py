@@ -18,8 +18,7 @@ from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import gate_factor
 from headwise.checks import finite_number, flag, whole_number
 from headwise.errors import InputError
-from headwise.nn.base import ScoreParameters
-from headwise.nn.call import LayerCall
+from headwise.nn.base import LayerCall, ScoreParameters
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import Scores
 from headwise.nn.projections import apply_norm

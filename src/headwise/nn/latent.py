@@ -29,8 +29,7 @@ from headwise.attention.rotary import Rotary
 from headwise.checks import finite_number, flag, float_dtype, probability, size_argument
 from headwise.errors import InputError
 from headwise.nn import layout
-from headwise.nn.base import AttentionLayer
-from headwise.nn.call import LayerCall
+from headwise.nn.base import AttentionLayer, LayerCall
 from headwise.nn.linear_engine import project
 from headwise.nn.options import Scores
 from headwise.nn.projections import apply_norm, is_plain_linear, reset_linear

@@ -456,8 +456,8 @@ def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tens
     weight: Any
     weight, bias = None, None
     if torch.compiler.is_compiling():
-        # The compiler may receive the operator `headwise::linear` in place of the call, which decides when it runs whether
-        # the product is large enough for oneDNN. It has no forward-mode derivative.
+        # The compiler may receive the operator `headwise::linear` in place of the call. It has no forward-mode
+        # derivative, and decides when it runs whether the product is large enough for oneDNN.
         is_replaced = (
             not torch.compiler.is_exporting()
             and uses_onednn(torch.float32)
