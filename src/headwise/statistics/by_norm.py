@@ -17,8 +17,7 @@ from headwise.attention.backends.blockwise.tiles import LOG2_E
 from headwise.attention.masks.grid import Grid
 from headwise.settings import NORMED_STATISTICS
 from headwise.shapes import Bool, Float
-from headwise.statistics.further_sums import HeadSlices, MeasuredRows, Values
-from headwise.statistics.tally import Tally
+from headwise.statistics.tally import HeadSlices, MeasuredRows, Tally, Values
 
 BY_NORM, CHANGE = " by norm", " change"
 """Suffixes of the names of a statistic of norms, and of its difference from the same statistic of weights."""

@@ -3,8 +3,9 @@ computes the output, and Triton kernels on a GPU, next to the engine that comput
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,13 +18,12 @@ from headwise.attention.backends.gpu import statistics as gpu
 from headwise.attention.backends.native import backend as native
 from headwise.attention.backends.native.parts import Options
 from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall
+from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import Matrix, Part, Ranges32, visible_keys
 from headwise.attention.problem import Answer, Problem
 from headwise.shapes import Bool, Float, Int
-from headwise.statistics.further_sums import MeasuredRows
-from headwise.statistics.kernel_inputs import KernelInputs, kernel_inputs
 from headwise.statistics.registry import LARGEST, STATISTICS
-from headwise.statistics.tally import NOT_FINITE, Tally
+from headwise.statistics.tally import NOT_FINITE, MeasuredRows, Tally
 
 COMPUTED = frozenset(ROWS) - {"visible keys"} | {"evenness", "received"}
 """Names of the statistics that the kernels' results give."""
@@ -34,18 +34,171 @@ there are more sequences and heads.
 """
 
 
-def why_not(problem: Problem, context: CallContext) -> str | None:
+_NEIGHBOURS = {"self": 0, "previous": 1, "next": -1}
+"""Distance of the key from the query, by the statistic of its weight."""
+
+
+@dataclass(frozen=True, eq=False)
+class KernelInputs:
+    """Data of a call context in the form that the kernels read, and the rows in which statistics are defined. All
+    layers of a model share one.
+
+    Attributes:
+        positions: index that a key has, or would have, at the position of each query.
+        first_key: index of the key of the first token, for each query; -1 if it is not among the keys.
+        is_special: True at keys that are special tokens; None if unknown.
+        key_tokens: numbers of the keys' tokens, from 0 on; None if unknown.
+        query_tokens: numbers of the queries' tokens; -1 where a query has none.
+        token_count: number of different tokens.
+        is_counted: True at queries that statistics include; None for all.
+        has_value: True at the rows in which a statistic is defined, by its name, for those not defined in all.
+        has_position: True at keys that have a position; None if all have one.
+    """
+
+    positions: Int[Tensor, "batch queries"]
+    first_key: Int[Tensor, "batch queries"]
+    is_special: Bool[Tensor, "batch keys"] | None
+    key_tokens: Int[Tensor, "batch keys"] | None
+    query_tokens: Int[Tensor, "batch queries"] | None
+    token_count: int
+    is_counted: Bool[Tensor, "batch queries"] | None
+    has_value: dict[str, Bool[Tensor, "#batch 1 queries"]]
+    has_position: Bool[Tensor, "#batch keys"] | None
+
+    def arguments(self, part: Part) -> tuple[Tensor | int | None, ...]:
+        """Return the arguments of the operator for a part of the score matrix. Indices of keys count from its first
+        column.
+        """
+        rows, columns = (slice(axis.start, axis.stop) for axis in part)
+        return (
+            *((each[:, rows] - columns.start).contiguous() for each in (self.positions, self.first_key)),
+            *(None if each is None else each[:, columns].contiguous() for each in (self.is_special, self.key_tokens)),
+            None if self.query_tokens is None else self.query_tokens[:, rows].contiguous(),
+            self.token_count,
+            None if self.is_counted is None else self.is_counted[:, rows].contiguous(),
+        )
+
+
+_cached: WeakKeyDictionary[CallContext, dict[tuple[int, int, int], KernelInputs]] = WeakKeyDictionary()
+"""Kernel inputs of call contexts, by the sizes of the call."""
+
+
+def kernel_inputs(context: CallContext, problem: Problem) -> KernelInputs | None:
+    """Return the data of a call context that the kernels read; None if its keys have positions that do not ascend one
+    by one. The data are cached for other layers, except where the positions are those of the problem alone.
+    """
+    grid = problem.grid
+    if context.positions is None and not grid.uses_default_positions:
+        return _make(context, grid, grid)
+    cached, sizes = _cached.setdefault(context, {}), (grid.batch, grid.queries, grid.keys)
+    if sizes not in cached:
+        made = _make(context, grid if context.positions is None else context.positions, grid)
+        if made is None:
+            return None
+        cached[sizes] = made
+    return cached[sizes]
+
+
+def _make(context: CallContext, positions: Grid, grid: Grid) -> KernelInputs | None:
+    """Return the data of a call context that the kernels read.
+
+    Args:
+        context: tokens and padding of the call.
+        positions: grid whose positions the statistics use; it may have fewer keys than the call.
+        grid: sizes of the call.
+    """
+    query, key = (torch.arange(count, device=grid.device) for count in (grid.queries, grid.keys))
+    of_queries = positions.query_position(query[None])
+    has_position = key[None] < positions.keys
+    if positions.key_positions is not None:
+        of_keys = torch.nn.functional.pad(positions.key_positions, (0, grid.keys - positions.keys), value=-1)
+        has_position = of_keys >= 0
+        first = has_position.int().argmax(1, keepdim=True)
+        shift = first - of_keys.gather(1, first)
+        if not torch.equal(of_keys + shift, torch.where(has_position, key, of_keys + shift)):
+            return None
+        of_queries = of_queries + shift
+    inputs = KernelInputs(
+        positions=of_queries.expand(grid.batch, -1).int().contiguous(),
+        first_key=_first_key(context, positions, of_queries).expand(grid.batch, grid.queries).int().contiguous(),
+        is_special=context.is_special,
+        key_tokens=None,
+        query_tokens=None,
+        token_count=0,
+        is_counted=context.real_queries,
+        has_value={name: _has_key(context, of_queries, has_position, lag) for name, lag in _NEIGHBOURS.items()},
+        has_position=None if bool(has_position.all()) else has_position,
+    )
+    if context.is_repeat is None or context.distinct_ids is None or not positions.uses_default_positions:
+        return inputs
+    position = of_queries[0]
+    exists = position >= 0
+    has_copy = (context.is_repeat[:, position.clamp(min=0)] & exists)[:, None]
+    tokens, numbers = torch.unique(context.distinct_ids, return_inverse=True)
+    return replace(
+        inputs,
+        key_tokens=numbers.int(),
+        query_tokens=numbers[:, position.clamp(min=0)].masked_fill(~exists, -1).int(),
+        token_count=len(tokens),
+        has_value=inputs.has_value | {"duplicate": has_copy, "induction": has_copy},
+    )
+
+
+def _first_key(
+    context: CallContext, positions: Grid, of_queries: Int[Tensor, "#batch queries"]
+) -> Int[Tensor, "#batch #queries"]:
+    """Return the index of the key of the first token, for each sequence or each row; -1 if it is not among the keys."""
+    if context.first_keys is not None:
+        return context.first_keys
+    if positions.key_positions is not None:
+        is_first = positions.key_positions == 0
+        return is_first.int().argmax(1, keepdim=True).masked_fill(~is_first.any(1, keepdim=True), -1)
+    if context.real_keys is not None:
+        return context.real_keys.int().argmax(1, keepdim=True)
+    return torch.zeros(1, 1, dtype=torch.int64, device=of_queries.device)
+
+
+def _has_key(
+    context: CallContext, of_queries: Int[Tensor, "#batch queries"], has_position: Bool[Tensor, "#batch keys"], lag: int
+) -> Bool[Tensor, "#batch 1 queries"]:
+    """Return True at rows for which a key is `lag` positions before the query, is not padding, and belongs to the same
+    document.
+    """
+    keys, wanted = has_position.shape[1], of_queries - lag
+    batch = max(len(wanted), len(has_position))
+    at = wanted.clamp(0, keys - 1).expand(batch, -1)
+    exists = (wanted >= 0) & (wanted < keys) & has_position.expand(batch, -1).gather(1, at)
+    if context.positions is not None and not context.positions.uses_default_positions:
+        return exists[:, None]
+    if context.real_keys is not None:
+        exists = exists & context.real_keys.gather(1, at.expand(len(context.real_keys), -1))
+    first_keys = context.first_keys
+    if first_keys is not None and first_keys.shape[1] == keys > 1:  # of each row
+        own = of_queries.clamp(0, keys - 1)
+        one, other = (first_keys.gather(1, each.expand(len(first_keys), -1)) for each in (own, at))
+        exists = exists & (one == other)
+    return exists[:, None]
+
+
+def why_not(problem: Problem, context: CallContext, measured: frozenset[str] | None = None) -> str | None:
     """Return the reason that the kernels cannot compute the statistics of a problem, in one sentence; None if they can.
 
     Args:
         problem: the attention call.
         context: its tokens and padding.
+        measured: names of the statistics; None for all of `STATISTICS`.
     """
-    if STATISTICS.keys() != COMPUTED:
-        return "a statistic was added or removed, and the kernels compute the others"
+    others = (STATISTICS.keys() if measured is None else measured) - COMPUTED
+    if others:
+        return f"the kernels do not compute the statistics {', '.join(sorted(others))}"
     if problem.return_weights or 0 in (*problem.q.shape, *problem.k.shape):
         return "there are no rows of weights to compute, or the matrix is asked for"
-    reason = _why_not_gpu(problem) if is_on_gpu(problem) else _why_not_native(problem)
+    if is_on_gpu(problem):
+        reason = gpu.why_not(problem) or gpu.why_not_registered()
+    elif problem.needs_grad:
+        reason = "the native kernels have no gradient of an output with statistics"
+    else:
+        reason = native.why_not(problem)
     if reason is None and kernel_inputs(context, problem) is None:
         return "the kernels know positions that ascend one by one"
     return reason
@@ -54,18 +207,6 @@ def why_not(problem: Problem, context: CallContext) -> str | None:
 def is_on_gpu(problem: Problem) -> bool:
     """Return True if the Triton kernels are those for a problem."""
     return problem.q.device.type == "cuda"
-
-
-def _why_not_gpu(problem: Problem) -> str | None:
-    """Return the reason that the Triton kernels cannot compute the statistics of a problem; None if they can."""
-    return gpu.why_not(problem) or gpu.why_not_registered()
-
-
-def _why_not_native(problem: Problem) -> str | None:
-    """Return the reason that the native kernels cannot compute the statistics of a problem; None if they can."""
-    if problem.needs_grad:
-        return "the native kernels have no gradient of an output with statistics"
-    return native.why_not(problem)
 
 
 def fastest_or_reference(problem: Problem) -> Answer:
@@ -103,11 +244,21 @@ def attend_tallied(
     answer = compute(problem) if on_gpu else None
     with torch.no_grad(), without_autocast(problem.q.device):
         if answer is None:
-            out, lse, rows, received, seen_by = _in_parts(problem, inputs, partial(_native_part, gram=gram))
+
+            def native_part(_part: Part, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+                *results, received, seen_by = torch.ops.headwise.attend_statistics(*arguments, gram)
+                return *results, received.double().mul_(RECEIVED_UNIT), seen_by
+
+            out, lse, rows, received, seen_by = _in_parts(problem, inputs, native_part)
             answer = Answer(out, lse if problem.return_lse else None, None)
         else:
-            of_part = partial(_gpu_part, out=answer.out.detach(), gram=gram)
-            rows, received, seen_by = _in_parts(problem, inputs, of_part)
+            whole_out = answer.out.detach()
+
+            def gpu_part(part: Part, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+                call = StatisticsCall(*arguments)._replace(gram=gram)
+                return tuple(gpu.weight_statistics(call, part.rows_of(whole_out))[1:])
+
+            rows, received, seen_by = _in_parts(problem, inputs, gpu_part)
         if inputs.has_position is not None and bool((seen_by * ~inputs.has_position[:, None]).any()):
             return None
         values = dict(zip(ROWS, rows.unbind(0), strict=True))
@@ -120,31 +271,11 @@ def attend_tallied(
     return answer
 
 
-OfPart = Callable[[Part, tuple[Any, ...]], tuple[Tensor, ...]]
-"""Function of a part of the score matrix and the arguments of the operator for it, without `gram`."""
-
-
-def _native_part(
-    _part: Part, arguments: tuple[Any, ...], gram: Float[Tensor, "heads _ _"] | None
+def _in_parts(
+    problem: Problem, inputs: KernelInputs, compute: Callable[[Part, tuple[Any, ...]], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """Return the results of the native operator for a part: output, log-sum-exp, numbers of rows, and sums of keys."""
-    *results, received, seen_by = torch.ops.headwise.attend_statistics(*arguments, gram)
-    return *results, received.double().mul_(RECEIVED_UNIT), seen_by
-
-
-def _gpu_part(
-    part: Part,
-    arguments: tuple[Any, ...],
-    out: Float[Tensor, "batch heads queries value_dim"],
-    gram: Float[Tensor, "heads _ _"] | None,
-) -> tuple[Tensor, ...]:
-    """Return the numbers of rows and the sums of keys of a part from the Triton kernels. `out` is the whole output."""
-    _, *results = gpu.weight_statistics(StatisticsCall(*arguments)._replace(gram=gram), part.rows_of(out))
-    return tuple(results)
-
-
-def _in_parts(problem: Problem, inputs: KernelInputs, compute: OfPart) -> tuple[Tensor, ...]:
-    """Return the results of `compute` for a whole problem. A mask whose matrix is too large to be evaluated at once is
+    """Return the results for a whole problem of `compute`, a function of a part of the score matrix and of the
+    arguments of the operator for this part, without `gram`. A mask whose matrix is too large to be evaluated at once is
     evaluated part by part. The last two results are sums of keys, and the one before has the rows on its last axis;
     those of others have them on the third.
     """
@@ -197,7 +328,14 @@ def _tally(
     batch, heads, queries = counted.shape
     step = max(ROWS_AT_ONCE // (batch * heads), 1)
     for start in range(0, queries, step):
-        rows = _measured_rows(names, values, counted, inputs, range(start, min(start + step, queries)))
+        part = slice(start, min(start + step, queries))
+        of_rows = {name: each[..., part] for name, each in values.items()}
+        visible, is_counted = of_rows["visible keys"], counted[..., part]
+        of_rows["evenness"] = of_rows["entropy"] / visible.clamp(min=2.0).log()
+        has_value = {name: each[..., part] for name, each in inputs.has_value.items()} | {"evenness": visible > 1}
+        in_mean = [is_counted & has_value[name] if name in has_value else is_counted for name in names]
+        measured_rows = torch.stack([of_rows[name] for name in names]), torch.stack(in_mean)
+        rows = MeasuredRows(names, *measured_rows, slice(0, batch), slice(0, heads), range(part.start, part.stop))
         if like.further is not None:
             like.further.add(rows, None)
         tally.add_rows(rows, batch, heads)
@@ -206,22 +344,3 @@ def _tally(
     if "received" not in missing:
         tally.other_sums["received"] = received, seen_by.double()
     return tally
-
-
-def _measured_rows(
-    names: tuple[str, ...],
-    values: dict[str, Float[Tensor, "batch heads queries"]],
-    counted: Bool[Tensor, "batch heads queries"],
-    inputs: KernelInputs,
-    rows: range,
-) -> MeasuredRows:
-    """Return the statistics in `names` of some query rows, given the numbers of each row and the rows that count."""
-    part = slice(rows.start, rows.stop)
-    of_rows = {name: each[..., part] for name, each in values.items()}
-    visible, counted = of_rows["visible keys"], counted[..., part]
-    of_rows["evenness"] = of_rows["entropy"] / visible.clamp(min=2.0).log()
-    has_value = {name: each[..., part] for name, each in inputs.has_value.items()} | {"evenness": visible > 1}
-    in_mean = [counted & has_value[name] if name in has_value else counted for name in names]
-    batch, heads, _ = visible.shape
-    measured = torch.stack([of_rows[name] for name in names]), torch.stack(in_mean)
-    return MeasuredRows(names, *measured, slice(0, batch), slice(0, heads), rows)
