@@ -195,7 +195,14 @@ def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) 
         return
     try:
         if known is False:
-            _calls[key] = () if mask is None else tuple(_kept(part, key) for part in _parts(mask))
+            _calls[key] = (
+                ()
+                if mask is None
+                else tuple(
+                    part if is_constant(part) else weakref.ref(part, lambda _: _calls.pop(key, None) and None)
+                    for part in _parts(mask)
+                )
+            )
         elif isinstance(known, tuple):  # the parts of the first call keep the signature valid
             _calls[key] = _prepared(known, tensors, problem, choice)
         elements = sum(call.elements for call in list(_calls.values()) if type(call) is PreparedCall)
@@ -355,13 +362,6 @@ def _parts(mask: Any) -> Iterator[Mask]:
             yield from _parts(part)
     else:
         yield mask
-
-
-def _kept(part: Mask, key: Hashable) -> Any:
-    """Return a part of a mask if it is made of numbers alone, otherwise a reference that removes the prepared call with
-    the key when the part is deleted.
-    """
-    return part if is_constant(part) else weakref.ref(part, lambda _: _calls.pop(key, None) and None)
 
 
 def _stored_tensors(mask: Any) -> Iterator[Tensor]:

@@ -153,7 +153,14 @@ class Problem:
         grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, *positions)
         if mask is not None:
             mask.check(grid)
-            if _allows_all(mask, grid):
+            # A stored mask of more values than one score matrix would take long to read. While compiling, lengths may
+            # be symbols, which `range` does not accept.
+            if (
+                not torch.compiler.is_compiling()
+                and grid.uses_default_positions
+                and mask.stored_values <= grid.queries * grid.keys
+                and mask.coverage(grid, range(grid.queries), range(grid.keys)) is Coverage.FULL
+            ):
                 mask = None
         if not grid.uses_default_positions:
             mask = HasPosition() if mask is None else HasPosition() & mask
@@ -232,22 +239,6 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise InputError("bias", expected="a float tensor, added to the scores", got=got)
     return mask, with_four_axes("bias", savable(bias))
-
-
-def _allows_all(mask: Mask, grid: Grid) -> bool:
-    """Return True if a mask is known to allow every query-key pair of the grid; False if it hides a pair, or if this is
-    unknown. It is unknown for explicit positions, while compiling, and for a stored mask of more values than one score
-    matrix, which would take long to read.
-
-    While compiling the result is False: lengths may be symbols, which `range` does not accept.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or not grid.uses_default_positions
-        or mask.stored_values > grid.queries * grid.keys
-    ):
-        return False
-    return mask.coverage(grid, range(grid.queries), range(grid.keys)) is Coverage.FULL
 
 
 def _positions(

@@ -99,19 +99,15 @@ class Rotary:
         """True if angles depend on the length of the text, not on positions alone; keys are then cached unrotated."""
         return self.scaling is not None and self.scaling.depends_on_length
 
-    def check(self, head_dim: int) -> None:
-        """Raise `InputError` if `head_dim` is less than `width`. If `width` is None, which means that all features are
-        rotated, raise it if `head_dim` is odd.
+    def check(self, features: int, name: str = "head_dim") -> None:
+        """Raise `InputError` if there are fewer `features` than `width`. If `width` is None, which means that all
+        features are rotated, raise it if their number is odd. `name` is the argument for the number of features.
         """
-        if self.width is None and head_dim % 2:
-            raise InputError(
-                "head_dim",
-                expected="an even number, since Rotary rotates pairs of features",
-                got=head_dim,
-                remedy="or give Rotary a width",
-            )
-        if self.width is not None and self.width > head_dim:
-            raise InputError("Rotary(width)", expected=f"at most the head_dim, {head_dim}", got=self.width)
+        if self.width is None and features % 2:
+            expected = "an even number, since Rotary rotates pairs of features"
+            raise InputError(name, expected=expected, got=features, remedy="or give Rotary a width")
+        if self.width is not None and self.width > features:
+            raise InputError("Rotary(width)", expected=f"at most the {name}, {features}", got=self.width)
 
     def rotate(
         self,

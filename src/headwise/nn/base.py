@@ -138,10 +138,6 @@ class AttentionLayer(nn.Module):
         """Register the learned parameters (sinks, temperature, talking-heads matrices) that the layer's option `scores`
         switches on, with sizes for `maps` score maps: one per head, or two in differential attention. Parameters that
         are switched off are registered as None.
-
-        Args:
-            maps: number of score maps of the layer.
-            **factory: device and dtype of the parameters.
         """
         for name, shape in (self.scores or PLAIN_SCORES).parameter_shapes(maps).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if shape else None)
@@ -158,11 +154,9 @@ class AttentionLayer(nn.Module):
                 initialise(parameter)
 
     def _score_parameters(self, head_dim: int) -> ScoreParameters:
-        """Return the scale, softcap, sink logits and talking-heads matrices for one call. The scale is divided by the
-        learned temperature, if there is one.
-
-        Args:
-            head_dim: width of the queries and keys, from which the default scale follows.
+        """Return the scale, softcap, sink logits and talking-heads matrices for one call. The default scale follows
+        from `head_dim`, the width of the queries and keys. The scale is divided by the learned temperature, if there is
+        one.
         """
         scores = self.scores or PLAIN_SCORES
         scale = head_dim**-0.5 if scores.scale is None else scores.scale
@@ -201,14 +195,8 @@ class AttentionLayer(nn.Module):
         rotary: Rotary | None,
     ) -> AttentionInputs:
         """Return the queries, keys and values for `attend`. With a cache, the cached keys and values are placed before
-        the new ones. With a `rotary`, the returned queries and keys are rotated by their positions.
-
-        Args:
-            q: queries.
-            k: keys of this call.
-            v: values of this call; None if they are part of the keys, as in latent attention.
-            call: options of the call.
-            rotary: rotation; None leaves queries and keys unrotated.
+        the new ones. With a `rotary`, the returned queries and keys are rotated by their positions. `v` is None if the
+        values are part of the keys, as in latent attention.
         """
         if rotary is None and call.cache is None and call.positions is None and call.offsets is None:
             return AttentionInputs(q, k, k if v is None else v)
@@ -338,14 +326,9 @@ class AttentionLayer(nn.Module):
         return mask, bias
 
     def _check_cache(self, cache: Any, lengths: Any, *, cross: bool = False, packed: bool = False) -> None:
-        """Raise `InputError` if the cache is not a `Cache`, or is passed together with a context or packed sequences.
-        Also raise it if `lengths` (the number of real tokens of each sequence) are passed without a cache.
-
-        Args:
-            cache: argument of the caller.
-            lengths: argument of the caller.
-            cross: True if the call attends to a context.
-            packed: True if x holds packed sequences.
+        """Raise `InputError` if the cache is not a `Cache`, or is passed together with a context (`cross`) or packed
+        sequences (`packed`). Also raise it if `lengths` (the number of real tokens of each sequence) are passed without
+        a cache.
         """
         if cache is None:
             if lengths is not None:
@@ -365,10 +348,6 @@ class AttentionLayer(nn.Module):
         position of each token of x, `(batch, queries)` or `(1, queries)`. Return None if the caller passed None. Raise
         `InputError` for a wrong shape, for positions with a context, and for positions with a cache if the layer has a
         position bias or a rotation that depends on the sequence length.
-
-        Raises:
-            InputError: positions of the wrong shape, with a context, or with a cache whose keys get new positions
-                in every call.
         """
         if positions is None:
             return None
@@ -385,12 +364,7 @@ class AttentionLayer(nn.Module):
 def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
     """Raise `InputError` unless `tensor`, the argument called `name`, has the device and dtype of the layer's
     parameters. While autocast is on, the dtypes may differ if autocast converts tensors of either dtype. For a layer
-    without parameters nothing is checked.
-
-    Args:
-        name: name of the argument, for the error.
-        tensor: input of the layer.
-        layer: layer whose parameters the tensor must match; nothing is checked if it has none, as when quantised.
+    without parameters, as when it is quantised, nothing is checked.
     """
     parameter = layer._input_parameter() if isinstance(layer, AttentionLayer) else next(layer.parameters(), None)
     if parameter is None:

@@ -7,7 +7,6 @@ The layer itself computes with `(batch, length, width)` alone:
     padded on the right       packed where that saves work; otherwise the padding is masked
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,19 +24,18 @@ from headwise.nn.base import LayerCall
 from headwise.shapes import Float
 
 
-class Layout(ABC):
+class Layout:
     """Arrangement of the sequences in a layer's input x, such as a batch or a nested tensor. It converts the layer's
-    output and attention weights back to that arrangement.
+    output and attention weights back to that arrangement. The base class is that of one sequence per row, `(batch,
+    length, width)`, in which the layer computes: it converts nothing.
     """
 
-    @abstractmethod
     def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Tensor:
         """Return the output of the layer, computed with a batch axis, in the layout of the layer's input x."""
+        return y
 
     def restore_weights(self, weights: Float[Tensor, "batch heads queries keys"]) -> Tensor:
-        """Return the attention weights in the layout of the layer's input x; unchanged unless a subclass overrides this
-        method.
-        """
+        """Return the attention weights in the layout of the layer's input x."""
         return weights
 
     def restore(
@@ -50,18 +48,7 @@ class Layout(ABC):
         return y if weights is None else (y, self.restore_weights(weights))
 
 
-@dataclass(frozen=True)
-class Batch(Layout):
-    """Layout of an x with one sequence per row, `(batch, length, width)`. The layer computes in this form, so output
-    and weights need no conversion.
-    """
-
-    def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Float[Tensor, "batch queries out"]:
-        """Return the output of the layer unchanged, since the layer's input x had a batch axis too."""
-        return y
-
-
-BATCH = Batch()
+BATCH = Layout()
 """Layout of every x with one sequence per row."""
 
 
@@ -198,14 +185,7 @@ def query_and_key_offsets(
 ) -> packed.Offsets | None:
     """Check the caller's `offsets` (starts of the packed sequences in x) and `context_offsets` (starts in a context of
     `num_keys` tokens). Return the starts among the queries and the starts among the keys, which are the same without a
-    context (`cross` False). Return None if `offsets` is None.
-
-    Args:
-        x: input as the caller passed it.
-        num_keys: number of tokens in the context.
-        offsets: argument of the caller.
-        context_offsets: argument of the caller.
-        cross: True if the call attends to a context.
+    context (`cross` False). Return None if `offsets` is None. `x` is the input as the caller passed it.
 
     Raises:
         InputError: offsets that do not fit the inputs or each other, or offsets with a batch axis in x.
@@ -232,14 +212,8 @@ def query_and_key_offsets(
 
 
 def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, like: Tensor) -> None:
-    """Raise `InputError` for a bias or returned weights, which packed sequences do not support, and for a gate or mask
-    that does not fit the number of sequences.
-
-    Args:
-        call: options of the call.
-        sequences: number of packed sequences.
-        num_heads: number of heads, each with one gate.
-        like: tensor whose device the gate must have.
+    """Raise `InputError` for a bias or returned weights, which packed sequences do not support, for a gate or mask that
+    does not fit the number of sequences, and for a gate on another device than the tensor `like`.
     """
     if call.bias is not None:
         raise InputError("bias", expected="none with packed sequences", got=f"shape {tuple(call.bias.shape)}")

@@ -505,10 +505,7 @@ class MultiHeadAttention(AttentionLayer):
 
     def _checked_inputs(self, x: Any, context: Any, value_context: Any) -> LayerInputs:
         """Check the inputs of a call and return them, with a batch axis added where it is missing. Without a context, x
-        is also the source of keys and values.
-
-        Raises:
-            InputError: inputs that do not fit the layer or each other.
+        is also the source of keys and values. Raise `InputError` if they do not fit the layer or each other.
         """
         if isinstance(context, ProjectedContext):
             self._check_takes_context()
@@ -542,10 +539,8 @@ class MultiHeadAttention(AttentionLayer):
         self, context: Any, value_context: Any
     ) -> tuple[Float[Tensor, "batch keys context"], Float[Tensor, "batch keys value_context"]]:
         """Check a context and a value context, and return them as the sources of keys and of values, with a batch axis.
-        Without a value context, the context is the source of both.
-
-        Raises:
-            InputError: contexts that do not fit the layer or each other.
+        Without a value context, the context is the source of both. Raise `InputError` if they do not fit the layer or
+        each other.
         """
         self._check_takes_context()
         self._check_input("context", context, self.context_dim)

@@ -330,9 +330,7 @@ class CallContext:
         self, sequence: int, positions: range, block: PlannedBlock, shift: int
     ) -> tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]:
         """Find the cells (pairs of query row and key column) in a block of one sequence's score matrix in which the key
-        is `shift` tokens after an earlier occurrence of the query's token. `positions` are those of the block's
-        queries. Return the flat indices of these cells, row by row, and the number of these cells before each row, with
-        their total at the end.
+        is `shift` tokens after an earlier occurrence of the query's token.
 
         Args:
             sequence: index of the sequence in the batch.

@@ -84,9 +84,9 @@ BlockwisePlan = tuple[MaskGroup, ...]
 def plan_of(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
 ) -> BlockwisePlan:
-    """Return the blocks of the score matrix to compute for a mask, of `rows` query rows each, grouped by the sequences
-    and heads that share one mask. Blocks are planned for all sequences together or for each one separately, and
-    likewise for heads, whichever has the lower cost. The cost is the number of scores plus `overhead` for each block.
+    """Return the blocks of the score matrix to compute for a mask, grouped by the sequences and heads that share one
+    mask. Blocks are planned for all sequences together or for each one separately, and likewise for heads, whichever
+    has the lower cost: the number of scores plus `overhead` for each block.
 
     Args:
         mask: the mask; None if it hides nothing.

@@ -135,7 +135,7 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
     from headwise.attention.backends.gpu.key_statistics import KeySums, key_kernel
     from headwise.attention.backends.gpu.row_statistics import Results, row_kernel
     from headwise.attention.backends.gpu.row_sums import Tokens
-    from headwise.attention.backends.gpu.score_tiles import Spans
+    from headwise.attention.backends.gpu.score_tiles import Call, Spans
 
     batch, heads, queries, head_dim = call.q.shape
     keys = call.k.shape[2]
@@ -146,7 +146,29 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
         of_rows = Spans(spans, _strides(spans)[:3])
         spans = spans_of_keys(spans, key_blocks)
         of_keys = Spans(spans, _strides(spans)[:3])
-    arguments = _kernel_call(call)
+    key_ranges = None if call.ranges is None else call.ranges.contiguous()
+    dense = _as_bytes(call.dense)
+    arguments = Call(
+        q=call.q,
+        k=call.k,
+        q_strides=call.q.stride(),
+        k_strides=call.k.stride(),
+        head_dim=call.q.shape[3],
+        heads=call.q.shape[1],
+        group=call.q.shape[1] // call.k.shape[1],
+        queries=call.q.shape[2],
+        keys=call.k.shape[2],
+        scale=call.scale,
+        head_scale=call.head_scale,
+        softcap=call.softcap or None,
+        sinks=call.sinks,
+        ranges=key_ranges,
+        ranges_strides=None if key_ranges is None else _strides(key_ranges)[:3],
+        dense=dense,
+        dense_strides=None if dense is None else _strides(dense),
+        bias=call.bias,
+        bias_strides=None if call.bias is None else _strides(call.bias),
+    )
     tokens = Tokens(
         positions=call.positions,
         first_key=call.first_key,
@@ -176,35 +198,6 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
         features=tiles.features,
         num_warps=tiles.warps,
         maxnreg=REGISTERS,
-    )
-
-
-def _kernel_call(call: StatisticsCall) -> Any:
-    """Return the tensors, sizes and strides that the kernels read of a call."""
-    from headwise.attention.backends.gpu.score_tiles import Call
-
-    ranges = None if call.ranges is None else call.ranges.contiguous()
-    dense = _as_bytes(call.dense)
-    return Call(
-        q=call.q,
-        k=call.k,
-        q_strides=call.q.stride(),
-        k_strides=call.k.stride(),
-        head_dim=call.q.shape[3],
-        heads=call.q.shape[1],
-        group=call.q.shape[1] // call.k.shape[1],
-        queries=call.q.shape[2],
-        keys=call.k.shape[2],
-        scale=call.scale,
-        head_scale=call.head_scale,
-        softcap=call.softcap or None,
-        sinks=call.sinks,
-        ranges=ranges,
-        ranges_strides=None if ranges is None else _strides(ranges)[:3],
-        dense=dense,
-        dense_strides=None if dense is None else _strides(dense),
-        bias=call.bias,
-        bias_strides=None if call.bias is None else _strides(call.bias),
     )
 
 
