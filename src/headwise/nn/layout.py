@@ -132,7 +132,12 @@ def unpack_padded(
     The real tokens are packed if that saves work and the call allows it. Otherwise the padding is masked, and its
     inputs are replaced by 0: a weight of 0 would not stop NaN and infinity from reaching other tokens.
     """
-    if padded.should_pack and _can_be_packed(call):
+    # The mask may not prescribe a number of queries or keys, as a mask tensor does, nor the gate have an axis of queries.
+    extent = None if call.mask is None else call.mask.natural_grid()
+    has_free_mask = extent is None or not (extent.queries or extent.keys)
+    has_free_gate = call.gate is None or call.gate.ndim < 3
+    can_pack = has_free_mask and has_free_gate and call.bias is None and not call.return_weights
+    if padded.should_pack and can_pack:
         offsets = padded.offsets
         positions = call.positions
         if positions is not None:
@@ -146,18 +151,6 @@ def unpack_padded(
         x = x.masked_fill(~padded.is_real[..., None], 0.0)
     is_real = Padding(padded.lengths, "right")  # `padding` would read lengths on a GPU
     return x, call._replace(mask=is_real if call.mask is None else is_real & call.mask), MaskedPadding(padded)
-
-
-def _can_be_packed(call: LayerCall) -> bool:
-    """Return True if the real tokens of a padded batch may be packed end to end in this call: there is no bias, no
-    weights are returned, the mask does not prescribe a number of queries or keys (as a mask tensor does), and the gate
-    has no axis of queries.
-    """
-    if call.mask is not None:
-        extent = call.mask.natural_grid()
-        if extent.queries or extent.keys:
-            return False
-    return call.bias is None and not call.return_weights and (call.gate is None or call.gate.ndim < 3)
 
 
 def unpack_nested(

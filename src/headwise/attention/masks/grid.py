@@ -88,10 +88,7 @@ def elements(values: Tensor, *indices: Index | int) -> Tensor:
 
 def with_four_axes(name: str, values: Tensor) -> Tensor:
     """Return a mask or bias as a tensor of four axes: `(queries, keys)` becomes `(1, 1, queries, keys)`, and four axes
-    stay unchanged. Raises `InputError` for another number of axes.
-
-    Raises:
-        InputError: another number of axes than 2 or 4; with 3 it would be unclear which axis is missing.
+    stay unchanged. Raises `InputError` for another number of axes; with 3 it would be unclear which axis is missing.
     """
     if values.ndim == 2:
         return values[None, None]

@@ -146,13 +146,14 @@ def score_of_hidden_key(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
-def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"]) -> Tile:
+def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"] | None = None) -> Tile:
     """Return the tile (rectangle of scores) of a range of query rows, all sequences, heads and keys.
-    `allowed` is its mask, True where a row attends to a key.
+    `allowed` is its mask, True where a row attends to a key; None hides nothing.
     """
-    sequences, heads = slice(0, grid.batch), slice(0, grid.heads)
-    ceiling = Ceiling(0, torch.where(allowed, torch.inf, score_of_hidden_key(torch.float32)))
-    return Tile(PlannedBlock(rows, (KeyRange(range(grid.keys), True),)), sequences, heads, heads, [ceiling], None)
+    sequences, heads, ceilings = slice(0, grid.batch), slice(0, grid.heads), []
+    if allowed is not None:
+        ceilings = [Ceiling(0, torch.where(allowed, torch.inf, score_of_hidden_key(torch.float32)))]
+    return Tile(PlannedBlock(rows, (KeyRange(range(grid.keys), True),)), sequences, heads, heads, ceilings, None)
 
 
 def threads_of(dropout: float) -> int:
