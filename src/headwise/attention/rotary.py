@@ -164,7 +164,8 @@ class Rotary:
         length: TextLength = None,
     ) -> Angles:
         """Return the cosine and the signed sine of each feature's angle at each position, the input of `apply_angles`.
-        The sine has the opposite sign for the first feature of each rotated pair. `length` is the number of tokens of
+        The sine has the opposite sign for the first feature of each rotated pair. Both are multiplied by the attention
+        factor of the scaling (1 without a scaling). `length` is the number of tokens of
         the whole text, as in `rotate`.
 
         They serve every tensor with the width and positions of `x`, whatever its number of heads. The arguments are
@@ -174,8 +175,24 @@ class Rotary:
         if self.depends_on_length and length is None:
             length = positions.max() + 1 if positions.numel() else 0
         width = x.shape[3] if self.width is None else self.width
+        dtype, device = torch.promote_types(x.dtype, torch.float32), positions.device
         with without_autocast(x.device):
-            return self._cos_and_sin(width, positions, length, torch.promote_types(x.dtype, torch.float32))
+            if device.type == "cpu" and self._is_kept and makes_plain_tensors():
+                frequencies, factor = _kept_frequencies(self, width, device)
+            elif self._is_kept and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+                frequencies, factor = _exported_frequencies(self, width, device)
+            else:
+                frequencies, factor = self._turns_per_position(width, length, device)
+            # Full turns are removed before rounding: a float32 angle is off by thousandths at position 100,000.
+            turns = positions[:, None, :, None] * frequencies
+            angles = ((turns - turns.round()) * math.tau).to(dtype)
+            # The sine of an opposite angle has the opposite sign.
+            if self.interleaved:
+                angles = torch.stack((-angles, angles), dim=-1).flatten(-2)
+            else:
+                angles = torch.cat((-angles, angles), dim=-1)
+            cos, sin = angles.cos(), angles.sin()
+            return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
     def _check_input(self, x: Any, positions: Any) -> None:
         """Raise `InputError` unless `x` is a float tensor of four axes that fits, and `positions` are those of its
@@ -202,31 +219,6 @@ class Rotary:
     def _is_kept(self) -> bool:
         """True if the frequencies may be kept: they follow from the fields of this object alone."""
         return type(self) is Rotary and type(self.scaling) in SCALINGS_BY_FIELDS
-
-    def _cos_and_sin(
-        self, width: int, positions: Int[Tensor, "#batch length"], length: TextLength, dtype: torch.dtype
-    ) -> Angles:
-        """Return cosine and signed sine of each feature's angle at each position, both multiplied by the attention
-        factor of the scaling (1 without a scaling). The sine has the opposite sign for the first feature of each
-        rotated pair.
-        """
-        device = positions.device
-        if device.type == "cpu" and self._is_kept and makes_plain_tensors():
-            frequencies, factor = _kept_frequencies(self, width, device)
-        elif self._is_kept and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-            frequencies, factor = _exported_frequencies(self, width, device)
-        else:
-            frequencies, factor = self._turns_per_position(width, length, device)
-        # Full turns are removed before rounding: a float32 angle is off by thousandths at position 100,000.
-        turns = positions[:, None, :, None] * frequencies
-        angles = ((turns - turns.round()) * math.tau).to(dtype)
-        # The sine of an opposite angle has the opposite sign.
-        if self.interleaved:
-            angles = torch.stack((-angles, angles), dim=-1).flatten(-2)
-        else:
-            angles = torch.cat((-angles, angles), dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
     def _turns_per_position(
         self, width: int, length: TextLength, device: torch.device

@@ -132,7 +132,8 @@ def unpack_padded(
     The real tokens are packed if that saves work and the call allows it. Otherwise the padding is masked, and its
     inputs are replaced by 0: a weight of 0 would not stop NaN and infinity from reaching other tokens.
     """
-    # The mask may not prescribe a number of queries or keys, as a mask tensor does, nor the gate have an axis of queries.
+    # The mask may not prescribe a number of queries or keys, as a mask tensor does; nor may the gate have an axis of
+    # queries.
     extent = None if call.mask is None else call.mask.natural_grid()
     has_free_mask = extent is None or not (extent.queries or extent.keys)
     has_free_gate = call.gate is None or call.gate.ndim < 3

@@ -91,20 +91,16 @@ def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) ->
     dropped or differentiated, that is the operator without a gradient, since torch's function for gradients of custom
     operators takes longer than a short call's attention.
     """
-    if dropout[0] > 0 or _may_be_differentiated(arguments):
+    if (
+        dropout[0] > 0
+        or torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch.is_grad_enabled() and any(each.requires_grad for each in arguments if isinstance(each, Tensor)))
+    ):
         out, lse, _ = torch.ops.headwise.attend_forward(*arguments, *dropout)
     else:
         out, lse = torch.ops.headwise.attend.default(*arguments)
     return out, lse
-
-
-def _may_be_differentiated(arguments: tuple[Any, ...]) -> bool:
-    """Return True if torch may differentiate a call with these arguments: an argument requires grad, a transform of
-    `torch.func` is active, or the call is being compiled.
-    """
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    return torch.is_grad_enabled() and any(each.requires_grad for each in arguments if isinstance(each, Tensor))
 
 
 def arguments(
