@@ -207,7 +207,7 @@ class TileVisibility:
         keys = torch.arange(self.grid.keys, device=self.grid.device)
         return self._of_tile(self.grid.key_position(keys[None]))
 
-    def _of_tile(self, positions: Int[Tensor, "#batch length"]) -> Int[Tensor, "#batch length"]:
+    def _of_tile(self, positions: Int[Tensor, "#all length"]) -> Int[Tensor, "#batch length"]:
         """Return positions for the tile's sequences only. `positions` has one row for each sequence of the batch, or a
         single row that all sequences share, which is returned unchanged.
         """
