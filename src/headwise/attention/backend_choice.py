@@ -67,9 +67,7 @@ FEW_QUERIES = 8
 
 
 class Candidate(NamedTuple):
-    """One backend that was considered for an attention problem. It has either the reason why the backend cannot compute
-    the problem, or the number of scores the backend would compute and their expected cost. These three are None if the
-    backend can compute the problem and costs were not compared.
+    """One backend that was considered for an attention problem.
 
     Attributes:
         name: name of the backend.
@@ -90,14 +88,12 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Name of the backend chosen for an attention problem, the reason for the choice, all backends considered (the
-    chosen one included), and the function that computes a problem with the chosen backend. `print` shows a `Choice` as
-    readable text.
+    """Choice of a backend for an attention problem, and its reason. `print` shows a `Choice` as readable text.
 
     Attributes:
         backend: name of the chosen backend.
         because: reason for the choice, in one sentence.
-        candidates: every backend that was considered, with its refusal or its cost.
+        candidates: every backend that was considered, the chosen one included, with its refusal or its cost.
         run: function that computes the problem with the chosen backend.
     """
 

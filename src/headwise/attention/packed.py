@@ -28,9 +28,9 @@ class Offsets(NamedTuple):
 def checked_offsets(
     name: str, offsets: Tensor | Sequence[int], total: int, device: torch.device
 ) -> list[int] | Int[Tensor, " sequences_and_1"]:
-    """Return the offsets of packed sequences as a list, or raise `InputError` unless they start at 0, never decrease
-    and end with `total`. They are the index of the first token of each sequence, then the number of tokens. A tensor
-    that cannot be read, as on a GPU, is returned as an int64 tensor on `device`, and its numbers are not checked.
+    """Return the offsets of packed sequences as a list: the index of the first token of each sequence, then the number
+    of tokens. A tensor that cannot be read, as on a GPU, is returned as an int64 tensor on `device`, and its numbers
+    are not checked.
 
     Args:
         name: name of the argument, for the error.

@@ -19,8 +19,7 @@ from headwise.shapes import Float, Int
 
 class AttentionInputs(NamedTuple):
     """Queries, keys and values of one call in the form that attention uses: rotated if the layer has rotary embeddings,
-    with cached keys and values before the new ones. Included are the positions of queries and keys, and the update to
-    pass to `Cache.commit`.
+    with cached keys and values before the new ones.
 
     Attributes:
         q: queries of this call.

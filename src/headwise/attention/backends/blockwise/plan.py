@@ -19,8 +19,7 @@ LEAST_ROWS, MOST_ROWS = 64, 512
 
 
 class KeyRange(NamedTuple):
-    """Range of adjacent key columns in a block of the score matrix. Its flag `masked` is True if at least one query row
-    of the block may not attend to some of these keys, and False if all rows may attend to all of them.
+    """Range of adjacent key columns in a block of the score matrix.
 
     Attributes:
         columns: indices of the keys.
