@@ -27,11 +27,9 @@ class Mask(ABC):
     Attributes:
         depends_on_distance_only: True if the mask allows a query-key pair by the difference of their positions
             alone, in every sequence and head.
-        parts: masks that this mask consists of; empty for a mask that consists of no others.
     """
 
     depends_on_distance_only: ClassVar[bool] = False
-    parts: "tuple[Mask, ...]" = ()
 
     @abstractmethod
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
@@ -68,21 +66,14 @@ class Mask(ABC):
 
     @property
     def stored_values(self) -> int:
-        """Number of matrix elements that the mask and its parts store and `coverage` has to read; 0 for a mask that is
-        computed.
-        """
-        return sum(part.stored_values for part in self.parts)
+        """Number of matrix elements that the mask stores and `coverage` has to read; 0 for a mask that is computed."""
+        return 0
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the sizes that the mask itself prescribes, and 0 for each axis that may have any size. For
-        each axis it is the largest size that a part of the mask prescribes.
+        """Return a grid with the sizes that the mask itself prescribes, and 0 for each axis that may have any size. By
+        default all sizes are 0.
         """
-        grids = [part.natural_grid() for part in self.parts]
-        batch, heads, queries, keys = (
-            max((getattr(grid, axis) for grid in grids), default=0) for axis in ("batch", "heads", "queries", "keys")
-        )
-        device = next((grid.device for grid in grids if grid.device.type != "cpu"), torch.device("cpu"))
-        return Grid(batch, heads, queries, keys, device)
+        return Grid(0, 0, 0, 0)
 
     def block(
         self, grid: Grid, rows: range | None = None, columns: range | None = None
@@ -162,6 +153,21 @@ class OfParts(Mask):
     def depends_on_distance_only(self) -> bool:  # type: ignore[override]
         """True if all parts depend on the difference of query and key position alone."""
         return all(part.depends_on_distance_only for part in self.parts)
+
+    @property
+    def stored_values(self) -> int:
+        return sum(part.stored_values for part in self.parts)
+
+    def natural_grid(self) -> Grid:
+        """Return a grid with, for each axis, the largest size that any of the parts prescribes. Its device is that of
+        the first of these that is not on the CPU.
+        """
+        grids = [part.natural_grid() for part in self.parts]
+        batch, heads, queries, keys = (
+            max(getattr(grid, axis) for grid in grids) for axis in ("batch", "heads", "queries", "keys")
+        )
+        device = next((grid.device for grid in grids if grid.device.type != "cpu"), torch.device("cpu"))
+        return Grid(batch, heads, queries, keys, device)
 
     def with_parts(self, change: Callable[[Mask], Mask]) -> Mask:
         """Return the mask of the same kind whose parts are the results of `change` for the parts of this one."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.attention.masks.base import And, Mask, Not, PerHead
+from headwise.attention.masks.base import And, Mask, Not, OfParts, PerHead
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.kinds import (
     MAX_DISTANCE,
@@ -75,7 +75,7 @@ def position_ranges(mask: Mask, grid: Grid) -> Ranges | None:
         ranges = [Range(zeros, lengths) if mask.side == "right" else Range(keys - lengths, keys)]
     elif isinstance(mask, Segments):
         ranges = _hull_of_segments(mask, grid) if mask.is_one_piece_each else None
-    elif mask.parts:
+    elif isinstance(mask, OfParts):
         ranges = _ranges_of_parts(mask, grid)
     return None if ranges is None else _few(within(ranges, grid))
 
@@ -91,7 +91,7 @@ def hull(mask: Mask, grid: Grid) -> Ranges | None:
     return None
 
 
-def _ranges_of_parts(mask: Mask, grid: Grid) -> Ranges | None:
+def _ranges_of_parts(mask: OfParts, grid: Grid) -> Ranges | None:
     """Return the ranges of a mask that consists of other masks; None if those of a part are unknown."""
     if isinstance(mask, PerHead):
         one_head = replace(grid, heads=1)
@@ -466,7 +466,9 @@ def _can_evaluate(grid: Grid) -> bool:
 
 def is_constant(mask: Mask) -> bool:
     """Return True if a mask is made of numbers alone, not of tensors, whose values may change, or functions."""
-    return all(map(is_constant, mask.parts)) if mask.parts else isinstance(mask, Band | Prefix | Chunked)
+    if isinstance(mask, OfParts):
+        return all(map(is_constant, mask.parts))
+    return isinstance(mask, Band | Prefix | Chunked)
 
 
 # -- ranges of keys that a matrix states -------------------------------------------------------------------------------
