@@ -17,7 +17,7 @@ import headwise as hw
 from headwise.attention.backends.blockwise import operator as blockwise_operator
 from headwise.attention.backends.native import library
 from headwise.attention.caches.static import keep_addresses
-from headwise.nn import linear_choice
+from headwise.nn import linear_engine
 
 BATCH, EMBED, HEADS = 2, 24, 6
 
@@ -290,7 +290,7 @@ def positions_in_onnxruntime():
 
 def forget_the_kernels():
     """Forget that the native kernels were loaded, as in a new process."""
-    for function in (library.load, linear_choice.native_rule, linear_choice.engine_of, blockwise_operator._register):
+    for function in (library.load, linear_engine.native_rule, linear_engine.engine_of, blockwise_operator._register):
         function.cache_clear()
 
 

@@ -12,7 +12,7 @@ from headwise.attention.backends.plain_statistics import StatisticsCall
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import Part, visible_keys
 from headwise.attention.problem import Problem
-from headwise.statistics.kernel_inputs import kernel_inputs
+from headwise.statistics.kernel_statistics import kernel_inputs
 from research.native_kernels.problems import Draw, draw_problem
 
 MOST_TILES = 40

@@ -74,8 +74,8 @@ from headwise.attention.attend import why_not as why_not
 from headwise.attention.backends.blockwise.backend import Blockwise as Blockwise
 from headwise.attention.backends.gpu.flex import Flex as Flex
 from headwise.attention.caches.base import Cache as Cache
-from headwise.attention.caches.dynamic import DynamicCache as DynamicCache
-from headwise.attention.caches.sliding import SlidingCache as SlidingCache
+from headwise.attention.caches.growing import DynamicCache as DynamicCache
+from headwise.attention.caches.growing import SlidingCache as SlidingCache
 from headwise.attention.caches.static import StaticCache as StaticCache
 from headwise.attention.masks.base import Mask as Mask
 from headwise.attention.masks.factories import causal as causal
@@ -144,9 +144,9 @@ from headwise.nn.differential import DifferentialAttention as DifferentialAttent
 from headwise.nn.latent import LatentAttention as LatentAttention
 from headwise.nn.linear_engine import explain_linear as explain_linear
 from headwise.nn.multihead import MultiHeadAttention as MultiHeadAttention
+from headwise.nn.multihead import ProjectedContext as ProjectedContext
 from headwise.nn.options import QKNorm as QKNorm
 from headwise.nn.options import Scores as Scores
-from headwise.nn.qkv_projection import ProjectedContext as ProjectedContext
 from headwise.statistics.weight_capture import WeightCapture as WeightCapture
 from headwise.studies.budget import StudyBudget as StudyBudget
 from headwise.studies.optuna_storage import OptunaOptions as OptunaOptions

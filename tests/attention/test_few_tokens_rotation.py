@@ -7,7 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 import headwise as hw
-from headwise.attention import few_tokens_rotation
+from headwise.attention import rotary as module
 from headwise.attention.backends.native import library
 from oracles import rotated, within_budget
 
@@ -42,7 +42,7 @@ def test_error_is_at_most_twice_that_of_torch(name, layout, dtype):
     for batch, tokens in ((1, 1), (1, 7), (3, 2)):
         x = LAYOUTS[layout](torch.randn(batch, 5, tokens, 14).to(dtype))
         for positions in (torch.randint(0, 200_000, (batch, tokens)), torch.arange(-1, tokens - 1)[None]):
-            assert few_tokens_rotation.suits(x, positions)
+            assert module.suits_native(x, positions)
             ours, theirs = rotary.rotate(x, positions), by_torch(rotary, x, positions)
             exact = by_torch(rotary, x.double(), positions)
             within_budget(ours, theirs, exact)
@@ -80,7 +80,7 @@ def test_both_have_positions_of_their_own():
     ids=["many tokens", "float64", "gradient", "strided features", "strided positions", "int32", "meta"],
 )
 def test_other_calls_are_left_to_torch(x, positions):
-    assert not few_tokens_rotation.suits(x, positions)
+    assert not module.suits_native(x, positions)
     assert hw.Rotary().rotate(x, positions).shape == x.shape
 
 

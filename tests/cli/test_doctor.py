@@ -183,14 +183,14 @@ def test_kernels_that_compute_wrong_results_are_a_problem(doctor, monkeypatch):
 
 
 def test_variables_with_values_that_cannot_be_used_are_problems(doctor, tmp_path, monkeypatch):
-    from headwise.nn import linear_choice
+    from headwise.nn import linear_engine
 
     (tmp_path / "file").touch()
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setenv("HEADWISE_LINEAR", "mkl")
-    linear_choice.engine_of.cache_clear()
+    linear_engine.engine_of.cache_clear()
     status, report, problems = doctor()
-    linear_choice.engine_of.cache_clear()
+    linear_engine.engine_of.cache_clear()
     assert status == 1
     assert problems[0] == f"HEADWISE_CACHE names a folder that cannot be written: {tmp_path / 'file' / 'cache'}"
     assert problems[1].startswith("HEADWISE_LINEAR: expected 'torch' or 'onednn', got 'mkl'")

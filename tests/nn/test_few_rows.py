@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 import headwise as hw
 from headwise.attention.backends.native import library
-from headwise.nn import linear_choice, linear_engine, linear_operator
+from headwise.nn import linear_engine
 
 pytestmark = pytest.mark.skipif(library.why_not_loaded() is not None, reason="the native kernels are not available")
 
@@ -20,8 +20,7 @@ SIZES = [(1, 5), (17, 1), (513, 5), (33, 131), (512, 512), (768, 67), (2053, 19)
 @pytest.fixture
 def rule(monkeypatch):
     """Choose the kernel for up to 8 tokens on every processor."""
-    for module in (linear_choice, linear_engine, linear_operator):
-        monkeypatch.setattr(module, "native_rule", lambda _: linear_choice.NativeRule(range(1, 9), 0, "a test"))
+    monkeypatch.setattr(linear_engine, "native_rule", lambda _: linear_engine.NativeRule(range(1, 9), 0, "a test"))
 
 
 def few_rows(x, weight, bias=None):
@@ -135,7 +134,7 @@ def test_torchs_checks_of_operators():
 
 
 def test_the_measured_rules():
-    bfloat16, float32 = linear_choice._native_rule_in_bfloat16, linear_choice._native_rule_in_float32
+    bfloat16, float32 = linear_engine._native_rule_in_bfloat16, linear_engine._native_rule_in_float32
     assert bfloat16("amx", True).rows == bfloat16("avx2", True).rows == range(1, 5)
     assert bfloat16("avx512_bf16", True)[:2] == (range(1, 7), 0)
     assert bfloat16("avx2", False).rows == range(1, 9)
@@ -148,17 +147,17 @@ def test_the_measured_rules():
 
 @pytest.mark.parametrize("name", ["torch", "onednn"])
 def test_the_environment_variable_switches_the_kernel_off(name, monkeypatch):
-    linear_choice.native_rule.cache_clear()
-    monkeypatch.setenv(linear_choice.VARIABLE, name)
-    assert linear_choice.native_rule(torch.bfloat16) == (range(0), 0, f"HEADWISE_LINEAR={name}")
-    linear_choice.native_rule.cache_clear()
+    linear_engine.native_rule.cache_clear()
+    monkeypatch.setenv(linear_engine.VARIABLE, name)
+    assert linear_engine.native_rule(torch.bfloat16) == (range(0), 0, f"HEADWISE_LINEAR={name}")
+    linear_engine.native_rule.cache_clear()
 
 
 def test_without_native_kernels_torch_computes(monkeypatch):
-    linear_choice.native_rule.cache_clear()
+    linear_engine.native_rule.cache_clear()
     monkeypatch.setattr(library, "why_not_loaded", lambda: "switched off")
-    assert linear_choice.native_rule(torch.bfloat16) == (range(0), 0, "switched off")
-    linear_choice.native_rule.cache_clear()
+    assert linear_engine.native_rule(torch.bfloat16) == (range(0), 0, "switched off")
+    linear_engine.native_rule.cache_clear()
 
 
 @pytest.mark.usefixtures("rule")
@@ -210,7 +209,7 @@ def test_other_calls_are_left_to_torch():
 
 @pytest.mark.usefixtures("rule")
 def test_the_operator_of_compiled_code_uses_the_kernel():
-    linear_operator.register()
+    linear_engine.register()
     x, weight, bias = (tensor.requires_grad_() for tensor in tensors(3, 65, 37, torch.float32))
     y = torch.ops.headwise.linear(x, weight, bias)
     assert torch.equal(y, few_rows(x, weight, bias))

@@ -470,7 +470,7 @@ def test_output_equals_deepseek_of_transformers(family, q_rank, rope, absorbed):
         ({"kv_rank": 2.5}, "kv_rank: expected a whole number of 1 or more, got 2.5"),
         ({"q_rank": 0}, "q_rank: expected a whole number of 1 or more, got 0"),
         ({"value_dim": 0}, "value_dim: expected a whole number of 1 or more, got 0"),
-        ({"rotary_dim": 3}, "rotary_dim: expected an even number, since Rotary turns pairs of features, got 3"),
+        ({"rotary_dim": 3}, "rotary_dim: expected an even number, since Rotary rotates pairs of features, got 3"),
         ({"rotary": hw.Rotary(width=6)}, r"Rotary\(width\): expected at most the rotary_dim, 4, got 6"),
         ({"rotary": "yes"}, r"rotary: expected a Rotary, such as Rotary\(theta=10_000\), got str"),
         ({"mask": torch.ones(2, 2)}, r"mask: expected a headwise Mask, such as causal\(\), got Tensor"),

@@ -571,3 +571,12 @@ def test_the_projections_decide_the_dtype_of_a_mixed_precision_layer():
     layer.sinks.data = layer.sinks.data.float()
     assert layer(torch.randn(2, 3, EMBED, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert layer.static_cache(1, 2).slots[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("offsets", [[0], [0, 0, 0]], ids=["no sequence", "two empty sequences"])
+@pytest.mark.parametrize("scaling", [None, hw.DynamicNTK(2.0, 8)], ids=["unscaled", "scaled by length"])
+def test_rotated_packed_sequences_without_tokens(offsets, scaling):
+    layer = hw.MultiHeadAttention(12, 3, rotary=hw.Rotary(scaling=scaling), mask=hw.causal())
+    x = torch.zeros(0, 12)
+    assert layer(x, offsets=offsets).shape == (0, 12)
+    assert layer(x, x, offsets=offsets, context_offsets=offsets).shape == (0, 12)

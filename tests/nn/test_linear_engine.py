@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
-from headwise.nn import linear_choice, linear_engine, linear_operator
+from headwise.nn import linear_engine
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -34,12 +34,12 @@ def engine(monkeypatch):
     """Let oneDNN compute float32, also where MKL is as fast. Returns a function that sets the environment variable."""
 
     def choose(name):
-        monkeypatch.setenv(linear_choice.VARIABLE, name)
-        linear_choice.engine_of.cache_clear()
+        monkeypatch.setenv(linear_engine.VARIABLE, name)
+        linear_engine.engine_of.cache_clear()
 
     choose("onednn")
     yield choose
-    linear_choice.engine_of.cache_clear()
+    linear_engine.engine_of.cache_clear()
 
 
 def tensors(rows, width, out, dtype=torch.float32, requires_grad=False):
@@ -73,7 +73,7 @@ def test_error_is_at_most_twice_that_of_torch(sizes, with_bias):
         return [y, *torch.autograd.grad(y, leaves, cast(upstream))]
 
     exact = results(F.linear, lambda tensor: tensor.double())
-    for ours, plain, true in zip(results(linear_operator.linear), results(F.linear), exact, strict=True):
+    for ours, plain, true in zip(results(linear_engine.by_onednn), results(F.linear), exact, strict=True):
         assert rms(ours - true) <= 2 * rms(plain - true)
         assert (ours - true).abs().max() <= 2 * (plain - true).abs().max()
 
@@ -95,8 +95,8 @@ def test_error_in_bfloat16_is_at_most_that_of_torch(make_x):
 
 def test_results_have_the_same_bits_in_every_call():
     inputs = tensors(ROWS, WIDTH, OUT)
-    first = linear_operator.linear(*inputs)
-    assert all(torch.equal(first, linear_operator.linear(*inputs)) for _ in range(3))
+    first = linear_engine.by_onednn(*inputs)
+    assert all(torch.equal(first, linear_engine.by_onednn(*inputs)) for _ in range(3))
 
 
 @pytest.mark.parametrize("shape", [(ROWS, WIDTH), (2, ROWS, WIDTH), (2, 3, ROWS, WIDTH)])
@@ -110,16 +110,16 @@ def test_leading_axes_and_layouts_are_free(shape):
         x.transpose(0, -2).contiguous().transpose(0, -2),
     ):
         torch.testing.assert_close(
-            linear_operator.linear(each, weight, bias), F.linear(each, weight, bias), rtol=0, atol=2e-4
+            linear_engine.by_onednn(each, weight, bias), F.linear(each, weight, bias), rtol=0, atol=2e-4
         )
     columns = torch.randn(WIDTH, OUT).t()
-    torch.testing.assert_close(linear_operator.linear(x, columns, bias), F.linear(x, columns, bias), rtol=0, atol=2e-4)
+    torch.testing.assert_close(linear_engine.by_onednn(x, columns, bias), F.linear(x, columns, bias), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 3), (3, 5, 0), (2, 0, 3)])
 def test_empty_tensors(sizes):
     inputs = tensors(*sizes, requires_grad=True)
-    y = linear_operator.linear(*inputs)
+    y = linear_engine.by_onednn(*inputs)
     assert torch.equal(y, F.linear(*inputs))
     assert [gradient.shape for gradient in torch.autograd.grad(y.sum(), inputs)] == [each.shape for each in inputs]
 
@@ -129,7 +129,7 @@ def test_empty_tensors(sizes):
 
 @pytest.mark.parametrize("sizes", [(5, 7, 3), (ROWS, WIDTH, OUT)])
 def test_torchs_checks_of_operators(sizes):
-    linear_operator.register()
+    linear_engine.register()
     x, weight, bias = tensors(*sizes, requires_grad=True)
     for inputs in ((x, weight, bias), (x, weight, None), (x.detach(), weight, bias), (x, weight.detach(), None)):
         torch.library.opcheck(torch.ops.headwise.linear.default, inputs)
@@ -144,12 +144,12 @@ def test_second_derivatives_equal_those_of_torch():
 
     exact = second(F.linear, [tensor.detach().double().requires_grad_() for tensor in inputs])
     plain = second(F.linear, inputs)
-    for ours, theirs, true in zip(second(linear_operator.linear, inputs), plain, exact, strict=True):
+    for ours, theirs, true in zip(second(linear_engine.by_onednn, inputs), plain, exact, strict=True):
         assert rms(ours - true) <= 2 * rms(theirs - true)
 
 
 def test_under_autocast_the_operator_computes_what_torch_does():
-    linear_operator.register()
+    linear_engine.register()
     inputs = tensors(ROWS, WIDTH, OUT)
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = torch.ops.headwise.linear(*inputs), F.linear(*inputs)
@@ -161,7 +161,7 @@ TRACED = """
 import os
 os.environ["HEADWISE_LINEAR"] = "onednn"
 import torch, headwise as hw
-from headwise.nn.linear_choice import engine_of
+from headwise.nn.linear_engine import engine_of
 engine_of.cache_clear()  # the process that this one was forked from has chosen
 layer = hw.MultiHeadAttention(256, 4, mask=hw.causal())
 graphs = []
@@ -209,7 +209,7 @@ def test_the_operator_is_compiled_and_left_out_of_exported_programs(tracing_serv
     ],
 )
 def test_the_instructions_of_both_libraries_decide(capability, mkl_branch, expected):
-    choice = linear_choice._engine_by_instructions(capability, mkl_branch)
+    choice = linear_engine._engine_by_instructions(capability, mkl_branch)
     assert choice.engine == expected[0]
     assert expected[1] in choice.because
 
@@ -230,12 +230,12 @@ def test_onednn_is_chosen_on_processors_of_other_vendors(tmp_path):
     source.write_text(OTHER_VENDOR)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     code = (
-        "import torch; from headwise.nn.linear_choice import engine_of; print(engine_of(torch.float32).because)\n"
+        "import torch; from headwise.nn.linear_engine import engine_of; print(engine_of(torch.float32).because)\n"
         "from torch import nn; from headwise import explain_linear\n"
         "linear = nn.Linear(512, 512); print([explain_linear(linear, torch.randn(*shape)).engine for shape in"
         " ((1, 512), (4, 16, 512), (1024, 512))])"
     )
-    environment = {name: value for name, value in os.environ.items() if name != linear_choice.VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != linear_engine.VARIABLE}
     environment |= {"LD_PRELOAD": str(library)}
     printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     because, engines = printed.stdout.splitlines()
@@ -412,14 +412,14 @@ def test_a_user_who_lowers_the_precision_of_products_gets_torchs(engine):
 def test_a_bias_with_gaps_is_read_right(stride):
     x, weight, bias = torch.randn(300, 256), torch.randn(512, 256), torch.randn(1024)[::2]
     bias = bias if stride else bias[:1].expand(512)
-    assert linear_operator.gains(x, weight)
-    torch.testing.assert_close(linear_operator.linear(x, weight, bias), F.linear(x, weight, bias), rtol=0, atol=1e-4)
+    assert linear_engine.gains(x, weight)
+    torch.testing.assert_close(linear_engine.by_onednn(x, weight, bias), F.linear(x, weight, bias), rtol=0, atol=1e-4)
 
 
 FORGET_CHOICES = """
-from headwise.nn import linear_choice
-linear_choice.engine_of.cache_clear()
-linear_choice.native_rule.cache_clear()
+from headwise.nn import linear_engine
+linear_engine.engine_of.cache_clear()
+linear_engine.native_rule.cache_clear()
 """
 """Code for a process that chose its engines before the environment variable was set."""
 
@@ -427,8 +427,8 @@ SEEN_BY_HOOKS = """
 import torch
 from torch import nn
 import headwise as hw
-from headwise.nn import linear_choice
-assert linear_choice.uses_onednn(torch.float32)
+from headwise.nn import linear_engine
+assert linear_engine.uses_onednn(torch.float32)
 layer = hw.MultiHeadAttention(64, 4, backend="reference")
 x, direction = torch.randn(1, 40, 64), torch.randn(1, 40, 64)
 

@@ -16,9 +16,8 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
 from headwise.statistics import kernel_statistics, row_blocks
 from headwise.statistics.attend_observed import attend_observed
-from headwise.statistics.registry import STATISTICS
+from headwise.statistics.registry import STATISTICS, MeanOfRows, Statistic
 from headwise.statistics.row_blocks import row_blocks_of_problem
-from headwise.statistics.statistic import MeanOfRows, Statistic
 from headwise.statistics.tally import Tally
 from oracles import distance, plain_attention, statistics_of
 
@@ -257,6 +256,14 @@ def test_a_statistic_can_be_added_to_the_registry(way, monkeypatch):
     means, weights = way(attention_problem).means(), exact(attention_problem).weights
     torch.testing.assert_close(means["last"], weights[..., -1].mean(-1), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(means["peak"].double(), weights.amax((-1, -2)), rtol=1e-5, atol=1e-7)
+
+
+@NATIVE
+def test_the_kernels_name_the_statistics_that_they_do_not_compute(monkeypatch):
+    monkeypatch.setitem(STATISTICS, "last", MeanOfRows("last", "share", lambda rows: None))
+    reason = kernel_statistics.why_not(problem(), CallContext())
+    assert reason == "the kernels do not compute the statistics last"
+    assert kernel_statistics.why_not(problem(), CallContext(), frozenset({"entropy", "first"})) is None
 
 
 @WAYS

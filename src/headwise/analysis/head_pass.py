@@ -26,8 +26,8 @@ from headwise.runs.fingerprint import run_settings
 from headwise.runs.rows import NO_ESTIMATE, MeanEstimate, moment_estimates
 from headwise.runs.table import Table
 from headwise.shapes import Float
-from headwise.statistics.further_sums import FurtherStatistics
 from headwise.statistics.moments import Clusters
+from headwise.statistics.tally import FurtherStatistics
 
 
 def require_finite_heads(heads: Heads, model: nn.Module, batch: dict[str, Any]) -> None:

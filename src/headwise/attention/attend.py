@@ -243,3 +243,14 @@ def backend_named(backend: str | Backend) -> Backend:
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise InputError("backend", expected=f"one of {', '.join(BACKENDS)}", got=repr(backend))
     return BACKENDS[backend]
+
+
+def uniform_output(problem: Problem) -> Float[Tensor, "batch heads queries value_dim"]:
+    """Return each head's output if every visible key had the same weight: the mean of the visible keys' values. As a
+    replacement of a head's output, it shows what the head would compute if it could not choose between keys.
+
+    A key is visible unless the mask or a bias of -inf hides it. Sinks, talking heads, gate and dropout are left out.
+    """
+    uniform = problem.with_uniform_weights()
+    with without_autocast(problem.q.device):
+        return run_contained(uniform, choose_fastest(uniform).run).out

@@ -1,15 +1,14 @@
 """Choice of the fastest backend for an attention problem, by rules that were measured, and its explanation.
 
-On a CPU the native kernels are chosen wherever they can compute the problem, with the exceptions of
-`backends/native/speed.py`. Without them, the costs of torch's fused kernel and of blockwise attention are compared. The
-unit of cost is the time in which torch's kernel computes one score. On a CPU this kernel computes every score, or the
-share `CAUSAL_FLAG_SHARE` under its causal flag. Where torch keeps the whole matrix, a score costs `FULL_MATRIX_COST`.
-Blockwise attention computes only the blocks that the mask leaves, at `FLOAT32_SCORE_COST` or `BFLOAT16_SCORE_COST` for
-a score, plus an overhead for each block. All figures were measured on two cores with AVX-512 (docs/lab-notes.md).
+On a CPU the native kernels are chosen wherever they can compute the problem, with the exceptions of `why_slower`.
+Without them, the costs of torch's fused kernel and of blockwise attention are compared. The unit of cost is the time in
+which torch's kernel computes one score. On a CPU this kernel computes every score, or the share `CAUSAL_FLAG_SHARE`
+under its causal flag. Where torch keeps the whole matrix, a score costs `FULL_MATRIX_COST`. Blockwise attention
+computes only the blocks that the mask leaves, at `FLOAT32_SCORE_COST` or `BFLOAT16_SCORE_COST` for a score, plus an
+overhead for each block. All figures were measured on two cores with AVX-512 (docs/lab-notes.md).
 
-On a GPU, the choice follows from what the kernels compute: `fused` where
-torch's kernels leave out what the mask hides, and for few queries, and `flex` elsewhere. On other devices, `fused` is
-chosen wherever it can.
+On a GPU, the choice follows from what the kernels compute: `fused` where torch's kernels leave out what the mask hides,
+and for few queries, and `flex` elsewhere. On other devices, `fused` is chosen wherever it can.
 """
 
 from collections.abc import Callable
@@ -22,10 +21,9 @@ from torch import Tensor
 from headwise.attention.backends import fused, reference
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise import scores_bf16, scores_fp32
-from headwise.attention.backends.blockwise.plan import BlockwisePlan, cost_of, score_count
+from headwise.attention.backends.blockwise.plan import cost_of, score_count
 from headwise.attention.backends.gpu import flex
 from headwise.attention.backends.native import backend as native
-from headwise.attention.backends.native.speed import why_slower
 from headwise.attention.problem import Answer, Backend, Problem
 from headwise.checks import has_own_class, known_to_be_true, records_program
 from headwise.errors import InputError
@@ -48,15 +46,28 @@ RECORDED = "a recorded program that contains torch's operators alone runs withou
 SMALLEST_PLANNED = 2**20
 """Number of scores below which no plan of blocks is made."""
 
+MOST_STEP_ROWS = 8
+"""Most rows (queries, times query heads for each key/value head) of a decoding step, without a gradient: the number
+`kFewRows` of the kernels, in `cpp/few_rows.h`.
+"""
+
+FEWEST_NATIVE_QUERIES = 128
+"""Number of queries from which the native kernels are as fast as torch's or faster."""
+
+FEWEST_NATIVE_QUERIES_WHERE_TORCH_IS_SLOW = 32
+"""The same with gradients in bfloat16, where torch's backward pass is slow, and with dropout, for which torch keeps the
+whole matrix.
+"""
+
+WIDEST_FLOAT32_HEAD = 128
+"""Most features of a head in float32, if the mask hides nothing that torch's kernel would compute."""
 
 FEW_QUERIES = 8
 """Number of queries up to which the matrix of a mask is small, as in a step of decoding."""
 
 
 class Candidate(NamedTuple):
-    """One backend that was considered for an attention problem. It has either the reason why the backend cannot compute
-    the problem, or the number of scores the backend would compute and their expected cost. These three are None if the
-    backend can compute the problem and costs were not compared.
+    """One backend that was considered for an attention problem.
 
     Attributes:
         name: name of the backend.
@@ -77,14 +88,12 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Name of the backend chosen for an attention problem, the reason for the choice, all backends considered (the
-    chosen one included), and the function that computes a problem with the chosen backend. `print` shows a `Choice` as
-    readable text.
+    """Choice of a backend for an attention problem, and its reason. `print` shows a `Choice` as readable text.
 
     Attributes:
         backend: name of the chosen backend.
         because: reason for the choice, in one sentence.
-        candidates: every backend that was considered, with its refusal or its cost.
+        candidates: every backend that was considered, the chosen one included, with its refusal or its cost.
         run: function that computes the problem with the chosen backend.
     """
 
@@ -179,11 +188,19 @@ def _why_fused_on_gpu(problem: Problem) -> str | None:
 
 
 def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, Candidate, Candidate]) -> Choice:
-    """Return the `Choice` between `fused` and `blockwise` by their expected costs."""
+    """Return the `Choice` between `fused` and `blockwise` by their expected costs, in scores of torch's kernel."""
     kernels, torch_kernel, blocks = candidates
+    width, value_dim = problem.q.shape[-1], problem.v.shape[-1]
+    score_cost = 2 * max(width, value_dim) / (width + value_dim)  # the narrower one is padded
+    score_cost *= FULL_MATRIX_COST if fused.keeps_matrix(problem) else 1.0
+    scores = round(_all_scores(problem) * (CAUSAL_FLAG_SHARE if fused.uses_is_causal(problem) else 1.0))
+    kernel_cost = score_cost * scores
     plan = blockwise.plan_blocks(problem)
-    kernel_cost, blocks_cost = _fused_cost(problem), _blockwise_cost(problem, plan)
-    torch_kernel = torch_kernel._replace(scores=_fused_scores(problem), cost=kernel_cost)
+    if blockwise.uses_bfloat16_scores(problem):
+        blocks_cost = BFLOAT16_SCORE_COST * cost_of(plan, scores_bf16.BLOCK_OVERHEAD)
+    else:
+        blocks_cost = FLOAT32_SCORE_COST * cost_of(plan, scores_fp32.BLOCK_OVERHEAD)
+    torch_kernel = torch_kernel._replace(scores=scores, cost=kernel_cost)
     blocks = blocks._replace(scores=score_count(plan), cost=blocks_cost)
     candidates = (kernels, torch_kernel, blocks)
     if blocks_cost < kernel_cost:
@@ -202,6 +219,37 @@ def _why_not_native(problem: Problem) -> str | None:
     if not torch.compiler.is_compiling() and not all(map(has_own_class, (problem.q, problem.k, problem.v))):
         return "torch's kernel knows subclasses of tensors, and the native kernels do not"
     return why_slower(problem, hides_nothing=problem.mask is None or fused.uses_is_causal(problem))
+
+
+def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
+    """Return the reason to expect that torch's fused kernel computes a problem faster than the native kernels, in one
+    sentence; None if it does not.
+
+    In the measurements (docs/lab-notes.md) the native kernels took at most about 1.1 times as long as torch's on every
+    instruction set, and mostly less, with two exceptions. A block of the native kernels has 64 rows, which few queries
+    do not fill; only the few rows of a decoding step have kernels of their own. And the tiles of wide heads in float32
+    do not fit into the first-level cache.
+
+    Args:
+        problem: the attention call, which both can compute.
+        hides_nothing: True if torch's kernel computes no score that the mask hides.
+    """
+    width = max(problem.q.shape[-1], problem.v.shape[-1])
+    is_float32, has_dropout = problem.q.dtype == torch.float32, problem.dropout > 0
+    is_wide = hides_nothing and is_float32 and not has_dropout and width > WIDEST_FLOAT32_HEAD
+    wide = f"for more than {WIDEST_FLOAT32_HEAD} features in float32, torch's kernel is faster than the native ones"
+    if torch.compiler.is_compiling():  # one graph serves all lengths
+        return wide if is_wide else None
+    needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (problem.q, problem.k, problem.v))
+    rows = problem.grid.queries * problem.grid.heads // max(problem.k.shape[1], 1)
+    needs_mask = problem.grid.keys < fused.FEWEST_KEYS_WITHOUT_MASK  # the tensor takes longer than so few scores
+    if not needs_gradient and (rows <= MOST_STEP_ROWS or needs_mask):
+        return None
+    torch_is_slow = has_dropout or (needs_gradient and not is_float32)
+    fewest = FEWEST_NATIVE_QUERIES_WHERE_TORCH_IS_SLOW if torch_is_slow else FEWEST_NATIVE_QUERIES
+    if problem.grid.queries < fewest:
+        return f"for {MOST_STEP_ROWS + 1} rows to {fewest - 1} queries, torch's kernel is faster than the native ones"
+    return wide if is_wide else None
 
 
 def choose_named(backend: Backend, problem: Problem) -> Choice:
@@ -235,13 +283,6 @@ def _all_scores(problem: Problem) -> int:
     return grid.batch * grid.heads * grid.queries * grid.keys
 
 
-def _fused_scores(problem: Problem) -> int:
-    """Return the number of scores that torch's fused kernel would compute: all of them, or 60% where torch's flag
-    `is_causal` replaces the mask.
-    """
-    return round(_all_scores(problem) * (CAUSAL_FLAG_SHARE if fused.uses_is_causal(problem) else 1.0))
-
-
 def _why_unplanned(problem: Problem) -> str | None:
     """Return the reason to choose `fused` without comparing its expected cost with that of `blockwise`, in one
     sentence; None if the two costs should be compared.
@@ -265,22 +306,3 @@ def _why_not_compared(problem: Problem) -> str | None:
     if problem.mask is not None and problem.mask.stored_values > problem.grid.queries * problem.grid.keys:
         return "a matrix for each sequence or head would take long to read"
     return None
-
-
-def _fused_cost(problem: Problem) -> float:
-    """Return the expected cost of the backend `fused`: its number of scores, times a factor above 1 if q and v differ
-    in width, since the narrower one is padded, and times another factor above 1 if torch keeps the whole score matrix
-    in memory. The unit is the cost of one score in torch's fused kernel.
-    """
-    width, value_dim = problem.q.shape[-1], problem.v.shape[-1]
-    score_cost = 2 * max(width, value_dim) / (width + value_dim)
-    return score_cost * (FULL_MATRIX_COST if fused.keeps_matrix(problem) else 1.0) * _fused_scores(problem)
-
-
-def _blockwise_cost(problem: Problem, plan: BlockwisePlan) -> float:
-    """Return the expected cost of the backend `blockwise` if it computes the blocks of `plan`. The unit is the cost of
-    one score in torch's fused kernel.
-    """
-    if blockwise.uses_bfloat16_scores(problem):
-        return BFLOAT16_SCORE_COST * cost_of(plan, scores_bf16.BLOCK_OVERHEAD)
-    return FLOAT32_SCORE_COST * cost_of(plan, scores_fp32.BLOCK_OVERHEAD)

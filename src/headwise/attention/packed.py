@@ -28,9 +28,9 @@ class Offsets(NamedTuple):
 def checked_offsets(
     name: str, offsets: Tensor | Sequence[int], total: int, device: torch.device
 ) -> list[int] | Int[Tensor, " sequences_and_1"]:
-    """Return the offsets of packed sequences as a list, or raise `InputError` unless they start at 0, never decrease
-    and end with `total`. They are the index of the first token of each sequence, then the number of tokens. A tensor
-    that cannot be read, as on a GPU, is returned as an int64 tensor on `device`, and its numbers are not checked.
+    """Return the offsets of packed sequences as a list: the index of the first token of each sequence, then the number
+    of tokens. A tensor that cannot be read, as on a GPU, is returned as an int64 tensor on `device`, and its numbers
+    are not checked.
 
     Args:
         name: name of the argument, for the error.
@@ -123,7 +123,17 @@ def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Te
             lengths than those of the context. The lengths are not compared where they cannot be read, as on a GPU.
     """
     for name, tensor in inputs.items():
-        _require_jagged(name, tensor)
+        if not isinstance(tensor, Tensor):
+            raise InputError(name, expected="a jagged nested tensor, like x", got=type(tensor).__name__)
+        if not tensor.is_nested or tensor.layout != torch.jagged:
+            got = f"a nested tensor of {tensor.layout}" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
+            raise InputError(name, expected="a jagged nested tensor, like x", got=got)
+        if tensor.ndim != 3 or not isinstance(tensor.shape[-1], int):
+            expected = "a jagged nested tensor of shape (batch, lengths, width)"
+            raise InputError(name, expected=expected, got=tuple(map(str, tensor.shape)))
+        if tensor.lengths() is not None:  # type: ignore[attr-defined]
+            expected = "a jagged nested tensor without gaps between its sequences"
+            raise InputError(name, expected=expected, got="one with gaps", remedy="call contiguous() on it")
     offsets: dict[str, Tensor] = {name: tensor.offsets() for name, tensor in inputs.items()}
     has_both = {"context", "value_context"} <= offsets.keys()
     is_compared = has_both and all(map(has_readable_values, offsets.values()))
@@ -132,23 +142,6 @@ def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Te
         expected = f"sequences of lengths {lengths['context']} like context"
         raise InputError("value_context", expected=expected, got=lengths["value_context"])
     return {name: tensor.values() for name, tensor in inputs.items()}, offsets
-
-
-def _require_jagged(name: str, tensor: Any) -> None:
-    """Raise `InputError` unless a tensor is nested, jagged, of shape `(batch, lengths, width)`, and without gaps
-    between its sequences in memory.
-    """
-    if not isinstance(tensor, Tensor):
-        raise InputError(name, expected="a jagged nested tensor, like x", got=type(tensor).__name__)
-    if not tensor.is_nested or tensor.layout != torch.jagged:
-        got = f"a nested tensor of {tensor.layout}" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
-        raise InputError(name, expected="a jagged nested tensor, like x", got=got)
-    if tensor.ndim != 3 or not isinstance(tensor.shape[-1], int):
-        expected = "a jagged nested tensor of shape (batch, lengths, width)"
-        raise InputError(name, expected=expected, got=tuple(map(str, tensor.shape)))
-    if tensor.lengths() is not None:  # type: ignore[attr-defined]
-        expected = "a jagged nested tensor without gaps between its sequences"
-        raise InputError(name, expected=expected, got="one with gaps", remedy="call contiguous() on it")
 
 
 def sequence_slices(offsets: Any) -> list[slice]:

@@ -19,8 +19,7 @@ from headwise.shapes import Float, Int
 
 class AttentionInputs(NamedTuple):
     """Queries, keys and values of one call in the form that attention uses: rotated if the layer has rotary embeddings,
-    with cached keys and values before the new ones. Included are the positions of queries and keys, and the update to
-    pass to `Cache.commit`.
+    with cached keys and values before the new ones.
 
     Attributes:
         q: queries of this call.
@@ -96,12 +95,25 @@ def prepare_qkv(
             or weights with an axis of that size.
         offsets: of packed sequences, among the queries and among the keys.
     """
+    # Masks go by the order of the tokens, in which cached tokens come first. Rotary embeddings and position biases go
+    # by `positions` if these are passed.
     order: Any = None
     query_positions: Any = None
     new_positions: Any = None
     follows_from_sizes = cache is not None and not cache.reads_positions and positions is None and lengths is None
     if rotary is not None or not follows_from_sizes:
-        order, query_positions, new_positions = _positions(q, k, positions, cache, lengths, offsets)
+        queries, keys = q.shape[2], k.shape[2]
+        if cache is not None:
+            order = new_positions = cache.next_positions(q.shape[0], queries, lengths, q.device)
+        elif offsets is not None:
+            order, new_positions = packed.positions_in_sequences(offsets, queries, keys, q.device)
+        else:
+            order = new_positions = torch.arange(keys, device=q.device)[None]
+            if torch.compiler.is_compiling() or queries != keys:  # while compiling, lengths may be symbols
+                order = torch.arange(queries, device=q.device)[None] + (keys - queries)
+        query_positions = order
+        if positions is not None:
+            query_positions = new_positions = positions
     if rotary is not None and not rotary.depends_on_length:
         q, k = rotary.rotate_both(q, k, query_positions, new_positions)
 
@@ -128,32 +140,6 @@ def prepare_qkv(
         # Every new token changes these angles, also those of cached keys; so keys are cached unrotated.
         return _rotated_by_length(rotary, inputs, offsets)
     return inputs
-
-
-def _positions(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads new key_dim"],
-    positions: Int[Tensor, "#batch queries"] | None,
-    cache: Cache | None,
-    lengths: Any,
-    offsets: packed.Offsets | None,
-) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch queries"], Int[Tensor, "#batch new"]]:
-    """Return three tensors of positions. The first is for masks: the position of each query in the order of the tokens,
-    in which cached tokens come first. The other two are for rotary embeddings and position biases: the positions of the
-    queries, and those of the new keys. Both are `positions` if that is passed; otherwise they follow the same order.
-    """
-    queries, keys, device = q.shape[2], k.shape[2], q.device
-    if cache is not None:
-        query_positions = new_positions = cache.next_positions(q.shape[0], queries, lengths, device)
-    elif offsets is not None:
-        query_positions, new_positions = packed.positions_in_sequences(offsets, queries, keys, device)
-    else:
-        query_positions = new_positions = torch.arange(keys, device=device)[None]
-        if torch.compiler.is_compiling() or queries != keys:  # while compiling, lengths may be symbols
-            query_positions = torch.arange(queries, device=device)[None] + (keys - queries)
-    if positions is not None:
-        return query_positions, positions, positions
-    return query_positions, query_positions, new_positions
 
 
 def _rotated_by_length(rotary: Rotary, inputs: AttentionInputs, offsets: packed.Offsets | None) -> AttentionInputs:

@@ -26,11 +26,9 @@ from torch.nn import Parameter
 from headwise.attention.backend_choice import SMALLEST_PLANNED, Choice
 from headwise.attention.backends import fused, reference
 from headwise.attention.backends.native import backend as native
-from headwise.attention.masks.base import And, Mask, Not, Or
-from headwise.attention.masks.by_head import PerHead
-from headwise.attention.masks.by_position import Band, Chunked, Prefix
-from headwise.attention.masks.by_sequence import Padding, Segments
+from headwise.attention.masks.base import And, Mask, Not, Or, PerHead
 from headwise.attention.masks.key_ranges import is_constant, unexpanded, visible_keys
+from headwise.attention.masks.kinds import Band, Chunked, Padding, Prefix, Segments
 from headwise.attention.nonfinite import may_have_leaked, may_have_nan
 from headwise.attention.problem import Problem
 
@@ -197,7 +195,14 @@ def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) 
         return
     try:
         if known is False:
-            _calls[key] = () if mask is None else tuple(_kept(part, key) for part in _parts(mask))
+            _calls[key] = (
+                ()
+                if mask is None
+                else tuple(
+                    part if is_constant(part) else weakref.ref(part, lambda _: _calls.pop(key, None) and None)
+                    for part in _parts(mask)
+                )
+            )
         elif isinstance(known, tuple):  # the parts of the first call keep the signature valid
             _calls[key] = _prepared(known, tensors, problem, choice)
         elements = sum(call.elements for call in list(_calls.values()) if type(call) is PreparedCall)
@@ -221,8 +226,7 @@ def _prepared(
     """Return the prepared call of a problem; None if its backend is none of `fused`, `native` and, for weights,
     `reference`, or changes q, k and v before its operator.
     """
-    differentiable = [each for each in (problem.q, problem.k, problem.v, problem.bias) if each is not None]
-    needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in differentiable)
+    needs_gradient = problem.needs_grad
     # The prepared tensors serve later calls, which may save them for a backward pass.
     with torch.inference_mode(False), torch.no_grad():
         if problem.return_weights:  # `fused` leaves such calls to `reference`
@@ -346,7 +350,8 @@ def _key_of(mask: Any) -> Hashable:
     """Return a key that is equal for equal masks. References compare the masks themselves, and cache their hashes."""
     kind = type(mask)
     if kind is And or kind is Or:
-        return kind, _key_of(mask.left), _key_of(mask.right)
+        left, right = mask.parts
+        return kind, _key_of(left), _key_of(right)
     return weakref.ref(mask)
 
 
@@ -359,23 +364,13 @@ def _parts(mask: Any) -> Iterator[Mask]:
         yield mask
 
 
-def _kept(part: Mask, key: Hashable) -> Any:
-    """Return a part of a mask if it is made of numbers alone, otherwise a reference that removes the prepared call with
-    the key when the part is deleted.
-    """
-    return part if is_constant(part) else weakref.ref(part, lambda _: _calls.pop(key, None) and None)
-
-
 def _stored_tensors(mask: Any) -> Iterator[Tensor]:
     """Iterate over the tensors that a mask stores, all of them copies that headwise made; raise `TypeError` for masks
     whose results may change otherwise: matrices of the caller, functions, and masks of other packages.
     """
     kind = type(mask)
-    if kind in (And, Or, Not):
+    if kind in (And, Or, Not, PerHead):
         for part in mask.parts:
-            yield from _stored_tensors(part)
-    elif kind is PerHead:
-        for part in mask.masks:
             yield from _stored_tensors(part)
     elif kind is Padding:
         yield mask.lengths

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from headwise.attention.masks.base import Mask
-from headwise.attention.masks.by_position import HasPosition
 from headwise.attention.masks.factories import dense
 from headwise.attention.masks.grid import Coverage, Grid, require_broadcast, with_four_axes
+from headwise.attention.masks.kinds import HasPosition
 from headwise.checks import finite_number, flag, float_tensor, positions_argument, probability, savable
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
@@ -85,6 +85,17 @@ class Problem:
         """True if the scale is one number for all heads, not a tensor, and positive in float32, as kernels read it."""
         return not isinstance(self.scale, Tensor) and self.scale > torch.finfo(torch.float32).tiny
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors of the problem that may require a gradient."""
+        of_problem = (self.q, self.k, self.v, self.bias, self.sinks, self.scale)
+        return [each for each in of_problem if isinstance(each, Tensor)]
+
+    @property
+    def needs_grad(self) -> bool:
+        """True if a gradient of the output may be asked for, with respect to one of the tensors."""
+        return torch.is_grad_enabled() and any(each.requires_grad for each in self.tensors)
+
     def without_dropout(self) -> "Problem":
         """Return the problem without dropout. It requests the output alone."""
         return replace(self, dropout=0.0, return_lse=False, return_weights=False)
@@ -142,7 +153,14 @@ class Problem:
         grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, *positions)
         if mask is not None:
             mask.check(grid)
-            if _allows_all(mask, grid):
+            # A stored mask of more values than one score matrix would take long to read. While compiling, lengths may
+            # be symbols, which `range` does not accept.
+            if (
+                not torch.compiler.is_compiling()
+                and grid.uses_default_positions
+                and mask.stored_values <= grid.queries * grid.keys
+                and mask.coverage(grid, range(grid.queries), range(grid.keys)) is Coverage.FULL
+            ):
                 mask = None
         if not grid.uses_default_positions:
             mask = HasPosition() if mask is None else HasPosition() & mask
@@ -221,22 +239,6 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise InputError("bias", expected="a float tensor, added to the scores", got=got)
     return mask, with_four_axes("bias", savable(bias))
-
-
-def _allows_all(mask: Mask, grid: Grid) -> bool:
-    """Return True if a mask is known to allow every query-key pair of the grid; False if it hides a pair, or if this is
-    unknown. It is unknown for explicit positions, while compiling, and for a stored mask of more values than one score
-    matrix, which would take long to read.
-
-    While compiling the result is False: lengths may be symbols, which `range` does not accept.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or not grid.uses_default_positions
-        or mask.stored_values > grid.queries * grid.keys
-    ):
-        return False
-    return mask.coverage(grid, range(grid.queries), range(grid.keys)) is Coverage.FULL
 
 
 def _positions(

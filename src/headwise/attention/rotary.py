@@ -2,20 +2,22 @@
 
 The score of a rotated query with a rotated key depends on the difference of their positions alone (Su et al. 2021,
 section 3.4). Angles are computed once per call for all heads and never stored. On a CPU, frequencies are computed once
-for all rotations with the same options.
+for all rotations with the same options, and few tokens are rotated by one native operator: in a step of decoding, the
+operators of torch that compute the angles and rotate take longer than the attention to thousands of keys.
 """
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from headwise.attention import few_tokens_rotation
 from headwise.attention.autocast import without_autocast
+from headwise.attention.backends.native import library
 from headwise.attention.rotary_scaling import (
     LinearScaling,
     Llama3,
@@ -30,6 +32,7 @@ from headwise.checks import (
     LARGEST_SIZE,
     finite_number,
     flag,
+    has_own_class,
     makes_plain_tensors,
     position_ids,
     whole_number,
@@ -48,6 +51,10 @@ SCALINGS_BY_FIELDS = (type(None), LinearScaling, Llama3, YaRN)
 """Types of scaling for which the frequencies follow from the fields of a `Rotary` alone; a scaling of another package
 may depend on anything.
 """
+
+
+MOST_TOKENS = 8
+"""Largest number of tokens, over all sequences, that the native operator rotates."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +99,15 @@ class Rotary:
         """True if angles depend on the length of the text, not on positions alone; keys are then cached unrotated."""
         return self.scaling is not None and self.scaling.depends_on_length
 
-    def check(self, head_dim: int) -> None:
-        """Raise `InputError` if `head_dim` is less than `width`. If `width` is None, which means that all features are
-        rotated, raise it if `head_dim` is odd.
+    def check(self, features: int, name: str = "head_dim") -> None:
+        """Raise `InputError` if there are fewer `features` than `width`. If `width` is None, which means that all
+        features are rotated, raise it if their number is odd. `name` is the argument for the number of features.
         """
-        if self.width is None and head_dim % 2:
-            raise InputError(
-                "head_dim",
-                expected="an even number, since Rotary rotates pairs of features",
-                got=head_dim,
-                remedy="or give Rotary a width",
-            )
-        if self.width is not None and self.width > head_dim:
-            raise InputError("Rotary(width)", expected=f"at most the head_dim, {head_dim}", got=self.width)
+        if self.width is None and features % 2:
+            expected = "an even number, since Rotary rotates pairs of features"
+            raise InputError(name, expected=expected, got=features, remedy="or give Rotary a width")
+        if self.width is not None and self.width > features:
+            raise InputError("Rotary(width)", expected=f"at most the {name}, {features}", got=self.width)
 
     def rotate(
         self,
@@ -127,10 +130,10 @@ class Rotary:
             InputError: a head_dim that does not fit, positions that are not whole numbers of such a shape.
         """
         self._check_input(x, positions)
-        if self._is_kept and few_tokens_rotation.suits(x, positions):
+        if self._is_kept and suits_native(x, positions):
             width = x.shape[3] if self.width is None else self.width
-            turns, factor = _kept_frequencies(self, width, x.device)
-            return few_tokens_rotation.rotate(x, positions, turns, factor, self.interleaved)
+            rotated: Tensor = _native()(x, positions, *_kept_frequencies(self, width, x.device), self.interleaved)
+            return rotated
         return self.apply_angles(x, self.angles(x, positions, length=length))
 
     def rotate_both(
@@ -141,13 +144,13 @@ class Rotary:
         key_positions: Int[Tensor, "#batch keys"],
     ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch kv_heads keys key_dim"]]:
         """Return queries and keys rotated by their positions, as by `rotate`. Angles of both are computed only once."""
-        suits = few_tokens_rotation.suits
-        if self._is_kept and suits(q, query_positions) and suits(k, key_positions):
+        if self._is_kept and suits_native(q, query_positions) and suits_native(k, key_positions):
             self._check_input(q, query_positions)
             turns, factor = _kept_frequencies(self, q.shape[3] if self.width is None else self.width, q.device)
+            native = _native()
             return (
-                few_tokens_rotation.rotate(q, query_positions, turns, factor, self.interleaved),
-                few_tokens_rotation.rotate(k, key_positions, turns, factor, self.interleaved),
+                native(q, query_positions, turns, factor, self.interleaved),
+                native(k, key_positions, turns, factor, self.interleaved),
             )
         angles = self.angles(q, query_positions)
         of_keys = angles if key_positions is query_positions else self.angles(k, key_positions)
@@ -161,7 +164,8 @@ class Rotary:
         length: TextLength = None,
     ) -> Angles:
         """Return the cosine and the signed sine of each feature's angle at each position, the input of `apply_angles`.
-        The sine has the opposite sign for the first feature of each rotated pair. `length` is the number of tokens of
+        The sine has the opposite sign for the first feature of each rotated pair. Both are multiplied by the attention
+        factor of the scaling (1 without a scaling). `length` is the number of tokens of
         the whole text, as in `rotate`.
 
         They serve every tensor with the width and positions of `x`, whatever its number of heads. The arguments are
@@ -171,8 +175,24 @@ class Rotary:
         if self.depends_on_length and length is None:
             length = positions.max() + 1 if positions.numel() else 0
         width = x.shape[3] if self.width is None else self.width
+        dtype, device = torch.promote_types(x.dtype, torch.float32), positions.device
         with without_autocast(x.device):
-            return self._cos_and_sin(width, positions, length, torch.promote_types(x.dtype, torch.float32))
+            if device.type == "cpu" and self._is_kept and makes_plain_tensors():
+                frequencies, factor = _kept_frequencies(self, width, device)
+            elif self._is_kept and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+                frequencies, factor = _exported_frequencies(self, width, device)
+            else:
+                frequencies, factor = self._turns_per_position(width, length, device)
+            # Full turns are removed before rounding: a float32 angle is off by thousandths at position 100,000.
+            turns = positions[:, None, :, None] * frequencies
+            angles = ((turns - turns.round()) * math.tau).to(dtype)
+            # The sine of an opposite angle has the opposite sign.
+            if self.interleaved:
+                angles = torch.stack((-angles, angles), dim=-1).flatten(-2)
+            else:
+                angles = torch.cat((-angles, angles), dim=-1)
+            cos, sin = angles.cos(), angles.sin()
+            return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
     def _check_input(self, x: Any, positions: Any) -> None:
         """Raise `InputError` unless `x` is a float tensor of four axes that fits, and `positions` are those of its
@@ -199,31 +219,6 @@ class Rotary:
     def _is_kept(self) -> bool:
         """True if the frequencies may be kept: they follow from the fields of this object alone."""
         return type(self) is Rotary and type(self.scaling) in SCALINGS_BY_FIELDS
-
-    def _cos_and_sin(
-        self, width: int, positions: Int[Tensor, "#batch length"], length: TextLength, dtype: torch.dtype
-    ) -> Angles:
-        """Return cosine and signed sine of each feature's angle at each position, both multiplied by the attention
-        factor of the scaling (1 without a scaling). The sine has the opposite sign for the first feature of each
-        rotated pair.
-        """
-        device = positions.device
-        if device.type == "cpu" and self._is_kept and makes_plain_tensors():
-            frequencies, factor = _kept_frequencies(self, width, device)
-        elif self._is_kept and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-            frequencies, factor = _exported_frequencies(self, width, device)
-        else:
-            frequencies, factor = self._turns_per_position(width, length, device)
-        # Full turns are removed before rounding: a float32 angle is off by thousandths at position 100,000.
-        turns = positions[:, None, :, None] * frequencies
-        angles = ((turns - turns.round()) * math.tau).to(dtype)
-        # The sine of an opposite angle has the opposite sign.
-        if self.interleaved:
-            angles = torch.stack((-angles, angles), dim=-1).flatten(-2)
-        else:
-            angles = torch.cat((-angles, angles), dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
     def _turns_per_position(
         self, width: int, length: TextLength, device: torch.device
@@ -268,3 +263,29 @@ def _rotated(
     width = x.shape[-1]
     partners = x.reshape(*x.shape[:-1], width // 2, 2).flip(-1).flatten(-2) if interleaved else x.roll(width // 2, -1)
     return (x * cos).addcmul_(partners, sin).to(x.dtype)
+
+
+def suits_native(x: Float[Tensor, "batch heads length head_dim"], positions: Int[Tensor, "#batch length"]) -> bool:
+    """Return True if the native operator can rotate queries or keys by these positions, and is expected to be faster
+    than the operators of torch. It has no gradient.
+    """
+    return (
+        makes_plain_tensors()  # first: while exporting, reading sizes would fix them
+        and x.shape[0] * x.shape[2] <= MOST_TOKENS
+        and x.is_cpu
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and x.stride(3) == 1
+        and has_own_class(x)
+        and has_own_class(positions)
+        and positions.dtype == torch.int64
+        and positions.is_contiguous()
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and forward_ad._current_level < 0
+        and library.load() is None
+    )
+
+
+@cache
+def _native() -> Any:
+    """Return the native operator. Finding it anew takes as long as a rotation."""
+    return torch.ops.headwise.rotate_few_tokens.default

@@ -248,7 +248,7 @@ def _environment(problems: list[str]) -> Section:
     """Return the environment variables of headwise that are set. Values that headwise refuses are a problem."""
     import torch
 
-    from headwise.nn.linear_choice import engine_of
+    from headwise.nn.linear_engine import engine_of
 
     try:
         engine_of(torch.float32)

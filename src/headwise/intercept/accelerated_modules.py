@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.masks.run_lengths import RunLengths, run_lengths
+from headwise.attention.masks.key_ranges import RunLengths, run_lengths
 from headwise.intercept.patches import Patches
 
 MOST_MASKS = 2

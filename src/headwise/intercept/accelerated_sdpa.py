@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
 from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
+from headwise.attention.backend_choice import why_slower
 from headwise.attention.backends.native import backend as native
-from headwise.attention.backends.native.speed import why_slower
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
 from headwise.attention.problem import DTYPES, Problem

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.attention.attend import uniform_output
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
-from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.accelerated_modules import OWN_BACKEND, accelerated_modules
 from headwise.intercept.attention_kind import attends_to_earlier_calls
 from headwise.intercept.call_site import site_of_call

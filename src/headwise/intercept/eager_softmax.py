@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.grid import Grid
+from headwise.attention.masks.kinds import Dense
 from headwise.intercept.attention_output import AttentionOutput, innermost_calls, report_unreadable
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import axes_of

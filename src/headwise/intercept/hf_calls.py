@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.attention.attend import uniform_output
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
-from headwise.attention.uniform_attention import uniform_output
 from headwise.errors import InputError
 from headwise.intercept.accelerated_modules import OBSERVED, accelerated_modules
 from headwise.intercept.additive_masks import (

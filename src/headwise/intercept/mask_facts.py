@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.attention.masks.base import And, Mask
-from headwise.attention.masks.by_position import HasPosition
 from headwise.attention.masks.grid import Grid
+from headwise.attention.masks.kinds import HasPosition
 from headwise.intercept.received_mask import ReceivedMask
 from headwise.shapes import Bool, Int
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Grid
+from headwise.attention.masks.kinds import Dense
 from headwise.attention.problem import Problem
 from headwise.shapes import Bool
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.attention.attend import uniform_output
 from headwise.attention.autocast import autocast_dtype
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem, mask_and_bias
-from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.accelerated_sdpa import accelerated_sdpa
 from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, with_infinite
 from headwise.intercept.attention_output import AttentionOutput

@@ -48,8 +48,7 @@ def positions_in_sequences(
 
 def stated_positions(grid: Grid) -> Int[Tensor, "#batch queries"]:
     """Return the positions that a call of `headwise.attend` states for its queries."""
-    rows = torch.arange(grid.queries, device=grid.device)[:, None]
-    return grid.query_position(rows).reshape(-1, grid.queries)
+    return grid.query_position(torch.arange(grid.queries, device=grid.device)[None])
 
 
 def _ranks(groups: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"]:

@@ -21,10 +21,9 @@ from headwise.intercept.stated_padding import StatedPadding
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import WholeCall
-from headwise.statistics.further_sums import FurtherStatistics, FurtherSums
 from headwise.statistics.moments import Clusters
 from headwise.statistics.registry import LARGEST, STATISTICS
-from headwise.statistics.tally import Tally
+from headwise.statistics.tally import FurtherStatistics, FurtherSums, Tally
 from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
 
 ATTENDS_AGAIN = (

@@ -11,7 +11,7 @@ from headwise.errors import InputError
 from headwise.intercept.heads import Heads
 from headwise.intercept.install import intercepted
 from headwise.intercept.statistics_observer import StatisticsObserver
-from headwise.statistics.further_sums import FurtherStatistics
+from headwise.statistics.tally import FurtherStatistics
 from headwise.statistics.weight_capture import WeightCapture
 
 FRAMES = 6

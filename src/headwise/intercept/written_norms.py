@@ -20,7 +20,7 @@ from headwise.intercept.linear_map import LinearMap, has_convolution, linear_map
 from headwise.intercept.output_projection import PROJECTION_NAMES, gram_of, output_projection
 from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 from headwise.shapes import Bool, Float
-from headwise.statistics.further_sums import HeadSlices
+from headwise.statistics.tally import HeadSlices
 
 NOT_CONFIRMED = (
     "the output projection was not seen to map the outputs of the heads of these modules, so written_norm is left out"

@@ -1,5 +1,8 @@
-"""Base class of the attention layers: parameters of the scores, the call of `attend`, caches and checks."""
+"""Base class of the attention layers: options of a call, parameters of the scores, the call of `attend`, caches and
+checks.
+"""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,13 +13,13 @@ from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
 from headwise.attention.caches.base import Cache
 from headwise.attention.caches.static import StaticCache
 from headwise.attention.masks.base import Mask
+from headwise.attention.packed import Offsets
 from headwise.attention.position_bias import PositionBias
 from headwise.attention.prepare import AttentionInputs, prepare_qkv
 from headwise.attention.problem import Backend, mask_and_bias
 from headwise.attention.rotary import Rotary
 from headwise.checks import float_dtype, positions_argument
 from headwise.errors import InputError
-from headwise.nn.call import LayerCall
 from headwise.nn.options import QKNorm, Scores
 from headwise.shapes import Float, Int
 
@@ -35,6 +38,44 @@ INPUT_PROJECTIONS = ("qkv_proj", "q_proj", "q_down")
 
 PLAIN_SCORES = Scores()
 """Options of the scores of a layer without any."""
+
+
+class LayerCall(NamedTuple):
+    """Checked options of one call of an attention layer: mask, bias, gate, positions, cache and the like, but not its
+    input tensors.
+
+    Attributes:
+        mask: keys that each query may attend to, according to the layer, the cache and the caller together.
+        bias: tensor added to the scores; the position bias of the layer is added later.
+        gate: factor of each head's output, as the caller passed it; `attend` checks it.
+        positions: positions of the tokens; None if the tokens stand in order.
+        cache: keys and values of earlier tokens; None without a cache.
+        lengths: number of tokens of each sequence that enter the cache; None if all do.
+        offsets: start of each packed sequence among the queries and among the keys; None if each row of the batch is
+            one sequence.
+        return_weights: True if the caller wants the attention weights.
+    """
+
+    mask: Mask | None
+    bias: Float[Tensor, "_ _ _ _"] | None
+    gate: Tensor | None
+    positions: Int[Tensor, "#batch queries"] | None
+    cache: Cache | None
+    lengths: Int[Tensor, " batch"] | Sequence[int] | None
+    offsets: Offsets | None
+    return_weights: bool
+
+    @property
+    def needs_full_capacity(self) -> bool:
+        """True if attention must run over all slots (places for tokens) of the call's cache, not only over the stored
+        tokens. That is so if there is a bias, if weights are returned, or if the mask prescribes a number of keys, as a
+        mask tensor does. It is also so if the number of stored tokens is on a GPU, or the code is being compiled or
+        transformed by `torch.func`. Always True without a `StaticCache`, since no other cache has empty slots.
+        """
+        if not isinstance(self.cache, StaticCache) or not self.cache.can_omit_empty_slots:
+            return True
+        mask_has_keys = self.mask is not None and self.mask.natural_grid().keys > 0
+        return self.return_weights or self.bias is not None or mask_has_keys
 
 
 class ScoreParameters(NamedTuple):
@@ -97,10 +138,6 @@ class AttentionLayer(nn.Module):
         """Register the learned parameters (sinks, temperature, talking-heads matrices) that the layer's option `scores`
         switches on, with sizes for `maps` score maps: one per head, or two in differential attention. Parameters that
         are switched off are registered as None.
-
-        Args:
-            maps: number of score maps of the layer.
-            **factory: device and dtype of the parameters.
         """
         for name, shape in (self.scores or PLAIN_SCORES).parameter_shapes(maps).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if shape else None)
@@ -117,11 +154,9 @@ class AttentionLayer(nn.Module):
                 initialise(parameter)
 
     def _score_parameters(self, head_dim: int) -> ScoreParameters:
-        """Return the scale, softcap, sink logits and talking-heads matrices for one call. The scale is divided by the
-        learned temperature, if there is one.
-
-        Args:
-            head_dim: width of the queries and keys, from which the default scale follows.
+        """Return the scale, softcap, sink logits and talking-heads matrices for one call. The default scale follows
+        from `head_dim`, the width of the queries and keys. The scale is divided by the learned temperature, if there is
+        one.
         """
         scores = self.scores or PLAIN_SCORES
         scale = head_dim**-0.5 if scores.scale is None else scores.scale
@@ -160,14 +195,8 @@ class AttentionLayer(nn.Module):
         rotary: Rotary | None,
     ) -> AttentionInputs:
         """Return the queries, keys and values for `attend`. With a cache, the cached keys and values are placed before
-        the new ones. With a `rotary`, the returned queries and keys are rotated by their positions.
-
-        Args:
-            q: queries.
-            k: keys of this call.
-            v: values of this call; None if they are part of the keys, as in latent attention.
-            call: options of the call.
-            rotary: rotation; None leaves queries and keys unrotated.
+        the new ones. With a `rotary`, the returned queries and keys are rotated by their positions. `v` is None if the
+        values are part of the keys, as in latent attention.
         """
         if rotary is None and call.cache is None and call.positions is None and call.offsets is None:
             return AttentionInputs(q, k, k if v is None else v)
@@ -297,14 +326,9 @@ class AttentionLayer(nn.Module):
         return mask, bias
 
     def _check_cache(self, cache: Any, lengths: Any, *, cross: bool = False, packed: bool = False) -> None:
-        """Raise `InputError` if the cache is not a `Cache`, or is passed together with a context or packed sequences.
-        Also raise it if `lengths` (the number of real tokens of each sequence) are passed without a cache.
-
-        Args:
-            cache: argument of the caller.
-            lengths: argument of the caller.
-            cross: True if the call attends to a context.
-            packed: True if x holds packed sequences.
+        """Raise `InputError` if the cache is not a `Cache`, or is passed together with a context (`cross`) or packed
+        sequences (`packed`). Also raise it if `lengths` (the number of real tokens of each sequence) are passed without
+        a cache.
         """
         if cache is None:
             if lengths is not None:
@@ -324,10 +348,6 @@ class AttentionLayer(nn.Module):
         position of each token of x, `(batch, queries)` or `(1, queries)`. Return None if the caller passed None. Raise
         `InputError` for a wrong shape, for positions with a context, and for positions with a cache if the layer has a
         position bias or a rotation that depends on the sequence length.
-
-        Raises:
-            InputError: positions of the wrong shape, with a context, or with a cache whose keys get new positions
-                in every call.
         """
         if positions is None:
             return None
@@ -344,12 +364,7 @@ class AttentionLayer(nn.Module):
 def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
     """Raise `InputError` unless `tensor`, the argument called `name`, has the device and dtype of the layer's
     parameters. While autocast is on, the dtypes may differ if autocast converts tensors of either dtype. For a layer
-    without parameters nothing is checked.
-
-    Args:
-        name: name of the argument, for the error.
-        tensor: input of the layer.
-        layer: layer whose parameters the tensor must match; nothing is checked if it has none, as when quantised.
+    without parameters, as when it is quantised, nothing is checked.
     """
     parameter = layer._input_parameter() if isinstance(layer, AttentionLayer) else next(layer.parameters(), None)
     if parameter is None:

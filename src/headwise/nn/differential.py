@@ -18,8 +18,7 @@ from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import gate_factor
 from headwise.checks import finite_number, flag, whole_number
 from headwise.errors import InputError
-from headwise.nn.base import ScoreParameters
-from headwise.nn.call import LayerCall
+from headwise.nn.base import LayerCall, ScoreParameters
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import Scores
 from headwise.nn.projections import apply_norm
@@ -167,10 +166,7 @@ class DifferentialAttention(MultiHeadAttention):
 def _checked_lambda_init(lambda_init: float | None, depth: int | None) -> float:
     """Return the constant lambda_init, which is added to the learned part of lambda, the factor of the second softmax
     map. It is the argument `lambda_init` if that is passed, `0.8 - 0.6 exp(-0.3 depth)` if `depth` is, and 0.8 if
-    neither is. Raise `InputError` if both are passed, or a value is out of range.
-
-    Raises:
-        InputError: both arguments, a share outside [0, 1), a negative depth.
+    neither is. Raise `InputError` if both are passed, for a share outside [0, 1), and for a negative depth.
     """
     if depth is not None:
         if lambda_init is not None:

@@ -29,8 +29,7 @@ from headwise.attention.rotary import Rotary
 from headwise.checks import finite_number, flag, float_dtype, probability, size_argument
 from headwise.errors import InputError
 from headwise.nn import layout
-from headwise.nn.base import AttentionLayer
-from headwise.nn.call import LayerCall
+from headwise.nn.base import AttentionLayer, LayerCall
 from headwise.nn.linear_engine import project
 from headwise.nn.options import Scores
 from headwise.nn.projections import apply_norm, is_plain_linear, reset_linear
@@ -121,7 +120,8 @@ class LatentAttention(AttentionLayer):
         self.dropout = probability("dropout", dropout)
         self.backend = backend
         self._check_option_types()
-        self._check_rotary()
+        if self.rotary is not None:
+            self.rotary.check(self.rotary_dim, "rotary_dim")
 
         factory: dict[str, Any] = {"device": device, "dtype": float_dtype("dtype", dtype)}
         bias = flag("bias", bias)
@@ -203,7 +203,9 @@ class LatentAttention(AttentionLayer):
         mask, bias = self._mask_and_bias(mask, bias, cache)
         call = LayerCall(mask, bias, gate, positions, cache, lengths, None, flag("return_weights", return_weights))
 
-        q, latents = self._queries(x), self._latents(x)
+        q = self._queries(x)
+        latent, rotated = torch.split(project(self.kv_down, x), [self.kv_rank, self.rotary_dim], dim=-1)
+        latents = torch.cat((rotated, apply_norm(self.kv_norm, latent).to(rotated.dtype)), dim=-1).unsqueeze(1)
         # q (batch, heads, queries, rotary_dim + head_dim), latents (batch, 1, keys, rotary_dim + kv_rank)
         rotary = self.rotary and replace(self.rotary, width=self.rotary.width or self.rotary_dim)
         prepared = self._prepare(q, latents, None, call, rotary)
@@ -225,13 +227,6 @@ class LatentAttention(AttentionLayer):
             q = project(self.q_up, apply_norm(self.q_norm, project(self.q_down, x)))
         content, rotated = torch.split(self._split_heads(q, self.num_heads), [self.head_dim, self.rotary_dim], dim=-1)
         return torch.cat((rotated, content), dim=-1)
-
-    def _latents(self, x: Float[Tensor, "batch new embed"]) -> Float[Tensor, "batch 1 new width"]:
-        """Return the key and value features of each token of x, side by side as in a cache: the key part that all heads
-        share, not rotated yet, followed by the normalised latent vector that keys and values are computed from.
-        """
-        latent, rotated = torch.split(project(self.kv_down, x), [self.kv_rank, self.rotary_dim], dim=-1)
-        return torch.cat((rotated, apply_norm(self.kv_norm, latent).to(rotated.dtype)), dim=-1).unsqueeze(1)
 
     # -- the two forms ----------------------------------------------------------------------------------------
 
@@ -269,9 +264,6 @@ class LatentAttention(AttentionLayer):
         """Return the weight matrix of `kv_up` split by head: rows that map a latent vector to the head's keys, followed
         by rows that map it to the head's values. If `kv_up` is not a plain `nn.Linear`, its matrix is computed from
         unit vectors with the dtype and device of `like`.
-
-        Args:
-            like: tensor with the dtype and device of the unit vectors.
         """
         matrix: Tensor
         if is_plain_linear(self.kv_up):
@@ -282,16 +274,9 @@ class LatentAttention(AttentionLayer):
 
     def _is_absorbed(self, absorbed: bool | None, *, queries: int, keys: int) -> bool:
         """Return True if attention is to run over the latent vectors themselves, False if over the keys and values of
-        each head. The result is `absorbed` if that is not None, otherwise the form with fewer multiplications. If
-        `kv_up` has a bias, the result is False, and `absorbed=True` raises `InputError`.
-
-        Args:
-            absorbed: argument of the caller; None for the form with fewer multiplications.
-            queries: number of queries.
-            keys: number of keys, cached ones included.
-
-        Raises:
-            InputError: an argument that is not a bool or None, or True with a `kv_up` that has a bias.
+        each head. The result is the caller's argument `absorbed` if that is not None, otherwise the form with fewer
+        multiplications for so many queries and keys. If `kv_up` has a bias, the result is False, and `absorbed=True`
+        raises `InputError`.
         """
         if absorbed is not None and not isinstance(absorbed, bool):
             raise InputError("absorbed", expected="True, False or None", got=repr(absorbed))
@@ -314,19 +299,6 @@ class LatentAttention(AttentionLayer):
         vector.
         """
         return [(1, self.rotary_dim + self.kv_rank)]
-
-    def _check_rotary(self) -> None:
-        """Raise `InputError` if the layer's rotation does not fit the `rotary_dim` features: if it rotates more than
-        `rotary_dim` features, or if it rotates all of them, in pairs, and `rotary_dim` is odd.
-        """
-        if self.rotary is None:
-            return
-        if self.rotary.width is None and self.rotary_dim % 2:
-            expected = "an even number, since Rotary turns pairs of features"
-            raise InputError("rotary_dim", expected=expected, got=self.rotary_dim)
-        if self.rotary.width is not None and self.rotary.width > self.rotary_dim:
-            expected = f"at most the rotary_dim, {self.rotary_dim}"
-            raise InputError("Rotary(width)", expected=expected, got=self.rotary.width)
 
     def extra_repr(self) -> str:
         """Return the sizes and options of the layer as text, for `repr`."""

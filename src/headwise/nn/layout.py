@@ -1,4 +1,4 @@
-"""Layouts of the sequences in a layer's input, and the way of its output back to them.
+"""Layouts of the sequences in a layer's input, the way of its output back to them, and calls of packed sequences.
 
 The layer itself computes with `(batch, length, width)` alone:
 
@@ -7,7 +7,7 @@ The layer itself computes with `(batch, length, width)` alone:
     padded on the right       packed where that saves work; otherwise the padding is masked
 """
 
-from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,26 +15,27 @@ import torch
 from torch import Tensor
 
 from headwise.attention import packed
-from headwise.attention.masks.by_sequence import Padding
-from headwise.checks import has_readable_values
+from headwise.attention.masks.key_ranges import is_constant
+from headwise.attention.masks.kinds import InSequences, Padding, Segments
+from headwise.attention.prepare import AttentionInputs
+from headwise.checks import float_tensor, has_readable_values
 from headwise.errors import InputError
-from headwise.nn.call import LayerCall
+from headwise.nn.base import LayerCall
 from headwise.shapes import Float
 
 
-class Layout(ABC):
+class Layout:
     """Arrangement of the sequences in a layer's input x, such as a batch or a nested tensor. It converts the layer's
-    output and attention weights back to that arrangement.
+    output and attention weights back to that arrangement. The base class is that of one sequence per row, `(batch,
+    length, width)`, in which the layer computes: it converts nothing.
     """
 
-    @abstractmethod
     def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Tensor:
         """Return the output of the layer, computed with a batch axis, in the layout of the layer's input x."""
+        return y
 
     def restore_weights(self, weights: Float[Tensor, "batch heads queries keys"]) -> Tensor:
-        """Return the attention weights in the layout of the layer's input x; unchanged unless a subclass overrides this
-        method.
-        """
+        """Return the attention weights in the layout of the layer's input x."""
         return weights
 
     def restore(
@@ -47,18 +48,7 @@ class Layout(ABC):
         return y if weights is None else (y, self.restore_weights(weights))
 
 
-@dataclass(frozen=True)
-class Batch(Layout):
-    """Layout of an x with one sequence per row, `(batch, length, width)`. The layer computes in this form, so output
-    and weights need no conversion.
-    """
-
-    def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Float[Tensor, "batch queries out"]:
-        """Return the output of the layer unchanged, since the layer's input x had a batch axis too."""
-        return y
-
-
-BATCH = Batch()
+BATCH = Layout()
 """Layout of every x with one sequence per row."""
 
 
@@ -142,7 +132,13 @@ def unpack_padded(
     The real tokens are packed if that saves work and the call allows it. Otherwise the padding is masked, and its
     inputs are replaced by 0: a weight of 0 would not stop NaN and infinity from reaching other tokens.
     """
-    if padded.should_pack and _can_be_packed(call):
+    # The mask may not prescribe a number of queries or keys, as a mask tensor does; nor may the gate have an axis of
+    # queries.
+    extent = None if call.mask is None else call.mask.natural_grid()
+    has_free_mask = extent is None or not (extent.queries or extent.keys)
+    has_free_gate = call.gate is None or call.gate.ndim < 3
+    can_pack = has_free_mask and has_free_gate and call.bias is None and not call.return_weights
+    if padded.should_pack and can_pack:
         offsets = padded.offsets
         positions = call.positions
         if positions is not None:
@@ -156,18 +152,6 @@ def unpack_padded(
         x = x.masked_fill(~padded.is_real[..., None], 0.0)
     is_real = Padding(padded.lengths, "right")  # `padding` would read lengths on a GPU
     return x, call._replace(mask=is_real if call.mask is None else is_real & call.mask), MaskedPadding(padded)
-
-
-def _can_be_packed(call: LayerCall) -> bool:
-    """Return True if the real tokens of a padded batch may be packed end to end in this call: there is no bias, no
-    weights are returned, the mask does not prescribe a number of queries or keys (as a mask tensor does), and the gate
-    has no axis of queries.
-    """
-    if call.mask is not None:
-        extent = call.mask.natural_grid()
-        if extent.queries or extent.keys:
-            return False
-    return call.bias is None and not call.return_weights and (call.gate is None or call.gate.ndim < 3)
 
 
 def unpack_nested(
@@ -185,3 +169,105 @@ def unpack_nested(
             raise InputError(name, expected="none with a nested x, which has its own", got="some")
     inputs = {"x": x, "context": context, "value_context": value_context}
     return packed.from_nested({name: tensor for name, tensor in inputs.items() if tensor is not None})
+
+
+# -- packed sequences --------------------------------------------------------------------------------------------------
+
+
+def query_and_key_offsets(
+    x: Float[Tensor, "*batch queries embed"], num_keys: int, offsets: Any, context_offsets: Any, *, cross: bool
+) -> packed.Offsets | None:
+    """Check the caller's `offsets` (starts of the packed sequences in x) and `context_offsets` (starts in a context of
+    `num_keys` tokens). Return the starts among the queries and the starts among the keys, which are the same without a
+    context (`cross` False). Return None if `offsets` is None. `x` is the input as the caller passed it.
+
+    Raises:
+        InputError: offsets that do not fit the inputs or each other, or offsets with a batch axis in x.
+    """
+    if (context_offsets is not None) != (cross and offsets is not None):
+        expected = "offsets of x and of a context, where both hold several sequences"
+        raise InputError("context_offsets", expected=expected, got="one without the other")
+    if offsets is None:
+        return None
+    if x.ndim == 3:
+        expected = f"x of shape (tokens, {x.shape[-1]}), its sequences end to end"
+        raise InputError("offsets", expected=expected, got=f"x of shape {tuple(x.shape)}")
+    query_offsets = packed.checked_offsets("offsets", offsets, len(x), x.device)
+    if not cross:
+        return packed.Offsets(query_offsets, query_offsets)
+    key_offsets = packed.checked_offsets("context_offsets", context_offsets, num_keys, x.device)
+    if type(key_offsets) is not type(query_offsets):
+        remedy = "pass both as lists or on the CPU, or both on a GPU"
+        raise InputError("context_offsets", expected="numbers where those of offsets are", got="others", remedy=remedy)
+    if len(key_offsets) != len(query_offsets):
+        expected = f"{len(query_offsets)} numbers like offsets"
+        raise InputError("context_offsets", expected=expected, got=len(key_offsets))
+    return packed.Offsets(query_offsets, key_offsets)
+
+
+def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, like: Tensor) -> None:
+    """Raise `InputError` for a bias or returned weights, which packed sequences do not support, for a gate or mask that
+    does not fit the number of sequences, and for a gate on another device than the tensor `like`.
+    """
+    if call.bias is not None:
+        raise InputError("bias", expected="none with packed sequences", got=f"shape {tuple(call.bias.shape)}")
+    if call.return_weights:
+        raise InputError("return_weights", expected="False with packed sequences", got="True")
+    shapes = (num_heads,), (sequences, num_heads)
+    if call.gate is not None and float_tensor("gate", call.gate, like=like).shape not in shapes:
+        expected = f"shape {shapes[0]} or {shapes[1]} with packed sequences"
+        raise InputError("gate", expected=expected, got=tuple(call.gate.shape))
+    if call.mask is not None and call.mask.natural_grid().batch not in (0, sequences):
+        expected = f"one for all sequences or for each of {sequences}"
+        raise InputError("mask", expected=expected, got=f"one for each of {call.mask.natural_grid().batch}")
+
+
+def _as_one_call(
+    inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
+) -> tuple[AttentionInputs, LayerCall]:
+    """Return inputs and options of one attention call for all packed sequences, whose offsets are tensors that cannot
+    be read, as on a GPU. A mask keeps the sequences apart.
+
+    Raises:
+        InputError: a mask that may differ between the sequences or has a fixed number of keys.
+    """
+    assert isinstance(offsets.queries, Tensor)
+    assert isinstance(offsets.keys, Tensor)
+    mask = call.mask
+    if mask is not None and not is_constant(mask):
+        expected = "a list or a tensor on the CPU with a mask that is not made of numbers alone"
+        raise InputError("offsets", expected=expected, got=f"a tensor on {offsets.queries.device}")
+    of_queries = packed.sequence_numbers(offsets.queries, inputs.q.shape[2])
+    if offsets.keys is offsets.queries and (mask is None or mask.depends_on_distance_only):
+        documents = Segments(of_queries[None], known_one_piece=True)
+        mask = documents if mask is None else documents & mask
+    else:
+        of_keys = packed.sequence_numbers(offsets.keys, inputs.k.shape[2])
+        positions = packed.positions_in_sequences(offsets, len(of_queries), len(of_keys), of_queries.device)
+        mask = InSequences(of_queries, of_keys, *positions, mask)
+    gate = call.gate
+    if gate is not None and gate.ndim == 2:
+        gate = gate[of_queries].T[None]
+    return inputs, call._replace(mask=mask, gate=gate, offsets=None)
+
+
+def each_sequence(
+    inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
+) -> Iterator[tuple[AttentionInputs, LayerCall]]:
+    """Yield, for one packed sequence after the other, its queries, keys and values and its call options, as for a batch
+    of one sequence. If the offsets are tensors that cannot be read, as on a GPU, yield one call for all sequences.
+    """
+    if isinstance(offsets.queries, Tensor):
+        yield _as_one_call(inputs, call, offsets)
+        return
+    for index, (queries, keys) in enumerate(zip(*map(packed.sequence_slices, offsets), strict=True)):
+        one_input = inputs._replace(
+            q=inputs.q[:, :, queries],
+            k=inputs.k[:, :, keys],
+            v=inputs.v[:, :, keys],
+            explicit_query_positions=inputs.query_positions[:, queries],
+            explicit_key_positions=inputs.key_positions[:, keys],
+        )
+        mask = None if call.mask is None else call.mask.for_sequence(index)
+        gate = call.gate if call.gate is None or call.gate.ndim == 1 else call.gate[index : index + 1]
+        yield one_input, call._replace(mask=mask, gate=gate, offsets=None)

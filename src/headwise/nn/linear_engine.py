@@ -1,12 +1,22 @@
 """Linear projections of the layers, computed by the faster engine: the module itself, oneDNN directly, or the native
 kernel of few rows.
 
-The other engines replace only the call of a plain `nn.Linear` on plain tensors. An `nn.Linear` with hooks, another
-module in its place, tensors of other types, and whatever torch traces, transforms or observes, are called as before.
-`explain_linear` states the choice.
+    float32     oneDNN where it has AVX-512 and MKL, torch's library, does not use it: on processors by AMD
+    bfloat16    oneDNN for a projection with a bias, without gradients: `F.linear` computes this product with oneDNN
+                too, but writes the bias into the output before
+    few tokens  the native kernel, without gradients, where it was measured to be faster (`native_rule`)
+
+The choice depends on the instructions of both engines, and on nothing that is timed while a model runs. The other
+engines replace only the call of a plain `nn.Linear` on plain tensors. An `nn.Linear` with hooks, another module in its
+place, tensors of other types, and whatever torch traces, transforms or observes, are called as before. `explain_linear`
+states the choice.
 """
 
-from typing import Any
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +24,354 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from headwise.checks import has_own_class
-from headwise.nn import linear_operator
-from headwise.nn.linear_choice import LinearChoice, engine_of, native_rule, uses_onednn
+from headwise.attention.backends.native import library
+from headwise.checks import called_by_compiler, has_own_class
+from headwise.errors import InputError
 from headwise.nn.projections import has_hooks
 from headwise.shapes import Float
+
+# -- choice of the engine on this processor ----------------------------------------------------------------------------
+
+VARIABLE = "HEADWISE_LINEAR"
+"""Environment variable that names the engine: "torch" for `F.linear` everywhere, or "onednn" for oneDNN in float32 on
+every processor. Both switch the native kernel off. It is read by the first projection.
+"""
+
+FIRST_AVX512_BRANCH = 11
+"""Smallest number by which MKL names a code branch with AVX-512: `MKL_CBWR_AVX512_MIC` in its header."""
+
+
+class LinearChoice(NamedTuple):
+    """Engine of a linear projection, and the reason for the choice.
+
+    Attributes:
+        engine: "torch", "onednn" or "native".
+        because: reason, in one sentence.
+    """
+
+    engine: str
+    because: str
+
+
+class NativeRule(NamedTuple):
+    """Products for which the native kernel of few rows is chosen.
+
+    Attributes:
+        rows: numbers of tokens; empty for no product.
+        smallest_weight: number of elements below which a weight is left to the other engines.
+        because: reason of this rule, in one sentence.
+    """
+
+    rows: range
+    smallest_weight: int
+    because: str
+
+
+@called_by_compiler
+def uses_onednn(dtype: torch.dtype) -> bool:
+    """Return True if plain projections in this dtype are computed by oneDNN directly. The compiler calls this function
+    instead of tracing it.
+    """
+    return engine_of(dtype).engine == "onednn"
+
+
+@cache
+def engine_of(dtype: torch.dtype) -> LinearChoice:
+    """Return the engine of plain projections in a dtype on this processor, and the reason.
+
+    Raises:
+        InputError: the environment variable names another engine than "torch" and "onednn".
+    """
+    wanted = _wanted()
+    if wanted == "torch":
+        return LinearChoice("torch", f"{VARIABLE}=torch")
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return LinearChoice("torch", "this torch was built without oneDNN")
+    if dtype == torch.bfloat16:
+        return _bfloat16_engine()
+    if dtype != torch.float32:
+        return LinearChoice("torch", "oneDNN is chosen in float32 and bfloat16 only")
+    if wanted == "onednn":
+        return LinearChoice("onednn", f"{VARIABLE}=onednn")
+    return _engine_by_instructions(torch.backends.cpu.get_cpu_capability(), _mkl_branch())
+
+
+def _wanted() -> str:
+    """Return the engine that the environment variable names; an empty string if it is not set.
+
+    Raises:
+        InputError: it names another engine than "torch" and "onednn".
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "torch", "onednn"):
+        raise InputError(VARIABLE, expected="'torch' or 'onednn'", got=repr(wanted))
+    return wanted
+
+
+@cache
+def native_rule(dtype: torch.dtype) -> NativeRule:
+    """Return the products in a dtype that the native kernel of few rows computes on this processor.
+
+    Raises:
+        InputError: the environment variable names another engine than "torch" and "onednn".
+    """
+    if wanted := _wanted():
+        return NativeRule(range(0), 0, f"{VARIABLE}={wanted}")
+    if dtype not in (torch.float32, torch.bfloat16):
+        return NativeRule(range(0), 0, "the native kernel computes in float32 and bfloat16 only")
+    if reason := library.why_not_loaded():
+        return NativeRule(range(0), 0, reason)
+    instructions = library.instruction_set()
+    if dtype == torch.bfloat16:
+        return _native_rule_in_bfloat16(instructions, torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return _native_rule_in_float32(instructions, _mkl_branch())
+
+
+def _native_rule_in_bfloat16(instructions: str, onednn_has_bfloat16: bool) -> NativeRule:
+    """Return the rule in bfloat16, as measured (docs/lab-notes.md).
+
+    Args:
+        instructions: instruction set of the native kernels.
+        onednn_has_bfloat16: True if oneDNN computes in bfloat16 here, which is faster from about 8 tokens on.
+    """
+    if instructions == "portable":
+        return NativeRule(range(0), 0, "the portable native kernel is slower")
+    if onednn_has_bfloat16:
+        if instructions == "avx512_bf16":
+            return NativeRule(range(1, 7), 0, "up to 6 tokens, the native kernel is faster than oneDNN without AMX")
+        return NativeRule(
+            range(1, 5), 2**14, "up to 4 tokens, the native kernel reads a bfloat16 weight faster than oneDNN"
+        )
+    return NativeRule(range(1, 9), 0, "up to 8 tokens, torch is slower without instructions for bfloat16")
+
+
+def _native_rule_in_float32(instructions: str, mkl_branch: int | None) -> NativeRule:
+    """Return the rule in float32, as measured (docs/lab-notes.md).
+
+    Args:
+        instructions: instruction set of the native kernels.
+        mkl_branch: number of MKL's code branch; None if it is unknown.
+    """
+    if instructions == "portable" or mkl_branch is None:
+        return NativeRule(range(0), 0, "no native kernel was measured to be faster here")
+    if mkl_branch < FIRST_AVX512_BRANCH and instructions != "avx2":
+        return NativeRule(range(1, 9), 0, "up to 8 tokens, the native kernel uses AVX-512, and MKL does not")
+    if mkl_branch < FIRST_AVX512_BRANCH:
+        return NativeRule(
+            range(2, 9), 2**16, "from 2 to 8 tokens, MKL without AVX-512 is slower than the native kernel"
+        )
+    if instructions == "avx2":
+        return NativeRule(range(0), 0, "MKL uses AVX-512, and the native kernels do not")
+    return NativeRule(range(4, 9), 2**19, "from 4 to 8 tokens, the native kernel reads a large weight faster than MKL")
+
+
+def _bfloat16_engine() -> LinearChoice:
+    """Return the engine of projections in bfloat16: oneDNN where torch computes such products with oneDNN too."""
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return LinearChoice("onednn", "in bfloat16, oneDNN adds the bias to the product itself")
+    return LinearChoice("torch", "oneDNN does not compute in bfloat16 on this processor")
+
+
+def _engine_by_instructions(capability: str, mkl_branch: int | None) -> LinearChoice:
+    """Return the engine of projections in float32 by the instructions of both engines, as measured (docs/lab-notes.md):
+    oneDNN with AVX-512 takes about half the time of MKL without, and with the same instructions MKL is faster.
+
+    Args:
+        capability: instruction set of torch and of oneDNN, such as "AVX512".
+        mkl_branch: number of MKL's code branch; None if it is unknown.
+    """
+    if capability != "AVX512":
+        return LinearChoice("torch", f"oneDNN has no advantage with the instructions {capability}")
+    if mkl_branch is None:
+        return LinearChoice("torch", "the instructions of torch's library for float32 products are unknown")
+    if mkl_branch >= FIRST_AVX512_BRANCH:
+        return LinearChoice("torch", "MKL, which torch computes float32 products with, uses AVX-512")
+    return LinearChoice("onednn", "MKL, which torch computes float32 products with, does not use AVX-512 here")
+
+
+def _mkl_branch() -> int | None:
+    """Return the number of the code branch that MKL chose for this processor, from the function of MKL inside torch's
+    library; None if torch has no MKL or does not export this function. The public header of MKL declares the function
+    as `mkl_cbwr_get_auto_branch`.
+    """
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return None
+    try:
+        library_of_torch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return int(library_of_torch.mkl_serv_cbwr_get_auto_branch())
+    except (OSError, AttributeError):
+        return None
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+BLOCK = 256
+"""Largest width over which one product sums. The width of x is split into blocks of nearly equal size up to this."""
+
+WIDEST_UNSPLIT = 128
+"""Width above which there are at least two blocks, as in MKL's own products without AVX-512."""
+
+SMALLEST_WORK = 2**22
+"""Number of multiplications in a block below which a product is left to torch: oneDNN needs about 20 us to start."""
+
+SMALLEST_COPIED_FOR = 128
+"""Number of rows of x below which a product is left to torch if the blocks of the weight must be copied."""
+
+_pointwise = torch.ops.mkldnn._linear_pointwise.default
+
+
+def by_onednn(
+    x: Float[Tensor, "*tokens width"], weight: Float[Tensor, "out width"], bias: Float[Tensor, " out"] | None
+) -> Float[Tensor, "*tokens out"]:
+    """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by oneDNN unless it is too small a
+    product to gain.
+
+    Torch computes `F.linear` in float32 with MKL, which uses AVX-512 on processors by Intel alone. OneDNN, which is
+    part of torch too, uses it on all processors that have it. It adds the products of a row one after another, so that
+    its rounding error grows with the width of x. Here the width is therefore split into blocks, whose products are
+    added: that keeps the error near that of MKL (docs/lab-notes.md, "Linear projections").
+
+        y = x W^T + b        dx = dy W        dW = dy^T x        db = sum of dy over the tokens
+
+    All three products are calls of the operator `headwise::linear` itself, so that it has derivatives of every order.
+
+    Example:
+        >>> by_onednn(torch.randn(2, 1024, 512), torch.randn(64, 512), None).shape
+        torch.Size([2, 1024, 64])
+
+    Args:
+        x: input.
+        weight: matrix of the linear map.
+        bias: addition to each token's output.
+    """
+    if torch.compiler.is_compiling() or needs_gradient(x, weight, bias):
+        register()
+        result: Tensor = torch.ops.headwise.linear(x, weight, bias)
+        return result
+    return _linear(x, weight, bias)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Return True if gradients are enabled and one of the tensors requires one."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def gains(x: Tensor, weight: Tensor) -> bool:
+    """Return True if a product is large enough for oneDNN to be faster than a library without AVX-512."""
+    out, width = weight.shape
+    rows = x.numel() // max(width, 1)
+    block = _block_of(width)
+    is_copied = width > block and not _columns_are_dense(weight)
+    return rows * block * out >= SMALLEST_WORK and (rows >= SMALLEST_COPIED_FOR or not is_copied)
+
+
+def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return True if the native kernel of few tokens is the fastest engine for these tensors."""
+    rule = native_rule(x.dtype)
+    return (
+        bool(rule.rows)
+        and x.numel() // max(weight.shape[-1], 1) in rule.rows
+        and weight.numel() >= rule.smallest_weight
+        and weight.layout == torch.strided
+        and weight.is_contiguous()
+        and (bias is None or bias.is_contiguous())
+    )
+
+
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x weight^T + bias, computed by the native kernel, without a gradient."""
+    result: Tensor = _few_rows()(x.contiguous(), weight, bias)
+    return result
+
+
+@cache
+def _few_rows() -> Any:
+    """Return the operator of the native kernel. Finding it anew takes as long as the product of a small weight."""
+    return torch.ops.headwise.linear_few_rows.default
+
+
+def _block_of(width: int) -> int:
+    """Return the width over which one product sums."""
+    least = 2 if width > WIDEST_UNSPLIT else 1
+    return -(-width // max(-(-width // BLOCK), least))
+
+
+@called_by_compiler
+def register() -> None:
+    """Register the operator with torch at the first call. The compiler calls this function instead of tracing it."""
+    _registered()
+
+
+@cache
+def _registered() -> torch.library.Library:
+    """Register the operator with torch at the first call, and return the library that keeps it registered."""
+    library = torch.library.Library("headwise", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+    for function, key in ((_linear, "CPU"), (F.linear, "AutocastCPU")):  # under autocast, torch computes it
+        library.impl("linear", function, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake("headwise::linear", lambda x, weight, _: x.new_empty(*x.shape[:-1], weight.shape[0]))
+    torch.library.register_autograd("headwise::linear", _backward, setup_context=_save)
+    return library
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x weight^T + bias: by oneDNN in blocks of the width, by the native kernel for few tokens, or by
+    `F.linear` if neither gains anything.
+    """
+    if not gains(x, weight):
+        return few_rows(x, weight, bias) if gains_by_few_rows(x, weight, bias) else F.linear(x, weight, bias)
+    block = _block_of(weight.shape[1])
+    parts = zip(torch.split(x, block, dim=-1), torch.split(weight, block, dim=-1), strict=True)
+    total = product(*next(parts), bias)
+    for x_block, weight_block in parts:
+        total += product(x_block, weight_block, None)
+    return total
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x weight^T + bias in one product of oneDNN. It is a hundred times slower for a weight with gaps between
+    its rows, and reads a bias with gaps as if it had none, so that both are copied.
+    """
+    if not (weight.is_contiguous() or _columns_are_dense(weight)):
+        weight = weight.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    result: Tensor = _pointwise(x, weight, bias, "none", [], "")
+    return result
+
+
+def _columns_are_dense(weight: Tensor) -> bool:
+    """Return True if the columns of a weight follow each other in memory, so that no block of them has gaps."""
+    return weight.t().is_contiguous()
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    """Save the tensors that the backward pass needs: x for the gradient of the weight, and the weight for that of x."""
+    x, weight, _ = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+
+
+def _backward(ctx: Any, upstream: Float[Tensor, "*tokens out"]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, weight and bias that are needed, given that of the output."""
+    x, weight = ctx.saved_tensors
+    rows = _rows(upstream)
+    x_gradient = weight_gradient = bias_gradient = None
+    if weight is not None:
+        x_gradient = torch.ops.headwise.linear(upstream, weight.t(), None)
+    if x is not None:
+        weight_gradient = torch.ops.headwise.linear(rows.t(), _rows(x).t(), None)
+    if ctx.needs_input_grad[2]:
+        bias_gradient = rows.sum(0)
+    return x_gradient, weight_gradient, bias_gradient
+
+
+def _rows(tensor: Float[Tensor, "*tokens width"]) -> Float[Tensor, "rows width"]:
+    """Return the tokens as the rows of a matrix."""
+    return tensor[None] if tensor.ndim == 1 else tensor.flatten(0, -2)
+
+
+# -- calls of modules --------------------------------------------------------------------------------------------------
 
 NOT_PLAIN = LinearChoice("torch", "only a plain nn.Linear on the CPU is computed by another engine")
 """Choice for other modules and devices."""
@@ -75,7 +428,7 @@ def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple
     if tokens in native_rule(dtype).rows:
         return None
     is_torch = engine_of(dtype).engine == "torch"
-    smallest_work = linear_operator.SMALLEST_WORK if dtype == torch.float32 else SMALLEST_BFLOAT16_WORK
+    smallest_work = SMALLEST_WORK if dtype == torch.float32 else SMALLEST_BFLOAT16_WORK
     found = []
     for linear in linears:
         if type(linear) is not nn.Linear and type(linear) is not NonDynamicallyQuantizableLinear:
@@ -103,7 +456,17 @@ def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tens
     weight: Any
     weight, bias = None, None
     if torch.compiler.is_compiling():
-        is_replaced = not torch.compiler.is_exporting() and _is_compiled_with_operator(linear, x)
+        # The compiler may receive the operator `headwise::linear` in place of the call. It has no forward-mode
+        # derivative, and decides when it runs whether the product is large enough for oneDNN.
+        is_replaced = (
+            not torch.compiler.is_exporting()
+            and uses_onednn(torch.float32)
+            and type(linear) is nn.Linear
+            and not _has_any_hooks(linear)
+            and torch.autograd.forward_ad._current_level < 0
+            and x.device.type == "cpu"
+            and x.dtype == linear.weight.dtype == torch.float32
+        )
         engine = "onednn" if is_replaced else "torch"
     elif type(linear) is nn.Linear:
         weight, bias = linear.weight, linear.bias  # read once: in a step of decoding, the reads of modules take time
@@ -114,11 +477,11 @@ def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tens
     if engine == "torch":
         result = linear(x)
     elif engine == "native":
-        result = linear_operator.few_rows(x, weight, bias)
+        result = few_rows(x, weight, bias)
     elif x.dtype == torch.float32:
-        result = linear_operator.linear(x, linear.weight, linear.bias)  # type: ignore[arg-type]
+        result = by_onednn(x, linear.weight, linear.bias)  # type: ignore[arg-type]
     else:
-        result = linear_operator.product(x, linear.weight, linear.bias)  # type: ignore[arg-type]
+        result = product(x, linear.weight, linear.bias)  # type: ignore[arg-type]
     return result
 
 
@@ -145,8 +508,8 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
         return NOT_PLAIN
     if torch._C._is_tracing():  # tracing would record the sizes that are read below
         return LinearChoice("torch", "torch traces the call")
-    if _gains_by_native(x, weight, bias):
-        choice = native_rule(x.dtype).choice
+    if gains_by_few_rows(x, weight, bias) and not needs_gradient(x, weight, bias):
+        choice = LinearChoice("native", native_rule(x.dtype).because)
     else:
         choice = engine_of(x.dtype)
         if choice.engine == "torch":
@@ -156,27 +519,6 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
             return LinearChoice("torch", reason)
     reason = _why_not_plain(linear, x, weight, bias)
     return choice if reason is None else LinearChoice("torch", reason)
-
-
-def _is_compiled_with_operator(linear: nn.Module, x: Tensor) -> bool:
-    """Return True if the compiler receives the operator `headwise::linear` in place of the call of `linear`. It decides
-    when it runs whether the product is large enough for oneDNN. Other products are left to the compiler.
-    """
-    return (
-        uses_onednn(torch.float32)
-        and type(linear) is nn.Linear
-        and not _has_any_hooks(linear)
-        and torch.autograd.forward_ad._current_level < 0  # the operator has no forward-mode derivative
-        and x.device.type == "cpu"
-        and x.dtype == linear.weight.dtype == torch.float32
-    )
-
-
-def _gains_by_native(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return True if the native kernel is the fastest engine for these tensors, and no gradient is needed, which it
-    does not have.
-    """
-    return linear_operator.gains_by_few_rows(x, weight, bias) and not linear_operator.needs_gradient(x, weight, bias)
 
 
 def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
@@ -200,13 +542,13 @@ def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
     if x.dtype == torch.bfloat16:
         if bias is None:
             return "without a bias, torch computes the same"
-        if linear_operator.needs_gradient(x, weight, bias):
+        if needs_gradient(x, weight, bias):
             return "with gradients, torch is as fast in bfloat16"
         is_small = x.numel() * len(weight) < SMALLEST_BFLOAT16_WORK
         return "the product is too small for oneDNN to be faster" if is_small else None
     if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee"):
         return "torch computes float32 products in a lower precision, by oneDNN too"
-    return None if linear_operator.gains(x, weight) else "the product is too small for oneDNN to be faster"
+    return None if gains(x, weight) else "the product is too small for oneDNN to be faster"
 
 
 def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:

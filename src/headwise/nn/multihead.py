@@ -17,7 +17,7 @@ Inputs in another layout (unbatched, padded, packed, nested) are brought to thes
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,19 +32,50 @@ from headwise.attention.position_bias import PositionBias
 from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import Backend, score_dtype
 from headwise.attention.rotary import Rotary
-from headwise.checks import flag, float_dtype, probability
+from headwise.checks import flag, float_dtype, probability, size_argument
 from headwise.errors import InputError
 from headwise.nn import layout
-from headwise.nn.call import LayerCall
-from headwise.nn.linear_engine import plain_parameters, project
+from headwise.nn.base import AttentionLayer, LayerCall
+from headwise.nn.linear_engine import plain_parameters, project, projections
 from headwise.nn.options import OutputGate, QKNorm, Scores
-from headwise.nn.packed_sequences import check_packed_options, each_sequence, query_and_key_offsets
-from headwise.nn.projections import reset_linear
-from headwise.nn.qkv_projection import LayerInputs, ProjectedContext, QKVProjection
+from headwise.nn.projections import apply_norm, reset_linear
 from headwise.shapes import Bool, Float, Int
 
 
-class MultiHeadAttention(QKVProjection):
+class ProjectedContext(NamedTuple):
+    """Keys and values of a context, split into heads. `project_context` computes them once, for many calls of the same
+    layer that attend to this context.
+
+    Attributes:
+        k: keys, normalised if the layer has a `qk_norm`.
+        v: values.
+    """
+
+    k: Float[Tensor, "batch kv_heads keys head_dim"]
+    v: Float[Tensor, "batch kv_heads keys value_dim"]
+
+
+class LayerInputs(NamedTuple):
+    """Checked input tensors of one call of a layer, all with a batch axis: x, from which queries are projected, and the
+    tensors from which keys and values are projected, or these keys and values themselves.
+
+    Attributes:
+        x: source of the queries.
+        context: source of the keys, or keys and values themselves; x in self-attention.
+        value_context: source of the values; None with a projected context.
+    """
+
+    x: Float[Tensor, "batch queries embed"]
+    context: Float[Tensor, "batch keys context"] | ProjectedContext
+    value_context: Float[Tensor, "batch keys value_context"] | None
+
+    @property
+    def num_keys(self) -> int:
+        """Number of tokens in the layer's context (x itself in self-attention), cached tokens not included."""
+        return self.context.k.shape[2] if isinstance(self.context, ProjectedContext) else self.context.shape[1]
+
+
+class MultiHeadAttention(AttentionLayer):
     """Multi-head attention over a sequence, or from one sequence to another (Vaswani et al. 2017, section 3.2.2).
 
     For each head h, with projections `W` of the layer,
@@ -90,9 +121,14 @@ class MultiHeadAttention(QKVProjection):
         device: device of the parameters.
         dtype: dtype of the parameters.
 
+    Attributes:
+        maps: score maps per head, each with its own queries and keys; more than 1 only in derived layers.
+
     Raises:
         InputError: sizes that are not positive or do not divide each other, options of the wrong type.
     """
+
+    maps: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -120,9 +156,25 @@ class MultiHeadAttention(QKVProjection):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self._set_sizes(
-            embed_dim, num_heads, num_kv_heads, head_dim, value_dim, context_dim, value_context_dim, out_dim
-        )
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        sizes |= {"value_dim": value_dim, "context_dim": context_dim, "value_context_dim": value_context_dim}
+        for name, number in (sizes | {"out_dim": out_dim}).items():
+            if number is not None or name in ("embed_dim", "num_heads"):
+                size_argument(name, number)
+        if head_dim is None and embed_dim % (self.maps * num_heads):
+            per_map = "" if self.maps == 1 else f" / {self.maps} = {embed_dim / self.maps:g}"
+            expected = f"a number that divides embed_dim {embed_dim}{per_map}"
+            raise InputError("num_heads", expected=expected, got=num_heads, remedy="or give head_dim")
+        if num_kv_heads is not None and num_heads % num_kv_heads:
+            raise InputError("num_kv_heads", expected=f"a number that divides num_heads {num_heads}", got=num_kv_heads)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_dim = head_dim or embed_dim // (self.maps * num_heads)
+        self.value_dim = value_dim or self.maps * self.head_dim
+        self.context_dim = context_dim or embed_dim
+        self.value_context_dim = value_context_dim or self.context_dim
+        self.out_dim = out_dim or embed_dim
         self.fused_qkv = flag("fused_qkv", fused_qkv)
         self.rotary = rotary
         self.position_bias = position_bias
@@ -135,13 +187,23 @@ class MultiHeadAttention(QKVProjection):
         self._check_options()
 
         factory: dict[str, Any] = {"device": device, "dtype": float_dtype("dtype", dtype)}
-        self._make_projections(flag("bias", bias), **factory)
+        flag("bias", bias)
+        queries, keys, values = self.qkv_widths
+        if self.fused_qkv:
+            self.qkv_proj = nn.Linear(self.embed_dim, queries + keys + values, bias=bias, **factory)
+        else:
+            self.q_proj = nn.Linear(self.embed_dim, queries, bias=bias, **factory)
+            self.k_proj = nn.Linear(self.context_dim, keys, bias=bias, **factory)
+            self.v_proj = nn.Linear(self.value_context_dim, values, bias=bias, **factory)
+        query_heads, key_heads = self.maps * self.num_heads, self.maps * self.num_kv_heads
+        self.q_norm = qk_norm.module(query_heads, self.head_dim, **factory) if qk_norm else None
+        self.k_norm = qk_norm.module(key_heads, self.head_dim, **factory) if qk_norm else None
         if output_gate is not None:
             gates = self.num_heads * (self.value_dim if output_gate == "element" else 1)
             self.gate_proj = nn.Linear(embed_dim, gates, bias=bias, **factory)
         out_bias = bias if out_bias is None else flag("out_bias", out_bias)
         self.out_proj = nn.Linear(self.num_heads * self.value_dim, self.out_dim, bias=out_bias, **factory)
-        self._register_score_parameters(self.maps * num_heads, **factory)
+        self._register_score_parameters(query_heads, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -231,20 +293,28 @@ class MultiHeadAttention(QKVProjection):
             y = self._short_call(x, mask, cache)
             if y is not None:
                 return y
-        inputs, call, layout_of_x = self._unpack(
-            x,
-            context,
-            value_context,
-            mask=mask,
-            bias=bias,
-            gate=gate,
-            positions=positions,
-            cache=cache,
-            lengths=lengths,
-            offsets=offsets,
-            context_offsets=context_offsets,
-            return_weights=return_weights,
-        )
+        layout_of_x: layout.Layout
+        if isinstance(x, Tensor) and x.is_nested:
+            values, starts = layout.unpack_nested(x, context, value_context, offsets, context_offsets)
+            x, context, value_context = values["x"], values.get("context"), values.get("value_context")
+            offsets, context_offsets = starts["x"], starts.get("context")
+            layout_of_x = layout.Nested(offsets)
+        else:
+            layout_of_x = layout.BATCH if isinstance(x, Tensor) and x.ndim == 3 else layout.SingleRow()
+        cross = context is not None
+        inputs = self._checked_inputs(x, context, value_context)
+        packing = layout.query_and_key_offsets(x, inputs.num_keys, offsets, context_offsets, cross=cross)
+        padded = None
+        if lengths is not None and cache is None and not cross and offsets is None:
+            padded = packed.PaddedBatch.from_lengths(lengths, x)
+            lengths = None
+        self._check_cache(cache, lengths, cross=cross, packed=packing is not None)
+        positions = self._checked_positions(inputs.x, positions, cache, cross=cross)
+        mask, bias = self._mask_and_bias(mask, bias, cache)
+        call = LayerCall(mask, bias, gate, positions, cache, lengths, packing, flag("return_weights", return_weights))
+        if padded is not None:
+            x, call, layout_of_x = layout.unpack_padded(inputs.x, padded, call)
+            inputs = LayerInputs(x, x, x)
         q, k, v = self._project(inputs)
         # q (batch, heads, queries, head_dim), k (batch, kv_heads, keys, head_dim), v (batch, kv_heads, keys, value_dim)
         prepared = self._prepare(q, k, v, call, self.rotary)
@@ -316,50 +386,75 @@ class MultiHeadAttention(QKVProjection):
             cache.commit(update)
         return y
 
-    def _unpack(
-        self,
-        x: Any,
-        context: Any,
-        value_context: Any,
-        *,
-        mask: Any,
-        bias: Any,
-        gate: Any,
-        positions: Any,
-        cache: Any,
-        lengths: Any,
-        offsets: Any,
-        context_offsets: Any,
-        return_weights: bool,
-    ) -> tuple[LayerInputs, LayerCall, layout.Layout]:
-        """Check the arguments of `forward`. Return the input tensors as `(batch, length, width)`, the options of the
-        call, and the layout of x, which converts the output back.
+    @property
+    def qkv_widths(self) -> tuple[int, int, int]:
+        """Total widths, over all heads, of the projected queries, keys and values."""
+        return (
+            self.maps * self.num_heads * self.head_dim,
+            self.maps * self.num_kv_heads * self.head_dim,
+            self.num_kv_heads * self.value_dim,
+        )
 
-        The arguments are those of `forward`.
+    def project_context(
+        self,
+        context: Float[Tensor, "*batch keys context"],
+        value_context: Float[Tensor, "*batch keys value_context"] | None = None,
+    ) -> ProjectedContext:
+        """Return the projected keys and values of a context, for use in many calls that attend to it.
+
+        A decoder attends to the same encoder output in every step. `layer(x, layer.project_context(context))` equals
+        `layer(x, context)`, and the projection is computed once.
+
+        Args:
+            context: `(batch, keys, context_dim)` or `(keys, context_dim)`.
+            value_context: `(batch, keys, value_context_dim)`, the source of the values; by default the context.
+
+        Raises:
+            InputError: inputs that do not fit the layer; a layer with `fused_qkv`, which projects x alone.
         """
-        layout_of_x: layout.Layout
-        if isinstance(x, Tensor) and x.is_nested:
-            values, starts = layout.unpack_nested(x, context, value_context, offsets, context_offsets)
-            x, context, value_context = (values.get(name) for name in ("x", "context", "value_context"))
-            offsets, context_offsets = starts["x"], starts.get("context")
-            layout_of_x = layout.Nested(offsets)
+        context, value_context = self._checked_contexts(context, value_context)
+        k, v = project(self.k_proj, context), project(self.v_proj, value_context)
+        k = self._normalised_heads(k, self.maps * self.num_kv_heads, self.k_norm)
+        return ProjectedContext(k, self._split_heads(v, self.num_kv_heads))
+
+    def _project(
+        self, inputs: LayerInputs
+    ) -> tuple[
+        Float[Tensor, "batch maps_heads queries head_dim"],
+        Float[Tensor, "batch maps_kv_heads keys head_dim"],
+        Float[Tensor, "batch kv_heads keys value_dim"],
+    ]:
+        """Return the queries, keys and values of a call, projected and split into heads, with queries and keys
+        normalised if the layer has a `qk_norm`. Keys and values of a `ProjectedContext` are returned unchanged.
+        """
+        x, context, value_context = inputs
+        query_heads, key_heads = self.maps * self.num_heads, self.maps * self.num_kv_heads
+        modules: Any = self._modules  # reading a module from here takes less time than as an attribute
+        if isinstance(context, ProjectedContext):
+            q = project(modules["q_proj"], x)
+            return self._normalised_heads(q, query_heads, self.q_norm), context.k, context.v
+        if self.fused_qkv:
+            q, k, v = torch.split(project(modules["qkv_proj"], x), list(self.qkv_widths), dim=-1)
+        elif context is x and value_context is x:
+            q, k, v = projections(x, modules["q_proj"], modules["k_proj"], modules["v_proj"])
         else:
-            layout_of_x = layout.BATCH if isinstance(x, Tensor) and x.ndim == 3 else layout.SingleRow()
-        cross = context is not None
-        inputs = self._checked_inputs(x, context, value_context)
-        packing = query_and_key_offsets(x, inputs.num_keys, offsets, context_offsets, cross=cross)
-        padded = None
-        if lengths is not None and cache is None and not cross and offsets is None:
-            padded = packed.PaddedBatch.from_lengths(lengths, x)
-            lengths = None
-        self._check_cache(cache, lengths, cross=cross, packed=packing is not None)
-        positions = self._checked_positions(inputs.x, positions, cache, cross=cross)
-        mask, bias = self._mask_and_bias(mask, bias, cache)
-        call = LayerCall(mask, bias, gate, positions, cache, lengths, packing, flag("return_weights", return_weights))
-        if padded is not None:
-            x, call, layout_of_x = layout.unpack_padded(inputs.x, padded, call)
-            inputs = LayerInputs(x, x, x)
-        return inputs, call, layout_of_x
+            q = project(modules["q_proj"], x)
+            assert value_context is not None
+            k, v = project(modules["k_proj"], context), project(modules["v_proj"], value_context)
+        q, k = self._normalised_heads(q, query_heads, self.q_norm), self._normalised_heads(k, key_heads, self.k_norm)
+        return q, k, self._split_heads(v, self.num_kv_heads)
+
+    def _normalised_heads(
+        self, projected: Float[Tensor, "batch length width"], heads: int, norm: nn.Module | None
+    ) -> Float[Tensor, "batch {heads} length head_dim"]:
+        """Return projected queries or keys split into heads, and normalised by `norm`, per head or over all heads
+        together as `qk_norm` states. Without a norm they are only split.
+        """
+        if self.qk_norm is None or norm is None:
+            return self._split_heads(projected, heads)
+        if self.qk_norm.over == "heads":
+            return self._split_heads(apply_norm(norm, projected), heads)
+        return apply_norm(norm, self._split_heads(projected, heads))
 
     def _attend(
         self, inputs: AttentionInputs, call: LayerCall
@@ -388,9 +483,9 @@ class MultiHeadAttention(QKVProjection):
         """Return each head's output for packed sequences, and None in place of weights. Each sequence attends to itself
         alone, or in cross-attention to the context sequence of the same index.
         """
-        check_packed_options(call, sequences=len(offsets.queries) - 1, num_heads=self.num_heads, like=inputs.q)
+        layout.check_packed_options(call, sequences=len(offsets.queries) - 1, num_heads=self.num_heads, like=inputs.q)
         heads: list[Tensor] = [inputs.q.new_zeros(1, 0, self.num_heads, self.value_dim)]
-        for sequence, options in each_sequence(inputs, call, offsets):
+        for sequence, options in layout.each_sequence(inputs, call, offsets):
             head_outputs, _ = self._attend(sequence, options)
             heads.append(head_outputs.transpose(1, 2))  # heads side by side, as the output projection reads them
         return torch.cat(heads, dim=1).transpose(1, 2), None
@@ -408,6 +503,75 @@ class MultiHeadAttention(QKVProjection):
         if self.fused_qkv and widths != (self.embed_dim, self.embed_dim):
             raise InputError("fused_qkv", expected=f"contexts of width {self.embed_dim} like x", got=f"widths {widths}")
 
+    def _checked_inputs(self, x: Any, context: Any, value_context: Any) -> LayerInputs:
+        """Check the inputs of a call and return them, with a batch axis added where it is missing. Without a context, x
+        is also the source of keys and values. Raise `InputError` if they do not fit the layer or each other.
+        """
+        if isinstance(context, ProjectedContext):
+            self._check_takes_context()
+            self._check_input("x", x, self.embed_dim)
+            if value_context is not None:
+                raise InputError("value_context", expected="none with a projected context", got="some")
+            sizes = [(tensor.shape[1], tensor.shape[3]) for tensor in context]
+            if sizes != self._cached_sizes:
+                expected = f"heads and widths {self._cached_sizes}, as project_context of this layer makes them"
+                raise InputError("context", expected=expected, got=sizes)
+            batched = _with_batch(x)
+            if len(context.k) != len(batched):
+                raise InputError("context", expected=f"the batch of x, {len(batched)}", got=len(context.k))
+            return LayerInputs(batched, context, None)
+        self._check_input("x", x, self.embed_dim)
+        if context is None:
+            if value_context is not None:
+                raise InputError("context", expected="a tensor with value_context", got="none")
+            for name, width in (("context", self.context_dim), ("value_context", self.value_context_dim)):
+                if width != self.embed_dim:
+                    raise InputError(name, expected=f"a tensor of width {width}, the layer's", got="none")
+            x = _with_batch(x)
+            return LayerInputs(x, x, x)
+        contexts = self._checked_contexts(context, value_context)
+        if context.shape[:-2] != x.shape[:-2]:
+            expected = f"the batch of x, {tuple(x.shape[:-2])}"
+            raise InputError("context", expected=expected, got=tuple(context.shape[:-2]))
+        return LayerInputs(_with_batch(x), *contexts)
+
+    def _checked_contexts(
+        self, context: Any, value_context: Any
+    ) -> tuple[Float[Tensor, "batch keys context"], Float[Tensor, "batch keys value_context"]]:
+        """Check a context and a value context, and return them as the sources of keys and of values, with a batch axis.
+        Without a value context, the context is the source of both. Raise `InputError` if they do not fit the layer or
+        each other.
+        """
+        self._check_takes_context()
+        self._check_input("context", context, self.context_dim)
+        if value_context is None:
+            if self.value_context_dim != self.context_dim:
+                expected = f"a tensor of width {self.value_context_dim}, the layer's"
+                raise InputError("value_context", expected=expected, got="none")
+            return _with_batch(context), _with_batch(context)
+        self._check_input("value_context", value_context, self.value_context_dim)
+        if value_context.shape[:-1] != context.shape[:-1]:
+            expected = f"batch and length {tuple(context.shape[:-1])} like context"
+            raise InputError("value_context", expected=expected, got=tuple(value_context.shape[:-1]))
+        return _with_batch(context), _with_batch(value_context)
+
+    def _check_takes_context(self) -> None:
+        """Raise `InputError` if the layer cannot attend to a context, because its fused `qkv_proj` projects queries,
+        keys and values from x alone.
+        """
+        if self.fused_qkv:
+            raise InputError(
+                "context",
+                expected="none, since qkv_proj projects x alone",
+                got="some",
+                remedy="separate_projections(layer) gives a layer that takes one",
+            )
+
+    @property
+    def _cached_sizes(self) -> list[tuple[int, int]]:
+        """Number of heads and width of the two tensors that a cache stores: the keys, and the values."""
+        return [(self.maps * self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.value_dim)]
+
     def extra_repr(self) -> str:
         """Return the sizes and options of the layer as text, for `repr`."""
         sizes = {"num_heads": self.num_heads}
@@ -418,3 +582,8 @@ class MultiHeadAttention(QKVProjection):
         shown = {name: option for name, option in options.items() if option is not None}
         shown = {name: option for name, option in shown.items() if not isinstance(option, nn.Module)}
         return ", ".join(f"{name}={value!r}" for name, value in (sizes | shown).items())
+
+
+def _with_batch(tensor: Float[Tensor, "*batch length width"]) -> Float[Tensor, "batch length width"]:
+    """Return the tensor with a batch axis: unchanged if it has one, otherwise with an axis of size 1 in front."""
+    return tensor if tensor.ndim == 3 else tensor.unsqueeze(0)

@@ -129,7 +129,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         attended = attend(q, k, v, mask=mask, bias=bias, dropout=dropout, return_weights=bool(need_weights))
         heads, *weights = attended if isinstance(attended, tuple) else (attended,)
         # heads (batch, heads, queries, head_dim), weights[0] (batch, heads, queries, keys)
-        y = project(self.out_proj, self._join_heads(heads, batched=query.ndim == 3))
+        if query.ndim == 2:
+            joined = heads.squeeze(0).transpose(0, 1).flatten(1)
+        else:
+            joined = (heads.transpose(1, 2) if self.batch_first else heads.permute(2, 0, 1, 3)).flatten(2)
+        y = project(self.out_proj, joined)
         if not need_weights:
             return y, None
         returned = weights[0].mean(1) if average_attn_weights else weights[0]
@@ -171,26 +175,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             return heads.transpose(0, 1).unsqueeze(0)
         return heads.transpose(1, 2) if self.batch_first else heads.permute(1, 2, 0, 3)
 
-    def _join_heads(
-        self, heads: Float[Tensor, "batch heads queries head_dim"], *, batched: bool
-    ) -> Float[Tensor, "*any embed"]:
-        """Return head outputs with all heads side by side on the last axis, and with batch and length axes in the order
-        of the layer's inputs: batch first or length first as `batch_first` states, or no batch axis if `batched` is
-        False.
-        """
-        if not batched:
-            return heads.squeeze(0).transpose(0, 1).flatten(1)
-        return (heads.transpose(1, 2) if self.batch_first else heads.permute(2, 0, 1, 3)).flatten(2)
-
     def _append_learned(
         self, heads: Float[Tensor, "batch heads keys head_dim"], learned: Float[Tensor, "1 1 embed"] | None
     ) -> Float[Tensor, "batch heads more_keys head_dim"]:
         """Return keys or values with extra tokens appended to the keys axis: one learned token (with `add_bias_kv`) and
         one token of zeros (with `add_zero_attn`).
-
-        Args:
-            heads: keys or values of all heads.
-            learned: learned key or value; None without `add_bias_kv`.
         """
         batch, num_heads, _, head_dim = heads.shape
         appended = []
@@ -293,7 +282,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         widths = (self.embed_dim, self.kdim, self.vdim)
         for name, tensor, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
-            _check_tensor(name, tensor, width, query, batch_first=self.batch_first)
+            if not isinstance(tensor, Tensor) or tensor.is_nested:
+                got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise InputError(name, expected="a tensor", got=got)
+            batched = f"(batch, length, {width})" if self.batch_first else f"(length, batch, {width})"
+            forms = {3: batched, 2: f"(length, {width})"}
+            if tensor.ndim not in forms:
+                raise InputError(name, expected=" or ".join(forms.values()), got=tuple(tensor.shape))
+            if tensor.ndim != query.ndim:
+                raise InputError(name, expected=f"{forms[query.ndim]}, as many axes as query", got=tuple(tensor.shape))
+            if tensor.shape[-1] != width:
+                raise InputError(name, expected=f"width {width} on the last axis", got=tuple(tensor.shape))
             check_like_layer(name, tensor, self)
         batch, key_batch = self._batch_and_length(query)[0], self._batch_and_length(key)[0]
         if key_batch != batch:
@@ -340,23 +339,6 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Float[Tensor, "..."]:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
-
-
-def _check_tensor(name: str, tensor: Any, width: int, query: Any, *, batch_first: bool) -> None:
-    """Raise `InputError` unless `tensor`, the argument called `name` (query, key or value), has `width` on its last
-    axis and as many axes as the query, 2 or 3.
-    """
-    if not isinstance(tensor, Tensor) or tensor.is_nested:
-        got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise InputError(name, expected="a tensor", got=got)
-    batched = f"(batch, length, {width})" if batch_first else f"(length, batch, {width})"
-    forms = {3: batched, 2: f"(length, {width})"}
-    if tensor.ndim not in forms:
-        raise InputError(name, expected=" or ".join(forms.values()), got=tuple(tensor.shape))
-    if tensor.ndim != query.ndim:
-        raise InputError(name, expected=f"{forms[query.ndim]}, as many axes as query", got=tuple(tensor.shape))
-    if tensor.shape[-1] != width:
-        raise InputError(name, expected=f"width {width} on the last axis", got=tuple(tensor.shape))
 
 
 def _check_mask(name: str, mask: Any, query: Tensor, *shapes: tuple[int, ...]) -> None:

@@ -64,7 +64,7 @@ def attend_observed(
             than the answer of `compute`.
     """
     context = call_context or CallContext()
-    if whole_call is not None and kernel_statistics.why_not(problem, context) is None:
+    if whole_call is not None and kernel_statistics.why_not(problem, context, whole_call.tally.measured) is None:
         tallied = kernel_statistics.attend_tallied(problem, context, whole_call.tally, compute)
         if tallied is not None:
             if whole_call.on_output is not None:

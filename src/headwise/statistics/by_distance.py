@@ -13,7 +13,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float, Int
-from headwise.statistics.further_sums import HeadSlices, MeasuredRows, Values
+from headwise.statistics.tally import HeadSlices, MeasuredRows, Values
 
 NO_DISTANCES = (
     "queries and keys of these modules have no known positions in the same sequence, so their attention by distance is "

@@ -11,15 +11,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.blockwise.call_context import CallContext, TileVisibility
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.backends.blockwise.tiles import LOG2_E
-from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.attention.masks.grid import Grid
 from headwise.settings import NORMED_STATISTICS
 from headwise.shapes import Bool, Float
-from headwise.statistics.further_sums import HeadSlices, MeasuredRows, Values
-from headwise.statistics.tally import Tally
+from headwise.statistics.tally import HeadSlices, MeasuredRows, Tally, Values
 
 BY_NORM, CHANGE = " by norm", " change"
 """Suffixes of the names of a statistic of norms, and of its difference from the same statistic of weights."""

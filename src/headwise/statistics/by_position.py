@@ -11,7 +11,7 @@ from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.settings import ROW_STATISTICS
 from headwise.shapes import Float, Int
-from headwise.statistics.further_sums import HeadSlices, MeasuredRows, Values
+from headwise.statistics.tally import HeadSlices, MeasuredRows, Values
 
 BY_POSITION, SLOPE = " by position", " slope"
 """Suffixes of the names of a statistic's means in bins of positions, and of its slope."""

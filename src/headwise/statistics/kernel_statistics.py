@@ -3,8 +3,9 @@ computes the output, and Triton kernels on a GPU, next to the engine that comput
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,18 +14,17 @@ from headwise.attention.autocast import without_autocast
 from headwise.attention.backend_choice import choose_fastest
 from headwise.attention.backends import reference
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.backends.gpu import operator as gpu_operator
+from headwise.attention.backends.blockwise.tiles import full_width_tile
 from headwise.attention.backends.gpu import statistics as gpu
 from headwise.attention.backends.native import backend as native
 from headwise.attention.backends.native.parts import Options
 from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall
+from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import Matrix, Part, Ranges32, visible_keys
 from headwise.attention.problem import Answer, Problem
 from headwise.shapes import Bool, Float, Int
-from headwise.statistics.further_sums import MeasuredRows
-from headwise.statistics.kernel_inputs import KernelInputs, kernel_inputs
 from headwise.statistics.registry import LARGEST, STATISTICS
-from headwise.statistics.tally import NOT_FINITE, Tally
+from headwise.statistics.tally import NOT_FINITE, MeasuredRows, Tally
 
 COMPUTED = frozenset(ROWS) - {"visible keys"} | {"evenness", "received"}
 """Names of the statistics that the kernels' results give."""
@@ -35,18 +35,130 @@ there are more sequences and heads.
 """
 
 
-def why_not(problem: Problem, context: CallContext) -> str | None:
+_NEIGHBOURS = {"self": 0, "previous": 1, "next": -1}
+"""Distance of the key from the query, by the statistic of its weight."""
+
+
+@dataclass(frozen=True, eq=False)
+class KernelInputs:
+    """Data of a call context in the form that the kernels read, and the rows in which statistics are defined. All
+    layers of a model share one.
+
+    The fields up to `is_counted` are arguments of the operator, which `StatisticsCall` describes.
+
+    Attributes:
+        has_value: True at the rows in which a statistic is defined, by its name, for those not defined in all.
+        has_position: True at keys that have a position; None if all have one.
+    """
+
+    positions: Int[Tensor, "batch queries"]
+    first_key: Int[Tensor, "batch queries"]
+    is_special: Bool[Tensor, "batch keys"] | None
+    key_tokens: Int[Tensor, "batch keys"] | None
+    query_tokens: Int[Tensor, "batch queries"] | None
+    token_count: int
+    is_counted: Bool[Tensor, "batch queries"] | None
+    has_value: dict[str, Bool[Tensor, "#batch 1 queries"]]
+    has_position: Bool[Tensor, "#batch keys"] | None
+
+    def arguments(self, part: Part) -> tuple[Tensor | int | None, ...]:
+        """Return the arguments of the operator for a part of the score matrix. Indices of keys count from its first
+        column.
+        """
+        rows, columns = (slice(axis.start, axis.stop) for axis in part)
+        return (
+            *((each[:, rows] - columns.start).contiguous() for each in (self.positions, self.first_key)),
+            *(None if each is None else each[:, columns].contiguous() for each in (self.is_special, self.key_tokens)),
+            None if self.query_tokens is None else self.query_tokens[:, rows].contiguous(),
+            self.token_count,
+            None if self.is_counted is None else self.is_counted[:, rows].contiguous(),
+        )
+
+
+_cached: WeakKeyDictionary[CallContext, dict[tuple[int, int, int], KernelInputs]] = WeakKeyDictionary()
+"""Kernel inputs of call contexts, by the sizes of the call."""
+
+
+def kernel_inputs(context: CallContext, problem: Problem) -> KernelInputs | None:
+    """Return the data of a call context that the kernels read; None if its keys have positions that do not ascend one
+    by one. The data are cached for other layers, except where the positions are those of the problem alone.
+    """
+    grid = problem.grid
+    if context.positions is None and not grid.uses_default_positions:
+        return _make(context, grid, grid)
+    cached, sizes = _cached.setdefault(context, {}), (grid.batch, grid.queries, grid.keys)
+    if sizes not in cached:
+        made = _make(context, grid if context.positions is None else context.positions, grid)
+        if made is None:
+            return None
+        cached[sizes] = made
+    return cached[sizes]
+
+
+def _make(context: CallContext, positions: Grid, grid: Grid) -> KernelInputs | None:
+    """Return the data of a call context that the kernels read.
+
+    Args:
+        context: tokens and padding of the call.
+        positions: grid whose positions the statistics use; it may have fewer keys than the call.
+        grid: sizes of the call.
+    """
+    visibility = context.visibility(full_width_tile(grid, range(grid.queries)), grid)
+    of_queries, key = visibility.query_positions, torch.arange(grid.keys, device=grid.device)
+    has_position = key[None] < positions.keys
+    if positions.key_positions is not None:
+        of_keys = torch.nn.functional.pad(positions.key_positions, (0, grid.keys - positions.keys), value=-1)
+        has_position = of_keys >= 0
+        first = has_position.int().argmax(1, keepdim=True)
+        shift = first - of_keys.gather(1, first)
+        if not torch.equal(of_keys + shift, torch.where(has_position, key, of_keys + shift)):
+            return None
+        of_queries = of_queries + shift
+    inputs = KernelInputs(
+        positions=of_queries.expand(grid.batch, -1).int().contiguous(),
+        first_key=visibility.first_key.expand(grid.batch, grid.queries).int().contiguous(),
+        is_special=context.is_special,
+        key_tokens=None,
+        query_tokens=None,
+        token_count=0,
+        is_counted=context.real_queries,
+        has_value={name: visibility.has_key_at_lag(lag) for name, lag in _NEIGHBOURS.items()},
+        has_position=None if bool(has_position.all()) else has_position,
+    )
+    has_copy = visibility.has_earlier_copy
+    if has_copy is None or context.distinct_ids is None:
+        return inputs
+    position = of_queries[0]
+    exists = position >= 0
+    tokens, numbers = torch.unique(context.distinct_ids, return_inverse=True)
+    return replace(
+        inputs,
+        key_tokens=numbers.int(),
+        query_tokens=numbers[:, position.clamp(min=0)].masked_fill(~exists, -1).int(),
+        token_count=len(tokens),
+        has_value=inputs.has_value | {"duplicate": has_copy, "induction": has_copy},
+    )
+
+
+def why_not(problem: Problem, context: CallContext, measured: frozenset[str] | None = None) -> str | None:
     """Return the reason that the kernels cannot compute the statistics of a problem, in one sentence; None if they can.
 
     Args:
         problem: the attention call.
         context: its tokens and padding.
+        measured: names of the statistics; None for all of `STATISTICS`.
     """
-    if STATISTICS.keys() != COMPUTED:
-        return "a statistic was added or removed, and the kernels compute the others"
+    others = (STATISTICS.keys() if measured is None else measured) - COMPUTED
+    if others:
+        return f"the kernels do not compute the statistics {', '.join(sorted(others))}"
     if problem.return_weights or 0 in (*problem.q.shape, *problem.k.shape):
         return "there are no rows of weights to compute, or the matrix is asked for"
-    reason = _why_not_gpu(problem) if is_on_gpu(problem) else _why_not_native(problem)
+    if is_on_gpu(problem):
+        reason = gpu.why_not(problem) or gpu.why_not_registered()
+    elif problem.needs_grad:
+        reason = "the native kernels have no gradient of an output with statistics"
+    else:
+        reason = native.why_not(problem)
     if reason is None and kernel_inputs(context, problem) is None:
         return "the kernels know positions that ascend one by one"
     return reason
@@ -55,18 +167,6 @@ def why_not(problem: Problem, context: CallContext) -> str | None:
 def is_on_gpu(problem: Problem) -> bool:
     """Return True if the Triton kernels are those for a problem."""
     return problem.q.device.type == "cuda"
-
-
-def _why_not_gpu(problem: Problem) -> str | None:
-    """Return the reason that the Triton kernels cannot compute the statistics of a problem; None if they can."""
-    return gpu.why_not(problem) or gpu_operator.why_not_registered()
-
-
-def _why_not_native(problem: Problem) -> str | None:
-    """Return the reason that the native kernels cannot compute the statistics of a problem; None if they can."""
-    if _needs_grad(problem):
-        return "the native kernels have no gradient of an output with statistics"
-    return native.why_not(problem)
 
 
 def fastest_or_reference(problem: Problem) -> Answer:
@@ -104,11 +204,21 @@ def attend_tallied(
     answer = compute(problem) if on_gpu else None
     with torch.no_grad(), without_autocast(problem.q.device):
         if answer is None:
-            out, lse, rows, received, seen_by = _in_parts(problem, inputs, partial(_native_part, gram=gram))
+
+            def native_part(_part: Part, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+                *results, received, seen_by = torch.ops.headwise.attend_statistics(*arguments, gram)
+                return *results, received.double().mul_(RECEIVED_UNIT), seen_by
+
+            out, lse, rows, received, seen_by = _in_parts(problem, inputs, native_part)
             answer = Answer(out, lse if problem.return_lse else None, None)
         else:
-            of_part = partial(_gpu_part, out=answer.out.detach(), gram=gram)
-            rows, received, seen_by = _in_parts(problem, inputs, of_part)
+            whole_out = answer.out.detach()
+
+            def gpu_part(part: Part, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+                call = StatisticsCall(*arguments)._replace(gram=gram)
+                return tuple(gpu.weight_statistics(call, part.rows_of(whole_out))[1:])
+
+            rows, received, seen_by = _in_parts(problem, inputs, gpu_part)
         if inputs.has_position is not None and bool((seen_by * ~inputs.has_position[:, None]).any()):
             return None
         values = dict(zip(ROWS, rows.unbind(0), strict=True))
@@ -121,31 +231,11 @@ def attend_tallied(
     return answer
 
 
-OfPart = Callable[[Part, tuple[Any, ...]], tuple[Tensor, ...]]
-"""Function of a part of the score matrix and the arguments of the operator for it, without `gram`."""
-
-
-def _native_part(
-    _part: Part, arguments: tuple[Any, ...], gram: Float[Tensor, "heads _ _"] | None
+def _in_parts(
+    problem: Problem, inputs: KernelInputs, compute: Callable[[Part, tuple[Any, ...]], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """Return the results of the native operator for a part: output, log-sum-exp, numbers of rows, and sums of keys."""
-    *results, received, seen_by = torch.ops.headwise.attend_statistics(*arguments, gram)
-    return *results, received.double().mul_(RECEIVED_UNIT), seen_by
-
-
-def _gpu_part(
-    part: Part,
-    arguments: tuple[Any, ...],
-    out: Float[Tensor, "batch heads queries value_dim"],
-    gram: Float[Tensor, "heads _ _"] | None,
-) -> tuple[Tensor, ...]:
-    """Return the numbers of rows and the sums of keys of a part from the Triton kernels. `out` is the whole output."""
-    _, *results = gpu.weight_statistics(StatisticsCall(*arguments)._replace(gram=gram), part.rows_of(out))
-    return tuple(results)
-
-
-def _in_parts(problem: Problem, inputs: KernelInputs, compute: OfPart) -> tuple[Tensor, ...]:
-    """Return the results of `compute` for a whole problem. A mask whose matrix is too large to be evaluated at once is
+    """Return the results for a whole problem of `compute`, a function of a part of the score matrix and of the
+    arguments of the operator for this part, without `gram`. A mask whose matrix is too large to be evaluated at once is
     evaluated part by part. The last two results are sums of keys, and the one before has the rows on its last axis;
     those of others have them on the third.
     """
@@ -198,7 +288,14 @@ def _tally(
     batch, heads, queries = counted.shape
     step = max(ROWS_AT_ONCE // (batch * heads), 1)
     for start in range(0, queries, step):
-        rows = _measured_rows(names, values, counted, inputs, range(start, min(start + step, queries)))
+        part = slice(start, min(start + step, queries))
+        of_rows = {name: each[..., part] for name, each in values.items()}
+        visible, is_counted = of_rows["visible keys"], counted[..., part]
+        of_rows["evenness"] = of_rows["entropy"] / visible.clamp(min=2.0).log()
+        has_value = {name: each[..., part] for name, each in inputs.has_value.items()} | {"evenness": visible > 1}
+        in_mean = [is_counted & has_value[name] if name in has_value else is_counted for name in names]
+        measured_rows = torch.stack([of_rows[name] for name in names]), torch.stack(in_mean)
+        rows = MeasuredRows(names, *measured_rows, slice(0, batch), slice(0, heads), range(part.start, part.stop))
         if like.further is not None:
             like.further.add(rows, None)
         tally.add_rows(rows, batch, heads)
@@ -207,28 +304,3 @@ def _tally(
     if "received" not in missing:
         tally.other_sums["received"] = received, seen_by.double()
     return tally
-
-
-def _measured_rows(
-    names: tuple[str, ...],
-    values: dict[str, Float[Tensor, "batch heads queries"]],
-    counted: Bool[Tensor, "batch heads queries"],
-    inputs: KernelInputs,
-    rows: range,
-) -> MeasuredRows:
-    """Return the statistics in `names` of some query rows, given the numbers of each row and the rows that count."""
-    part = slice(rows.start, rows.stop)
-    of_rows = {name: each[..., part] for name, each in values.items()}
-    visible, counted = of_rows["visible keys"], counted[..., part]
-    of_rows["evenness"] = of_rows["entropy"] / visible.clamp(min=2.0).log()
-    has_value = {name: each[..., part] for name, each in inputs.has_value.items()} | {"evenness": visible > 1}
-    in_mean = [counted & has_value[name] if name in has_value else counted for name in names]
-    batch, heads, _ = visible.shape
-    measured = torch.stack([of_rows[name] for name in names]), torch.stack(in_mean)
-    return MeasuredRows(names, *measured, slice(0, batch), slice(0, heads), rows)
-
-
-def _needs_grad(problem: Problem) -> bool:
-    """Return True if a gradient of the output may be asked for."""
-    tensors = (problem.q, problem.k, problem.v, problem.bias, problem.sinks, problem.scale)
-    return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in tensors)

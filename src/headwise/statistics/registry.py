@@ -7,13 +7,66 @@ of the first one. A new statistic is one entry in `STATISTICS`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from headwise.attention.backends.blockwise.call_context import TileVisibility
 from headwise.attention.backends.blockwise.row_block import RowBlock
-from headwise.shapes import Float
-from headwise.statistics.statistic import MeanOfRows, RowValues, Statistic, Sums
+from headwise.shapes import Bool, Float
+
+Sums = tuple[Float[Tensor, "batch heads *more"], ...]
+RowValues = Float[Tensor, "batch heads rows"]
+CountedRows = Bool[Tensor, "*#batch_heads rows"]
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """Definition of a statistic of a head's attention weights that is not a mean of row values. For each row block
+    (some query rows of a call) it computes sums; these are merged over the blocks, and each head's value is computed
+    from the merged sums.
+
+    Attributes:
+        name: name of the statistic.
+        unit: "nats", "tokens", "share", "norm" or "logit".
+        contribute: function that returns a row block's sums, tensors `(batch, heads, ...)` of the same shapes for all
+            blocks of a call; None if the call lacks something, such as token ids.
+        value: function that returns each head's value `(batch, heads)` from the merged sums; NaN without any row.
+        merge: function that merges two sums into one.
+        start: number that does not change a sum that it is merged with.
+        is_per_key: True if the last axis of the sums is the keys of the call.
+        is_largest: True if the value over several sequences is the largest one, not the mean.
+    """
+
+    name: str
+    unit: str
+    contribute: Callable[[RowBlock], Sums | None]
+    value: Callable[..., Float[Tensor, "batch heads"]]
+    merge: Callable[[Tensor, Tensor], Tensor] = torch.add
+    start: float = 0.0
+    is_per_key: bool = False
+    is_largest: bool = False
+
+
+@dataclass(frozen=True)
+class MeanOfRows:
+    """Definition of a statistic of a head's attention weights that has one value per query row. The head's value is the
+    mean over the rows that are not padding, have a visible key, and for which the statistic is defined.
+
+    Attributes:
+        name: name of the statistic.
+        unit: "nats", "tokens", "share", "norm" or "logit".
+        measure: function that returns the value of each row of a row block; None if the call lacks something, such as
+            token ids.
+        counted: function that returns True for the rows of a tile in which the statistic has a meaning; None for all.
+            Padding and rows without a visible key never count.
+    """
+
+    name: str
+    unit: str
+    measure: Callable[[RowBlock], RowValues | None]
+    counted: Callable[[TileVisibility], CountedRows | None] = lambda _: None
 
 
 def _evenness(row_block: RowBlock) -> RowValues:
@@ -34,20 +87,6 @@ def _weight_at_lag(name: str, lag: int) -> MeanOfRows:
     )
 
 
-def _confidence_content(row_block: RowBlock) -> RowValues | None:
-    """Return each query row's largest weight on a key that is not a special token; None if it is unknown which tokens
-    are special.
-    """
-    return None if row_block.visibility.is_special is None else row_block.largest_content_weight
-
-
-def _special(row_block: RowBlock) -> RowValues | None:
-    """Return each query row's total weight on special tokens, such as [CLS] and [SEP]; None if it is unknown which
-    tokens are special.
-    """
-    return None if row_block.visibility.is_special is None else row_block.feature_sums["special"]
-
-
 def _weight_after_copies(name: str, shift: int) -> MeanOfRows:
     """Return the definition of a statistic called `name`: the total weight on the keys `shift` tokens after earlier
     occurrences of the query's token, as the mean over query rows whose token occurs earlier in the sequence.
@@ -62,13 +101,6 @@ def _weight_after_copies(name: str, shift: int) -> MeanOfRows:
     return MeanOfRows(name, "share", measure, lambda tile: tile.has_earlier_copy)
 
 
-def _output_norm(row_block: RowBlock) -> RowValues | None:
-    """Return the Euclidean norm of the head's output (before the output projection) in each query row; None if the
-    output was not computed.
-    """
-    return None if row_block.out is None else row_block.tile.by_head(row_block.out).norm(dim=-1)
-
-
 def _written_norm(row_block: RowBlock) -> RowValues | None:
     """Return the Euclidean norm of each query row's head output after the head's slice of the output projection, which
     is the head's contribution to the layer's output. Return None if the output or the projection is unknown.
@@ -80,34 +112,22 @@ def _written_norm(row_block: RowBlock) -> RowValues | None:
     return squares.clamp(min=0.0).sqrt()
 
 
-def _largest_scores(row_block: RowBlock) -> Sums | None:
-    """Return each head's largest score in a row block, as it enters the softmax; None if the scores are unknown."""
-    return _largest_of_counted(row_block, row_block.largest_score)
-
-
-def _largest_uncapped_scores(row_block: RowBlock) -> Sums | None:
-    """Return each head's largest score in a row block before the softcap; None if unknown, or without a softcap."""
-    return _largest_of_counted(row_block, row_block.largest_uncapped_score)
-
-
-def _largest_of_counted(row_block: RowBlock, scores: Float[Tensor, "kv stacked 1"] | None) -> Sums | None:
-    """Return the largest number of each head over the rows that are not padding and have a visible key; -inf without
-    such rows. `scores` has one number for each row, or is None.
+def _max_logit(name: str, scores: Callable[[RowBlock], Float[Tensor, "kv stacked 1"] | None]) -> Statistic:
+    """Return the definition of a statistic called `name`: the largest of the numbers that `scores` returns for the rows
+    of a block, over the rows that are not padding and have a visible key. The numbers are None if they are unknown.
     """
-    if scores is None:
-        return None
-    of_rows = row_block.tile.by_head(scores)[..., 0].double()
-    return (of_rows.masked_fill(~row_block.visibility.counted_rows, -torch.inf).amax(-1),)
 
+    def contribute(row_block: RowBlock) -> Sums | None:
+        of_rows = scores(row_block)
+        if of_rows is None:
+            return None
+        by_head = row_block.tile.by_head(of_rows)[..., 0].double()
+        return (by_head.masked_fill(~row_block.visibility.counted_rows, -torch.inf).amax(-1),)
 
-def _largest_or_nan(largest: Float[Tensor, "batch heads"]) -> Float[Tensor, "batch heads"]:
-    """Return largest scores, with NaN in place of -inf for heads without rows."""
-    return largest.masked_fill(largest == -torch.inf, torch.nan)
+    def value(largest: Float[Tensor, "batch heads"]) -> Float[Tensor, "batch heads"]:
+        return largest.masked_fill(largest == -torch.inf, torch.nan)
 
-
-def _max_logit(name: str, contribute: Callable[[RowBlock], Sums | None]) -> Statistic:
-    """Return the definition of a statistic called `name`: the largest of the numbers that `contribute` returns."""
-    return Statistic(name, "logit", contribute, _largest_or_nan, merge=torch.maximum, start=-torch.inf, is_largest=True)
+    return Statistic(name, "logit", contribute, value, merge=torch.maximum, start=-torch.inf, is_largest=True)
 
 
 def _received_sums(row_block: RowBlock) -> Sums:
@@ -148,7 +168,11 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
         MeanOfRows("confidence", "share", lambda row_block: row_block.largest_weight),
         # max of A_ij over keys j that are not special tokens, 0 without any (Voita et al. 2019, section 4, without the
         # end of the sentence)
-        MeanOfRows("confidence_content", "share", _confidence_content),
+        MeanOfRows(
+            "confidence_content",
+            "share",
+            lambda row_block: None if row_block.visibility.is_special is None else row_block.largest_content_weight,
+        ),
         # sum_j A_ij |p_i - p_j|
         MeanOfRows("distance", "tokens", lambda row_block: row_block.distance),
         # A[i, p_i], A[i, p_i - 1], A[i, p_i + 1]
@@ -158,7 +182,11 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
         # on the first token, the attention sink of most decoders (Xiao et al. 2023)
         MeanOfRows("first", "share", lambda row_block: row_block.weight_on_first),
         # on special tokens (Clark et al. 2019, section 3.2)
-        MeanOfRows("special", "share", _special),
+        MeanOfRows(
+            "special",
+            "share",
+            lambda row_block: None if row_block.visibility.is_special is None else row_block.feature_sums["special"],
+        ),
         # on earlier copies of the query's token, and on the tokens after them (Olsson et al. 2022)
         _weight_after_copies("duplicate", 0),
         _weight_after_copies("induction", 1),
@@ -166,10 +194,14 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
         Statistic("received", "share", _received_sums, _largest_received, is_per_key=True),
         # max_ij of the score of key j for query i: as it enters the softmax, and before a softcap and without the bias
         # (Kimi Team 2025, section 2.1; Zhai et al. 2023)
-        _max_logit("max_logit", _largest_scores),
-        _max_logit("max_logit_uncapped", _largest_uncapped_scores),
+        _max_logit("max_logit", lambda row_block: row_block.largest_score),
+        _max_logit("max_logit_uncapped", lambda row_block: row_block.largest_uncapped_score),
         # |A_i V|, and |A_i V W|, W the head's slice of the output projection
-        MeanOfRows("output_norm", "norm", _output_norm),
+        MeanOfRows(
+            "output_norm",
+            "norm",
+            lambda row_block: None if row_block.out is None else row_block.tile.by_head(row_block.out).norm(dim=-1),
+        ),
         MeanOfRows("written_norm", "norm", _written_norm),
     )
 }

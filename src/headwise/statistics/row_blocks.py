@@ -34,8 +34,7 @@ def row_blocks_of_problem(
     out: Float[Tensor, "batch heads queries value_dim"] | None = None,
 ) -> Iterator[RowBlock]:
     """Compute the attention weights of a problem and yield them in row blocks, each with some of the query rows for all
-    heads and all keys. The weights are computed one row block at a time, so the whole matrix is never stored. If
-    `with_output` is True or `out` is passed, each row block also contains the head outputs of its rows.
+    heads and all keys. The weights are computed one row block at a time, so the whole matrix is never stored.
 
     Args:
         problem: the attention call.
@@ -70,8 +69,7 @@ def row_blocks_of_weights(
     scores: tuple[Scores | None, Scores | None] = (None, None),
 ) -> Iterator[RowBlock]:
     """Split existing attention weights into row blocks, each with some of the query rows for all heads and all keys,
-    and yield these. Each row block also contains the head outputs of its rows: taken from `out`, or computed from
-    `values` if `with_output` is True.
+    and yield these.
 
     Args:
         weights: the weights.

@@ -1,21 +1,100 @@
-"""Sums of every statistic over the row blocks of one attention call, or of calls that continue its sequences."""
+"""Sums of every statistic over the row blocks of one attention call, or of calls that continue its sequences, and the
+interface of further sums, which a tally adds up in addition.
+"""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.attention.backends.blockwise.call_context import CallContext, TileVisibility
 from headwise.attention.backends.blockwise.row_block import RowBlock
-from headwise.attention.backends.blockwise.visibility import TileVisibility
+from headwise.attention.masks.grid import Grid
 from headwise.shapes import Bool, Float, Int
-from headwise.statistics.further_sums import FurtherSums, MeasuredRows, Values
-from headwise.statistics.registry import STATISTICS
-from headwise.statistics.statistic import MeanOfRows, RowValues, Statistic, Sums
+from headwise.statistics.registry import STATISTICS, MeanOfRows, Statistic, Sums
 
 NOT_FINITE = ("entropy", "output_norm", "written_norm")
 """Statistics that are NaN or infinite in a query row whose attention weights or head output are."""
+
+HeadSlices = Float[Tensor, "heads value_dim width"]
+"""Slice of the output projection of each query head, in float32 at least: a head's output times its slice is its part
+of the projection's output, without the bias, which belongs to no head.
+"""
+
+Values = dict[str, tuple[Float[Tensor, "batch columns"], Bool[Tensor, "batch columns"]]]
+"""Numbers of each sequence by the name of a statistic, and True at those that are defined."""
+
+
+class MeasuredRows(NamedTuple):
+    """Statistics in some query rows of an attention call, one value for each row, before they are averaged.
+
+    Attributes:
+        names: names of the statistics.
+        values: value of each statistic in each row.
+        counted: True at the rows that the mean of a statistic includes.
+        sequences: slice of the batch axis.
+        heads: slice of the axis of query heads.
+        rows: the query rows, as indices into the queries of the call.
+    """
+
+    names: tuple[str, ...]
+    values: Float[Tensor, "means batch heads rows"]
+    counted: Bool[Tensor, "means #batch #heads rows"]
+    sequences: slice
+    heads: slice
+    rows: range
+
+
+@runtime_checkable
+class FurtherSums(Protocol):
+    """Sums over query rows of one attention call, or of calls that continue its sequences."""
+
+    @property
+    def needs_weights(self) -> bool:
+        """True if the sums need attention weights, and not only the statistics of each row."""
+
+    @property
+    def refused(self) -> str | None:
+        """Reason that the sums of the rows so far cannot be computed, as the result of `FurtherStatistics.start`; None
+        if they can.
+        """
+
+    def add(self, measured: MeasuredRows, row_block: RowBlock | None) -> None:
+        """Add some query rows, in place; `row_block` has their attention weights, or is None if they are not needed."""
+
+    def merge(self, other: Any) -> None:
+        """Add the sums of other query rows of the same sequences, in place."""
+
+    def values(self) -> Values:
+        """Return the numbers of each sequence that follow from the sums, by the name of a statistic."""
+
+
+@runtime_checkable
+class FurtherStatistics(Protocol):
+    """Statistics that are computed from sums in addition to those of a tally."""
+
+    @property
+    def measured(self) -> frozenset[str] | None:
+        """Names of the statistics of `STATISTICS` that the tally computes; None for all."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the further statistics."""
+
+    @property
+    def unconfirmed(self) -> str | None:
+        """Reason for modules whose output projection was not seen to map the outputs of their heads; None if the
+        statistics do not need the projection.
+        """
+
+    def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> FurtherSums | str:
+        """Return empty sums for an attention call, or the reason that they cannot be computed for its module: the start
+        of a sentence that ends with module paths. The `slices` of the output projection are None if it is unknown, or
+        if the statistics do not need them.
+        """
 
 
 @dataclass
@@ -48,11 +127,14 @@ class Tally:
         if self.gram is not None:
             row_block = replace(row_block, gram=self.gram)
         grid, (sequences, heads) = row_block.grid, row_block.sequences_and_heads
-        left_out = self._left_out(row_block.call_context.left_out)
-        measured = _measured(row_block, left_out)
-        names, counted = tuple(measured), _counted_rows(row_block.visibility, tuple(measured))
-        values = torch.stack(list(measured.values()))
-        rows = MeasuredRows(names, values, counted, sequences, heads, row_block.rows)
+        left_out: Collection[str] = row_block.call_context.left_out
+        if self.measured is not None:
+            left_out = {*left_out, *(STATISTICS.keys() - self.measured)}
+        means = [each for each in STATISTICS.values() if isinstance(each, MeanOfRows) and each.name not in left_out]
+        measured = {each.name: each.measure(row_block) for each in means}
+        known = {name: values for name, values in measured.items() if values is not None}
+        counted = _counted_rows(row_block.visibility, tuple(known))
+        rows = MeasuredRows(tuple(known), torch.stack(list(known.values())), counted, sequences, heads, row_block.rows)
         if self.further is not None:
             self.further.add(rows, row_block)
         self.add_rows(rows, grid.batch, grid.heads)
@@ -68,9 +150,16 @@ class Tally:
                 total[sequences, heads] = statistic.merge(total[sequences, heads], part)
 
     def add_rows(self, rows: MeasuredRows, batch: int, heads: int) -> None:
-        """Add the sums of the means over query rows, of a call with `batch` sequences and `heads` heads, in place."""
-        self.nonfinite_rows = self.nonfinite_rows + _nonfinite_rows(rows)
-        sums = _sums_of_means(rows.values, rows.counted)
+        """Add the sums of the means over query rows, of a call with `batch` sequences and `heads` heads, in place.
+
+        All means are summed at once: a few operations for each would cost as much as the attention products. Sums are
+        in float64, since thousands of rows in float32 would lose the digits in which heads differ.
+        """
+        indicators = [index for index, name in enumerate(rows.names) if name in NOT_FINITE]
+        is_finite = rows.values[indicators].sum(0).isfinite()
+        self.nonfinite_rows = self.nonfinite_rows + (~is_finite & rows.counted[indicators].any(0)).sum()
+        sums = rows.values.double().masked_fill(~rows.counted, 0.0).sum(-1)
+        sums = torch.stack([sums, rows.counted.sum(-1).double().expand_as(sums)])
         if self.row_sums is None:
             self.mean_names, self.row_sums = rows.names, sums.new_zeros(*sums.shape[:2], batch, heads)
         self.row_sums[:, :, rows.sequences, rows.heads] += sums
@@ -140,12 +229,6 @@ class Tally:
         has_rows = torch.stack(list(counts.values())).amax(0) > 0
         return {name: counts[name] > 0 if name in counts else has_rows for name in self.means()}
 
-    def _left_out(self, left_out: Collection[str]) -> Collection[str]:
-        """Return the names of the statistics that are not computed: those in `left_out`, and those that are not in
-        `measured`.
-        """
-        return left_out if self.measured is None else {*left_out, *(STATISTICS.keys() - self.measured)}
-
 
 def _other_statistics(left_out: Collection[str] = ()) -> Iterator[Statistic]:
     """Yield the definitions of all statistics that are not means over query rows, except those in `left_out`."""
@@ -165,38 +248,6 @@ def _of_same_keys(statistic: Statistic, *first_tokens_and_sums: tuple[int, Tenso
         F.pad(part, (first - start, stop - first - part.shape[-1]), value=statistic.start)
         for first, part in first_tokens_and_sums
     ]
-
-
-def _measured(row_block: RowBlock, left_out: Collection[str]) -> dict[str, RowValues]:
-    """Return the values of each query row in a row block, by the name of each statistic that is a mean over query rows
-    and has values there, except those in `left_out`.
-    """
-    means = [each for each in STATISTICS.values() if isinstance(each, MeanOfRows) and each.name not in left_out]
-    measured = {each.name: each.measure(row_block) for each in means}
-    return {name: values for name, values in measured.items() if values is not None}
-
-
-def _sums_of_means(
-    values: Float[Tensor, "means batch heads rows"], counted: Bool[Tensor, "means #batch #heads rows"]
-) -> Float[Tensor, "sum_and_count means batch heads"]:
-    """Return a tensor `(2, means, batch, heads)` with the sum of each statistic over the query rows at which
-    `counted` is True, and the number of rows in this sum.
-
-    All means are summed at once: a few operations for each would cost as much as the attention products. Sums are in
-    float64, since thousands of rows in float32 would lose the digits in which heads differ.
-    """
-    sums = values.double().masked_fill(~counted, 0.0).sum(-1)
-    return torch.stack([sums, counted.sum(-1).double().expand_as(sums)])
-
-
-def _nonfinite_rows(rows: MeasuredRows) -> Int[Tensor, ""]:
-    """Return the number of counted query rows, over all sequences and heads, whose attention weights or head output are
-    NaN or infinite. They are recognised by the entropy of the weights, and by the norms of the output and of its
-    projection.
-    """
-    indicators = [index for index, name in enumerate(rows.names) if name in NOT_FINITE]
-    is_finite = rows.values[indicators].sum(0).isfinite()
-    return (~is_finite & rows.counted[indicators].any(0)).sum()
 
 
 def _counted_rows(visibility: TileVisibility, names: tuple[str, ...]) -> Bool[Tensor, "means #batch #heads rows"]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.attention.caches.base import Cache
-from headwise.attention.caches.dynamic import DynamicCache
+from headwise.attention.caches.growing import DynamicCache
 from headwise.attention.masks.factories import causal, dense
 from headwise.attention.rotary import Rotary
 from headwise.nn.multihead import MultiHeadAttention

@@ -299,24 +299,21 @@ def mask_arguments(
         # Torch converts a boolean mask to the dtype of q, so axes that repeat must not be expanded.
         allowed = None if allowed is None else unexpanded(allowed)
         bias = None if bias is None else bias.to(problem.q.dtype)  # other kernels need the dtype of q
-    elif bias is not None and not _reads_bias(problem):
+    elif bias is not None and not (
+        bias.dtype == problem.q.dtype
+        and not isinstance(problem.scale, Tensor)
+        and not _needs_lse(problem)
+        and not keeps_matrix(problem)
+        and not records_program()
+    ):
+        # The kernel for the CPU reads a bias in the dtype of the queries. Where torch keeps the whole matrix, it would
+        # round scores to this dtype instead. Recorded programs are the same with and without gradients.
         bias = bias.to(problem.score_dtype)
     if bias is None and allowed is None and _has_few_keys(problem):
         allowed = problem.q.new_ones(1, 1, 1, grid.keys, dtype=torch.bool)
     if bias is None or allowed is None:
         return (allowed if bias is None else bias), False
     return bias.masked_fill(~allowed, -torch.inf), False
-
-
-def _reads_bias(problem: Problem) -> bool:
-    """Return True if torch's kernel for the CPU reads a bias in its dtype, that of the queries. Where torch keeps the
-    whole matrix instead, it would round the scores to this dtype. False in recorded programs, which are the same with
-    and without gradients.
-    """
-    assert problem.bias is not None
-    if isinstance(problem.scale, Tensor) or _needs_lse(problem) or keeps_matrix(problem) or records_program():
-        return False
-    return problem.bias.dtype == problem.q.dtype
 
 
 def _as_rows(

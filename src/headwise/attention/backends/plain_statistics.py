@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.attention.backends.reference import attention_weights, grouped_matmul, log_sum_exp
 from headwise.attention.masks.grid import Grid
-from headwise.attention.masks.in_ranges import InRanges
+from headwise.attention.masks.kinds import mask_of_keys
 from headwise.attention.problem import score_dtype
 from headwise.shapes import Bool, Float, Int
 
@@ -91,7 +91,7 @@ def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
     batch, heads, queries, _ = call.q.shape
     keys = call.k.shape[2]
     out = call.q.new_empty(batch, queries, heads, call.v.shape[3]).transpose(1, 2)
-    dtype = score_dtype(call.q)
+    dtype, sinks = score_dtype(call.q), None if call.sinks is None else call.sinks[:, None]
     lse = call.q.new_empty(batch, heads, queries, dtype=dtype)
     rows = lse.new_empty(len(ROWS), batch, heads, queries)
     received = lse.new_zeros(batch, heads, keys, dtype=torch.float64)
@@ -100,10 +100,10 @@ def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
     for start in range(0, queries, step):
         part = slice(start, start + step)
         uncapped, scores = _scores(call, part)
-        weights = attention_weights(scores, _column(call.sinks))
+        weights = attention_weights(scores, sinks)
         of_rows = grouped_matmul(weights, call.v.to(dtype))
         out[:, :, part] = of_rows.to(out.dtype)
-        lse[:, :, part] = log_sum_exp(scores, _column(call.sinks))
+        lse[:, :, part] = log_sum_exp(scores, sinks)
         rows[:-3, :, :, part] = _numbers(call, part, weights, scores, uncapped)
         rows[-3:-1, :, :, part] = output_norms(of_rows, call.gram)
         visible = scores != -torch.inf
@@ -138,14 +138,12 @@ def _scores(
     uncapped = products if call.head_scale is None else products * call.head_scale[:, None, None]
     scores = call.softcap * torch.tanh(uncapped / call.softcap) if call.softcap else uncapped
     visible = torch.ones_like(scores, dtype=torch.bool)
-    if call.ranges is not None:
+    mask = mask_of_keys(call.ranges, call.dense)
+    if mask is not None:
         batch, heads, queries, keys = *call.q.shape[:3], call.k.shape[2]
-        grid = Grid(batch, heads, queries, keys, call.q.device)
-        visible &= InRanges(call.ranges).block(grid, range(queries)[part])
-    if call.dense is not None:
-        visible &= _rows_of(call.dense, part)
+        visible &= mask.block(Grid(batch, heads, queries, keys, call.q.device), range(queries)[part])
     if call.bias is not None:
-        bias = _rows_of(call.bias, part)
+        bias = call.bias if call.bias.shape[2] == 1 else call.bias[:, :, part]
         visible &= bias != -torch.inf
         scores = scores + bias
     return uncapped.where(visible, -torch.inf), scores.where(visible, -torch.inf)
@@ -180,13 +178,3 @@ def _numbers(
         uncapped.amax(-1) if call.softcap else torch.full_like(content, -torch.inf),
     )
     return torch.stack(numbers)
-
-
-def _rows_of(matrix: Tensor, part: slice) -> Tensor:
-    """Return some rows of a mask or bias, which may be the same for all rows."""
-    return matrix if matrix.shape[2] == 1 else matrix[:, :, part]
-
-
-def _column(sinks: Float[Tensor, " heads"] | None) -> Float[Tensor, "heads 1"] | None:
-    """Return sink logits with an axis for the keys."""
-    return None if sinks is None else sinks[:, None]

@@ -9,38 +9,14 @@ from torch import Tensor
 from headwise.shapes import Float
 
 
-def sinks_gradient(
-    deltas: Float[Tensor, "batch heads queries"],
-    lse_gradient: Float[Tensor, "batch heads queries"] | None,
-    lse: Float[Tensor, "batch heads queries"],
-    shifts: Float[Tensor, "batch heads queries"],
-    inverse_sums: Float[Tensor, "batch heads queries"],
-    sinks: Float[Tensor, " heads"],
-) -> Float[Tensor, " heads"]:
-    """Return the gradient of the sink logits. The weight of a sink takes its share from the output, whose value it
-    lacks, and adds to the log-sum-exp. Differentiating the result raises `RuntimeError`.
+class SinksGradient(torch.autograd.Function):
+    """Gradient of the sink logits. The weight of a sink takes its share from the output, whose value it lacks, and adds
+    to the log-sum-exp.
 
     The rounding error of a log-sum-exp would be one of the weight, so shifts and sums are used. Where the inverse of
     the sum is tiny, the sink has all weight of the row, and the log-sum-exp equals its logit.
 
-    Args:
-        deltas: product of the output and its gradient, for each row. The output must not be rounded to half precision:
-            its rounding error would be one of this gradient.
-        lse_gradient: gradient of the log-sum-exp; None for 0.
-        lse: log-sum-exp, with the sinks.
-        shifts: number that was subtracted from the scores of a row, in units of ln 2.
-        inverse_sums: inverse of the sum of 2 to the power of each shifted score of a row, the sink's included.
-        sinks: sink logit of each head.
-    """
-    gradient: Tensor = _SinksGradient.apply(  # type: ignore[no-untyped-call]
-        deltas, lse_gradient, lse, shifts, inverse_sums, sinks
-    )
-    return gradient
-
-
-class _SinksGradient(torch.autograd.Function):
-    """The gradient of the sink logits, as an autograd function. Its own gradient would lack what shifts and sums depend
-    on, so it raises `RuntimeError`.
+    It is an autograd function since its own gradient would lack what shifts and sums depend on.
     """
 
     @staticmethod
@@ -52,7 +28,17 @@ class _SinksGradient(torch.autograd.Function):
         inverse_sums: Float[Tensor, "batch heads queries"],
         sinks: Float[Tensor, " heads"],
     ) -> Float[Tensor, " heads"]:
-        """Compute the gradient from the arguments of `sinks_gradient`."""
+        """Return the gradient.
+
+        Args:
+            deltas: product of the output and its gradient, for each row. The output must not be rounded to half
+                precision: its rounding error would be one of this gradient.
+            lse_gradient: gradient of the log-sum-exp; None for 0.
+            lse: log-sum-exp, with the sinks.
+            shifts: number that was subtracted from the scores of a row, in units of ln 2.
+            inverse_sums: inverse of the sum of 2 to the power of each shifted score of a row, the sink's included.
+            sinks: sink logit of each head.
+        """
         upstream = -deltas.double() if lse_gradient is None else lse_gradient.double() - deltas
         inverse = inverse_sums.double()
         log_sum = torch.where(inverse > 1e-30, (shifts.double() - inverse.log2()) * math.log(2), lse)

@@ -1,4 +1,6 @@
-"""Shared base of the caches that append tokens as they come, with the same number for every sequence."""
+"""Caches that append tokens as they come, with the same number for every sequence: all tokens, or the last and the
+first ones.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.attention.caches.base import Cache, CachedTensors, first_tokens, reordered, require_same_batch
-from headwise.checks import has_values
+from headwise.attention.caches.base import (
+    Cache,
+    CachedTensors,
+    CacheUpdate,
+    first_tokens,
+    reordered,
+    require_same_batch,
+)
+from headwise.attention.masks import factories as masks
+from headwise.checks import has_values, whole_number
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -74,7 +84,11 @@ class GrowingCache(Cache):
         stored_length = self.tensors[0].shape[2]
         length = stored_length + new[0].shape[2]
         buffers = self.buffers
-        if buffers is None or buffers[0].shape[2] < length or not _are_writable(buffers):
+        # Outside of inference mode, torch refuses to write to what was made in it.
+        is_writable = buffers is not None and (
+            torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in buffers)
+        )
+        if buffers is None or buffers[0].shape[2] < length or not is_writable:
             buffers = tuple(_copy_with_spare_memory(tensor, length) for tensor in self.tensors)
         for buffer, tensor in zip(buffers, new, strict=True):
             buffer.narrow(2, stored_length, tensor.shape[2]).copy_(tensor)
@@ -86,6 +100,110 @@ class GrowingCache(Cache):
         """
         tensors = None if self.tensors is None else tuple(tensor.clone() for tensor in self.tensors)
         return vars(self) | {"tensors": tensors, "buffers": None}
+
+
+class DynamicCache(GrowingCache):
+    """Cache that stores every token; its memory grows with the text."""
+
+    reads_positions = False
+
+    def prepare_update(
+        self, new: CachedTensors, positions: Int[Tensor, "#batch new"] | None, *, full_capacity: bool = False
+    ) -> CacheUpdate:
+        """Return the tensors of all stored tokens followed by the new ones, and the number of tokens per sequence, new
+        ones included, as a `CacheUpdate`. The arguments `positions` and `full_capacity` are ignored.
+        """
+        tensors, buffers = self._append(new)
+        return CacheUpdate(tensors, None, tensors[0].shape[2], buffers)
+
+    def commit(self, update: CacheUpdate) -> None:
+        """Make the tokens of an update, stored and new, the content of the cache."""
+        self.tensors, self.buffers, self.token_count = update.tensors, update.buffers, update.token_counts
+
+    def crop(self, length: int) -> None:
+        """Remove all but the first `length` tokens of each sequence."""
+        length = whole_number("length", length, least=0)
+        if self.tensors is not None and length < self.token_count:
+            self.tensors, self.token_count = first_tokens(length, self.tensors), length
+
+    def __repr__(self) -> str:
+        return f"DynamicCache({self.token_count} tokens)"
+
+
+class SlidingCache(GrowingCache):
+    """Cache whose memory stops growing: a query attends to the last `window` tokens, its own included, and to the first
+    `sinks` tokens of the text (attention sinks, Xiao et al. 2023). Tokens that no later query attends to are dropped.
+
+    A layer with this cache attends as under the mask `window(window) | causal() & prefix(sinks)`. The output is the
+    same for a whole text, for the text in pieces, and for one token at a time.
+
+    Args:
+        window: number of keys that each query attends to, its own among them.
+        sinks: number of tokens at the beginning of the text that every query attends to as well.
+
+    Raises:
+        InputError: a `window` below 1 or negative `sinks`.
+    """
+
+    def __init__(self, window: int, *, sinks: int = 0) -> None:
+        self.window = whole_number("window", window, least=1)
+        self.sinks = whole_number("sinks", sinks, least=0)
+        last_keys = masks.window(self.window)
+        self.mask = last_keys | masks.causal() & masks.prefix(self.sinks) if self.sinks else last_keys
+        super().__init__()
+
+    def prepare_update(
+        self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
+    ) -> CacheUpdate:
+        """Return the stored tokens (the first `sinks` tokens and the most recent ones) followed by the new ones, with
+        their positions (None if no token has been dropped), as a `CacheUpdate`. Only `commit` drops tokens.
+        `full_capacity` is ignored.
+        """
+        tensors, buffers = self._append(new)
+        token_count = self.token_count + positions.shape[1]
+        keys, key_positions = tensors[0].shape[2], None
+        if keys != token_count:  # tokens between the first and the last ones were dropped
+            sinks = torch.arange(self.sinks, device=positions.device)
+            last = torch.arange(token_count - keys + self.sinks, token_count, device=positions.device)
+            key_positions = torch.cat([sinks, last])[None]
+        return CacheUpdate(tensors, key_positions, token_count, buffers)
+
+    def commit(self, update: CacheUpdate) -> None:
+        """Store the first `sinks` and the last `window - 1` tokens of an update, and drop those between. The next query
+        attends to these and to its own key.
+        """
+        keys = update.tensors[0].shape[2]
+        sinks = min(self.sinks, keys)
+        dropped = max(keys - (self.window - 1) - sinks, 0)
+        tensors, buffers = update.tensors, update.buffers
+        if dropped and (buffers is None or dropped > keys - dropped):
+            tensors = tuple(torch.cat([each[:, :, :sinks], each[:, :, sinks + dropped :]], dim=2) for each in tensors)
+            buffers = None
+        elif dropped and buffers is not None:
+            if sinks:
+                for buffer in buffers:  # the window stays where it is, and the sinks overwrite dropped tokens
+                    buffer[:, :, dropped : dropped + sinks] = buffer[:, :, :sinks].clone()
+            buffers = tuple(buffer[:, :, dropped:] for buffer in buffers)
+            tensors = first_tokens(keys - dropped, buffers)
+        self.tensors, self.buffers, self.token_count = tensors, buffers, update.token_counts
+
+    def crop(self, length: int) -> None:
+        """Remove all but the first `length` tokens of each sequence. Raises `InputError` once the cache has dropped
+        tokens, unless `length` removes nothing.
+
+        Raises:
+            InputError: tokens before `length` have been dropped already.
+        """
+        length = whole_number("length", length, least=0)
+        if self.tensors is None or length >= self.token_count:
+            return
+        if self.tensors[0].shape[2] < self.token_count:
+            expected = f"{self.token_count} or more: a sliding cache has dropped what an earlier query would need"
+            raise InputError("length", expected=expected, got=length)
+        self.tensors, self.token_count = first_tokens(length, self.tensors), length
+
+    def __repr__(self) -> str:
+        return f"SlidingCache(window={self.window}, sinks={self.sinks}, {self.token_count} tokens seen)"
 
 
 def _require_same_kind(stored: CachedTensors, new: CachedTensors) -> None:
@@ -105,13 +223,6 @@ def _may_write_in_place(new: CachedTensors) -> bool:
     `torch.Tensor`, not of a subclass. Returns False while compiling, under `torch.func`, and for meta tensors.
     """
     return not torch.is_grad_enabled() and all(type(tensor) is Tensor and has_values(tensor) for tensor in new)
-
-
-def _are_writable(buffers: CachedTensors) -> bool:
-    """Return whether torch allows writing to the buffers: always in inference mode; outside of it, only if none of the
-    buffers was made in inference mode.
-    """
-    return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in buffers)
 
 
 def _copy_with_spare_memory(

@@ -1,7 +1,6 @@
 """Cache of fixed capacity, in which each sequence has its own length."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +63,15 @@ class StaticCache(Cache):
         batch, self.capacity = size_argument("batch", batch), size_argument("capacity", capacity)
         # The additional first slot receives padding and is never read. A token beyond the capacity has no slot, so
         # the index check of the device rejects it.
-        shapes = [(batch, heads, capacity + 1, width) for heads, width in _checked_sizes(tensor_sizes)]
+        expected = "a pair (heads, width) for each stored tensor"
+        pairs = [
+            pair_of("tensor_sizes", sizes, of=expected)
+            for sizes in collection_of("tensor_sizes", tensor_sizes, of="pairs")
+        ]
+        shapes = [
+            (batch, size_argument("tensor_sizes", heads), capacity + 1, size_argument("tensor_sizes", width))
+            for heads, width in pairs
+        ]
         dtype = float_dtype("dtype", dtype)
         self.slots = tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -142,10 +149,18 @@ class StaticCache(Cache):
         self._has_uncommitted_writes = True
         can_omit = self.can_omit_empty_slots
         span = _common_span(positions) if can_omit and positions.numel() else None
-        if span is not None and not full_capacity:
-            self._write_to(span, new)
-            return CacheUpdate(self._slots_of(range(span.stop)), None, span.stop)
-        token_counts = self._write(new, positions, span)
+        if span is not None:
+            for stored, tensor in zip(self._slots_of(span), new, strict=True):
+                stored.copy_(tensor)
+            if not full_capacity:
+                return CacheUpdate(self._slots_of(range(span.stop)), None, span.stop)
+            token_counts = self.lengths + positions.shape[1]
+        else:
+            slot_indices = positions + 1  # padding has position -1
+            sequence_indices = torch.arange(slot_indices.shape[0], device=slot_indices.device)[:, None]
+            for slots, tensor in zip(self.slots, new, strict=True):
+                slots.transpose(1, 2)[sequence_indices, slot_indices] = tensor.transpose(1, 2)
+            token_counts = self.lengths + (positions >= 0).sum(1)
         tensors = self.tensors if full_capacity or not can_omit else self._slots_of(range(int(token_counts.max())))
         slot_positions = torch.arange(tensors[0].shape[2], device=token_counts.device)
         key_positions = torch.where(slot_positions < token_counts[:, None], slot_positions, -1)
@@ -171,28 +186,6 @@ class StaticCache(Cache):
                     got="keys that require one",
                     remedy="call the layer under torch.no_grad(), or use a DynamicCache",
                 )
-
-    def _write(
-        self, new: CachedTensors, positions: Int[Tensor, "#batch new"], span: range | None
-    ) -> Int[Tensor, " batch"]:
-        """Write the new tokens into their slots, and return the length of each sequence including its new tokens. With
-        `span`, a range of positions, the new tokens of every sequence are written to these positions. Otherwise token
-        j of sequence b is written to the position `positions[b, j]`. Padding, which has position -1, is written to a
-        slot before position 0.
-        """
-        if span is not None:
-            self._write_to(span, new)
-            return self.lengths + positions.shape[1]
-        slot_indices = positions + 1  # padding has position -1
-        sequence_indices = torch.arange(slot_indices.shape[0], device=slot_indices.device)[:, None]
-        for slots, tensor in zip(self.slots, new, strict=True):
-            slots.transpose(1, 2)[sequence_indices, slot_indices] = tensor.transpose(1, 2)
-        return self.lengths + (positions >= 0).sum(1)
-
-    def _write_to(self, span: range, new: CachedTensors) -> None:
-        """Write the new tokens of every sequence to the positions in `span`."""
-        for stored, tensor in zip(self._slots_of(span), new, strict=True):
-            stored.copy_(tensor)
 
     def commit(self, update: CacheUpdate) -> None:
         """Set the length of each sequence to that of the update, so that its written tokens count as cached."""
@@ -263,15 +256,6 @@ def keep_addresses(tensors: Sequence[Tensor]) -> None:
 
     for tensor in tensors:
         torch._dynamo.mark_static_address(tensor, guard=False)
-
-
-def _checked_sizes(tensor_sizes: Any) -> list[tuple[int, int]]:
-    """Return the heads and width of each stored tensor as pairs of ints; raise `InputError` for anything else."""
-    expected = "a pair (heads, width) for each stored tensor"
-    pairs = [
-        pair_of("tensor_sizes", sizes, of=expected) for sizes in collection_of("tensor_sizes", tensor_sizes, of="pairs")
-    ]
-    return [(size_argument("tensor_sizes", heads), size_argument("tensor_sizes", width)) for heads, width in pairs]
 
 
 def _common_span(positions: Int[Tensor, "batch new"]) -> range | None:

@@ -1,32 +1,28 @@
-"""Base class of all masks, and their combinations with `&`, `|` and `~`.
+"""Base class of all masks, and the masks that consist of other masks: `&`, `|`, `~`, and one mask for each head.
 
 A mask is a rule, not a matrix. A backend evaluates it for the block of scores that it works on, so the whole matrix
 never exists. True means that the query attends to the key.
 
-Users call the functions in `factories.py`. The classes that those functions return are in the other modules of this
-package.
+Users call the functions in `factories.py`. The other masks are in `kinds.py`.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.grid import Coverage, Grid
+from headwise.attention.masks.grid import Coverage, Grid, Index
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
-
-Index = Int[Tensor, "..."]
-"""Indices of sequences, heads, query rows or keys."""
 
 
 class Mask(ABC):
     """Rule that states for each query the keys it attends to; it is evaluated for one block of scores at a time.
 
-    A new mask must define `allowed`, and `allows` for the backend `flex`. The other methods have defaults that are
-    correct for every mask.
+    A new mask must define the rule `allows`. The other methods have defaults that are correct for every mask.
 
     Attributes:
         depends_on_distance_only: True if the mask allows a query-key pair by the difference of their positions
@@ -36,20 +32,15 @@ class Mask(ABC):
     depends_on_distance_only: ClassVar[bool] = False
 
     @abstractmethod
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return a boolean tensor, True where a query attends to a key, for all query rows in `i` and keys in `j`.
-
-        A mask that goes by positions reads them from `grid.query_position(i)` and `grid.key_position(j)`.
-        """
-
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
-        """Return True where query row `i` attends to key `j` in sequence `b` and head `h`, for indices that broadcast,
-        or that are single numbers. FlexAttention compiles this rule into its kernel. Unlike `allowed`, it makes no
-        matrix for a batch or for heads.
+        """Return True where query row `i` attends to key `j` in sequence `b` and head `h`. The indices are those of a
+        block, of shapes `(batch, 1, 1, 1)`, `(heads, 1, 1)`, `(rows, 1)` and `(1, columns)`. Axes along which the mask
+        is constant may be missing in the result, or have size 1.
+
+        FlexAttention compiles the same rule into its kernel, with single numbers as indices.
+
+        A mask that goes by positions reads them from `grid.query_position(i, b)` and `grid.key_position(j, b)`.
         """
-        raise NotImplementedError
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some of the query-key pairs of a block. PARTIAL
@@ -89,10 +80,10 @@ class Mask(ABC):
     ) -> Bool[Tensor, "#batch #heads rows columns"]:
         """Return the mask as a boolean tensor for a range of query rows and of keys; by default for all of them."""
         self.check(grid)
-        i = _indices(rows, grid.queries, grid.device)[:, None]
-        j = _indices(columns, grid.keys, grid.device)[None, :]
-        allowed = self.allowed(grid, i, j)
-        return allowed[(None,) * (4 - allowed.ndim)].expand(-1, -1, i.shape[0], j.shape[1])
+        b, h = torch.arange(grid.batch, device=grid.device), torch.arange(grid.heads, device=grid.device)
+        i, j = _indices(rows, grid.queries, grid.device), _indices(columns, grid.keys, grid.device)
+        allowed = self.allows(grid, b[:, None, None, None], h[:, None, None], i[:, None], j[None, :])
+        return with_batch_and_heads(allowed).expand(-1, -1, i.shape[0], j.shape[0])
 
     def picture(self, grid: Grid | None = None) -> str:
         """Return the mask on a grid drawn as text with ■ (attends) and ·, one drawing for each sequence and head. If
@@ -121,16 +112,21 @@ class Mask(ABC):
             return repr(self)
 
     def __and__(self, other: "Mask") -> "Mask":
-        return And(self, other) if isinstance(other, Mask) else NotImplemented
+        return And((self, other)) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+        return Or((self, other)) if isinstance(other, Mask) else NotImplemented
 
     def __invert__(self) -> "Mask":
-        return Not(self)
+        return Not((self,))
 
     def __bool__(self) -> bool:
         raise InputError("mask", expected="&, | and ~ to combine masks", got="and, or, not, or a truth test")
+
+
+def with_batch_and_heads(allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "#batch #heads #rows #columns"]:
+    """Return the result of a rule with axes of size 1 in place of those that are missing."""
+    return allowed[(None,) * (4 - allowed.ndim)]
 
 
 def _indices(indices: range | None, count: int, device: torch.device) -> Int[Tensor, " indices"]:
@@ -144,40 +140,27 @@ def _indices(indices: range | None, count: int, device: torch.device) -> Int[Ten
 
 
 @dataclass(frozen=True)
-class _Combined(Mask):
-    """Base class of the masks made by `&`, `|` and `~`; their dataclass fields are the masks that they combine."""
+class OfParts(Mask):
+    """Base class of the masks that consist of other masks.
+
+    Attributes:
+        parts: the other masks.
+    """
+
+    parts: tuple[Mask, ...]
 
     @property
     def depends_on_distance_only(self) -> bool:  # type: ignore[override]
-        """True if all combined masks depend on the difference of query and key position alone."""
+        """True if all parts depend on the difference of query and key position alone."""
         return all(part.depends_on_distance_only for part in self.parts)
 
     @property
-    def parts(self) -> tuple[Mask, ...]:
-        """The masks that are combined: two for `&` and `|`, one for `~`."""
-        return tuple(getattr(self, field.name) for field in fields(self))
-
-    @property
     def stored_values(self) -> int:
-        """Number of matrix elements that the combined masks store together."""
         return sum(part.stored_values for part in self.parts)
 
-    def check(self, grid: Grid) -> None:
-        """Raise `InputError` when the sizes or device of one of the combined masks do not fit the score grid."""
-        for part in self.parts:
-            part.check(grid)
-
-    def for_sequence(self, index: int) -> Mask:
-        """Return the combined mask (made by `&`, `|` or `~`) of sequence `index` alone, for a grid whose batch is 1."""
-        return type(self)(*(part.for_sequence(index) for part in self.parts))
-
-    def for_head(self, index: int) -> Mask:
-        """Return the combined mask (made by `&`, `|` or `~`) of head `index` alone, for a grid with one head."""
-        return type(self)(*(part.for_head(index) for part in self.parts))
-
     def natural_grid(self) -> Grid:
-        """Return a grid with, for each axis, the largest size that any of the combined masks prescribes.
-        Its device is that of the first of these masks that is not on the CPU.
+        """Return a grid with, for each axis, the largest size that any of the parts prescribes. Its device is that of
+        the first of these that is not on the CPU.
         """
         grids = [part.natural_grid() for part in self.parts]
         batch, heads, queries, keys = (
@@ -186,95 +169,106 @@ class _Combined(Mask):
         device = next((grid.device for grid in grids if grid.device.type != "cpu"), torch.device("cpu"))
         return Grid(batch, heads, queries, keys, device)
 
+    def with_parts(self, change: Callable[[Mask], Mask]) -> Mask:
+        """Return the mask of the same kind whose parts are the results of `change` for the parts of this one."""
+        return type(self)(tuple(map(change, self.parts)))
 
-@dataclass(frozen=True)
-class And(_Combined):
-    """Mask `left & right`: a query attends to the keys that both masks allow."""
+    def check(self, grid: Grid) -> None:
+        for part in self.parts:
+            part.check(grid)
 
-    left: Mask
-    right: Mask
+    def for_sequence(self, index: int) -> Mask:
+        return self.with_parts(lambda part: part.for_sequence(index))
 
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return the boolean tensor of `left & right`: True where both of these masks let a query row in `i` attend to
-        a key in `j`.
-        """
-        return self.left.allowed(grid, i, j) & self.right.allowed(grid, i, j)
+    def for_head(self, index: int) -> Mask:
+        return self.with_parts(lambda part: part.for_head(index))
+
+
+class And(OfParts):
+    """Mask `left & right`: a query attends to the keys that both parts allow."""
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
-        return self.left.allows(grid, b, h, i, j) & self.right.allows(grid, b, h, i, j)
+        left, right = self.parts
+        return left.allows(grid, b, h, i, j) & right.allows(grid, b, h, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return the coverage of a block by `left & right` from the coverages by `left` and by `right`: EMPTY (no
-        query-key pair is allowed) if at least one of the two is EMPTY, FULL (all pairs are allowed) if both are FULL,
-        otherwise PARTIAL.
-        """
+        """Return EMPTY if a part allows no query-key pair of a block, FULL if both allow all, otherwise PARTIAL."""
         coverages = {part.coverage(grid, rows, columns) for part in self.parts}
         if Coverage.EMPTY in coverages:
             return Coverage.EMPTY
         return Coverage.FULL if coverages == {Coverage.FULL} else Coverage.PARTIAL
 
     def __repr__(self) -> str:
-        return f"({self.left!r} & {self.right!r})"
+        return f"({' & '.join(map(repr, self.parts))})"
 
 
-@dataclass(frozen=True)
-class Or(_Combined):
-    """Mask `left | right`: a query attends to the keys that at least one mask allows."""
-
-    left: Mask
-    right: Mask
-
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return the boolean tensor of `left | right`: True where at least one of these masks lets a query row in `i`
-        attend to a key in `j`.
-        """
-        return self.left.allowed(grid, i, j) | self.right.allowed(grid, i, j)
+class Or(OfParts):
+    """Mask `left | right`: a query attends to the keys that at least one part allows."""
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
-        return self.left.allows(grid, b, h, i, j) | self.right.allows(grid, b, h, i, j)
+        left, right = self.parts
+        return left.allows(grid, b, h, i, j) | right.allows(grid, b, h, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return the coverage of a block by `left | right` from the coverages by `left` and by `right`: FULL (all
-        query-key pairs are allowed) if at least one of the two is FULL, EMPTY (no pair is allowed) if both are EMPTY,
-        otherwise PARTIAL.
-        """
+        """Return FULL if a part allows all query-key pairs of a block, EMPTY if both allow none, otherwise PARTIAL."""
         coverages = {part.coverage(grid, rows, columns) for part in self.parts}
         if Coverage.FULL in coverages:
             return Coverage.FULL
         return Coverage.EMPTY if coverages == {Coverage.EMPTY} else Coverage.PARTIAL
 
     def __repr__(self) -> str:
-        return f"({self.left!r} | {self.right!r})"
+        return f"({' | '.join(map(repr, self.parts))})"
 
 
-@dataclass(frozen=True)
-class Not(_Combined):
-    """Mask `~mask`: a query attends to all keys except those that the mask allows."""
-
-    mask: Mask
-
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return the boolean tensor of `~mask`: True where `mask` does not let a query row in `i` attend to a key in
-        `j`.
-        """
-        return ~self.mask.allowed(grid, i, j)
+class Not(OfParts):
+    """Mask `~mask`: a query attends to all keys except those that its one part allows."""
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
-        return ~self.mask.allows(grid, b, h, i, j)
+        return ~self.parts[0].allows(grid, b, h, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return the coverage of a block by `~mask` from the coverage by `mask`: FULL (all query-key pairs are allowed)
-        if that is EMPTY (no pair is allowed), EMPTY if that is FULL, otherwise PARTIAL.
-        """
+        """Return FULL for a block of which the part allows no pair, EMPTY if it allows all, otherwise PARTIAL."""
         opposite = {Coverage.EMPTY: Coverage.FULL, Coverage.FULL: Coverage.EMPTY}
-        coverage = self.mask.coverage(grid, rows, columns)
+        coverage = self.parts[0].coverage(grid, rows, columns)
         return opposite.get(coverage, coverage)
 
     def __repr__(self) -> str:
-        return f"~{self.mask!r}"
+        return f"~{self.parts[0]!r}"
+
+
+class PerHead(OfParts):
+    """Mask with one part for each head: a query of head h attends to the keys that part h allows."""
+
+    depends_on_distance_only = False
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        one_head = replace(grid, heads=1)
+        masks = [self.for_head(head) for head in range(len(self.parts))]
+        if h.ndim:  # the heads of a block
+            allowed = [with_batch_and_heads(mask.allows(one_head, b, h[:1] * 0, i, j)) for mask in masks]
+            return torch.cat(torch.broadcast_tensors(*allowed), dim=1)  # type: ignore[no-untyped-call]
+        allows = masks[0].allows(one_head, b, h * 0, i, j) & (h == 0)
+        for head, mask in enumerate(masks[1:], start=1):
+            allows = allows | (mask.allows(one_head, b, h * 0, i, j) & (h == head))
+        return allows
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        """Return the coverage of a block (EMPTY, PARTIAL or FULL) if all heads have the same one, otherwise PARTIAL."""
+        coverages = {mask.coverage(grid, rows, columns) for mask in dict.fromkeys(self.parts)}
+        return coverages.pop() if len(coverages) == 1 else Coverage.PARTIAL
+
+    def check(self, grid: Grid) -> None:
+        """Raise `InputError` unless there is one mask for each head of the score grid, and each of them fits it."""
+        if len(self.parts) != grid.heads:
+            raise InputError("per_head(masks)", expected=f"one for each of {grid.heads} heads", got=len(self.parts))
+        super().check(replace(grid, heads=1))
+
+    def for_head(self, index: int) -> Mask:
+        own = index if len(self.parts) > 1 else 0  # one rule within the rule of a head
+        return self.parts[own].for_head(index)
+
+    def natural_grid(self) -> Grid:
+        return replace(super().natural_grid(), heads=len(self.parts))
+
+    def __repr__(self) -> str:
+        return f"per_head({list(self.parts)})"

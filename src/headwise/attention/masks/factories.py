@@ -16,12 +16,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.arbitrary import Dense, MaskRule
-from headwise.attention.masks.base import Mask
-from headwise.attention.masks.by_head import PerHead
-from headwise.attention.masks.by_position import Band, Chunked, Prefix
-from headwise.attention.masks.by_sequence import Padding, Segments, are_one_piece_each, extremes_of
+from headwise.attention.masks.base import Mask, PerHead
 from headwise.attention.masks.grid import with_four_axes
+from headwise.attention.masks.kinds import (
+    Band,
+    Chunked,
+    Dense,
+    MaskRule,
+    Padding,
+    Prefix,
+    Segments,
+    are_one_piece_each,
+    extremes_of,
+)
 from headwise.checks import may_read_once, whole_number, whole_numbers
 from headwise.errors import InputError
 from headwise.shapes import Int

@@ -1,4 +1,4 @@
-"""Score grid that a mask is evaluated on, and checks of tensors that have the shape of such a grid."""
+"""Score grid that a mask is evaluated on, its positions, and tensors that have the shape of such a grid."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -8,6 +8,9 @@ from torch import Tensor
 
 from headwise.errors import InputError
 from headwise.shapes import Int
+
+Index = Int[Tensor, "..."]
+"""Indices or positions of sequences, heads, query rows or keys: tensors that broadcast, or single numbers."""
 
 
 @dataclass(frozen=True)
@@ -48,29 +51,21 @@ class Grid:
         """
         return self.query_positions is None and self.key_positions is None
 
-    def query_position(self, i: Int[Tensor, "rows 1"]) -> Int[Tensor, "*#batch rows 1"]:
-        """Return the positions of the query rows in `i`: `(rows, 1)`, or `(batch, 1, rows, 1)` if they are explicit."""
+    def query_position(self, i: Index, b: Index | None = None) -> Index:
+        """Return the position of query row `i` in sequence `b`, for indices that broadcast or are single numbers. By
+        default return the positions of the rows `(1, rows)` in all sequences, `(#batch, rows)`.
+        """
         if self.query_positions is None:
             return i + self.offset
-        return self.query_positions[:, None, i[:, 0], None]
+        return self.query_positions[:, i[0]] if b is None else elements(self.query_positions, b, i)
 
-    def key_position(self, j: Int[Tensor, "1 columns"]) -> Int[Tensor, "*#batch 1 columns"]:
-        """Return the positions of the keys in `j`: `(1, columns)`, or `(batch, 1, 1, columns)` if they are explicit."""
+    def key_position(self, j: Index, b: Index | None = None) -> Index:
+        """Return the position of key `j` in sequence `b`, for indices that broadcast or are single numbers. By default
+        return the positions of the keys `(1, columns)` in all sequences, `(#batch, columns)`.
+        """
         if self.key_positions is None:
             return j
-        return self.key_positions[:, None, None, j[0]]
-
-    def position_of_query(self, b: Int[Tensor, "..."], i: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return the position of query row `i` in sequence `b`, for indices that broadcast or are single numbers."""
-        if self.query_positions is None:
-            return i + self.offset
-        return self.query_positions[b if len(self.query_positions) > 1 else b * 0, i]
-
-    def position_of_key(self, b: Int[Tensor, "..."], j: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return the position of key `j` in sequence `b`, for indices that broadcast or are single numbers."""
-        if self.key_positions is None:
-            return j
-        return self.key_positions[b if len(self.key_positions) > 1 else b * 0, j]
+        return self.key_positions[:, j[0]] if b is None else elements(self.key_positions, b, j)
 
 
 class Coverage(Enum):
@@ -84,12 +79,16 @@ class Coverage(Enum):
     FULL = "full"
 
 
+def elements(values: Tensor, *indices: Index | int) -> Tensor:
+    """Return the elements of a stored tensor at indices that broadcast or are single numbers, one for each axis. An
+    axis of size 1 repeats: its element stands for every index, and the result has no axis for it.
+    """
+    return values[tuple(n if size != 1 else 0 for n, size in zip(indices, values.shape, strict=True))]
+
+
 def with_four_axes(name: str, values: Tensor) -> Tensor:
     """Return a mask or bias as a tensor of four axes: `(queries, keys)` becomes `(1, 1, queries, keys)`, and four axes
-    stay unchanged. Raises `InputError` for another number of axes.
-
-    Raises:
-        InputError: another number of axes than 2 or 4; with 3 it would be unclear which axis is missing.
+    stay unchanged. Raises `InputError` for another number of axes; with 3 it would be unclear which axis is missing.
     """
     if values.ndim == 2:
         return values[None, None]

@@ -1,12 +1,15 @@
-"""The keys that each query attends to, as a few ranges of keys for each query, and a boolean matrix where a mask is no
-such ranges.
+"""Masks as ranges: the keys that each query attends to, as a few half-open ranges of keys for each query.
 
-Kernels read ranges instead of a matrix: a few numbers for each query, from which they also know which blocks of the
-score matrix they can leave out. A matrix is evaluated for some rows of queries at a time, so that a mask computed by a
-function needs little memory at any length.
+Causal masks, windows, prefixes, lengths, chunks and packed documents are one range of positions for each query, and so
+is what `&` makes of them. `causal() & (window(w) | prefix(4))` is two ranges. Kernels read ranges instead of a matrix:
+a few numbers for each query, from which they also know which blocks of the score matrix they can leave out.
+
+A mask that is no such ranges is a boolean matrix. It is evaluated for some rows of queries at a time, so that a mask
+computed by a function needs little memory at any length.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from typing import NamedTuple
 
@@ -14,24 +17,198 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.attention.masks.arbitrary import Dense
-from headwise.attention.masks.base import And, Mask, Not, Or
-from headwise.attention.masks.by_head import PerHead
-from headwise.attention.masks.by_position import MAX_DISTANCE, Band, Chunked, HasPosition, Prefix
+from headwise.attention.masks.base import And, Mask, Not, OfParts, PerHead
 from headwise.attention.masks.grid import Grid
-from headwise.attention.masks.position_ranges import (
-    MOST_RANGES,
-    Range,
-    Ranges,
-    at_most,
-    constant_range,
-    hull,
-    intersect,
-    position_ranges,
-    query_positions,
+from headwise.attention.masks.kinds import (
+    MAX_DISTANCE,
+    Band,
+    Chunked,
+    Dense,
+    HasPosition,
+    Padding,
+    Prefix,
+    Segments,
 )
 from headwise.checks import has_readable_values, has_values, known_to_be_true
 from headwise.shapes import Bool, Float, Int
+
+# -- ranges of positions -----------------------------------------------------------------------------------------------
+
+MOST_RANGES = 4
+"""Largest number of ranges for each query; masks that need more are evaluated as matrices."""
+
+Edges = Int[Tensor, "#batch #heads #queries"]
+
+
+class Range(NamedTuple):
+    """One range of positions or keys for each query: `start`, which is included, and `stop`, which is not. A range
+    whose stop is not above its start is empty.
+    """
+
+    start: Edges
+    stop: Edges
+
+
+Ranges = list[Range]
+"""Disjoint ranges, whose union a query attends to."""
+
+
+def position_ranges(mask: Mask, grid: Grid) -> Ranges | None:
+    """Return the key positions that a mask allows, as ranges for each query. Return None if the positions are unknown,
+    or if a query needs more than `MOST_RANGES` ranges. Keys at position -1, which do not exist, are in no range.
+    """
+    ranges = None
+    if isinstance(mask, Band):
+        ranges = _hull_of_band(mask, grid) if mask.dilation == 1 else None
+    elif isinstance(mask, Prefix):
+        ranges = [constant_range(0, mask.length, grid)]
+    elif isinstance(mask, HasPosition):
+        exists = query_positions(grid) >= 0
+        ranges = [Range(torch.zeros_like(exists, dtype=torch.long), exists * end_of_positions(grid))]
+    elif isinstance(mask, Chunked):
+        size = min(mask.size, MAX_DISTANCE)
+        chunk = query_positions(grid).div(size, rounding_mode="floor")
+        ranges = [Range(chunk * size, (chunk + 1) * size)]
+    elif isinstance(mask, Padding):
+        lengths = mask.lengths_on(grid.device)[:, None, None]
+        zeros, keys = torch.zeros_like(lengths), torch.full_like(lengths, grid.keys)
+        ranges = [Range(zeros, lengths) if mask.side == "right" else Range(keys - lengths, keys)]
+    elif isinstance(mask, Segments):
+        ranges = _hull_of_segments(mask, grid) if mask.is_one_piece_each else None
+    elif isinstance(mask, OfParts):
+        ranges = _ranges_of_parts(mask, grid)
+    return None if ranges is None else _few(within(ranges, grid))
+
+
+def hull(mask: Mask, grid: Grid) -> Ranges | None:
+    """Return ranges that contain all positions that a mask allows, and others, for masks that are no ranges themselves:
+    dilated windows, and documents that are, or may be, in several pieces. None for other masks.
+    """
+    if isinstance(mask, Band):
+        return within(_hull_of_band(mask, grid), grid)
+    if isinstance(mask, Segments) and mask.ids.shape[1] > 0:
+        return within(_hull_of_segments(mask, grid), grid)
+    return None
+
+
+def _ranges_of_parts(mask: OfParts, grid: Grid) -> Ranges | None:
+    """Return the ranges of a mask that consists of other masks; None if those of a part are unknown."""
+    if isinstance(mask, PerHead):
+        one_head = replace(grid, heads=1)
+        parts = [position_ranges(mask.for_head(head), one_head) for head in range(len(mask.parts))]
+    else:
+        parts = [position_ranges(part, grid) for part in mask.parts]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    if isinstance(mask, PerHead):
+        count = max(len(ranges) for ranges in known)
+        padded = [ranges + [constant_range(0, 0, grid)] * (count - len(ranges)) for ranges in known]
+        return [_stack_heads([ranges[number] for ranges in padded]) for number in range(count)]
+    if isinstance(mask, Not):
+        return _subtract([constant_range(0, end_of_positions(grid), grid)], known[0], grid)
+    if isinstance(mask, And):
+        return intersect(known[0], known[1], grid)
+    return known[0] + _subtract(known[1], known[0], grid)
+
+
+def _hull_of_band(mask: Band, grid: Grid) -> Ranges:
+    """Return the range from the first to the last position of a causal mask or a window."""
+    position = query_positions(grid)
+    ahead = min(mask.ahead * mask.dilation, MAX_DISTANCE)
+    if mask.width is None:
+        return [Range(torch.zeros_like(position), position + ahead + 1)]
+    return [Range(position - min((mask.width - 1) * mask.dilation, MAX_DISTANCE), position + ahead + 1)]
+
+
+def _hull_of_segments(mask: Segments, grid: Grid) -> Ranges:
+    """Return the range from the first to the last position of each query's document."""
+    ids = mask.ids_on(grid.device)
+    sorted_ids, order = ids.sort(dim=1, stable=True)
+    index = torch.arange(ids.shape[1], device=grid.device).expand_as(ids)
+    changes = sorted_ids.diff(dim=1) != 0
+    first = torch.where(F.pad(changes, (1, 0), value=True), index, 0).cummax(1).values
+    is_last = F.pad(changes, (0, 1), value=True)
+    last = torch.where(is_last, index, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+    edges = (torch.empty_like(order).scatter(1, order, order.gather(1, each)) for each in (first, last))
+    position = query_positions(grid)[:, 0]
+    batch = max(len(ids), len(position))
+    position = position.expand(batch, -1)
+    exists = (position >= 0) & (position < ids.shape[1])
+    position = position.clamp(0, ids.shape[1] - 1)
+    start, end = (each.expand(batch, -1).gather(1, position)[:, None] for each in edges)
+    return [Range(start, torch.where(exists[:, None], end + 1, 0))]
+
+
+def _stack_heads(ranges: Sequence[Range]) -> Range:
+    """Return one range with a head axis from the ranges of single heads."""
+    edges = [torch.broadcast_tensors(*each) for each in zip(*ranges, strict=True)]  # type: ignore[no-untyped-call]
+    start, stop = (torch.cat(list(each), 1) for each in edges)
+    return Range(*torch.broadcast_tensors(start, stop))  # type: ignore[no-untyped-call]
+
+
+def intersect(left: Ranges, right: Ranges, grid: Grid) -> Ranges:
+    """Return the ranges of what is in both unions of ranges."""
+    pairs = [(a, b) for a in left for b in right]
+    return within([Range(torch.maximum(a.start, b.start), torch.minimum(a.stop, b.stop)) for a, b in pairs], grid)
+
+
+def _subtract(ranges: Ranges, removed: Ranges, grid: Grid) -> Ranges:
+    """Return the ranges of what is in `ranges` and in none of `removed`."""
+    for hole in within(removed, grid):
+        before = [Range(each.start, torch.minimum(each.stop, hole.start)) for each in ranges]
+        after = [Range(torch.maximum(each.start, hole.stop), each.stop) for each in ranges]
+        # Without the second term, an empty hole would leave every range twice.
+        after = [
+            Range(each.start, torch.where(hole.stop > hole.start, each.stop, 0).expand_as(each.start + each.stop))
+            for each in after
+        ]
+        is_empty = hole.stop <= hole.start
+        before = [
+            Range(each.start, torch.where(is_empty, full.stop, each.stop))
+            for each, full in zip(before, ranges, strict=True)
+        ]
+        ranges = within(before + after, grid)
+    return ranges
+
+
+def within(ranges: Ranges, grid: Grid) -> Ranges:
+    """Return ranges cut to the positions of the grid, without those that are empty for every query, where that is
+    known.
+    """
+    end = end_of_positions(grid)
+    cut = [Range(each.start.clamp(0, end), each.stop.clamp(0, end)) for each in ranges]
+    if not all(has_readable_values(edge) for each in cut for edge in each):
+        return cut
+    return [each for each in cut if bool((each.stop > each.start).any())]
+
+
+def _few(ranges: Ranges) -> Ranges | None:
+    """Return the ranges if there are at most `MOST_RANGES` of them, otherwise None."""
+    return ranges if len(ranges) <= MOST_RANGES else None
+
+
+def end_of_positions(grid: Grid) -> int:
+    """Return a number above the positions of all keys of a grid, and not above the number of keys where key j is at
+    position j.
+    """
+    return grid.keys if grid.key_positions is None else MAX_DISTANCE
+
+
+def query_positions(grid: Grid) -> Edges:
+    """Return the position of each query, `(1 or batch, 1, queries)`."""
+    if grid.query_positions is not None:
+        return grid.query_positions[:, None].long()
+    return (torch.arange(grid.queries, device=grid.device) + grid.offset)[None, None]
+
+
+def constant_range(start: int, stop: int, grid: Grid) -> Range:
+    """Return the same range for every query, `(1, 1, 1)`."""
+    edges = (torch.full((1, 1, 1), min(edge, MAX_DISTANCE), device=grid.device) for edge in (start, stop))
+    return Range(*edges)
+
+
+# -- ranges of keys, and matrices --------------------------------------------------------------------------------------
 
 Ranges32 = Int[Tensor, "#batch #heads queries ranges 2"]
 Matrix = Bool[Tensor, "#batch #heads #queries #keys"]
@@ -94,10 +271,10 @@ class VisibleKeys:
         whether it is small is unknown, and the result is None.
         """
         grid, queries = self.grid, self.grid.queries
-        if self.stores_matrix or not _is_too_large(grid.batch * grid.heads * queries * grid.keys):
+        if self.stores_matrix or not known_to_be_true(grid.batch * grid.heads * queries * grid.keys > MATRIX_ELEMENTS):
             return None
         batch, heads, rows, keys = self.evaluate(range(min(2, queries)), None).shape
-        if rows == 1 or not _is_too_large(batch * heads * queries * keys):
+        if rows == 1 or not known_to_be_true(batch * heads * queries * keys > MATRIX_ELEMENTS):
             return None
         parts, stop, step = [], 0, ROW_STEP
         while stop < queries:
@@ -204,7 +381,7 @@ def _visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
         return VisibleKeys(None, (mask,), grid)
     ranges, others = _split(mask, grid)
     if ranges is not None and runs is not None:
-        ranges = at_most(MOST_RANGES, [_keys_at(each, run) for each in ranges for run in runs])
+        ranges = _few([_keys_at(each, run) for each in ranges for run in runs])
         others = (mask,) if ranges is None else others
     return VisibleKeys(None if ranges is None else _as_tensor(ranges, grid), others, grid)
 
@@ -282,11 +459,6 @@ def unexpanded(matrix: Matrix) -> Matrix:
     return matrix
 
 
-def _is_too_large(elements: int) -> bool:
-    """Return True if a matrix of so many elements is known to be too large to be evaluated at once."""
-    return known_to_be_true(elements > MATRIX_ELEMENTS)
-
-
 def _can_evaluate(grid: Grid) -> bool:
     """Return True if masks can be evaluated now: torch is neither compiling nor tracing."""
     return has_values(torch.empty(0, device=grid.device))
@@ -294,8 +466,86 @@ def _can_evaluate(grid: Grid) -> bool:
 
 def is_constant(mask: Mask) -> bool:
     """Return True if a mask is made of numbers alone, not of tensors, whose values may change, or functions."""
-    if isinstance(mask, And | Or | Not):
-        return all(is_constant(part) for part in mask.parts)
-    if isinstance(mask, PerHead):
-        return all(is_constant(part) for part in mask.masks)
+    if isinstance(mask, OfParts):
+        return all(map(is_constant, mask.parts))
     return isinstance(mask, Band | Prefix | Chunked)
+
+
+# -- ranges of keys that a matrix states -------------------------------------------------------------------------------
+
+HIDING = -1e30
+"""Largest number of an additive mask that hides a key by its size alone: next to another key it has the weight 0, and
+any attention score below 1e22 vanishes when it is added to such a number.
+"""
+
+ELEMENTS_AT_ONCE = 2**18
+"""Number of elements of a mask that are read at once, so that intermediate results stay in the cache."""
+
+
+class RunLengths(NamedTuple):
+    """A mask as ranges of keys, or the reason that it is not read as ranges.
+
+    Attributes:
+        ranges: starts and stops of the visible keys of each query, int32; None with a reason.
+        reason: what the mask is instead, in one sentence; None for ranges.
+    """
+
+    ranges: Int[Tensor, "#batch #heads #queries ranges 2"] | None
+    reason: str | None = None
+
+
+BIAS = RunLengths(None, "the mask adds other numbers to the scores than 0 and negative ones that hide keys")
+MANY_RANGES = RunLengths(None, f"the mask shows some query more than {MOST_RANGES} ranges of keys")
+FINITE_ROWS = RunLengths(None, "the mask hides all keys of a query by finite numbers, so the query attends uniformly")
+
+
+@torch.no_grad()
+def run_lengths(mask: Tensor, dtype: torch.dtype | None = None) -> RunLengths:
+    """Return a boolean mask (True: attends) or an additive mask as ranges of keys, at most `MOST_RANGES` for each
+    query. The ranges are exactly the visible keys. An additive mask is such ranges if it consists of 0, at visible
+    keys, and of -inf or numbers up to `HIDING`. Axes along which the mask repeats have size 1 in the result.
+
+    A row without a visible key is empty ranges. But if it has finite numbers, softmax is uniform over the keys with the
+    largest one, and the mask is not ranges.
+
+    Args:
+        mask: the mask.
+        dtype: dtype to which an additive mask is cast before it is read; by default its own.
+    """
+    for axis in range(3):
+        if mask.stride(axis) == 0:
+            mask = mask.narrow(axis, 0, 1)
+    rows = mask.flatten(0, 2)
+    at_once = max(1, ELEMENTS_AT_ONCE // max(1, rows.shape[1]))
+    tables, widest = [], 1
+    for part in torch.split(rows, at_once):
+        visible = part
+        if part.dtype != torch.bool:
+            added = part if dtype is None else part.to(dtype)
+            visible = added == 0
+            if not bool((visible | (added <= HIDING)).all()):
+                return BIAS
+            if bool((~visible.any(-1) & (added.amax(-1) > -torch.inf)).any()):
+                return FINITE_ROWS
+        table = _edges(visible)
+        if table is None:
+            return MANY_RANGES
+        tables.append(table)
+        widest = max(widest, int((table[:, 1::2] > 0).sum(1).max()))
+    ranges = torch.cat(tables)[:, : 2 * widest].int()
+    return RunLengths(ranges.reshape(*mask.shape[:3], widest, 2))
+
+
+def _edges(visible: Bool[Tensor, "rows keys"]) -> Int[Tensor, "rows edges"] | None:
+    """Return the starts and stops of the runs of True in each row, in order, followed by zeros; None if a row has more
+    than `MOST_RANGES` runs.
+    """
+    padded = F.pad(visible, (1, 1))
+    row, key = (padded[:, 1:] ^ padded[:, :-1]).nonzero(as_tuple=True)
+    counts = torch.bincount(row, minlength=len(visible))
+    if len(row) and int(counts.max()) > 2 * MOST_RANGES:
+        return None
+    number = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+    table = key.new_zeros(len(visible), 2 * MOST_RANGES)
+    table[row, number] = key
+    return table

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 from test_flex import OPTIONS
 
 import headwise as hw
-from headwise.attention.backends.gpu import block_mask
-from headwise.attention.backends.gpu.block_mask import block_mask_of, visible_blocks
-from headwise.attention.backends.gpu.flex_rules import visibility_rule
+from headwise.attention.backends.gpu import flex
+from headwise.attention.backends.gpu.flex import block_mask_of, visibility_rule, visible_blocks
 from headwise.attention.backends.gpu.spans import spans_of_keys, spans_of_rows
-from headwise.attention.masks.by_sequence import Padding
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import VisibleKeys, visible_keys
+from headwise.attention.masks.kinds import Padding
 from pretend_device import NoReads
 from strategies import masks
 from without_a_gpu import as_on_a_gpu
@@ -24,8 +23,9 @@ SAME = settings(max_examples=300, deadline=None, derandomize=True, suppress_heal
 
 
 def indices(*sizes: int) -> list[torch.Tensor]:
-    """Return the indices of every axis, as tensors that broadcast."""
-    return [torch.arange(size).view([-1 if axis == at else 1 for at in range(4)]) for axis, size in enumerate(sizes)]
+    """Return the indices of every axis of a block, as tensors that broadcast."""
+    shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (1, -1))
+    return [torch.arange(size).view(shape) for size, shape in zip(sizes, shapes, strict=True)]
 
 
 @SAME
@@ -50,7 +50,7 @@ def test_the_rule_for_pairs_is_that_of_the_matrix(data):
 
 def check_blocks(mask: hw.Mask, grid: Grid, matrix: torch.Tensor, monkeypatch, size: int) -> None:
     """Check that no visible key is in a block that is left out, and that full blocks hide nothing."""
-    monkeypatch.setattr(block_mask, "BLOCK", size)
+    monkeypatch.setattr(flex, "BLOCK", size)
     some, every = visible_blocks(visible_keys(mask, grid))
     padding = (0, -grid.keys % size, 0, -grid.queries % size)
     blocks = F.pad(matrix, padding).unflatten(3, (-1, size)).unflatten(2, (-1, size))
@@ -88,18 +88,14 @@ def test_blocks_are_found_without_reading_a_value(name, evaluates, monkeypatch):
     positions = [options[key][None] for key in ("query_positions", "key_positions") if key in options]
     grid = Grid(2, 4, 150, 200, torch.device("cpu"), *positions)
     mask = options["mask"]
-    monkeypatch.setattr(block_mask, "MOST_EVALUATED", 2**28 if evaluates else 0)
+    monkeypatch.setattr(flex, "MOST_EVALUATED", 2**28 if evaluates else 0)
     matrix = mask.block(grid).expand(2, 4, 150, 200)
     with monkeypatch.context() as patch:
         as_on_a_gpu(patch)
         with NoReads():
             found = block_mask_of(mask, grid)
     check_blocks(mask, grid, matrix, monkeypatch, 128)
-    indices = (
-        torch.arange(size).view([-1 if axis == at else 1 for at in range(4)])
-        for axis, size in enumerate((2, 4, 150, 200))
-    )
-    assert torch.equal(found.mask_mod(*indices).expand(2, 4, 150, 200), matrix)
+    assert torch.equal(found.mask_mod(*indices(2, 4, 150, 200)).expand(2, 4, 150, 200), matrix)
 
 
 def test_a_rule_reads_the_numbers_of_masks_on_the_device_of_the_kernel():
@@ -114,7 +110,7 @@ def test_a_rule_reads_the_numbers_of_masks_on_the_device_of_the_kernel():
 @pytest.mark.parametrize("shape", [(1, 1, 150, 1), (2, 1, 1, 200), (1, 4, 1, 1), (2, 4, 150, 200)])
 @pytest.mark.parametrize("at_once", [1, 2**24])
 def test_blocks_of_a_matrix_that_repeats_along_an_axis(shape, at_once, monkeypatch):
-    monkeypatch.setattr(block_mask, "EVALUATED_AT_ONCE", at_once)
+    monkeypatch.setattr(flex, "EVALUATED_AT_ONCE", at_once)
     mask, grid = hw.dense(torch.rand(shape) < 0.9), Grid(2, 4, 150, 200)
     for size in (16, 128):
         check_blocks(mask, grid, mask.block(grid).expand(2, 4, 150, 200), monkeypatch, size)

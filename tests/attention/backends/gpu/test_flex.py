@@ -208,15 +208,20 @@ def test_gradients_on_a_cpu_float64_and_transforms_are_refused():
 
 
 class OwnMask(hw.Mask):
-    """A mask of a user, without a rule for single pairs."""
+    """A mask of a user, which defines its rule alone."""
 
-    def allowed(self, grid, i, j):
-        return grid.key_position(j) <= grid.query_position(i)
+    def allows(self, grid, b, h, i, j):
+        return grid.key_position(j, b) <= grid.query_position(i, b)
 
 
-def test_a_mask_without_a_rule_for_pairs_is_refused():
-    reason = "the mask OwnMask does not define the method `allows`"
-    assert hw.why_not("flex", *tensors(), mask=hw.window(3) & ~OwnMask()) == reason
+@pytest.mark.parametrize("backend", ["flex", "fused", "blockwise", "reference", None])
+def test_a_mask_of_a_user_needs_its_rule_alone(uncompiled, backend):
+    with shapes_unchecked():
+        inputs = tensors()
+        ours, causal = (
+            hw.attend(*inputs, mask=hw.window(30) & mask, backend=backend) for mask in (OwnMask(), hw.causal())
+        )
+        torch.testing.assert_close(ours, causal, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", [hw.Flex("triton"), hw.Flex("flash")])

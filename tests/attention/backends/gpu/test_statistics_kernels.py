@@ -11,9 +11,9 @@ import torch
 
 import headwise as hw
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.backends.gpu import operator, statistics
+from headwise.attention.backends.gpu import statistics
 from headwise.attention.backends.gpu.spans import spans_of_keys, spans_of_rows
-from headwise.attention.backends.native import library
+from headwise.attention.backends.native import library, operators
 from headwise.attention.backends.plain_statistics import ROWS, SCHEMA, StatisticsCall, attend_statistics
 from headwise.attention.masks import key_ranges
 from headwise.attention.problem import Answer, Problem
@@ -101,12 +101,12 @@ def test_rows_without_a_key_are_0(given):
 
 
 def test_the_operator_works_under_the_compiler():
-    assert operator.why_not_registered() is None
+    assert statistics.why_not_registered() is None
     # The implementation for GPUs, registered for the CPU under another name.
     library_of_test = torch.library.Library("headwise_test", "FRAGMENT")
     library_of_test.define("attend_statistics" + SCHEMA)
-    library_of_test.impl("attend_statistics", operator.attend_statistics, "CPU")
-    torch.library.register_fake("headwise_test::attend_statistics", library.FAKES["attend_statistics"])
+    library_of_test.impl("attend_statistics", statistics.attend_statistics, "CPU")
+    torch.library.register_fake("headwise_test::attend_statistics", operators.FAKES["attend_statistics"])
     arguments = call(sinks=torch.randn(2))
     compiled = torch.compile(torch.ops.headwise_test.attend_statistics, fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(compiled(*arguments), attend_statistics(*arguments), strict=True):
@@ -115,7 +115,7 @@ def test_the_operator_works_under_the_compiler():
 
 
 def test_the_operator_is_registered_for_gpus():
-    assert operator.why_not_registered() is None
+    assert statistics.why_not_registered() is None
     assert torch._C._dispatch_has_kernel_for_dispatch_key("headwise::attend_statistics", "CUDA")
 
 

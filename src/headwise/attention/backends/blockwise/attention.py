@@ -15,19 +15,101 @@ A sink logit adds its power to l, and nothing to the output.
 (Dao et al. 2022, FlashAttention, appendix B, with the division deferred as in Rabe and Staats 2021.)
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.call_options import CallOptions
+from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.plan import BlockwisePlan
-from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile
-from headwise.attention.backends.sinks_gradient import sinks_gradient
+from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
+from headwise.attention.backends.blockwise.scores_bf16 import BFloat16Scores
+from headwise.attention.backends.blockwise.scores_fp32 import Float32Scores
+from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile, iterate_tiles
+from headwise.attention.backends.sinks_gradient import SinksGradient
+from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float
 
 PARTIAL_SUMS = 64
 """Number of bfloat16 sums into which a row is added before these are added in float32."""
+
+
+class Observation(NamedTuple):
+    """Function that observes a call while its scores are in cache, and the data of the call that row blocks contain.
+
+    Attributes:
+        observer: function that is called with the row block of each tile.
+        call_context: tokens and padding of the call.
+        grid: the score grid of the call.
+        values: the values of the call.
+    """
+
+    observer: Observer
+    call_context: CallContext
+    grid: Grid
+    values: Float[Tensor, "batch kv_heads keys value_dim"]
+
+
+class CallOptions(NamedTuple):
+    """Options of one blockwise attention call, and what the forward and the backward pass derive from them alike.
+
+    Attributes:
+        plan: the blocks to compute.
+        bfloat16_scores: True for scores in bfloat16, False for scores in the dtype of q.
+        scale: factor of the scores.
+        softcap: cap of the scores; None without.
+        bias_hides: True if the bias is -inf somewhere.
+        dropout: probability with which a weight is dropped.
+        threads: number of threads that tiles are made for.
+        seed: seed of the dropout.
+        observation: function that receives the weights of each tile, and facts about the call; None without.
+    """
+
+    plan: BlockwisePlan
+    bfloat16_scores: bool
+    scale: float
+    softcap: float | None
+    bias_hides: bool
+    dropout: float
+    threads: int
+    seed: int
+    observation: Observation | None
+
+    def prepare_scores(
+        self,
+        q: Tensor,
+        k: Tensor,
+        bias: Tensor | None,
+        pool: Pool,
+        shifts: Float[Tensor, "batch heads queries 1"],
+    ) -> BFloat16Scores | Float32Scores:
+        """Return the object that computes the scores of each tile (rectangle of the score matrix) and their gradient,
+        in bfloat16 or in the dtype of q. In the forward pass the object chooses one number for each query row,
+        subtracts it from the row's scores, and writes it to `shifts`. In the backward pass it reads the numbers from
+        `shifts`.
+        """
+        if self.bfloat16_scores:
+            return BFloat16Scores(q, k, self.scale, self.plan, pool, shifts)
+        options = (self.scale, self.softcap, self.bias_hides)
+        return Float32Scores(q, k, bias, *options, pool, shifts, finds_uncapped=self.observation is not None)
+
+    def tiles(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Tile]:
+        """Yield the tiles of the plan."""
+        return iterate_tiles(self.plan, q, k, bias if self.bias_hides else None, self.threads)
+
+    def dropout_factors(
+        self, number: int, tile: Tile, weights: Float[Tensor, "kv stacked columns"], pool: Pool
+    ) -> Float[Tensor, "kv stacked columns"] | None:
+        """Return one random factor for each weight of a tile, a rectangle of the score matrix: 0 with probability
+        `dropout`, otherwise 1 / (1 - dropout). None without dropout. The factors depend on the call's seed and on
+        `number`, the index of the tile, so they are the same in the forward and the backward pass.
+        """
+        if self.dropout == 0:
+            return None
+        generator = torch.Generator(weights.device).manual_seed(self.seed + number)
+        factors = pool.buffer("dropout", tile, weights)
+        return factors.bernoulli_(1 - self.dropout, generator=generator).div_(1 - self.dropout)
 
 
 class BlockwiseAttention(torch.autograd.Function):
@@ -54,35 +136,48 @@ class BlockwiseAttention(torch.autograd.Function):
         out = _empty_rows(q, v.shape[-1], options.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
         sums = torch.full_like(shifts, torch.inf)
-        pool, emitter = Pool(options.plan, q, k, options.threads), options.emitter
+        pool, observation = Pool(options.plan, q, k, options.threads), options.observation
+        value_dim, visibility, features = v.shape[-1], None, None
         scores = options.prepare_scores(q, k, bias, pool, shifts)
         for number, tile in enumerate(options.tiles(q, k, bias)):
             shifted = scores.shifted_scores(tile)
-            powers = torch.exp2(shifted, out=shifted if emitter is None else pool.buffer("powers", tile, shifted))
+            powers = torch.exp2(shifted, out=shifted if observation is None else pool.buffer("powers", tile, shifted))
             power_sum = _row_sums(powers)
             if tile.has_key is not None:
                 tile.by_head(power_sum).masked_fill_(~tile.has_key, torch.inf)
             normalizer = power_sum if sinks is None else power_sum + _sink_powers(tile, sinks, shifts)
             factors = options.dropout_factors(number, tile, powers, pool)
-            features = None
-            if emitter is not None and factors is None:
-                features = emitter.visibility(tile).stacked_key_features
+            if observation is not None:
+                visibility = observation.call_context.visibility(tile, observation.grid)
+                features = visibility.stacked_key_features if factors is None else None
             product = _times(tile, powers if factors is None else factors.mul_(powers), v, features)
-            if emitter is not None:
-                emitter.emit(
-                    tile,
-                    powers=powers,
-                    scores=shifted,
-                    power_sum=power_sum,
-                    normalizer=normalizer,
-                    largest_score=tile.stack_rows(shifts),
-                    largest_uncapped_score=scores.largest_uncapped,
-                    product=product,
-                    value_dim=v.shape[-1],
+            if observation is not None and visibility is not None:
+                uncapped = scores.largest_uncapped
+                observation.observer(
+                    RowBlock(
+                        tile=tile,
+                        grid=observation.grid,
+                        call_context=observation.call_context,
+                        visibility=visibility,
+                        powers=powers,
+                        power_score_sum=shifted.mul_(powers).sum(-1, keepdim=True),
+                        power_sum=power_sum,
+                        normalizer=normalizer,
+                        largest_power=1.0,
+                        largest_score=tile.stack_rows(shifts) / LOG2_E,
+                        largest_uncapped_score=None if uncapped is None else uncapped / LOG2_E,
+                        out=product[..., :value_dim] / normalizer,
+                        feature_products=product[..., value_dim:] if product.shape[-1] > value_dim else None,
+                        values=observation.values,
+                    )
                 )
-            tile.write(out, product[..., : v.shape[-1]].div_(normalizer))
+            tile.write(out, product[..., :value_dim].div_(normalizer))
             tile.write(sums, normalizer)
-        lse = None if options.bfloat16_scores else _log_sum_exp(shifts, sums, sinks)
+        if options.bfloat16_scores:
+            return out, None, shifts, sums
+        # An infinite sum marks a row without a visible key, or one whose scores are all far below the sink.
+        lse = ((sums.double().log2() + shifts.double()) / LOG2_E).to(shifts.dtype)[..., 0]
+        lse = torch.where(sums[..., 0] == torch.inf, -torch.inf if sinks is None else sinks.to(lse.dtype), lse)
         return out, lse, shifts, sums
 
     @staticmethod
@@ -111,7 +206,8 @@ class BlockwiseAttention(torch.autograd.Function):
         of_sinks = None
         if ctx.needs_input_grad[4]:
             deltas = (grad_out * out.to(sums.dtype)).sum(-1)
-            of_sinks = sinks_gradient(deltas, grad_lse, lse, shifts[..., 0], 1 / sums[..., 0], sinks[:, 0])[:, None]
+            of_rows = (deltas, grad_lse, lse, shifts[..., 0], 1 / sums[..., 0])
+            of_sinks = SinksGradient.apply(*of_rows, sinks[:, 0])[:, None]  # type: ignore[no-untyped-call]
         *of_qkv, of_bias = gradients
         return *of_qkv, None if of_bias is None else of_bias.to(bias.dtype), of_sinks, None
 
@@ -139,7 +235,10 @@ class BlockwiseBackward(torch.autograd.Function):
         the bias is None if it is not needed. The attention weights are not saved by the forward pass, so they are
         computed again, one tile (rectangle of the score matrix) at a time.
         """
-        upstream, delta = _divided_by_sums(grad_out, grad_lse, out, sums)
+        delta = (grad_out * out.to(sums.dtype)).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            delta = delta - grad_lse[..., None]
+        upstream, delta = torch.div(grad_out, sums, out=torch.empty_like(out)), delta / sums
         grad_q = _empty_rows(q, q.shape[-1], options.plan)
         # Keys last: the products that give these run a quarter faster so.
         grad_k, grad_v = (
@@ -208,37 +307,6 @@ def _sink_powers(
     shift = tile.stack_rows(shifts)
     logits = sinks[tile.heads, :, None].double() * LOG2_E - tile.by_head(shift).double()
     return logits.exp2_().to(shift.dtype).view_as(shift)
-
-
-def _log_sum_exp(
-    shifts: Float[Tensor, "batch heads queries 1"],
-    sums: Float[Tensor, "batch heads queries 1"],
-    sinks: Float[Tensor, "heads 1"] | None,
-) -> Float[Tensor, "batch heads queries"]:
-    """Return the log-sum-exp of each row in nats: `(log2(sum) + shift) * ln 2`, rounded once. The backend computes
-    scores divided by ln 2. A row's shift is the number that was subtracted from its scores, and its sum adds up
-    2^(score - shift) over its keys and its sink. An infinite sum marks a row in which the sink has all weight, or -inf
-    without sinks: there is no visible key, or all scores are far below the sink.
-    """
-    lse = ((sums.double().log2() + shifts.double()) / LOG2_E).to(shifts.dtype)[..., 0]
-    return torch.where(sums[..., 0] == torch.inf, -torch.inf if sinks is None else sinks.to(lse.dtype), lse)
-
-
-def _divided_by_sums(
-    grad_out: Float[Tensor, "batch heads queries value_dim"],
-    grad_lse: Float[Tensor, "batch heads queries"] | None,
-    out: Float[Tensor, "batch heads queries value_dim"],
-    sums: Float[Tensor, "batch heads queries 1"],
-) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries 1"]]:
-    """Return two tensors for the backward pass: `grad_out` divided by each row's number in `sums` (its sum of
-    unnormalized weights), and delta. The delta of a row is (`grad_out` . `out` - `grad_lse`) / sum, in float32 at
-    least.
-    """
-    delta = (grad_out * out.to(sums.dtype)).sum(-1, keepdim=True)
-    if grad_lse is not None:
-        delta = delta - grad_lse[..., None]
-    upstream = torch.div(grad_out, sums, out=torch.empty_like(out))
-    return upstream, delta / sums
 
 
 def _times(

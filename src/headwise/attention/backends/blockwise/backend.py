@@ -17,17 +17,14 @@ from torch import Tensor
 
 from headwise.attention.backends import reference
 from headwise.attention.backends.blockwise import operator, scores_bf16, scores_fp32
-from headwise.attention.backends.blockwise.attention import BlockwiseAttention
+from headwise.attention.backends.blockwise.attention import BlockwiseAttention, CallOptions, Observation
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.backends.blockwise.call_options import CallOptions
 from headwise.attention.backends.blockwise.plan import MOST_ROWS, BlockwisePlan, plan_of, reads_most_keys
 from headwise.attention.backends.blockwise.row_block import Observer
-from headwise.attention.backends.blockwise.row_block_emitter import RowBlockEmitter
 from headwise.attention.backends.blockwise.tiles import threads_of
 from headwise.attention.backends.native import backend as native
 from headwise.attention.problem import Answer, Problem
 from headwise.checks import has_readable_values, has_values, whole_number
-from headwise.shapes import Float
 
 name = "blockwise"
 
@@ -44,17 +41,8 @@ def why_not(problem: Problem) -> str | None:
     """
     if problem.talking is not None:
         return "blocks hold some heads at a time, and talking_heads mixes all"
-    if torch.compiler.is_compiling():
-        return _why_not_compiled(problem)
-    if not has_values(problem.q):
-        return UNREADABLE
-    return None
-
-
-def _why_not_compiled(problem: Problem) -> str | None:
-    """Return one sentence that says why blockwise attention cannot be compiled for an attention problem; None if it
-    can.
-    """
+    if not torch.compiler.is_compiling():
+        return None if has_values(problem.q) else UNREADABLE
     if torch.compiler.is_exporting():
         return UNREADABLE
     if problem.q.dtype not in native.DTYPES:
@@ -95,26 +83,27 @@ def run(
         q, scale = q * scale, 1.0
     if plan is None:
         plan = plan_blocks(problem, rows, MOST_ROWS if observer is None else OBSERVED_ROWS)
-    emitter = None
+    observation = None
     if observer is not None:
-        emitter = RowBlockEmitter(observer, call_context or CallContext(), problem.grid, problem.v.detach())
+        observation = Observation(observer, call_context or CallContext(), problem.grid, problem.v.detach())
+    bias = problem.bias
     options = CallOptions(
         plan=plan,
         bfloat16_scores=bfloat16_scores,
         scale=scale,
         softcap=problem.softcap,
-        bias_hides=problem.bias is not None and _may_hide(problem.bias),
+        # A bias that cannot be read, as on a GPU, may hide keys.
+        bias_hides=bias is not None and (not has_readable_values(bias) or bool(bias.amin() == -torch.inf)),
         dropout=problem.dropout,
         threads=threads_of(problem.dropout),
         seed=int(torch.randint(2**62, (), device="cpu")) if problem.dropout > 0 else 0,
-        emitter=emitter,
+        observation=observation,
     )
     if bfloat16_scores:
         v = v.contiguous()
     elif len(k) > 1 or reads_most_keys(plan):  # few keys of one sequence are faster to read where they lie
         k, v = k.contiguous(), v.contiguous()
-    tensors = (q, k, v, problem.bias, problem.sinks)
-    out, lse, *_ = BlockwiseAttention.apply(*tensors, options)  # type: ignore[no-untyped-call]
+    out, lse, *_ = BlockwiseAttention.apply(q, k, v, bias, problem.sinks, options)  # type: ignore[no-untyped-call]
     return Answer(out.to(problem.q.dtype), lse if problem.return_lse else None, None)
 
 
@@ -176,8 +165,3 @@ def uses_bfloat16_scores(problem: Problem) -> bool:
         or not problem.scale_is_positive
     )
     return problem.q.is_cpu and problem.q.dtype == torch.bfloat16 and not needs_exact_scores
-
-
-def _may_hide(bias: Float[Tensor, "#batch #heads #queries #keys"]) -> bool:
-    """Return True if a bias is -inf somewhere, or if that cannot be read, as on a GPU."""
-    return not has_readable_values(bias) or bool(bias.amin() == -torch.inf)

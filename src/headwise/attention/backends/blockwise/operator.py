@@ -5,24 +5,21 @@ from the sizes and the ranges of keys that it then has.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise.attention.backends import plain_statistics
 from headwise.attention.backends.blockwise import scores_fp32
-from headwise.attention.backends.blockwise.attention import BlockwiseAttention, BlockwiseBackward
-from headwise.attention.backends.blockwise.call_options import CallOptions
+from headwise.attention.backends.blockwise.attention import BlockwiseAttention, BlockwiseBackward, CallOptions
 from headwise.attention.backends.blockwise.plan import BlockwisePlan, MaskGroup, plan_of
 from headwise.attention.backends.blockwise.tiles import threads_of
 from headwise.attention.backends.native import library
-from headwise.attention.masks.arbitrary import Dense
-from headwise.attention.masks.base import Mask
+from headwise.attention.backends.native.operators import register_rules
 from headwise.attention.masks.grid import Grid
-from headwise.attention.masks.in_ranges import InRanges
+from headwise.attention.masks.kinds import mask_of_keys
 from headwise.checks import called_by_compiler
-from headwise.shapes import Float
 
 _PROBLEM = (
     "Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
@@ -69,7 +66,7 @@ def _register() -> str | None:
     for name, function in functions.items():
         fragment.define(name + SCHEMAS[name])  # type: ignore[no-untyped-call]
         fragment.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    library.register_rules(functions)
+    register_rules(functions)
     return None
 
 
@@ -79,29 +76,6 @@ in them.
 """
 
 _fragments: list[torch.library.Library] = []
-
-
-class _Call(NamedTuple):
-    """Arguments of one attention call as blockwise attention takes them: in float32, and with scales that differ
-    between heads already multiplied into the queries.
-
-    Attributes:
-        q: queries in float32, times the scales of the heads if these have their own.
-        k: keys in float32.
-        v: values in float32.
-        bias: bias of the scores; None without.
-        sinks: sink logits; None without.
-        head_scale: factor of the scores of each head, which is in `q`; None without.
-        options: the other options.
-    """
-
-    q: Float[Tensor, "batch heads queries head_dim"]
-    k: Float[Tensor, "batch kv_heads keys head_dim"]
-    v: Float[Tensor, "batch kv_heads keys value_dim"]
-    bias: Float[Tensor, "#batch #heads #queries #keys"] | None
-    sinks: Float[Tensor, "heads 1"] | None
-    head_scale: Float[Tensor, "heads 1 1"] | None
-    options: CallOptions
 
 
 def _call_of(
@@ -119,18 +93,17 @@ def _call_of(
     seed: Tensor | None = None,
     first_query: int = 0,
     _first_key: int = 0,
-) -> _Call:
-    """Return the call of an operator with these arguments, with its plan of blocks. A call may be a part of a larger
-    one, from query `first_query` on; each part has a seed of its own.
+) -> tuple[tuple[Tensor | None, ...], Tensor | None, CallOptions]:
+    """Return the call of an operator with these arguments in the form of blockwise attention: q, k, v, bias and sinks,
+    in float32 and with scales that differ between heads multiplied into q; these scales, or None; and the options, with
+    the plan of blocks. A call may be a part of a larger one, from query `first_query` on; each part has a seed of its
+    own.
     """
     batch, heads, queries, _ = q.shape
     grid = Grid(batch, heads, queries, k.shape[2], q.device)
-    masks: list[Mask] = [] if ranges is None else [InRanges(ranges)]
-    masks += [] if dense is None else [Dense(dense)]
-    mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
     plan: BlockwisePlan = (MaskGroup(range(grid.batch), range(grid.heads), None, grid, ()),)  # no block to compute
     if 0 not in (*q.shape, *k.shape):
-        plan = plan_of(mask, grid, scores_fp32.BLOCK_OVERHEAD)
+        plan = plan_of(mask_of_keys(ranges, dense), grid, scores_fp32.BLOCK_OVERHEAD)
     q, k, v = (tensor.float() for tensor in (q, k, v))
     factors = None
     if head_scale is not None:
@@ -145,18 +118,17 @@ def _call_of(
         dropout=dropout,
         threads=threads_of(dropout),
         seed=0 if seed is None else (int(seed) + first_query * SEED_STEP) % 2**63,
-        emitter=None,
+        observation=None,
     )
-    return _Call(q, k, v, bias, None if sinks is None else sinks[:, None], factors, options)
+    return (q, k, v, bias, None if sinks is None else sinks[:, None]), factors, options
 
 
 def _attend_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the log-sum-exp, and two numbers of each row for the backward pass: its shift, and the inverse
     of its sum.
     """
-    call = _call_of(*arguments)
-    tensors = (call.q, call.k, call.v, call.bias, call.sinks)
-    results: Any = BlockwiseAttention.forward(*tensors, call.options)
+    tensors, _, options = _call_of(*arguments)
+    results: Any = BlockwiseAttention.forward(*tensors, options)  # type: ignore[arg-type]
     out, lse, shifts, sums = results
     return out.to(arguments[0].dtype), lse, torch.cat([shifts, 1 / sums], -1)
 
@@ -196,15 +168,14 @@ def _gradients(
     float32. The last one, and gradients proportional to it, have the rounding error of the output, unless the output is
     computed again.
     """
-    call = _call_of(*arguments)
-    inputs: tuple[Any, ...] = (call.q, call.k, call.v, call.bias)
+    tensors, head_scale, options = _call_of(*arguments)
     if needs_exact_output and out.dtype != torch.float32:
-        results: Any = BlockwiseAttention.forward(call.q, call.k, call.v, call.bias, call.sinks, call.options)
+        results: Any = BlockwiseAttention.forward(*tensors, options)  # type: ignore[arg-type]
         out = results[0]
     shifts, inverse_sums = normalizers[..., :1], normalizers[..., 1:]
     out_gradient, out = out_gradient.float(), out.float()
-    arguments = (out_gradient, lse_gradient, *inputs, out, shifts, 1 / inverse_sums, call.options, bias_needs_grad)
-    gradients: Any = BlockwiseBackward.forward(*arguments)
+    inputs: Any = (out_gradient, lse_gradient, *tensors[:4], out, shifts, 1 / inverse_sums, options, bias_needs_grad)
+    gradients: Any = BlockwiseBackward.forward(*inputs)
     of_q, *others = gradients
-    of_q = of_q if call.head_scale is None else of_q * call.head_scale
+    of_q = of_q if head_scale is None else of_q * head_scale
     return (of_q, *others, (out_gradient * out).sum(-1))

@@ -19,8 +19,7 @@ LEAST_ROWS, MOST_ROWS = 64, 512
 
 
 class KeyRange(NamedTuple):
-    """Range of adjacent key columns in a block of the score matrix. Its flag `masked` is True if at least one query row
-    of the block may not attend to some of these keys, and False if all rows may attend to all of them.
+    """Range of adjacent key columns in a block of the score matrix.
 
     Attributes:
         columns: indices of the keys.
@@ -84,9 +83,9 @@ BlockwisePlan = tuple[MaskGroup, ...]
 def plan_of(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
 ) -> BlockwisePlan:
-    """Return the blocks of the score matrix to compute for a mask, of `rows` query rows each, grouped by the sequences
-    and heads that share one mask. Blocks are planned for all sequences together or for each one separately, and
-    likewise for heads, whichever has the lower cost. The cost is the number of scores plus `overhead` for each block.
+    """Return the blocks of the score matrix to compute for a mask, grouped by the sequences and heads that share one
+    mask. Blocks are planned for all sequences together or for each one separately, and likewise for heads, whichever
+    has the lower cost: the number of scores plus `overhead` for each block.
 
     Args:
         mask: the mask; None if it hides nothing.
@@ -95,7 +94,12 @@ def plan_of(
         rows: query rows of each block; by default `rows_of` chooses them for each mask.
         most_rows: largest number of rows that is chosen by default.
     """
-    plans = [_plan(mask, grid, overhead, rows, most_rows, *separate) for separate in _separations(mask, grid)]
+    separations = [(False, False)]
+    if mask is not None and grid.uses_default_positions:
+        sequences = len(_runs([mask.for_sequence(index) for index in range(grid.batch)])) > 1
+        heads = len(_runs([mask.for_head(index) for index in range(grid.heads)])) > 1
+        separations = [(s, h) for s in {False, sequences} for h in {False, heads}]
+    plans = [_plan(mask, grid, overhead, rows, most_rows, *separate) for separate in separations]
     return min(plans, key=lambda plan: cost_of(plan, overhead))
 
 
@@ -153,18 +157,6 @@ def reads_most_keys(plan: BlockwisePlan) -> bool:
 def cost_of(plan: BlockwisePlan, overhead: int) -> int:
     """Return the cost of a plan, with one score as unit: the number of scores, plus `overhead` for each block."""
     return score_count(plan) + overhead * sum(len(group.blocks) for group in plan)
-
-
-def _separations(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
-    """Return the ways to plan blocks that `plan_of` compares, as pairs of flags: plan each sequence separately, plan
-    each head separately. A flag is True only where the masks of the sequences, or of the heads, differ. Without a mask,
-    or with positions passed by the caller, the only pair is (False, False).
-    """
-    if mask is None or not grid.uses_default_positions:
-        return [(False, False)]
-    sequences = len(_runs([mask.for_sequence(index) for index in range(grid.batch)])) > 1
-    heads = len(_runs([mask.for_head(index) for index in range(grid.heads)])) > 1
-    return [(s, h) for s in {False, sequences} for h in {False, heads}]
 
 
 def _plan(

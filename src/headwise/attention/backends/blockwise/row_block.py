@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.blockwise.call_context import CallContext, TileVisibility
 from headwise.attention.backends.blockwise.tiles import Tile
-from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float
 

@@ -108,7 +108,9 @@ class Float32Scores:
         else:
             scores = products("scores", tile, rows, self.k.mT, self.scale / self.softcap, self.pool)
             if self._finds_uncapped:
-                self.largest_uncapped = self._largest_visible(tile, scores) * (self.softcap * LOG2_E)
+                visible = scores.clone()
+                tile.hide(visible)
+                self.largest_uncapped = visible.amax(-1, keepdim=True) * (self.softcap * LOG2_E)
             tanh = torch.tanh(scores, out=self.pool.buffer("tanh", tile, rows))
             torch.mul(tanh, self.softcap * LOG2_E, out=scores)
         if self.bias is not None:
@@ -119,11 +121,3 @@ class Float32Scores:
                 span.add_(bias, alpha=LOG2_E)
         tile.hide(scores)
         return scores, tanh
-
-    def _largest_visible(
-        self, tile: Tile, products_of_tile: Float[Tensor, "kv stacked columns"]
-    ) -> Float[Tensor, "kv stacked 1"]:
-        """Return the largest of each row's products with the keys that it may attend to."""
-        visible = products_of_tile.clone()
-        tile.hide(visible)
-        return visible.amax(-1, keepdim=True)

@@ -146,13 +146,14 @@ def score_of_hidden_key(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
-def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"]) -> Tile:
+def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"] | None = None) -> Tile:
     """Return the tile (rectangle of scores) of a range of query rows, all sequences, heads and keys.
-    `allowed` is its mask, True where a row attends to a key.
+    `allowed` is its mask, True where a row attends to a key; None hides nothing.
     """
-    sequences, heads = slice(0, grid.batch), slice(0, grid.heads)
-    ceiling = Ceiling(0, torch.where(allowed, torch.inf, score_of_hidden_key(torch.float32)))
-    return Tile(PlannedBlock(rows, (KeyRange(range(grid.keys), True),)), sequences, heads, heads, [ceiling], None)
+    sequences, heads, ceilings = slice(0, grid.batch), slice(0, grid.heads), []
+    if allowed is not None:
+        ceilings = [Ceiling(0, torch.where(allowed, torch.inf, score_of_hidden_key(torch.float32)))]
+    return Tile(PlannedBlock(rows, (KeyRange(range(grid.keys), True),)), sequences, heads, heads, ceilings, None)
 
 
 def threads_of(dropout: float) -> int:
@@ -194,7 +195,12 @@ class Pool:
     def __init__(self, plan: BlockwisePlan, q: Tensor, k: Tensor, threads: int) -> None:
         self._like = q
         self._size = max(
-            (_tile_size(*group_and_block, q, k, threads) for group_and_block in _blocks_of(plan)), default=0
+            (
+                (sequences.stop - sequences.start) * (heads.stop - heads.start) * len(block.rows) * block.width
+                for group, block in _blocks_of(plan)
+                for sequences, heads, _ in _tile_slices(group, block, q, k, threads)
+            ),
+            default=0,
         )
         self._buffers: dict[str, Tensor] = {}
 
@@ -249,15 +255,6 @@ def select(tensor: Tensor, *slices: slice) -> Tensor:
 def _blocks_of(plan: BlockwisePlan) -> Iterator[tuple[MaskGroup, PlannedBlock]]:
     """Yield every block of a plan with its group: the sequences and heads that share the block's mask."""
     return ((group, block) for group in plan for block in group.blocks)
-
-
-def _tile_size(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor, threads: int) -> int:
-    """Return the number of scores in the largest tile of a block. A tile has all query rows and key columns of the
-    block, for some sequences and heads.
-    """
-    slices = _tile_slices(group, block, q, k, threads)
-    heads_and_sequences = max((s.stop - s.start) * (h.stop - h.start) for s, h, _ in slices)
-    return int(heads_and_sequences) * len(block.rows) * block.width
 
 
 def _tile_slices(

@@ -4,27 +4,39 @@ FlexAttention (Dong et al. 2024) compiles the rule of a mask and of the scores i
 which no key is visible. It has the log-sum-exp and gradients on a GPU. Sinks follow from the log-sum-exp. On a CPU it
 has neither, and is slower than the other backends; there it serves to test the rules.
 
+A rule reads tensors. Numbers that differ between calls, such as the width of a window, would each need a kernel of
+their own, so a mask is passed as the ranges of keys of each query wherever it is ranges. The blocks of the block mask
+follow from the first and the last key of each range. Everything is computed by tensor operations, and nothing is read
+on the host, so that a GPU is not waited for.
+
 Each combination of options is compiled once. Past a number of compiled kernels, torch would run FlexAttention without a
 kernel, with the whole matrix in memory; here that is an error.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.attention.backends import fused, reference
-from headwise.attention.backends.gpu.block_mask import block_mask_of
-from headwise.attention.backends.gpu.flex_rules import score_rule
+from headwise.attention.backends.gpu.spans import in_blocks, spans_of_rows
 from headwise.attention.backends.native.backend import why_no_derivative
-from headwise.attention.masks.base import And, Mask, Not, Or
-from headwise.attention.masks.by_head import PerHead
+from headwise.attention.masks.base import Mask, OfParts
+from headwise.attention.masks.grid import Grid
+from headwise.attention.masks.key_ranges import VisibleKeys, is_constant, visible_keys
+from headwise.attention.masks.kinds import InRanges, Padding, Segments
 from headwise.attention.problem import Answer, Problem
+from headwise.checks import has_values
 from headwise.errors import InputError
+from headwise.shapes import Bool, Int
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 name = "flex"
 
@@ -60,26 +72,12 @@ def why_not(problem: Problem, kernel: Kernel = "auto") -> str | None:
         return f"FlexAttention is used on a GPU and a CPU, and q is on {problem.q.device}"
     if problem.q.dtype not in DTYPES:
         return f"FlexAttention's kernels compute in float16, bfloat16 and float32, and q is in {problem.q.dtype}"
-    reason = _why_not_rule(problem) or why_no_derivative() or _why_not_transformed(problem)
+    reason = why_no_derivative() or _why_not_transformed(problem)
     if reason is None:
         reason = (
             _why_not_on_cpu(problem, kernel) if problem.q.device.type == "cpu" else _why_not_on_gpu(problem, kernel)
         )
     return reason
-
-
-def _why_not_rule(problem: Problem) -> str | None:
-    """Return the reason that a mask has no rule for single pairs of query and key; None if it has one."""
-    unknown = None if problem.mask is None else _without_rule(problem.mask)
-    return None if unknown is None else f"the mask {type(unknown).__name__} does not define the method `allows`"
-
-
-def _without_rule(mask: Mask) -> Mask | None:
-    """Return the mask, or the part of a combined one, that defines no `allows`; None if all do."""
-    parts = mask.parts if isinstance(mask, And | Or | Not) else mask.masks if isinstance(mask, PerHead) else ()
-    if not parts:
-        return mask if type(mask).allows is Mask.allows else None
-    return next((unknown for unknown in map(_without_rule, parts) if unknown is not None), None)
 
 
 def _why_not_transformed(problem: Problem) -> str | None:
@@ -99,7 +97,7 @@ def _why_not_on_cpu(problem: Problem, kernel: Kernel) -> str | None:
         return f"FlexAttention's kernel {kernel!r} is for GPUs, and q is on {problem.q.device}"
     if _needs_lse(problem):
         return "FlexAttention returns no log-sum-exp on a CPU, which sinks need too"
-    if torch.is_grad_enabled() and any(each.requires_grad for each in _tensors(problem)):
+    if problem.needs_grad:
         return "FlexAttention has no gradients on a CPU"
     if torch.compiler.is_compiling() and problem.mask is not None:
         return "while compiling for a CPU, FlexAttention cannot read the ranges of a mask that the program computes"
@@ -210,12 +208,6 @@ def _needs_lse(problem: Problem) -> bool:
     return problem.return_lse or problem.sinks is not None
 
 
-def _tensors(problem: Problem) -> list[Tensor]:
-    """Return the tensors of a problem that may require a gradient."""
-    tensors = (problem.q, problem.k, problem.v, problem.bias, problem.sinks, problem.scale)
-    return [each for each in tensors if isinstance(each, Tensor)]
-
-
 @dataclass(frozen=True)
 class Flex:
     """The backend `flex` with one of FlexAttention's kernels; pass it as `backend=` to `attend`.
@@ -247,3 +239,188 @@ class Flex:
     def run(self, problem: Problem) -> Answer:
         """Compute attention with this kernel."""
         return run(problem, self.kernel)
+
+
+# -- rules of the visible keys and of the scores -----------------------------------------------------------------------
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Function of the indices of a sequence, head, query and key; True if the query attends to the key."""
+
+ScoreRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Function of a score and the same indices that returns the score as it enters the softmax."""
+
+
+def visibility_rule(visible: VisibleKeys) -> Rule:
+    """Return the rule of a mask: a key is visible if it is in one of the ranges and all further masks allow it."""
+    masks = [*([] if visible.ranges is None else [InRanges(visible.ranges)]), *visible.others]
+    rules = [partial(on_device(mask, visible.grid.device).allows, visible.grid) for mask in masks]
+    if len(rules) == 1:
+        return rules[0]
+
+    def allows(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        allowed = rules[0](b, h, i, j)
+        for rule in rules[1:]:
+            allowed = allowed & rule(b, h, i, j)
+        return allowed
+
+    return allows
+
+
+def on_device(mask: Mask, device: torch.device) -> Mask:
+    """Return a mask whose numbers are on a device. A kernel reads them there, and cannot copy them."""
+    if isinstance(mask, OfParts):
+        return mask.with_parts(lambda part: on_device(part, device))
+    if isinstance(mask, Padding):
+        return replace(mask, lengths=mask.lengths_on(device))
+    if isinstance(mask, Segments):
+        return replace(mask, ids=mask.ids_on(device))
+    return mask
+
+
+def score_rule(problem: Problem) -> ScoreRule | None:
+    """Return the rule by which scores that have no scale of their head, softcap and bias get them; None if they need
+    none of them. A bias of -inf hides a key.
+    """
+    scale = problem.scale.flatten() if isinstance(problem.scale, Tensor) else None
+    softcap, bias = problem.softcap, problem.bias
+    if bias is not None:
+        bias = bias.to(problem.score_dtype)  # the kernel adds up its gradient in its dtype
+    if scale is None and softcap is None and bias is None:
+        return None
+    sizes = None if bias is None else bias.shape
+
+    def finish(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if scale is not None:
+            score = score * scale[h]
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if bias is not None and sizes is not None:
+            # An axis of size 1 repeats.
+            indices = [n if size > 1 else n * 0 for n, size in zip((b, h, i, j), sizes, strict=True)]
+            score = score + bias[tuple(indices)]
+        return score
+
+    return finish
+
+
+# -- blocks with a visible key -----------------------------------------------------------------------------------------
+
+BLOCK = 128
+"""Number of queries and of keys of a block."""
+
+MOST_EVALUATED = 2**28
+"""Largest number of elements of a mask that is no ranges for which blocks are found by evaluating it."""
+
+EVALUATED_AT_ONCE = 2**24
+"""Largest number of elements that are evaluated at a time, unless one row of blocks has more."""
+
+Blocks = Bool[Tensor, "#batch #heads row_blocks key_blocks"]
+
+
+def block_mask_of(mask: Mask, grid: Grid) -> "BlockMask":
+    """Return the block mask of a mask on a grid. That of a mask made of numbers alone is cached: all layers of a model
+    have the same mask.
+    """
+    if is_constant(mask) and grid.uses_default_positions and has_values(torch.empty(0, device=grid.device)):
+        return _constant_block_mask(mask, grid)
+    return _block_mask(mask, grid)
+
+
+@lru_cache(maxsize=32)
+def _constant_block_mask(mask: Mask, grid: Grid) -> "BlockMask":
+    """Return the block mask of a constant mask, which is cached."""
+    with torch.inference_mode(False), torch.no_grad():
+        return _block_mask(mask, grid)
+
+
+def _block_mask(mask: Mask, grid: Grid) -> "BlockMask":
+    """Return the block mask of a mask, without a matrix of queries x keys. A block of `BLOCK` queries and keys is left
+    out if no query may attend to a key of it, full if every query may attend to every key, and partial otherwise; then
+    FlexAttention evaluates the rule of the mask.
+    """
+    from torch.nn.attention.flex_attention import BlockMask  # takes long to import
+
+    visible = visible_keys(mask, grid)
+    some, every = visible_blocks(visible)
+    return BlockMask.from_kv_blocks(
+        *_ordered(some & ~every),
+        *_ordered(every),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visibility_rule(visible),
+        seq_lengths=(grid.queries, grid.keys),
+    )
+
+
+def visible_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks]:
+    """Return two tensors: True for blocks in which some query may attend to a key, and for those in which every query
+    may attend to every key. The first may also be True for a block without a visible key, and the second is False for
+    blocks that the last query or key leaves incomplete.
+    """
+    grid = visible.grid
+    row_blocks, key_blocks = -(-grid.queries // BLOCK), -(-grid.keys // BLOCK)
+    some = torch.ones(1, 1, row_blocks, key_blocks, dtype=torch.bool, device=grid.device)
+    whole_rows, whole_keys = (
+        torch.arange(blocks, device=grid.device) < length // BLOCK
+        for blocks, length in ((row_blocks, grid.queries), (key_blocks, grid.keys))
+    )
+    every = (whole_rows[:, None] & whole_keys)[None, None]
+    if visible.ranges is not None:
+        some_in_ranges, every_in_ranges = _blocks_of_ranges(visible.ranges, grid.keys)
+        some, every = some & some_in_ranges, every & every_in_ranges
+    if visible.others:
+        evaluated = _evaluated_blocks(visible)
+        some, every = (some, every & False) if evaluated is None else (some & evaluated[0], every & evaluated[1])
+    return some, every
+
+
+def _blocks_of_ranges(ranges: Int[Tensor, "#batch #heads queries ranges 2"], keys: int) -> tuple[Blocks, Blocks]:
+    """Return the blocks in which some, and every, query has a key in its ranges."""
+    key_blocks = -(-keys // BLOCK)
+    block = torch.arange(key_blocks, device=ranges.device)
+    first, stop = spans_of_rows(ranges, keys, BLOCK, BLOCK)[..., None].unbind(-2)
+    some = ((block >= first) & (block < stop)).any(3)
+    starts, stops = ranges.clamp(0, keys).unbind(-1)
+    missing = -starts.shape[2] % BLOCK
+    latest = in_blocks(F.pad(starts, (0, 0, 0, missing)), 2, BLOCK).amax(3)[..., None]
+    earliest = in_blocks(F.pad(stops, (0, 0, 0, missing), value=keys), 2, BLOCK).amin(3)[..., None]
+    every = ((block * BLOCK >= latest) & ((block + 1) * BLOCK <= earliest)).any(3)
+    return some, every
+
+
+def _evaluated_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks] | None:
+    """Return the blocks in which the masks that are no ranges allow some, and every, pair, by evaluating them for some
+    rows at a time; None if that would take long, or while compiling.
+    """
+    grid = visible.grid
+    first = visible.evaluate(range(min(2, grid.queries)))
+    batch, heads, rows, _ = first.shape
+    per_row = batch * heads * grid.keys
+    if not has_values(first) or per_row * grid.queries > MOST_EVALUATED:
+        return None
+    if rows == 1:  # the same for all queries
+        blocks = in_blocks(_with_whole_blocks(first, grid.keys), 3, BLOCK)
+        return blocks.any(4), blocks.all(4)
+    step = max(EVALUATED_AT_ONCE // per_row // BLOCK, 1) * BLOCK
+    parts = []
+    for start in range(0, grid.queries, step):
+        matrix = visible.evaluate(range(start, min(start + step, grid.queries)))
+        matrix = F.pad(_with_whole_blocks(matrix, grid.keys), (0, 0, 0, -matrix.shape[2] % BLOCK))
+        blocks = in_blocks(in_blocks(matrix, 3, BLOCK), 2, BLOCK)
+        parts.append((blocks.any(5).any(3), blocks.all(5).all(3)))
+    some, every = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return some, every
+
+
+def _with_whole_blocks(
+    matrix: Bool[Tensor, "#batch #heads rows #keys"], keys: int
+) -> Bool[Tensor, "#batch #heads rows padded_keys"]:
+    """Return a matrix for all keys, with hidden keys at its end that complete the last block."""
+    return F.pad(matrix.expand(-1, -1, -1, keys), (0, -keys % BLOCK))
+
+
+def _ordered(
+    blocks: Blocks,
+) -> tuple[Int[Tensor, "#batch #heads row_blocks"], Int[Tensor, "#batch #heads row_blocks key_blocks"]]:
+    """Return the number of True in each row, and the indices of all columns, those that are True first."""
+    numbers = blocks.to(torch.int8)
+    return numbers.sum(-1, dtype=torch.int32), numbers.argsort(dim=-1, descending=True, stable=True).int()

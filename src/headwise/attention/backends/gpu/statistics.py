@@ -1,7 +1,8 @@
 """Statistics of the attention weights of a call on a GPU, from two Triton kernels.
 
 The output comes from whichever engine computed it. The kernels read the queries and keys alone, so they serve every
-engine, and calls whose output is differentiated.
+engine, and calls whose output is differentiated. Next to the output of the fastest engine, they are the operator of
+attention with statistics for tensors on a GPU.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -12,8 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.attention.backend_choice import choose_fastest
+from headwise.attention.backends.blockwise import operator
 from headwise.attention.backends.gpu.spans import spans_of_keys, spans_of_rows
-from headwise.attention.backends.plain_statistics import ROWS, StatisticsCall, output_norms
+from headwise.attention.backends.native import library
+from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall, output_norms
+from headwise.attention.masks.kinds import mask_of_keys
 from headwise.attention.problem import Problem
 from headwise.checks import has_own_class, has_values
 from headwise.shapes import Float, Int
@@ -130,7 +135,7 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
     from headwise.attention.backends.gpu.key_statistics import KeySums, key_kernel
     from headwise.attention.backends.gpu.row_statistics import Results, row_kernel
     from headwise.attention.backends.gpu.row_sums import Tokens
-    from headwise.attention.backends.gpu.score_tiles import Spans
+    from headwise.attention.backends.gpu.score_tiles import Call, Spans
 
     batch, heads, queries, head_dim = call.q.shape
     keys = call.k.shape[2]
@@ -141,7 +146,29 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
         of_rows = Spans(spans, _strides(spans)[:3])
         spans = spans_of_keys(spans, key_blocks)
         of_keys = Spans(spans, _strides(spans)[:3])
-    arguments = _kernel_call(call)
+    key_ranges = None if call.ranges is None else call.ranges.contiguous()
+    dense = _as_bytes(call.dense)
+    arguments = Call(
+        q=call.q,
+        k=call.k,
+        q_strides=call.q.stride(),
+        k_strides=call.k.stride(),
+        head_dim=call.q.shape[3],
+        heads=call.q.shape[1],
+        group=call.q.shape[1] // call.k.shape[1],
+        queries=call.q.shape[2],
+        keys=call.k.shape[2],
+        scale=call.scale,
+        head_scale=call.head_scale,
+        softcap=call.softcap or None,
+        sinks=call.sinks,
+        ranges=key_ranges,
+        ranges_strides=None if key_ranges is None else _strides(key_ranges)[:3],
+        dense=dense,
+        dense_strides=None if dense is None else _strides(dense),
+        bias=call.bias,
+        bias_strides=None if call.bias is None else _strides(call.bias),
+    )
     tokens = Tokens(
         positions=call.positions,
         first_key=call.first_key,
@@ -174,35 +201,6 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
     )
 
 
-def _kernel_call(call: StatisticsCall) -> Any:
-    """Return the tensors, sizes and strides that the kernels read of a call."""
-    from headwise.attention.backends.gpu.score_tiles import Call
-
-    ranges = None if call.ranges is None else call.ranges.contiguous()
-    dense = _as_bytes(call.dense)
-    return Call(
-        q=call.q,
-        k=call.k,
-        q_strides=call.q.stride(),
-        k_strides=call.k.stride(),
-        head_dim=call.q.shape[3],
-        heads=call.q.shape[1],
-        group=call.q.shape[1] // call.k.shape[1],
-        queries=call.q.shape[2],
-        keys=call.k.shape[2],
-        scale=call.scale,
-        head_scale=call.head_scale,
-        softcap=call.softcap or None,
-        sinks=call.sinks,
-        ranges=ranges,
-        ranges_strides=None if ranges is None else _strides(ranges)[:3],
-        dense=dense,
-        dense_strides=None if dense is None else _strides(dense),
-        bias=call.bias,
-        bias_strides=None if call.bias is None else _strides(call.bias),
-    )
-
-
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor, 0 for axes of size 1, along which it repeats."""
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -216,3 +214,44 @@ def _as_bytes(values: Tensor | None) -> Tensor | None:
 def _device(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which kernels run on the device of a tensor."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+# -- the operator ------------------------------------------------------------------------------------------------------
+
+_implementations: list[torch.library.Library] = []
+
+
+@cache
+def why_not_registered() -> str | None:
+    """Register the operator for tensors on a GPU at the first call, and return None; or return the reason that it
+    cannot be registered, in one sentence.
+    """
+    if library.load() is not None:
+        reason: str | None = operator.why_not_registered()
+        if reason is not None:
+            return reason
+    implementation = torch.library.Library("headwise", "IMPL")  # type: ignore[no-untyped-call]
+    implementation.impl("attend_statistics", attend_statistics, "CUDA")  # type: ignore[no-untyped-call]
+    _implementations.append(implementation)  # the implementation exists as long as it does
+    return None
+
+
+def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return the results of the operator for the arguments of a `StatisticsCall`; see
+    `plain_statistics.attend_statistics`.
+    """
+    call = StatisticsCall(*arguments)
+    problem = Problem.checked(
+        call.q,
+        call.k,
+        call.v,
+        mask=mask_of_keys(call.ranges, call.dense),
+        bias=call.bias,
+        scale=call.scale if call.head_scale is None else call.scale * call.head_scale,
+        softcap=call.softcap or None,
+        sinks=call.sinks,
+    )
+    out = choose_fastest(problem).run(problem).out
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the heads of one position adjacent in memory
+    lse, rows, received, seen_by = weight_statistics(call, out)
+    return out, lse, rows, (received / RECEIVED_UNIT).long(), seen_by

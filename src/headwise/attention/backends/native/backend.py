@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from headwise.attention.backends import reference
-from headwise.attention.backends.native import flops, library
+from headwise.attention.backends.native import library, operators
 from headwise.attention.backends.native.parts import Options, attend_in_parts
 from headwise.attention.masks.key_ranges import visible_keys
 from headwise.attention.problem import Answer, Problem
@@ -53,9 +53,7 @@ def _why_not_tensors(problem: Problem) -> str | None:
         return None
     if torch._C._is_tracing():
         return "the native kernels cannot be recorded by torch.jit.trace"
-    tensors = (problem.q, problem.k, problem.v, problem.bias, problem.sinks, problem.scale)
-    present = (tensor for tensor in tensors if isinstance(tensor, Tensor))
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, present)):
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, problem.tensors)):
         return "the native kernels have no rules for transforms of torch.func"
     return None
 
@@ -70,7 +68,10 @@ def run(problem: Problem) -> Answer:
     if isinstance(problem.scale, Tensor) and problem.scale.requires_grad:
         q, k, v = (tensor.float() for tensor in (problem.q, problem.k, problem.v))
         problem = replace(problem, q=q * problem.scale, k=k, v=v, scale=1.0)
-    dropout = _dropout_arguments(problem)
+    # The seed is an argument of the operator, which is a pure function, so that the compiler may move it. A second
+    # forward pass of activation checkpointing, for which torch restores its generator, drops the same weights.
+    seed = torch.randint(2**62, (), dtype=torch.int64, device="cpu") if problem.dropout > 0 else None
+    dropout = problem.dropout, seed
     if problem.mask is None:
         out, lse = _attend(arguments(problem, None, None), dropout)
         return Answer(out if out.dtype == dtype else out.to(dtype), lse if problem.return_lse else None, None)
@@ -90,20 +91,16 @@ def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) ->
     dropped or differentiated, that is the operator without a gradient, since torch's function for gradients of custom
     operators takes longer than a short call's attention.
     """
-    if dropout[0] > 0 or _may_be_differentiated(arguments):
+    if (
+        dropout[0] > 0
+        or torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch.is_grad_enabled() and any(each.requires_grad for each in arguments if isinstance(each, Tensor)))
+    ):
         out, lse, _ = torch.ops.headwise.attend_forward(*arguments, *dropout)
     else:
         out, lse = torch.ops.headwise.attend.default(*arguments)
     return out, lse
-
-
-def _may_be_differentiated(arguments: tuple[Any, ...]) -> bool:
-    """Return True if torch may differentiate a call with these arguments: an argument requires grad, a transform of
-    `torch.func` is active, or the call is being compiled.
-    """
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    return torch.is_grad_enabled() and any(each.requires_grad for each in arguments if isinstance(each, Tensor))
 
 
 def arguments(
@@ -115,7 +112,7 @@ def arguments(
     attends to: those in one of its ranges at which the matrix is True.
     """
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
-        flops.register()  # one of the modes may be torch's counter of operations
+        operators.register_flops()  # one of the modes may be torch's counter of operations
     scale, bias = problem.scale, problem.bias
     head_scale = scale[:, 0, 0].contiguous() if isinstance(scale, Tensor) else None
     if bias is not None and not (bias.is_cpu and bias.dtype in DTYPES):
@@ -130,17 +127,6 @@ def arguments(
         matrix,
         bias,
     )
-
-
-def _dropout_arguments(problem: Problem) -> tuple[float, Int[Tensor, ""] | None]:
-    """Return the probability of dropout and the seed of the kernels' generator, which is drawn from torch's; without
-    dropout, nothing is drawn.
-
-    The seed is an argument of the operator, so the operator is a pure function: the compiler may move it, and a second
-    forward pass of activation checkpointing, for which torch restores its generator, drops the same weights.
-    """
-    seed = torch.randint(2**62, (), dtype=torch.int64, device="cpu") if problem.dropout > 0 else None
-    return problem.dropout, seed
 
 
 def _with_unit_stride(tensor: Tensor) -> Tensor:

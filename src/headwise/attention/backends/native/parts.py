@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.backends.native import gradients
-from headwise.attention.backends.sinks_gradient import sinks_gradient
+from headwise.attention.backends.native.operators import with_usual_strides
+from headwise.attention.backends.sinks_gradient import SinksGradient
 from headwise.attention.masks.key_ranges import Matrix, Part, VisibleKeys
 from headwise.checks import savable
 from headwise.errors import InputError
@@ -122,7 +122,7 @@ class _AttentionInParts(torch.autograd.Function):
         q, k, v, sinks, head_scale, bias, seed, out, lse, normalizers = ctx.saved_tensors
         options, visible, parts, checksums = ctx.others
         options = options._replace(sinks=sinks, head_scale=head_scale, bias=bias, seed=seed)
-        out_gradient, lse_gradient = gradients.with_usual_strides(out_gradient, lse_gradient, out)
+        out_gradient, lse_gradient = with_usual_strides(out_gradient, lse_gradient, out)
         q_gradient = torch.empty_like(q)
         k_gradient, v_gradient = (torch.zeros_like(each, dtype=torch.float32) for each in (k, v))
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[4] else None
@@ -152,7 +152,8 @@ class _AttentionInParts(torch.autograd.Function):
             part.columns_of(v_gradient).add_(of_v)
         of_sinks = None
         if ctx.needs_input_grad[3]:
-            of_sinks = sinks_gradient(deltas, lse_gradient, lse, normalizers[..., 0], normalizers[..., 1], sinks)
+            of_rows = (deltas, lse_gradient, lse, *normalizers.unbind(-1))
+            of_sinks = SinksGradient.apply(*of_rows, sinks)  # type: ignore[no-untyped-call]
         of_bias = None if bias_gradient is None else bias_gradient.to(bias.dtype)
         return q_gradient, k_gradient.to(k.dtype), v_gradient.to(v.dtype), of_sinks, of_bias, None, None, None
 

@@ -1,0 +1,180 @@
+"""Rules of the native operators, by which torch traces them, differentiates attention and counts operations."""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from headwise.attention.backends.plain_statistics import ROWS
+from headwise.attention.backends.sinks_gradient import SinksGradient
+from headwise.checks import savable
+from headwise.shapes import Float
+
+
+def register_rules(names: Iterable[str]) -> None:
+    """Register with torch the rules by which it traces the operators with these names, differentiates attention
+    and counts its operations. The gradient of the gradient is an error; otherwise it would silently be 0.
+    """
+    for name in names:
+        torch.library.register_fake(f"headwise::{name}", FAKES[name])
+    torch.library.register_autograd("headwise::attend_forward", _backward, setup_context=_save)
+    for name in ("attend_backward", "attend_bias_gradient"):
+        torch.library.register_autograd(f"headwise::{name}", _refuse_second_derivative)
+    register_flops()
+
+
+# -- tracing: results without values -----------------------------------------------------------------------------------
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the log-sum-exp and the normalizers of each row."""
+    batch, heads, queries, _head_dim = q.shape
+    out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
+    lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
+    return out, lse, lse.new_empty(*lse.shape, 2)
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v and, with sinks, a number of each row."""
+    q, k, v, sinks = *arguments[4:7], arguments[10]
+    deltas = q.new_empty(0 if sinks is None else q.shape[:3], dtype=torch.float32)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), deltas
+
+
+def _fake_rotation(x: Tensor, *_: object) -> Tensor:
+    """Return rotated queries or keys."""
+    batch, heads, tokens, width = x.shape
+    return x.new_empty(batch, tokens, heads, width).transpose(1, 2)
+
+
+def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
+    """Return the output, the log-sum-exp and the statistics."""
+    batch, heads, queries, _head_dim = q.shape
+    sums = (batch, heads, k.shape[2])
+    return (
+        *_fake_forward(q, k, v)[:2],
+        q.new_empty(len(ROWS), batch, heads, queries, dtype=torch.float32),
+        q.new_empty(sums, dtype=torch.int64),
+        q.new_empty(sums, dtype=torch.int32),
+    )
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "attend_forward": _fake_forward,
+    "attend": lambda *arguments: _fake_forward(*arguments)[:2],
+    "attend_statistics": _fake_statistics,
+    "attend_backward": _fake_backward,
+    "attend_bias_gradient": lambda *arguments: arguments[13].new_empty(arguments[13].shape, dtype=torch.float32),
+    "linear_few_rows": lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    "rotate_few_tokens": _fake_rotation,
+}
+"""Functions that return the results of each operator without values, for tracing."""
+
+
+# -- the gradient ------------------------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the inputs and results that the backward pass needs."""
+    q, k, v, ctx.scale, head_scale, ctx.softcap, sinks, ranges, matrix, bias, ctx.dropout, seed, *ctx.origin = inputs
+    tensors = (q, k, v, head_scale, sinks, ranges, matrix, bias, seed)
+    ctx.save_for_backward(*(each if each is None else savable(each) for each in tensors), *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any,
+    out_gradient: Float[Tensor, "batch heads queries value_dim"] | None,
+    lse_gradient: Float[Tensor, "batch heads queries"] | None,
+    _: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all inputs of the forward pass, given those of its output and its log-sum-exp. Only q, k,
+    v, the sinks and the bias have one.
+    """
+    q, k, v, head_scale, sinks, ranges, matrix, bias, seed, out, lse, normalizers = ctx.saved_tensors
+    out_gradient, lse_gradient = with_usual_strides(out_gradient, lse_gradient, out)
+    arguments = (
+        *(out_gradient, lse_gradient, out, normalizers, q, k, v),
+        *(ctx.scale, head_scale, ctx.softcap, sinks, ranges, matrix, bias, ctx.dropout, seed, *ctx.origin),
+    )
+    of_q = of_k = of_v = of_sinks = of_bias = None
+    if any(ctx.needs_input_grad[:3]) or ctx.needs_input_grad[6]:
+        of_q, of_k, of_v, deltas = torch.ops.headwise.attend_backward(*arguments)
+    if ctx.needs_input_grad[6]:
+        of_rows = (deltas, lse_gradient, lse, *normalizers.unbind(-1))
+        of_sinks = SinksGradient.apply(*of_rows, sinks)  # type: ignore[no-untyped-call]
+    if ctx.needs_input_grad[9]:
+        of_bias = torch.ops.headwise.attend_bias_gradient(*arguments).to(bias.dtype)
+    return (of_q, of_k, of_v, None, None, None, of_sinks, None, None, of_bias, *4 * [None])
+
+
+def with_usual_strides(
+    out_gradient: Float[Tensor, "batch heads queries value_dim"] | None,
+    lse_gradient: Float[Tensor, "batch heads queries"] | None,
+    out: Float[Tensor, "batch heads queries value_dim"],
+) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries"] | None]:
+    """Return the gradients of the output and of the log-sum-exp with strides that the operator of the backward pass
+    accepts. Zeros stand for a missing gradient of the output.
+    """
+    out_gradient = torch.zeros_like(out) if out_gradient is None else out_gradient
+    if out_gradient.stride(-1) != 1:
+        out_gradient = out_gradient.clone(memory_format=torch.contiguous_format)  # also without elements
+    return out_gradient, None if lse_gradient is None else lse_gradient.contiguous()
+
+
+def _refuse_second_derivative(ctx: Any, *_: Tensor | None) -> None:
+    """Raise `RuntimeError`, since the second derivative of native attention is not implemented."""
+    raise RuntimeError(
+        "the derivative for the gradient of native attention is not implemented; backend='reference' has one"
+    )
+
+
+# -- numbers of operations ---------------------------------------------------------------------------------------------
+
+
+def register_flops() -> None:
+    """Register the formulas with torch's counter of operations if it has been imported, and with the counters that are
+    active. Importing it here would take as long as importing a large part of torch.
+    """
+    counter: Any = sys.modules.get("torch.utils.flop_counter")
+    if counter is None or not hasattr(torch.ops.headwise, "attend_forward"):
+        return
+    for name, formula in FLOPS.items():
+        operator = getattr(torch.ops.headwise, name)
+        if operator not in counter.flop_registry:
+            counter.register_flop_formula(operator)(formula)
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, counter._FlopCounterMode):  # it copied the formulas when it was made
+            added = {getattr(torch.ops.headwise, name) for name in FLOPS}
+            mode.counter.flop_registry.update({each: counter.flop_registry[each] for each in added})
+
+
+def _forward_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+    """Return the number of operations of the two products: queries with keys, and weights with values."""
+    batch, heads, queries, head_dim = q
+    operations: int = 2 * batch * heads * queries * k[2] * (head_dim + v[3])
+    return operations
+
+
+def _backward_flops(*arguments: Any, **_: Any) -> int:
+    """Return the number of operations of the five products of the backward pass, of which one computes scores again."""
+    q, k, v = arguments[4:7]
+    batch, heads, queries, head_dim = q
+    operations: int = 2 * batch * heads * queries * k[2] * (3 * head_dim + 2 * v[3])
+    return operations
+
+
+FLOPS: dict[str, Callable[..., int]] = {
+    "attend": _forward_flops,
+    "attend_forward": _forward_flops,
+    "attend_statistics": _forward_flops,
+    "attend_backward": _backward_flops,
+    "attend_bias_gradient": lambda *arguments, **_: _forward_flops(*arguments[4:7]),  # another pass over the scores
+}
+"""Formula of each operator for its number of operations: a function of the shapes of its tensors. They count what torch
+counts for `scaled_dot_product_attention`: all scores, also those that a mask hides. A mask that is evaluated in parts
+leaves out keys, which are not counted.
+"""

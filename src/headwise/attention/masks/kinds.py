@@ -1,0 +1,587 @@
+"""The masks that consist of no other masks: of positions, of sequences, of matrices and functions, and of ranges."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.grid import Coverage, Grid, Index, elements, require_broadcast
+from headwise.checks import has_readable_values, has_values
+from headwise.errors import InputError
+from headwise.shapes import Bool, Int
+
+# -- masks that go by positions alone: the same in every sequence and head, for any length ----------------------------
+
+MAX_DISTANCE = 2**62
+"""Bound above every position and distance: a larger number limits nothing, and would overflow int64 arithmetic."""
+
+
+class ByPosition(Mask):
+    """Base class of masks that go by the positions of query and key alone; they define `allows_positions`. Position -1,
+    which marks padding and empty slots of a cache, is compared like any other, except by `HasPosition`, which `attend`
+    adds to hide them.
+    """
+
+    @abstractmethod
+    def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        """Return True where a query at the first position attends to a key at the second, for positions that broadcast,
+        or that are single numbers.
+        """
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        return self.allows_positions(grid.query_position(i, b), grid.key_position(j, b))
+
+
+@dataclass(frozen=True)
+class Band(ByPosition):
+    """Causal or sliding-window mask: the query at position p attends to the keys `{p - width + 1, ..., p + ahead}`; if
+    `width` is None, to all keys up to `p + ahead`. With a dilation d above 1, it attends to
+    `{p - (width - 1) d, ..., p - d, p, p + d, ..., p + ahead d}` instead.
+
+    Attributes:
+        width: number of keys up to the query's own, which is among them; None for all keys before the query.
+        ahead: number of keys after the query.
+        dilation: distance between neighbouring keys of the set.
+    """
+
+    width: int | None
+    ahead: int = 0
+    dilation: int = 1
+
+    depends_on_distance_only: ClassVar[bool] = True
+
+    def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        distance_back = query - key
+        inside = distance_back >= -min(self.ahead * self.dilation, MAX_DISTANCE)
+        if self.width is not None:
+            inside = inside & (distance_back < min(self.width * self.dilation, MAX_DISTANCE))
+        return inside if self.dilation == 1 else inside & (distance_back % min(self.dilation, MAX_DISTANCE) == 0)
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        """Return EMPTY, FULL or PARTIAL: in none, all or some of a block's query-key pairs, the key is in the window of
+        the query. PARTIAL may also mean unknown, as on a grid with explicit positions or with a dilation.
+        """
+        if not grid.uses_default_positions:
+            return Coverage.PARTIAL
+        # Every distance between the smallest and the largest occurs in the block: exact, without a dilation.
+        smallest = rows.start + grid.offset - (columns.stop - 1)
+        largest = rows.stop - 1 + grid.offset - columns.start
+        first = -self.ahead * self.dilation
+        last = float("inf") if self.width is None else (self.width - 1) * self.dilation
+        if largest < first or smallest > last:
+            return Coverage.EMPTY
+        is_full = smallest >= first and largest <= last and self.dilation == 1
+        return Coverage.FULL if is_full else Coverage.PARTIAL
+
+    def __repr__(self) -> str:
+        if self == Band(None):
+            return "causal()"
+        options = [(name, getattr(self, name), default) for name, default in (("ahead", 0), ("dilation", 1))]
+        shown = [f"{name}={value}" for name, value, default in options if value != default]
+        return f"window({', '.join([str(self.width), *shown])})"
+
+
+@dataclass(frozen=True)
+class Prefix(ByPosition):
+    """Mask of the first keys: every query attends to the keys at positions `{0, ..., length - 1}`.
+
+    Attributes:
+        length: number of keys, the same in every sequence.
+    """
+
+    length: int
+
+    def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        return key < min(self.length, MAX_DISTANCE)
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are among the first `length` keys.
+        PARTIAL may also mean unknown, on a grid with explicit positions.
+        """
+        if not grid.uses_default_positions:
+            return Coverage.PARTIAL
+        if columns.start >= self.length:
+            return Coverage.EMPTY
+        return Coverage.FULL if columns.stop <= self.length else Coverage.PARTIAL
+
+    def __repr__(self) -> str:
+        return f"prefix({self.length})"
+
+
+@dataclass(frozen=True)
+class Chunked(ByPosition):
+    """Mask of equal chunks: the query at position p attends to the keys k with `k // size == p // size`.
+
+    Attributes:
+        size: number of positions of a chunk.
+    """
+
+    size: int
+
+    def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        size = min(self.size, MAX_DISTANCE)
+        return query // size == key // size
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        """Return EMPTY, FULL or PARTIAL: in none, all or some of a block's query-key pairs, query and key are in the
+        same chunk. PARTIAL may also mean unknown, on a grid with explicit positions.
+        """
+        if not grid.uses_default_positions:
+            return Coverage.PARTIAL
+        query_chunks = range((rows.start + grid.offset) // self.size, (rows.stop - 1 + grid.offset) // self.size + 1)
+        key_chunks = range(columns.start // self.size, (columns.stop - 1) // self.size + 1)
+        if query_chunks.stop <= key_chunks.start or key_chunks.stop <= query_chunks.start:
+            return Coverage.EMPTY
+        return Coverage.FULL if len(query_chunks) == len(key_chunks) == 1 else Coverage.PARTIAL
+
+    def __repr__(self) -> str:
+        return f"chunked({self.size})"
+
+
+@dataclass(frozen=True)
+class HasPosition(ByPosition):
+    """Mask that excludes empty slots and padding, which have position -1: a query attends to a key if the positions of
+    both are 0 or more.
+
+    A query at position -1 attends to no key. `attend` adds this mask wherever positions are explicit.
+    """
+
+    def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        return (query >= 0) & (key >= 0)
+
+
+# -- masks that may differ between the sequences of a batch ----------------------------------------------------------
+
+
+class DeviceCopies:
+    """One tensor of a mask, and its copies on other devices. Each copy is made once, in the first call that needs it: a
+    copy from the CPU to a GPU in every call would make every call wait.
+
+    Args:
+        tensor: numbers of the mask, which must not change afterwards.
+    """
+
+    def __init__(self, tensor: Int[Tensor, "..."]) -> None:
+        self._tensor = tensor
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Int[Tensor, "..."]:
+        """Return the tensor, or its copy on another device. While compiling or tracing, a copy would have no values, so
+        that this method must not be called.
+        """
+        if self._tensor.device == device:
+            return self._tensor
+        if device not in self._copies:
+            with torch.inference_mode(False):  # later calls may need gradients
+                self._copies[device] = self._tensor.to(device, non_blocking=True)
+        return self._copies[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for a copy or a pickle, without the copies, whose devices may not exist there."""
+        return {"_tensor": self._tensor, "_copies": {}}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Padding(Mask):
+    """Mask of real lengths: every query of sequence b attends to the first `lengths[b]` keys of that sequence. With
+    `side="left"`, where the padding comes first, it attends to the last `lengths[b]` keys.
+
+    Attributes:
+        lengths: number of keys for each sequence, `(batch,)`.
+        side: of the padding.
+        bounded: whether a length above the number of keys is an error: True for padding, False for a prefix, which
+            may be longer than the text so far.
+        known_extremes: smallest and largest of `lengths`, if they were read when the mask was made; None otherwise.
+    """
+
+    lengths: Int[Tensor, " batch"]
+    side: Literal["right", "left"]
+    bounded: bool = True
+    known_extremes: tuple[int, int] | None = None
+
+    @property
+    def _extremes(self) -> tuple[int, int] | None:
+        """Smallest and largest of `lengths`, the numbers of real keys of the sequences; None if they are unknown, since
+        the lengths cannot be read, as on a GPU.
+        """
+        if torch.compiler.is_compiling():
+            return None  # a comparison with the number of keys would fix it
+        if self.known_extremes is None and has_readable_values(self.lengths):
+            return self._read_extremes
+        return self.known_extremes
+
+    @cached_property
+    def _read_extremes(self) -> tuple[int, int]:
+        """Smallest and largest of `lengths`, read from the CPU."""
+        return extremes_of(self.lengths)
+
+    @cached_property
+    def _copies(self) -> DeviceCopies:
+        """The lengths on every device that the mask was used on."""
+        return DeviceCopies(self.lengths)
+
+    def lengths_on(self, device: torch.device) -> Int[Tensor, " batch"]:
+        """Return the lengths on a device; a copy is made once."""
+        return self._copies.on(device) if has_values(self.lengths) else self.lengths.to(device)
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        length = self.lengths_on(grid.device)[b]
+        return grid.key_position(j, b) < length if self.side == "right" else j >= grid.keys - length
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are real (not padding), counted over all
+        sequences. PARTIAL may also mean unknown: on a grid with explicit positions, or if the extreme lengths are
+        unknown, as while compiling.
+        """
+        extremes = self._extremes if grid.uses_default_positions else None
+        if extremes is None:
+            return Coverage.PARTIAL
+        shortest, longest = extremes
+        # Counted from the side of the real tokens, so that one comparison serves both sides.
+        first, last = columns.start, columns.stop - 1
+        if self.side == "left":
+            first, last = grid.keys - 1 - last, grid.keys - 1 - first
+        if first >= longest:
+            return Coverage.EMPTY
+        return Coverage.FULL if last < shortest else Coverage.PARTIAL
+
+    def check(self, grid: Grid) -> None:
+        """Raise `InputError` unless the mask has one length for each sequence of the grid. Raise it also if
+        the mask pads on the left and the grid has explicit positions. If the mask's attribute `bounded` is True, raise
+        it also for a length above the grid's number of keys, unless the grid has explicit positions or the largest
+        length is unknown, as while compiling. Such a length then counts as the number of keys.
+        """
+        if len(self.lengths) != grid.batch:
+            raise InputError(
+                "padding(lengths)", expected=f"one length for each of {grid.batch} sequences", got=len(self.lengths)
+            )
+        if self.side == "left" and not grid.uses_default_positions:
+            raise InputError(
+                "padding(side)", expected="'right' where keys have positions of their own, as in a cache", got="'left'"
+            )
+        extremes = self._extremes if self.bounded and grid.uses_default_positions else None
+        if extremes is not None and extremes[1] > grid.keys:
+            raise InputError("padding(lengths)", expected=f"lengths of 0 to {grid.keys} (the keys)", got=extremes[1])
+
+    def for_sequence(self, index: int) -> Mask:
+        return Padding(self.lengths[index : index + 1], self.side, self.bounded)
+
+    def natural_grid(self) -> Grid:
+        """Return a grid with one sequence for each length, and with the largest length as number of keys. It has 1 key
+        if that is unknown, as while compiling.
+        """
+        extremes = self._extremes
+        keys = 1 if extremes is None else extremes[1]
+        return Grid(len(self.lengths), 0, 0, keys, _drawing_device(self.lengths))
+
+    def __repr__(self) -> str:
+        if not self.bounded:
+            return f"prefix({_shown(self.lengths)})"
+        return f"padding({_shown(self.lengths)}, side={self.side!r})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Segments(Mask):
+    """Mask of packed documents: a query attends to the keys of its own document. The query at position p attends to the
+    keys k with `ids[k] == ids[p]`, where `ids` is the row of document ids of its sequence.
+
+    A query whose position has no id, before the first or after the last key, attends to no key.
+
+    Attributes:
+        ids: document of each key, `(batch, keys)`, or `(1, keys)` for the same documents in every sequence.
+        known_one_piece: True if the keys of every document are known to be adjacent, False if they are not, None if
+            that was not read when the mask was made.
+    """
+
+    ids: Int[Tensor, "#batch keys"]
+    known_one_piece: bool | None = None
+
+    @property
+    def is_one_piece_each(self) -> bool:
+        """True if the keys of every document are known to be adjacent, so that a query attends to one range of keys."""
+        if self.known_one_piece is None and has_readable_values(self.ids):
+            return self._read_one_piece
+        return self.known_one_piece is True
+
+    @cached_property
+    def _read_one_piece(self) -> bool:
+        """True if the keys of every document are adjacent, read from the CPU."""
+        return are_one_piece_each(self.ids)
+
+    @cached_property
+    def _copies(self) -> DeviceCopies:
+        """The document ids on every device that the mask was used on."""
+        return DeviceCopies(self.ids)
+
+    def ids_on(self, device: torch.device) -> Int[Tensor, "#batch keys"]:
+        """Return the document ids on a device; a copy is made once."""
+        return self._copies.on(device) if has_values(self.ids) else self.ids.to(device)
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        ids, query, key = self.ids_on(grid.device), grid.query_position(i, b), grid.key_position(j, b)
+        last = ids.shape[1] - 1
+        if last < 0:
+            return key < 0
+        own, other = (elements(ids, b, position.clamp(0, last)) for position in (query, key))
+        return (own == other) & (query >= 0) & (query <= last) & (key <= last)
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        """Return EMPTY for a block if, in every sequence, the document ids of the block's queries are all smaller, or
+        all larger, than those of its keys. Return FULL if, in every sequence, all queries and keys of the block have
+        the same id. Otherwise return PARTIAL, also for explicit positions and where ids cannot be read, as on a GPU
+        and while compiling.
+        """
+        if not grid.uses_default_positions or not has_readable_values(self.ids):
+            return Coverage.PARTIAL
+        if not (rows and columns):
+            return Coverage.EMPTY
+        first, stop = max(rows.start + grid.offset, 0), rows.stop + grid.offset
+        query_ids, key_ids = self.ids[:, first:stop], self.ids[:, columns.start : columns.stop]
+        if stop <= 0 or bool(((query_ids.amin(1) > key_ids.amax(1)) | (query_ids.amax(1) < key_ids.amin(1))).all()):
+            return Coverage.EMPTY
+        is_one_segment = bool((query_ids == key_ids[:, :1]).all()) and bool((key_ids == key_ids[:, :1]).all())
+        return Coverage.FULL if is_one_segment and rows.start + grid.offset >= 0 else Coverage.PARTIAL
+
+    def check(self, grid: Grid) -> None:
+        """Raise `InputError` unless there is one document id for each key, in one row for all sequences or in one row
+        for each. With explicit positions, the number of ids is not checked.
+        """
+        batch, keys = self.ids.shape
+        # With explicit positions, as from a cache with empty slots, positions may run as far as there are ids.
+        if batch not in (1, grid.batch) or (grid.uses_default_positions and keys != grid.keys):
+            raise InputError(
+                "segments(ids)",
+                expected=f"one id for each of {grid.keys} keys in 1 or {grid.batch} sequences",
+                got=f"shape {(batch, keys)}",
+            )
+
+    def for_sequence(self, index: int) -> Mask:
+        return self if self.ids.shape[0] == 1 else Segments(self.ids[index : index + 1], self.known_one_piece or None)
+
+    def natural_grid(self) -> Grid:
+        """Return a grid with one sequence for each row of document ids and one key for each id of a row. If all
+        sequences share one row, the number of sequences is 0, which stands for any number.
+        """
+        batch, keys = self.ids.shape
+        return Grid(batch if batch > 1 else 0, 0, 0, keys, _drawing_device(self.ids))
+
+    def __repr__(self) -> str:
+        return f"segments({_shown(self.ids)})"
+
+
+def extremes_of(lengths: Int[Tensor, " batch"]) -> tuple[int, int]:
+    """Return the smallest and the largest of some lengths, (0, 0) if there are none, by reading their values."""
+    if not lengths.numel():
+        return 0, 0
+    shortest, longest = torch.stack(torch.aminmax(lengths)).cpu().tolist()
+    return shortest, longest
+
+
+def are_one_piece_each(ids: Int[Tensor, "batch keys"]) -> bool:
+    """Return True if the keys of every document are adjacent, by reading the document ids."""
+    if ids.is_cpu and bool((ids.diff(dim=1) >= 0).all()):
+        return ids.shape[1] > 0  # ascending ids, as is usual, need no sorting
+    pieces, documents = ((values.diff(dim=1) != 0).sum(1) for values in (ids, ids.sort(1).values))
+    return ids.shape[1] > 0 and torch.equal(pieces, documents)
+
+
+def _drawing_device(values: Int[Tensor, "..."]) -> torch.device:
+    """Return the device of the grid on which `Mask.picture` draws a mask that stores the tensor `values`: meta if this
+    tensor is on meta, otherwise the CPU.
+    """
+    return values.device if values.is_meta else torch.device("cpu")
+
+
+def _shown(values: Int[Tensor, "..."]) -> str:
+    """Return a tensor's values as text for a `repr`, or its shape if the values cannot be read, as while compiling."""
+    return str(values.tolist()) if has_readable_values(values) else f"<{' x '.join(map(str, values.shape))}>"
+
+
+# -- masks of any form ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(Mask):
+    """Mask stored as a boolean tensor: in sequence b and head h, query i attends to key j where `values[b, h, i, j]` is
+    True.
+
+    Attributes:
+        values: `(batch, heads, queries, keys)`, 1 on an axis along which the mask is constant.
+    """
+
+    values: Bool[Tensor, "batch heads queries keys"]
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        return elements(self.values, b, h, i, j)
+
+    def block(
+        self, grid: Grid, rows: range | None = None, columns: range | None = None
+    ) -> Bool[Tensor, "#batch #heads rows columns"]:
+        """Return a view of the stored values for a range of query rows and of keys; by default for all of them."""
+        self.check(grid)
+        values = self.values.expand(-1, -1, grid.queries, grid.keys)
+        if rows is not None:
+            values = values[:, :, rows.start : rows.stop]
+        return values if columns is None else values[..., columns.start : columns.stop]
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        """Return EMPTY, FULL or PARTIAL: none, all or some of the stored values of a block of the grid are True.
+        PARTIAL is returned as well where the values cannot be read, as while compiling.
+        """
+        if not has_readable_values(self.values):
+            return Coverage.PARTIAL
+        block = self.block(grid, rows, columns)
+        if not block.any():
+            return Coverage.EMPTY
+        return Coverage.FULL if block.all() else Coverage.PARTIAL
+
+    @property
+    def stored_values(self) -> int:
+        return self.values.numel()
+
+    def check(self, grid: Grid) -> None:
+        """Raise `InputError` unless the stored tensor broadcasts to the score grid and is on the device of the grid."""
+        require_broadcast("mask", self.values, grid)
+
+    def for_sequence(self, index: int) -> Mask:
+        return self if self.values.shape[0] == 1 else Dense(self.values[index : index + 1])
+
+    def for_head(self, index: int) -> Mask:
+        return self if self.values.shape[1] == 1 else Dense(self.values[:, index : index + 1])
+
+    def natural_grid(self) -> Grid:
+        """Return a grid with the sizes and device of the stored tensor; an axis of size 1 becomes 0, which stands for
+        any size.
+        """
+        batch, heads, queries, keys = (size if size > 1 else 0 for size in self.values.shape)
+        return Grid(batch, heads, queries, keys, self.values.device)
+
+    def __repr__(self) -> str:
+        return f"dense(<{' x '.join(map(str, self.values.shape))}>)"
+
+
+@dataclass(frozen=True)
+class MaskRule(Mask):
+    """Mask computed by a function: in sequence b and head h, the query at position q attends to the key at position k
+    where `rule(b, h, q, k)` is True.
+
+    Attributes:
+        rule: function of the indices of sequence and head and the positions of query and key.
+        first_sequence: index that `rule` receives for the first sequence of the grid.
+        first_head: index that `rule` receives for the first head of the grid.
+    """
+
+    rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    first_sequence: int = 0
+    first_head: int = 0
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        """Return the result of the rule for sequence `b`, head `h`, query row `i` and key `j`.
+
+        Raises:
+            InputError: the rule returns no boolean tensor, or one of another shape than that of a block.
+        """
+        positions = grid.query_position(i, b), grid.key_position(j, b)
+        allowed = self.rule(b + self.first_sequence, h + self.first_head, *positions)
+        if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
+            got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
+            raise InputError("mask_rule(rule)", expected="a function that returns a boolean tensor", got=got)
+        if i.ndim == 0:
+            return allowed
+        shape = (grid.batch, grid.heads, i.shape[0], j.shape[1])
+        try:
+            return allowed.expand(shape)
+        except RuntimeError:
+            expected = f"a result that broadcasts to {shape}"
+            raise InputError("mask_rule(rule)", expected=expected, got=tuple(allowed.shape)) from None
+
+    def for_sequence(self, index: int) -> Mask:
+        """Return the mask of sequence `index` alone; the rule still receives that index, not 0, as its sequence."""
+        return MaskRule(self.rule, self.first_sequence + index, self.first_head)
+
+    def for_head(self, index: int) -> Mask:
+        """Return the mask of head `index` alone; the rule still receives that index, not 0, as its head."""
+        return MaskRule(self.rule, self.first_sequence, self.first_head + index)
+
+    def __repr__(self) -> str:
+        return f"mask_rule({getattr(self.rule, '__name__', repr(self.rule))})"
+
+
+@dataclass(frozen=True, eq=False)
+class InRanges(Mask):
+    """Mask by which a query attends to the keys in its ranges: those of `key_ranges.VisibleKeys`.
+
+    Attributes:
+        ranges: start and stop of each range; a range whose stop is not above its start has no key.
+    """
+
+    ranges: Int[Tensor, "#batch #heads queries ranges 2"]
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        inside = j < 0
+        for number in range(self.ranges.shape[3]):
+            start, stop = (elements(self.ranges, b, h, i, number, edge) for edge in (0, 1))
+            inside = inside | ((j >= start) & (j < stop))
+        return inside
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        """Return EMPTY if no range of the query rows has a key of the block, FULL if each row has a range with all of
+        them, otherwise PARTIAL. Return PARTIAL also where the ranges cannot be read, as on a GPU.
+        """
+        if not has_readable_values(self.ranges):
+            return Coverage.PARTIAL
+        starts, stops = self.ranges[:, :, rows.start : rows.stop].unbind(-1)
+        if ((starts <= columns.start) & (stops >= columns.stop)).any(-1).all():
+            return Coverage.FULL
+        has_key = (starts < columns.stop) & (stops > columns.start) & (starts < stops)
+        return Coverage.PARTIAL if has_key.any() else Coverage.EMPTY
+
+    def for_sequence(self, index: int) -> Mask:
+        return self if len(self.ranges) == 1 else InRanges(self.ranges[index : index + 1])
+
+    def for_head(self, index: int) -> Mask:
+        return self if self.ranges.shape[1] == 1 else InRanges(self.ranges[:, index : index + 1])
+
+
+def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] | None) -> Mask | None:
+    """Return the mask by which a query attends to the keys in its ranges at which a matrix is True. Ranges or a matrix
+    that exclude nothing are None; the result is None without both.
+    """
+    if ranges is None:
+        return None if matrix is None else Dense(matrix)
+    return InRanges(ranges) if matrix is None else InRanges(ranges) & Dense(matrix)
+
+
+@dataclass(frozen=True, eq=False)
+class InSequences(Mask):
+    """Mask of packed sequences: a query attends to the keys of its own sequence, as far as another mask allows them by
+    the positions within the sequences. The sequences of the queries may have other lengths than those of the keys.
+
+    Attributes:
+        query_sequences: number of the sequence of each query.
+        key_sequences: number of the sequence of each key.
+        query_positions: position of each query within its sequence.
+        key_positions: position of each key within its sequence.
+        mask: rule that goes by positions alone; None if a query attends to its whole sequence.
+    """
+
+    query_sequences: Int[Tensor, " queries"]
+    key_sequences: Int[Tensor, " keys"]
+    query_positions: Int[Tensor, "1 queries"]
+    key_positions: Int[Tensor, "1 keys"]
+    mask: Mask | None
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        is_shared = self.query_sequences[i] == self.key_sequences[j]
+        if self.mask is None:
+            return is_shared
+        by_position = replace(grid, query_positions=self.query_positions, key_positions=self.key_positions)
+        return is_shared & self.mask.allows(by_position, b, h, i, j)
+
+    def for_head(self, index: int) -> Mask:
+        return self if self.mask is None else replace(self, mask=self.mask.for_head(index))
