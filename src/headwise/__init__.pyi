@@ -25,7 +25,6 @@ from headwise.analysis.flow.rollout_table import Rollout as Rollout
 from headwise.analysis.flow.rollout_table import RolloutLayers as RolloutLayers
 from headwise.analysis.flow.token_rollout import TokenRollout as TokenRollout
 from headwise.analysis.flow.token_rollout import token_rollout as token_rollout
-from headwise.analysis.focus import Focus as Focus
 from headwise.analysis.gate import gate as gate
 from headwise.analysis.head_tests.dependencies import dependency_accuracy as dependency_accuracy
 from headwise.analysis.head_tests.dependency_table import DependencyAccuracy as DependencyAccuracy
@@ -64,10 +63,11 @@ from headwise.analysis.recording import record_outputs as record_outputs
 from headwise.analysis.redundancy.redundancy import redundancy as redundancy
 from headwise.analysis.redundancy.result import Redundancy as Redundancy
 from headwise.analysis.view import view as view
-from headwise.analysis.view_examples import view_examples as view_examples
+from headwise.analysis.view import view_examples as view_examples
 from headwise.analysis.view_image import view_image as view_image
+from headwise.analysis.view_result import Focus as Focus
 from headwise.analysis.view_result import View as View
-from headwise.analysis.view_set import ViewSet as ViewSet
+from headwise.analysis.view_result import ViewSet as ViewSet
 from headwise.attention.attend import attend as attend
 from headwise.attention.attend import explain as explain
 from headwise.attention.attend import why_not as why_not

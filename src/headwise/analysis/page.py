@@ -5,12 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwise.analysis.focus import Focus
 from headwise.analysis.profile import Profile
 from headwise.analysis.roles import page_roles
-from headwise.analysis.view_contents import passages_of, title_role_word
-from headwise.analysis.view_result import View
-from headwise.analysis.view_set import ViewSet
+from headwise.analysis.view_result import Focus, View, ViewSet, passages_of, title_role_word
 from headwise.checks import collection_of
 from headwise.errors import InputError
 from headwise.intercept.heads import Heads
@@ -92,8 +89,12 @@ def page_contents(
     ]
     views = groups[0].views
     notes = [note for group in groups for note in group.notes]
-    if against:
-        notes += groups[1].differences_of_data(groups[0])
+    data_of = {each.source: each.data for each in groups[0].columns}
+    notes += [
+        f"The two models have a {each.source} of different texts."
+        for each in groups[-1].columns
+        if None not in (each.data, data_of.get(each.source)) and each.data != data_of[each.source]
+    ]
     return page.Contents(
         title=title or " and ".join(dict.fromkeys(group.name for group in groups)),
         notes=tuple(dict.fromkeys(notes)),
@@ -165,7 +166,11 @@ class _ModelResults:
                 raise InputError("results", expected=expected, got=type(result).__name__)
         self._identities += [(f"the view of {view.title}", view.identity) for view in self.views]
         self._identities += [(f"the {each.source} of {each.model}", each.identity) for each in tables]
-        self._require_one_model()
+        known = [(name, identity) for name, identity in self._identities if identity is not None]
+        for name, identity in known[1:]:
+            if identity.is_other(known[0][1]):
+                remedy = "pass the results of another model as against=[...]"
+                raise InputError("results", expected=f"results of one model, as {known[0][0]}", got=name, remedy=remedy)
         columns = [*([ViewSet(tuple(self.views)).columns()] if self.views else []), *tables]
         self.columns = [each.in_order(columns[0].places) for each in columns]
         sources = [each.source for each in self.columns]
@@ -185,14 +190,6 @@ class _ModelResults:
             if identity is not None:
                 details |= {"dtype": identity.dtype, "weights": f"weights {identity.digest[:8]}"}
         return details
-
-    def _require_one_model(self) -> None:
-        """Raise `InputError` if two results are known to be of different models."""
-        known = [(name, identity) for name, identity in self._identities if identity is not None]
-        for name, identity in known[1:]:
-            if identity.is_other(known[0][1]):
-                remedy = "pass the results of another model as against=[...]"
-                raise InputError("results", expected=f"results of one model, as {known[0][0]}", got=name, remedy=remedy)
 
     @property
     def statistics(self) -> tuple[page.PageStatistic, ...]:
@@ -216,15 +213,6 @@ class _ModelResults:
         if len(identities) > 1 and len({None if each is None else each[:2] for each in identities}) > 1:
             notes.append("It could not be checked that all results are of the same model.")
         return notes
-
-    def differences_of_data(self, other: "_ModelResults") -> list[str]:
-        """Return sentences that name tables that were measured on other data than the same tables of another model."""
-        data_of = {each.source: each.data for each in other.columns}
-        return [
-            f"The two models have a {each.source} of different texts."
-            for each in self.columns
-            if None not in (each.data, data_of.get(each.source)) and each.data != data_of[each.source]
-        ]
 
     def require_heads_of(self, other: "_ModelResults") -> None:
         """Raise `InputError` if these results are of other heads than those of another model, or of other texts. Module
@@ -267,15 +255,10 @@ def _page_focus(focus: Focus, group: _ModelResults) -> page.PageFocus:
             head=index_of[place],
             share=each.share,
             uniform=each.uniform,
-            error=_known(each.excess.sem),
-            p=_known(each.p),
+            error=None if math.isnan(each.excess.sem) else each.excess.sem,
+            p=None if math.isnan(each.p) else each.p,
             has_focus=each.has_focus,
         )
         for each, place in zip(focus.heads, places, strict=True)
     )
     return page.PageFocus(focus.name, focus.kind, focus.words, scores, focus.verdict)
-
-
-def _known(value: float) -> float | None:
-    """Return a number, None for NaN."""
-    return None if math.isnan(value) else value
