@@ -57,8 +57,8 @@ from headwise.analysis.patching.table import PathPatching as PathPatching
 from headwise.analysis.profile import Profile as Profile
 from headwise.analysis.profile import load_profile as load_profile
 from headwise.analysis.profile import profile as profile
+from headwise.analysis.pruning_curve import PruningCurve as PruningCurve
 from headwise.analysis.pruning_curve import pruning_curve as pruning_curve
-from headwise.analysis.pruning_curve_table import PruningCurve as PruningCurve
 from headwise.analysis.recording import record_outputs as record_outputs
 from headwise.analysis.redundancy.redundancy import redundancy as redundancy
 from headwise.analysis.redundancy.result import Redundancy as Redundancy

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from headwise.analysis.curves.distance_table import AttentionDistances
 from headwise.analysis.curves.position_table import SLOPE_SUFFIX, PositionCurves
-from headwise.analysis.pruning_curve_table import RANDOM, PruningCurve
+from headwise.analysis.pruning_curve import RANDOM, PruningCurve
 from headwise.show.titles import run_title
 from headwise.wording import number
 
