@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from headwise.analysis.ablation_result import Ablation, DocumentEffects, SetAblation
-from headwise.analysis.gate_interceptor import GateInterceptor, HeadGate
+from headwise.analysis.gate import GateInterceptor, HeadGate
 from headwise.analysis.losses import (
     Loss,
     finite_loss_per_example,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.gate_interceptor import GateInterceptor, HeadGate
+from headwise.analysis.gate import GateInterceptor, HeadGate
 from headwise.analysis.module_outputs import ModuleOutputs, norms_of
 from headwise.analysis.prompts import AnswerTokens, one_batch
 from headwise.analysis.recording import RecordedRun
