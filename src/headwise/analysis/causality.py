@@ -96,7 +96,7 @@ def _depends_across(
     changed, name = copied(dict(batch)), _name_of_ids(batch)
     tokens = batch[name][row, torch.cat([first, second])]
     others = tokens[tokens != tokens[0]]
-    # Tokens become the first token of the row; copies of this one become another token or, if there is none, another id.
+    # Tokens become the first token of the row. Its copies become another one of the row or, without one, another id.
     another = others[0] if len(others) else (tokens[0] - 1 if tokens[0] > 0 else tokens[0] + 1)
     changed[name][row, second] = torch.where(tokens == tokens[0], another, tokens[0])[len(first) :]
     logits = [_logits(model, each) for each in (batch, changed)]

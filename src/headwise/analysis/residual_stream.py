@@ -1,6 +1,8 @@
-"""End of a model's residual stream: the sum that the final norm and the output embedding turn into logits."""
+"""End of a model's residual stream, the sum that the final norm and the output embedding turn into logits, and outputs
+of modules that are held constant in a later run.
+"""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,42 +25,6 @@ def not_direct_error(model: nn.Module) -> InputError:
     """Return the error for a model in which heads do not write directly into the input of the final norm."""
     expected = "one whose output embedding reads, through a final norm, the sum that heads write into"
     return InputError("model", expected=expected, got=type(model).__name__, remedy=REMEDY)
-
-
-class StreamEnd(NamedTuple):
-    """Input of the final norm (the end of the residual stream) at the token that each prompt's answer follows, and a
-    vector `direction` for each prompt. The scalar product of `direction` with a summand of this input is what the
-    summand adds to the logit of the answer or, with a wrong answer, to the answer's logit minus the wrong answer's.
-
-    Attributes:
-        model: the model.
-        length: number of positions of the stream.
-        positions: position of each prompt's token that the answer follows.
-        before_norm: input of the final norm at these tokens.
-        direction: vector whose product with a summand of `before_norm` is what the summand adds to the logit.
-        logit: logit of the right answer, minus that of the wrong answer if there is one.
-    """
-
-    model: nn.Module
-    length: int
-    positions: Int[Tensor, " prompts"]
-    before_norm: Float[Tensor, "prompts width"]
-    direction: Float[Tensor, "prompts width"]
-    logit: Float[Tensor, " prompts"]
-
-    def at_positions(
-        self, head_outputs: Float[Tensor, "batch heads queries value_dim"]
-    ) -> Float[Tensor, "prompts heads value_dim"]:
-        """Select from `head_outputs` the outputs of all heads at the token that each prompt's answer follows, and
-        convert them to the dtype of the residual stream.
-
-        Raises:
-            InputError: the outputs are of another number of prompts, or of another length, than the residual stream.
-        """
-        if (len(head_outputs), head_outputs.shape[2]) != (len(self.positions), self.length):
-            raise not_direct_error(self.model)
-        prompts = torch.arange(len(head_outputs), device=head_outputs.device)
-        return head_outputs[prompts, :, self.positions].to(self.before_norm.dtype)
 
 
 class _ModuleCall(NamedTuple):
@@ -125,16 +91,24 @@ class ResidualStream:
             raise not_direct_error(self._model)
         return call
 
-    def end(self, tokens: AnswerTokens, batch: Mapping[str, Any]) -> StreamEnd:
-        """Return the final norm's input in the observed run at the token that each prompt's answer follows, with a
-        vector `direction` for each prompt. The scalar product of `direction` with a summand of this input is what the
-        summand adds to the logit of the answer or, with a wrong answer, to the answer's logit minus the wrong answer's.
+    def end(
+        self, tokens: AnswerTokens, batch: Mapping[str, Any]
+    ) -> tuple[
+        Int[Tensor, " prompts"],
+        Float[Tensor, "prompts width"],
+        Float[Tensor, "prompts width"],
+        Float[Tensor, " prompts"],
+    ]:
+        """Return the position of the token that each prompt's answer follows, the final norm's input in the observed
+        run at these tokens, a vector `direction` for each prompt, and the logits of the answers. With wrong answers,
+        their logits are subtracted. The scalar product of `direction` with a summand of the input is what the summand
+        adds to the logit.
 
         Raises:
             InputError: the module before the output embedding is not a norm, or there is none; a token does not exist.
         """
         norm, before, after = self.final_norm_call()
-        length, like = after.shape[1], after
+        like = after
         positions = tokens.positions(batch, after)
         prompts = torch.arange(len(positions), device=positions.device)
         dtype = torch.promote_types(after.dtype, torch.float32)
@@ -149,7 +123,7 @@ class ResidualStream:
         if wrong is not None:
             unembedding, answer_bias = unembedding - embedding[wrong], answer_bias - bias[wrong]
         direction = _direction_before_norm(self._model, norm, before, after, unembedding, like=like)
-        return StreamEnd(self._model, length, positions, before, direction, (unembedding * after).sum(-1) + answer_bias)
+        return positions, before, direction, (unembedding * after).sum(-1) + answer_bias
 
 
 def projection_weight(model: nn.Module, path: str, width: int, stream: Tensor) -> Float[Tensor, "stream width"]:
@@ -232,3 +206,40 @@ def _direction_before_norm(
 def _is_same_memory(one: Any, other: Tensor) -> bool:
     """Return True if `one` is a tensor with the shape and the memory address of `other`."""
     return isinstance(one, Tensor) and one.shape == other.shape and one.data_ptr() == other.data_ptr()
+
+
+class ModuleOutputs:
+    """Recorder of the outputs of some modules of a model in one run, which can make the modules return these outputs in
+    a later run.
+
+    Args:
+        modules: the modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._outputs: dict[nn.Module, list[Any]] = {module: [] for module in modules}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the output of every call of every module while the context is active."""
+        with self._hooks(lambda module, _, output: self._outputs[module].append(output)):
+            yield
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Make each module return the outputs that `recorded` stored, in the order of its calls, while the context is
+        active.
+        """
+        remaining = {module: iter(outputs) for module, outputs in self._outputs.items()}
+        with self._hooks(lambda module, *_: next(remaining[module], None)):
+            yield
+
+    @contextmanager
+    def _hooks(self, hook: Callable[..., Any]) -> Iterator[None]:
+        """Register `hook` as forward hook of every module while the context is active."""
+        handles = [module.register_forward_hook(hook) for module in self._outputs]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
