@@ -167,10 +167,8 @@ def _direction_before_norm(
     like: Tensor,
 ) -> Float[Tensor, "prompts width"]:
     """Convert directions at the output of a norm to directions at its input, with the norm's scale at each token held
-    constant. Return, for each prompt, the vector whose scalar product with the norm's input equals that of
-    `unembedding` with the norm's output, up to a constant.
-
-    The scale of the norm is held constant at each token, so that the norm is linear.
+    constant, so that the norm is linear. Return, for each prompt, the vector whose scalar product with the norm's input
+    equals that of `unembedding` with the norm's output, up to a constant.
 
     The norm is probed with three inputs. Zeros give its bias. Numbers whose mean is 0 give its weight, up to a factor.
     Equal numbers show whether it subtracts the mean. The scale at each token follows from its input and output.
