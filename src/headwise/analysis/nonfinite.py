@@ -63,11 +63,11 @@ def nonfinite_error(
         elif has_nonfinite(output):
             places.append(f"the output of {name}")
 
-    with ExitStack() as stack:
+    with ExitStack() as hooks:
         for path, module in model.named_modules():
             name = path or "the model itself"
-            stack.callback(module.register_forward_pre_hook(partial(on_start, name), with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(partial(on_end, name)).remove)
+            hooks.enter_context(module.register_forward_pre_hook(partial(on_start, name), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(partial(on_end, name)))
         run()
     if not places:
         return None

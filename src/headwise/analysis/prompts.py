@@ -1,6 +1,7 @@
 """Prompts and a model's answers: the logit of the right token and of a wrong one, at one position of each prompt."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -101,12 +102,8 @@ class AnswerTokens(NamedTuple):
             return hidden[prompts, restricted_to[0]][:, None], *args[1:]
 
         embedding = output_embedding(model)
-        hook = None if embedding is None else embedding.register_forward_pre_hook(select_positions)
-        try:
+        with nullcontext() if embedding is None else embedding.register_forward_pre_hook(select_positions):
             output = call_model(model, batch)
-        finally:
-            if hook is not None:
-                hook.remove()
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or logits.ndim != 3:
             expected = "one that returns logits (batch, length, vocabulary)"
@@ -146,8 +143,7 @@ def _real_tokens(batch: Mapping[str, Any], like: Float[Tensor, "prompts length _
     (in an encoder-decoder, the decoder's). It is True everywhere if the batch has no mask with the first two axes of
     `like`.
     """
-    name = "decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask"
-    mask = batch.get(name)
+    mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
     if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:
         return mask.bool()
     return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)

@@ -9,7 +9,7 @@ that reuse layer outputs, for each layer up to which outputs can be reused.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -124,14 +124,10 @@ class RepeatedRuns:
             leaves = pytree.tree_leaves(output)
             digests.append(digest_of(leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta))
 
-        stacks = [self._model, *self._replay.stacks]
-        hooks = [module.register_forward_hook(add_digest) for module in stacks]
-        try:
-            with restored_state(self._model):
-                values = compute()
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, restored_state(self._model):
+            for module in (self._model, *self._replay.stacks):
+                hooks.enter_context(module.register_forward_hook(add_digest))
+            values = compute()
         return values, [digest_of([values]), *digests]
 
 

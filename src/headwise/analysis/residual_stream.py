@@ -3,7 +3,7 @@ of modules that are held constant in a later run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -58,13 +58,11 @@ class ResidualStream:
     def followed(self) -> Iterator[None]:
         """Observe one run of the model while the context is active, and store the final norm's input and output."""
         self._last_call = self._final_call = None
-        hooks = [module.register_forward_hook(self._note_call) for module in self._model.modules()]
-        hooks.append(self._embedding.register_forward_pre_hook(self._note_embedding_input))
-        try:
+        with ExitStack() as hooks:
+            for module in self._model.modules():
+                hooks.enter_context(module.register_forward_hook(self._note_call))
+            hooks.enter_context(self._embedding.register_forward_pre_hook(self._note_embedding_input))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Store a finished module call as the most recent one. A call is ignored if its first argument or its output is
@@ -209,9 +207,6 @@ def _is_same_memory(one: Any, other: Tensor) -> bool:
 class ModuleOutputs:
     """Recorder of the outputs of some modules of a model in one run, which can make the modules return these outputs in
     a later run.
-
-    Args:
-        modules: the modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -235,9 +230,7 @@ class ModuleOutputs:
     @contextmanager
     def _hooks(self, hook: Callable[..., Any]) -> Iterator[None]:
         """Register `hook` as forward hook of every module while the context is active."""
-        handles = [module.register_forward_hook(hook) for module in self._outputs]
-        try:
+        with ExitStack() as hooks:
+            for module in self._outputs:
+                hooks.enter_context(module.register_forward_hook(hook))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()

@@ -161,17 +161,9 @@ def view_of(
     logits: Float[Tensor, "generated vocabulary"] | None = None,
     progress: bool = False,
 ) -> View:
-    """Run a model on tokenized texts and return the attention of each head, for `view`, whose docstring describes the
-    arguments and errors.
-
-    Args:
-        model: the model.
-        texts: what the model reads.
-        inputs: arguments of the model.
-        title: name of the model.
-        keep_all: number of tokens up to which all weights are kept.
-        logits: logits from which the model generated the last tokens; None if it did not.
-        progress: show a progress bar.
+    """Run a model with the arguments `inputs`, which it reads as `texts`, and return the attention of each head, for
+    `view`, whose docstring describes the other arguments and the errors. If the model generated the last tokens,
+    `logits` are those that they were generated from.
     """
     modules = dict(model.named_modules())
     layers = len(innermost_attention_modules(modules, modules))

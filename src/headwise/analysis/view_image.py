@@ -200,12 +200,10 @@ def _input_of(
 
     hook = model.get_submodule(path).register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        with torch.set_grad_enabled(inputs["pixel_values"].requires_grad):
+        with hook, torch.set_grad_enabled(inputs["pixel_values"].requires_grad):
             model(**inputs)
     except _Reached as reached:
         return reached.tokens
-    finally:
-        hook.remove()
     raise InputError("model", expected=f"the same modules in each call, with {path}", got="a call without it")
 
 
