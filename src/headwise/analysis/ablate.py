@@ -198,7 +198,7 @@ def _table(
     """
     baseline = MeanEstimate.of(losses.baseline_losses, documents)
     require_some_loss(baseline.n)
-    rows = []
+    rows: list[Any] = []
     for (_, identifiers), ablated in zip(units, losses.ablated_losses, strict=True):
         costs = [loss - unchanged for loss, unchanged in zip(ablated, losses.baseline_losses, strict=True)]
         # Both means are over the examples that have a loss in the unchanged model.

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,35 +71,6 @@ class DocumentEffects:
         effects = ([loss - unchanged for loss, unchanged in zip(losses, baseline, strict=True)] for losses in ablated)
         sequences = tuple(map(len, members.values()))
         return DocumentEffects(tuple(members), sequences, means(baseline), tuple(map(means, effects)))
-
-    def summaries(self, name: str) -> dict[str, list[Any]]:
-        """Return three columns with one number per row: `name_median`, `name_trimmed` and `name_outliers`.
-
-        Raises:
-            MissingExtra: scipy is not installed.
-        """
-        numpy, stats = (require(package, purpose=PURPOSE, extra="tables") for package in ("numpy", "scipy.stats"))
-        return {
-            f"{name}_median": [float(numpy.median(row)) for row in self.effects],
-            f"{name}_trimmed": [float(stats.trim_mean(row, TRIMMED)) for row in self.effects],
-            f"{name}_outliers": [sum(abs(score) > OUTLIER_SCORE for score in modified_z(row)) for row in self.effects],
-        }
-
-    def to_json(self) -> str:
-        """Return what all rows share, as JSON: the documents, their numbers of sequences, and their losses."""
-        return json.dumps({"documents": self.documents, "sequences": self.sequences, "losses": self.losses})
-
-    @staticmethod
-    def from_json(shared: str | bytes, effects: Sequence[Sequence[float]]) -> "DocumentEffects":
-        """Return effects of documents, as `to_json` stores them.
-
-        Args:
-            shared: JSON text with the documents, their numbers of sequences and their losses.
-            effects: effect on each document of each row of the table, such as each head.
-        """
-        parts: Mapping[str, Any] = json.loads(shared)
-        documents, sequences, losses = (tuple(parts[name]) for name in ("documents", "sequences", "losses"))
-        return DocumentEffects(documents, sequences, losses, tuple(tuple(row) for row in effects))
 
 
 def modified_z(effects: Sequence[float]) -> list[float]:
@@ -172,7 +143,15 @@ class _AblationTable(Table[RowT]):
         Raises:
             MissingExtra: scipy is not installed.
         """
-        return {} if self.by_document is None else self.by_document.summaries("cost")
+        if self.by_document is None:
+            return {}
+        numpy, stats = (require(package, purpose=PURPOSE, extra="tables") for package in ("numpy", "scipy.stats"))
+        effects = self.by_document.effects
+        return {
+            "cost_median": [float(numpy.median(row)) for row in effects],
+            "cost_trimmed": [float(stats.trim_mean(row, TRIMMED)) for row in effects],
+            "cost_outliers": [sum(abs(score) > OUTLIER_SCORE for score in modified_z(row)) for row in effects],
+        }
 
     def robust(self) -> Any:
         """Return the mean effect of each row with its standard error, next to the columns of `summaries`, as a pandas
@@ -185,10 +164,10 @@ class _AblationTable(Table[RowT]):
         Example:
             >>> hw.ablate(model, texts, hw.next_token_loss).robust().head(10)  # doctest: +SKIP
         """
-        summaries = self._effects_by_document().summaries("cost")
+        self._effects_by_document()
         means = self._data_frame(lambda estimate: estimate.value).drop(columns="loss")
         errors = [row.statistics["cost"].sem for row in self.rows]
-        found = means.assign(cost_sem=errors, **summaries)
+        found = means.assign(cost_sem=errors, **self.summaries())
         return found.sort_values("cost_median", ascending=False, kind="stable", ignore_index=True)
 
     def effects(self) -> Any:
@@ -225,7 +204,7 @@ class _AblationTable(Table[RowT]):
         """
         pandas = require("pandas", purpose="a table", extra="tables")
         by_document = self._effects_by_document()
-        medians = by_document.summaries("cost")["cost_median"]
+        medians = self.summaries()["cost_median"]
         found = [
             {**row.identifiers, "document": document, "effect": effect, "median": median, "score": score}
             for row, effects, median in zip(self.rows, by_document.effects, medians, strict=True)
@@ -245,12 +224,16 @@ class _AblationTable(Table[RowT]):
         return self.by_document
 
     def _samples(self) -> tuple[list[Any], str] | None:
-        found = self.by_document
-        return None if found is None else ([list(effects) for effects in found.effects], found.to_json())
+        if (found := self.by_document) is None:
+            return None
+        shared = {"documents": found.documents, "sequences": found.sequences, "losses": found.losses}
+        return [list(effects) for effects in found.effects], json.dumps(shared)
 
     @classmethod
     def _from_samples(cls, lists: list[Any], shared: str) -> dict[str, Any]:
-        return {"by_document": DocumentEffects.from_json(shared, lists)}
+        parts = json.loads(shared)
+        columns = (tuple(parts[name]) for name in ("documents", "sequences", "losses"))
+        return {"by_document": DocumentEffects(*columns, effects=tuple(map(tuple, lists)))}
 
 
 class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):

@@ -111,7 +111,6 @@ class Zero(Replacement):
     """Object that replaces a head's output by zeros. The function `zero` creates such objects."""
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return one zero per head, of shape `(1, heads, 1, 1)`, which broadcasts to the head outputs."""
         return attended.out.new_zeros(1, call.grid.heads, 1, 1)
 
 
@@ -121,9 +120,6 @@ class Uniform(Replacement):
     """
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return each head's output under uniform attention: for each query, the mean of the values of its visible keys
-        (keys that the mask lets it attend to).
-        """
         return attended.uniform_output()
 
 
@@ -253,9 +249,6 @@ class Resample(Replacement):
         self.batch = batch
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Run the model on the batch that was passed to `resample`, and return a replacement that contains the outputs
-        of the heads of the attention modules at the paths `modules`.
-        """
         outputs = RecordedOutputs(set(modules))
         _run_batches(model, [self.batch], outputs)
         return Patch(outputs)

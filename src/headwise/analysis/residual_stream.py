@@ -51,34 +51,31 @@ class ResidualStream:
             expected = "one that names its output embedding (get_output_embeddings)"
             raise InputError("model", expected=expected, got=type(model).__name__)
         self._model, self._embedding = model, embedding
-        self._last_call: _ModuleCall | None = None
         self._final_call: _ModuleCall | None = None
 
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Observe one run of the model while the context is active, and store the final norm's input and output."""
-        self._last_call = self._final_call = None
+        self._final_call, last_call = None, list[_ModuleCall]()
+
+        def on_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            """Store a finished module call as the last one, if its first argument and its output are tensors, and it
+            did not return the same memory as the call before it, as dropout may do.
+            """
+            is_of_tensors = bool(args) and isinstance(args[0], Tensor) and isinstance(output, Tensor)
+            if is_of_tensors and not (last_call and _is_same_memory(output, last_call[0].output)):
+                last_call[:] = [_ModuleCall(module, args[0], output)]
+
+        def on_embedding(_: nn.Module, args: tuple[Any, ...]) -> None:
+            """Store the last module call as that of the final norm, if the output embedding reads its output."""
+            if last_call and args and _is_same_memory(args[0], last_call[0].output):
+                self._final_call = last_call[0]
+
         with ExitStack() as hooks:
             for module in self._model.modules():
-                hooks.enter_context(module.register_forward_hook(self._note_call))
-            hooks.enter_context(self._embedding.register_forward_pre_hook(self._note_embedding_input))
+                hooks.enter_context(module.register_forward_hook(on_call))
+            hooks.enter_context(self._embedding.register_forward_pre_hook(on_embedding))
             yield
-
-    def _note_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Store a finished module call as the most recent one. A call is ignored if its first argument or its output is
-        not a tensor, or if it returned the same memory as the call before it, as dropout may do.
-        """
-        if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
-            return
-        if self._last_call is None or not _is_same_memory(output, self._last_call.output):
-            self._last_call = _ModuleCall(module, args[0], output)
-
-    def _note_embedding_input(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """Store the most recent module call as that of the final norm, if its output is the input of the output
-        embedding. This runs before the output embedding.
-        """
-        if self._last_call is not None and args and _is_same_memory(args[0], self._last_call.output):
-            self._final_call = self._last_call
 
     def final_norm_call(self) -> _ModuleCall:
         """Return the final norm with its input and output in the last observed run of the model. Raise `InputError` if

@@ -126,7 +126,8 @@ def view(
         ids = encoded.inputs["input_ids"]
         inputs = {name: tensor.to(device_of(reader)) for name, tensor in encoded.inputs.items()}
         seen = ViewedText("text", encoded.text, encoded.truncated, encoded.tokens, encoded.words, encoded.word_of, ids)
-        texts, logits = [seen], None
+        texts = [seen]
+        logits: Tensor | None = None
         if target is not None or generate:
             reader = model
             if target is None:

@@ -123,8 +123,8 @@ class Viewer(SiteRegistry):
                 layers.append(max(layers, default=-1) + 1)
             else:
                 layers.append(layer)
-        for layer, (*_, heads) in sorted(zip(layers, self._calls, strict=True), key=lambda pair: pair[0]):
-            yield from (replace(head, layer=layer) for head in heads)
+        for number, (*_, heads) in sorted(zip(layers, self._calls, strict=True), key=lambda pair: pair[0]):
+            yield from (replace(head, layer=number) for head in heads)
 
     @property
     def left_out(self) -> str:
