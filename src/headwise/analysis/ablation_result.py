@@ -232,8 +232,8 @@ class _AblationTable(Table[RowT]):
     @classmethod
     def _from_samples(cls, lists: list[Any], shared: str) -> dict[str, Any]:
         parts = json.loads(shared)
-        columns = (tuple(parts[name]) for name in ("documents", "sequences", "losses"))
-        return {"by_document": DocumentEffects(*columns, effects=tuple(map(tuple, lists)))}
+        documents, sequences, losses = (tuple(parts[name]) for name in ("documents", "sequences", "losses"))
+        return {"by_document": DocumentEffects(documents, sequences, losses, tuple(map(tuple, lists)))}
 
 
 class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
