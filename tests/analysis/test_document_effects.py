@@ -11,7 +11,7 @@ import torch
 
 import headwise as hw
 import tiny
-from headwise.analysis.document_effects import DocumentEffects, modified_z
+from headwise.analysis.ablation_result import DocumentEffects, modified_z
 from headwise.data.batches import NumberedBatches
 from headwise.runs.rows import HeadRow, MeanEstimate
 

@@ -9,7 +9,6 @@ import torch
 
 import headwise as hw
 import tiny
-from headwise.analysis.focus import find_heads
 from headwise.runs.rows import MeanEstimate
 
 
@@ -106,7 +105,7 @@ def test_the_note_names_what_the_best_head_attends_to_more(coffee, minilm):
 def test_the_other_word_of_several_texts_is_that_with_the_largest_mean(minilm):
     seen = hw.view(minilm.model, minilm.tokenizer, SENTENCES)
     focus = seen.find(["coffee", "tea"])
-    alone = [find_heads([view], ["coffee", "tea"], "received", None) for view in seen]
+    alone = [view.find(["coffee", "tea"]) for view in seen]
     for each in focus.heads:
         single = [next(other for other in found.heads if other.index == each.index) for found in alone]
         assert each.other_share <= sum(other.other_share for other in single) / 5 + 1e-9
@@ -137,7 +136,7 @@ SENTENCES = (
 def test_several_sentences_have_standard_errors_and_a_corrected_test(minilm):
     seen = hw.view(minilm.model, minilm.tokenizer, SENTENCES)
     focus = seen.find(["coffee", "tea"], kind="exchanged")
-    single = [find_heads([view], ["coffee", "tea"], "exchanged", None) for view in seen]
+    single = [view.find(["coffee", "tea"], kind="exchanged") for view in seen]
     for each in focus.heads:
         excesses = [next(other.excess.value for other in alone.heads if other.index == each.index) for alone in single]
         mean, sem = scipy.stats.tmean(excesses), scipy.stats.sem(excesses)

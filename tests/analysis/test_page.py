@@ -8,7 +8,7 @@ import torch
 import headwise as hw
 import tiny
 from headwise.analysis.page import page_contents
-from headwise.analysis.view_set import ViewSet
+from headwise.analysis.view_result import ViewSet
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import transformers
 
 import headwise as hw
 import tiny
-from headwise.analysis.visible_weights import VisibleWeights, largest
-from headwise.analysis.word_weights import TokensOfWords, WordWeights
+from headwise.analysis.view_weights import TokensOfWords, VisibleWeights, WordWeights, largest
 from headwise.page.contents import AllWeights, LargestWeights
 
 

@@ -341,7 +341,7 @@ def test_invisible_characters_that_join_nothing_are_written_as_escapes():
 
 
 def test_long_words_are_cut_between_characters_as_readers_see_them():
-    from headwise.analysis.head_view import shortened
+    from headwise.analysis.view_result import shortened
 
     family = "👨\u200d👩\u200d👧"
     assert shortened(family * 30) == f"{family * 10}…{family * 9}"

@@ -10,7 +10,7 @@ from PIL import Image
 
 import headwise as hw
 import tiny
-from headwise.analysis.image_patches import patch_boxes
+from headwise.analysis.view_image import patch_boxes
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 37}
 MODELS = {  # configuration, tokens before the patches, patches on a side, pixels of a patch

@@ -10,7 +10,6 @@ from tokenizers import processors
 
 import headwise as hw
 import tiny
-from headwise.analysis.view_contents import role_over
 from headwise.page.contents import AllWeights
 
 BART = {
@@ -227,11 +226,11 @@ def test_a_role_needs_two_rows_over_all_texts():
         rows = [view.heads[index].rows.get("duplicate", 0) for view in seen]
         assert rows == [1, 0, 1]
         means = dict.fromkeys(head.means, 0.0) | {"duplicate": 0.9}
-        copying = [
+        copying = tuple(
             dataclasses.replace(view, heads=(dataclasses.replace(view.heads[index], means=means),)) for view in seen
-        ]
-        assert role_over(copying, 0).name == "duplicate token"
-        assert role_over(copying[:2], 0).name == "mixed"  # one row
+        )
+        assert hw.ViewSet(copying).role(0).name == "duplicate token"
+        assert hw.ViewSet(copying[:2]).role(0).name == "mixed"  # one row
 
 
 def test_a_text_that_its_tokenizer_ends_is_continued_with_a_warning():

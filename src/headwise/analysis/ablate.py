@@ -5,19 +5,19 @@ All runs on one batch share the layers below the first ablated head, which are c
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from headwise.analysis.ablation_result import Ablation, SetAblation
-from headwise.analysis.ablation_units import AblationUnit, HeadSets, UnitGates, ablation_units
-from headwise.analysis.document_effects import DocumentEffects
+from headwise.analysis.ablation_result import Ablation, DocumentEffects, SetAblation
+from headwise.analysis.gate import GateInterceptor, HeadGate
 from headwise.analysis.losses import (
     Loss,
     finite_loss_per_example,
@@ -28,13 +28,15 @@ from headwise.analysis.losses import (
 )
 from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
 from headwise.analysis.replacements import Replacement, zero
-from headwise.checks import collection_of, finite_number, head_pair, require_module
+from headwise.checks import collection_of, finite_number, head_pair, named_head, require_module
 from headwise.data.batches import device_of, documents_of, evaluation_mode, iterate_batches, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
+from headwise.intercept.interceptor import Call, Change, SiteKey
+from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.survey import survey
-from headwise.progress import ProgressBar, progress_bar
+from headwise.progress import progress_bar
 from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import PassProgress, prepare_texts, require_same_data
 from headwise.runs.fingerprint import run_settings
@@ -43,6 +45,12 @@ from headwise.settings import UNIT_KINDS
 
 ROUNDING = 1e-5
 """Largest size of a loss that counts as 0: rounding makes cosines of equal vectors differ from 1."""
+
+HeadSets = Mapping[str, Collection[tuple[int, int]]]
+"""Sets of heads `(layer, head)`, by name."""
+
+AblationUnit = tuple[Mapping[SiteKey, list[HeadGate]], Mapping[str, Any]]
+"""Heads that are ablated together: the gates at each site of the model, and the columns that identify the heads."""
 
 
 def ablate(
@@ -92,8 +100,23 @@ def ablate(
     """
     require_module(model)
     require_loss(loss)
-    dataset, replacement = prepare_texts(dataset, model, out, shown=progress), _checked_replacement(replacement)
-    settings = _settings(model, dataset, loss, replacement, units, title)
+    dataset = prepare_texts(dataset, model, out, shown=progress)
+    if replacement is None:
+        replacement = zero()
+    elif isinstance(replacement, str | FunctionType):
+        expected = "a number, or one of hw.replacements: zero(), uniform(), mean(dataset), resample(batch)"
+        got = repr(replacement) if isinstance(replacement, str) else f"the function {replacement.__name__}, not called"
+        raise InputError("replacement", expected=expected, got=got)
+    elif not isinstance(replacement, Replacement):
+        replacement = finite_number("replacement", replacement)
+    settings = run_settings(
+        model,
+        dataset if isinstance(dataset, Texts) else None,
+        title,
+        units=_names_of_units(units),
+        replacement=type(replacement).__name__.lower() if isinstance(replacement, Replacement) else replacement,
+        loss=name_of_loss(loss),
+    )
     table: type[Ablation | SetAblation] = Ablation if units == "heads" else SetAblation
     run: _Run = CheckpointedRun(AblationProgress, table, out, settings)
     # Leaving inference mode turns gradients on, and gives tensors the version counters that reuse of outputs needs.
@@ -101,60 +124,26 @@ def ablate(
         if (finished := run.finished_table()) is not None:
             return require_same_data(finished, dataset, run)
         ablated, losses = _measure_losses(model, dataset, loss, replacement, units, run, show_progress=progress)
-        by_document = DocumentEffects.of(losses.baseline_losses, losses.ablated_losses, documents_of(dataset))
-        rows = tuple(_rows(ablated, losses, dataset))
-        run.finish(result := table(rows, {**settings, **_measured(losses, dataset)}, by_document))
+        run.finish(result := _table(table, settings, ablated, losses, documents_of(dataset)))
         return result
 
 
-def _checked_replacement(replacement: Any) -> float | Replacement:
-    """Return a replacement of head outputs unchanged, a factor as a float, and `zero()` for None; raise `InputError`
-    for anything else.
-    """
-    if replacement is None:
-        return zero()
-    if isinstance(replacement, str | FunctionType):
-        expected = "a number, or one of hw.replacements: zero(), uniform(), mean(dataset), resample(batch)"
-        got = repr(replacement) if isinstance(replacement, str) else f"the function {replacement.__name__}, not called"
-        raise InputError("replacement", expected=expected, got=got)
-    return replacement if isinstance(replacement, Replacement) else finite_number("replacement", replacement)
-
-
-def _settings(
-    model: nn.Module,
-    dataset: Texts | Iterable[Any],
-    loss: Loss,
-    replacement: float | Replacement,
-    units: str | HeadSets,
-    title: str | None,
-) -> dict[str, Any]:
-    """Return the settings of an ablation run as JSON-compatible values: model, data, package versions, the heads that
-    are ablated together (`units`), the replacement of their outputs, and the loss.
+def _names_of_units(units: str | HeadSets) -> str | dict[str, list[str]]:
+    """Return `units`, the kind or the sets of heads that are ablated together, as JSON values: a kind unchanged, and
+    the heads `(layer, head)` of each named set as strings such as "3.5".
 
     Raises:
         InputError: `units` is neither "heads", "layers" or "groups" nor sets of heads.
     """
-    if not isinstance(units, Mapping) and units not in UNIT_KINDS:
+    if isinstance(units, str) and units in UNIT_KINDS:
+        return units
+    if not isinstance(units, Mapping):
         expected = f"one of {', '.join(UNIT_KINDS)}, or sets of heads by name"
         raise InputError("units", expected=expected, got=repr(units))
-    return run_settings(
-        model,
-        dataset if isinstance(dataset, Texts) else None,
-        title,
-        units=units if isinstance(units, str) else _names_of_heads(units),
-        replacement=type(replacement).__name__.lower() if isinstance(replacement, Replacement) else replacement,
-        loss=name_of_loss(loss),
-    )
-
-
-def _names_of_heads(sets: HeadSets) -> dict[str, list[str]]:
-    """Return the heads `(layer, head)` of each named set as strings such as "3.5", by the set's name. Without any set,
-    raise `InputError`.
-    """
-    expected, names = "heads (layer, head)", {}
-    if not sets:
+    if not units:
         raise InputError("units", expected="at least one set of heads", got="none")
-    for name, heads in sets.items():
+    expected, names = "heads (layer, head)", {}
+    for name, heads in units.items():
         pairs = [head_pair("units", head, of=expected) for head in collection_of("units", heads, of=expected)]
         names[name] = [f"{layer}.{head}" for layer, head in pairs]
     return names
@@ -190,20 +179,58 @@ class AblationProgress(PassProgress):
 _Run = CheckpointedRun[AblationProgress, Ablation | SetAblation]
 
 
-def _measured(losses: AblationProgress, dataset: Texts | Iterable[Any]) -> dict[str, Any]:
-    """Return the metadata of finished runs: the mean loss of the unchanged model, under the key "baseline", and the
-    numbers of sequences and tokens with the hash of their content, under "measured"; and whether the loss is a distance
-    from the unchanged model, which no ablation can lower.
+def _table(
+    table: type[Ablation | SetAblation],
+    settings: Mapping[str, Any],
+    units: Iterable[AblationUnit],
+    losses: AblationProgress,
+    documents: Sequence[Hashable] | None,
+) -> Ablation | SetAblation:
+    """Return the table of finished runs, one row per ablated unit (set of heads) with two statistics, each as mean and
+    standard error over examples: `loss`, the loss without these heads, and `cost`, that loss minus the loss of the
+    unchanged model. Examples whose loss is NaN are left out.
+
+    The metadata has the mean loss of the unchanged model ("baseline"), and states whether the loss is a distance from
+    the unchanged model, which no ablation can lower.
 
     Raises:
         InputError: no example has a loss.
     """
-    baseline = MeanEstimate.of(losses.baseline_losses, documents_of(dataset))
+    baseline = MeanEstimate.of(losses.baseline_losses, documents)
     require_some_loss(baseline.n)
+    rows: list[Any] = []
+    for (_, identifiers), ablated in zip(units, losses.ablated_losses, strict=True):
+        costs = [loss - unchanged for loss, unchanged in zip(ablated, losses.baseline_losses, strict=True)]
+        # Both means are over the examples that have a loss in the unchanged model.
+        with_cost = [math.nan if math.isnan(cost) else loss for loss, cost in zip(ablated, costs, strict=True)]
+        statistics = {"cost": MeanEstimate.of(costs, documents), "loss": MeanEstimate.of(with_cost, documents)}
+        rows.append(table.ROW_TYPE(**identifiers, statistics=statistics))
     is_distance = all(abs(loss) <= ROUNDING for loss in losses.baseline_losses if not math.isnan(loss)) and all(
         loss >= -ROUNDING for ablated in losses.ablated_losses for loss in ablated if not math.isnan(loss)
     )
-    return {"baseline": baseline._asdict(), "measured": {**losses.summary, "is_distance": is_distance}}
+    measured = {"baseline": baseline._asdict(), "measured": {**losses.summary, "is_distance": is_distance}}
+    by_document = DocumentEffects.of(losses.baseline_losses, losses.ablated_losses, documents)
+    return table(tuple(rows), {**settings, **measured}, by_document)
+
+
+def surveyed(
+    model: nn.Module, dataset: Texts | Iterable[Any], loss: Loss
+) -> tuple[SiteRegistry, Iterator[dict[str, Any]]]:
+    """Return the sites where a model attends when a loss is computed on the first batch of a data set, and an iterator
+    over all batches.
+
+    Raises:
+        InputError: the data set has no batch.
+    """
+    batches = iterate_batches(dataset)
+    first_batch = next(batches, None)
+    if first_batch is None:
+        raise InputError("dataset", expected="at least one batch", got="none")
+    inputs = to_device(first_batch, device_of(model))
+    with restored_state(model):
+        prepare_loss(loss, model, inputs)
+        registry = survey(model, lambda: finite_loss_per_example(loss, model, inputs))
+    return registry, chain([first_batch], batches)
 
 
 def _measure_losses(
@@ -220,24 +247,16 @@ def _measure_losses(
     ablated together); return the units and all losses. Losses without a unit are not computed again if an interrupted
     ablation computed them: they are read from its checkpoint.
     """
-    batches, device = iterate_batches(dataset), device_of(model)
-    first_batch = next(batches, None)
-    if first_batch is None:
-        raise InputError("dataset", expected="at least one batch", got="none")
-    survey_batch = to_device(first_batch, device)
-    with restored_state(model):
-        prepare_loss(loss, model, survey_batch)
-        registry = survey(model, lambda: finite_loss_per_example(loss, model, survey_batch))
-    ablated = list(ablation_units(registry, units, replacement, model))
+    registry, batches = surveyed(model, dataset, loss)
+    ablated = list(_ablation_units(registry, units, replacement, model))
     runs = RepeatedRuns(model, {record.site.path for record in registry.records})
-    batch_runs = _BatchRuns(model, loss, ablated, runs, run)
     before, losses = run.load_progress(), AblationProgress(ablated_losses=[[] for _ in ablated])
     runs_per_batch = 1 + len(ablated)
     batch_count = sum(1 for _ in dataset) if isinstance(dataset, Texts | Sized) else None
     total = None if batch_count is None else batch_count * runs_per_batch
     with progress_bar("ablation", total, "runs", shown=show_progress) as bar:
         bar.step = 1
-        for batch in chain([first_batch], batches):
+        for batch in batches:
             losses.count_batch(batch)
             if losses.batches == before.batches:
                 if losses.digest != before.digest:
@@ -246,10 +265,34 @@ def _measure_losses(
                 losses.runs_done, losses.note = before.runs_done, before.note
             if losses.batches < before.batches or losses.runs_done == runs_per_batch:
                 bar.resume(runs_per_batch)
-            else:
-                if losses.runs_done:
-                    bar.resume(losses.runs_done)
-                batch_runs.measure(to_device(batch, device), losses, bar)
+                losses.runs_done = 0
+                continue
+            if losses.runs_done:
+                bar.resume(losses.runs_done)
+            inputs, gates = to_device(batch, device_of(model)), _UnitGates()
+            with restored_state(model):
+                prepare_loss(loss, model, inputs)
+            compute = partial(finite_loss_per_example, loss, model, inputs)
+            with intercepted(model, gates):
+                baseline = runs.run_unchanged(compute)
+                losses.note = runs.note
+                if not losses.runs_done:
+                    losses.baseline_losses += baseline.tolist()
+                    losses.runs_done = 1
+                    bar.advance()
+                for index in range(losses.runs_done - 1, len(ablated)):
+                    gates.by_site, identifiers = ablated[index]
+                    without_unit = runs.run_gated(compute, {site.path for site in gates.by_site})
+                    # An example that has no loss without these heads alone would be missing in their mean.
+                    if bool((without_unit.isnan() & ~baseline.isnan()).any()):
+                        is_set = "name" in identifiers
+                        name = identifiers["name"] if is_set else f"head {identifiers['layer']}.{identifiers['head']}"
+                        expected = "a number for each example that has one in the unchanged model"
+                        raise InputError("loss", expected=expected, got=f"NaN without {name}")
+                    losses.ablated_losses[index] += without_unit.tolist()
+                    losses.runs_done += 1
+                    run.save_progress(losses, now=losses.runs_done == runs_per_batch)
+                    bar.advance()
             losses.runs_done = 0
     if losses.batches < before.batches:
         raise run.different_data_error()
@@ -258,74 +301,62 @@ def _measure_losses(
     return ablated, losses
 
 
-@dataclass
-class _BatchRuns:
-    """Runs of the model on one batch at a time: one of the unchanged model, and one without each ablation unit (set of
-    heads that are ablated together).
+class _UnitGates(GateInterceptor):
+    """Interceptor of attention calls that ablates the heads of one unit (set of heads that are ablated together).
 
     Attributes:
-        model: the model.
-        loss: the loss.
-        units: units to ablate, one at a time.
-        runs: runs the model, and reuses layer outputs of the unchanged model where possible.
-        checkpoint: saves progress.
+        by_site: gates of the unit that is ablated; they are exchanged between runs of the model.
     """
 
-    model: nn.Module
-    loss: Loss
-    units: list[AblationUnit]
-    runs: RepeatedRuns
-    checkpoint: _Run
+    def __init__(self) -> None:
+        super().__init__({})
+        self.by_site: Mapping[SiteKey, list[HeadGate]] = {}
 
-    def measure(self, batch: dict[str, Any], losses: AblationProgress, bar: ProgressBar) -> None:
-        """Run the model on a batch once unchanged and once without each ablation unit (set of heads that are ablated
-        together), and append the loss of each example to `losses`. Units whose losses for this batch are already in
-        `losses` are skipped. After each unit, a checkpoint is saved if one is due. `bar` counts the runs.
+    def change(self, call: Call) -> Change | None:
+        """Return the function that applies the gates (factors or replacements of head outputs) of the current ablation
+        unit to the head outputs of an attention call; None if the unit has no head in the call's module.
         """
-        with restored_state(self.model):
-            prepare_loss(self.loss, self.model, batch)
-
-        def compute() -> Tensor:
-            return finite_loss_per_example(self.loss, self.model, batch)
-
-        gates = UnitGates()
-        with intercepted(self.model, gates):
-            baseline = self.runs.run_unchanged(compute)
-            losses.note = self.runs.note
-            if not losses.runs_done:
-                losses.baseline_losses += baseline.tolist()
-                losses.runs_done = 1
-                bar.advance()
-            for index in range(losses.runs_done - 1, len(self.units)):
-                gates.unit = self.units[index]
-                ablated = self.runs.run_gated(compute, {site.path for site in gates.unit.gates})
-                _require_losses(ablated, baseline, self.units[index])
-                losses.ablated_losses[index] += ablated.tolist()
-                losses.runs_done += 1
-                self.checkpoint.save_progress(losses, now=losses.runs_done > len(self.units))
-                bar.advance()
+        self.gates = {call.site.label: self.by_site.get(call.site, [])}
+        return super().change(call)
 
 
-def _require_losses(ablated: Tensor, baseline: Tensor, unit: AblationUnit) -> None:
-    """Raise `InputError` if the loss of an example is NaN without the heads of `unit`, but not in the unchanged model:
-    it would be missing in the mean.
+def _ablation_units(
+    registry: SiteRegistry, units: str | HeadSets, replacement: float | Replacement, model: nn.Module
+) -> Iterator[AblationUnit]:
+    """Yield the sets of heads that are ablated together (ablation units): each head, each layer ("layer 3"), each
+    key/value group ("group 3.1"), or each named set of heads.
+
+    The replacement is prepared for the model first. Heads, layers and groups are in the order of the model.
+
+    Args:
+        registry: sites of the model and their heads.
+        units: "heads", "layers", "groups", or named sets of heads.
+        replacement: takes the place of the ablated heads' outputs, or multiplies them.
+        model: the model, on which the replacement is prepared.
+
+    Raises:
+        InputError: a set without heads, or with a head that the model does not have.
     """
-    if bool((ablated.isnan() & ~baseline.isnan()).any()):
-        names = unit.identifiers
-        name = names["name"] if "name" in names else f"head {names['layer']}.{names['head']}"
-        expected = "a number for each example that has one in the unchanged model"
-        raise InputError("loss", expected=expected, got=f"NaN without {name}")
-
-
-def _rows(units: Iterable[AblationUnit], losses: AblationProgress, dataset: Texts | Iterable[Any]) -> Iterator[Any]:
-    """Yield one result row per ablated unit (set of heads) with two statistics, each as mean and standard error over
-    examples: `loss`, the loss without these heads, and `cost`, that loss minus the loss of the unchanged model.
-    Examples whose loss is NaN are left out.
-    """
-    documents = documents_of(dataset)
-    for unit, ablated in zip(units, losses.ablated_losses, strict=True):
-        costs = [loss - baseline for loss, baseline in zip(ablated, losses.baseline_losses, strict=True)]
-        # Both means are over the examples that have a loss in the unchanged model.
-        with_cost = [math.nan if math.isnan(cost) else loss for loss, cost in zip(ablated, costs, strict=True)]
-        statistics = {"cost": MeanEstimate.of(costs, documents), "loss": MeanEstimate.of(with_cost, documents)}
-        yield unit.row_type(**unit.identifiers, statistics=statistics)
+    if isinstance(replacement, Replacement):
+        replacement = replacement.prepare(model, {record.site.label for record in registry.records})
+    site_of_head: dict[tuple[int, int], SiteKey] = {}
+    sets = {} if isinstance(units, str) else {name: list(heads) for name, heads in units.items()}
+    for record, labels in registry.head_labels():
+        layer, head = labels["layer"], labels["head"]
+        if units == "heads":
+            yield {record.site: [HeadGate(head, replacement)]}, labels
+        elif isinstance(units, str):
+            name = f"layer {layer}" if units == "layers" else f"group {layer}.{labels['kv_head']}"
+            sets.setdefault(name, []).append((layer, head))
+        site_of_head[layer, head] = record.site
+    for name, heads in sets.items():
+        gates: dict[SiteKey, list[HeadGate]] = {}
+        pairs = [named_head(head) for head in heads]
+        for layer, head in pairs:
+            if (layer, head) not in site_of_head:
+                expected = f"heads (layer, head) of this model in {name!r}"
+                raise InputError("units", expected=expected, got=(layer, head))
+            gates.setdefault(site_of_head[layer, head], []).append(HeadGate(head, replacement))
+        if not gates:
+            raise InputError("units", expected=f"heads in {name!r}", got="none")
+        yield gates, {"name": name, "heads": [f"{layer}.{head}" for layer, head in pairs]}

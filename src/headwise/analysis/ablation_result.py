@@ -1,10 +1,11 @@
 """Result of an ablation: the loss without each head, or without each set of heads, and the ablation effect."""
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headwise.analysis.document_effects import OUTLIER_SCORE, DocumentEffects, modified_z
 from headwise.checks import whole_number
 from headwise.errors import InputError, require
 from headwise.plots.kinds import Kind, plot_kind, require_name
@@ -17,6 +18,74 @@ from headwise.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+TRIMMED = 0.2
+"""Share of the documents that the trimmed mean leaves out at each end (Wilcox 2012, section 3.2.2)."""
+
+OUTLIER_SCORE = 3.5
+"""Modified z-score above which a document is an outlier (Iglewicz and Hoaglin 1993, section 3.3)."""
+
+PURPOSE = "robust summaries"
+
+
+@dataclass(frozen=True)
+class DocumentEffects:
+    """Effect of each ablation on each document: the mean of the effects over the document's sequences.
+
+    Attributes:
+        documents: number of each document, in the order of the data. Without known documents, each sequence is one.
+        sequences: number of sequences of each document that have a loss.
+        losses: mean loss of each document in the unchanged model.
+        effects: for each row of the table, the effect on each document.
+    """
+
+    documents: tuple[int, ...]
+    sequences: tuple[int, ...]
+    losses: tuple[float, ...]
+    effects: tuple[tuple[float, ...], ...]
+
+    @staticmethod
+    def of(
+        baseline: Sequence[float], ablated: Sequence[Sequence[float]], documents: Sequence[Hashable] | None
+    ) -> "DocumentEffects":
+        """Return the effects from the losses of sequences. Sequences whose loss is NaN are left out.
+
+        Args:
+            baseline: loss of each sequence in the unchanged model.
+            ablated: for each row, the loss of each sequence without its heads.
+            documents: number of the document of each sequence; by default each sequence is a document.
+        """
+        members: dict[Any, list[int]] = {}
+        for index, document in enumerate(range(len(baseline)) if documents is None else documents):
+            if not math.isnan(baseline[index]):
+                members.setdefault(document, []).append(index)
+        members = dict(sorted(members.items()))
+
+        def means(values: Sequence[float]) -> tuple[float, ...]:
+            """Return the mean of the values of each document's sequences."""
+            return tuple(math.fsum(values[index] for index in own) / len(own) for own in members.values())
+
+        effects = ([loss - unchanged for loss, unchanged in zip(losses, baseline, strict=True)] for losses in ablated)
+        sequences = tuple(map(len, members.values()))
+        return DocumentEffects(tuple(members), sequences, means(baseline), tuple(map(means, effects)))
+
+
+def modified_z(effects: Sequence[float]) -> list[float]:
+    """Return the modified z-score of each effect: its distance from the median in units of the median absolute
+    deviation, which is divided by 0.6745 to be the standard deviation of normal values (Iglewicz and Hoaglin 1993,
+    section 3.3). If more than half of the effects are equal, that deviation is 0, and the mean absolute deviation,
+    times the square root of pi / 2, takes its place. The scores are 0 if all effects are equal.
+
+    Raises:
+        MissingExtra: scipy is not installed.
+    """
+    numpy, stats = (require(package, purpose=PURPOSE, extra="tables") for package in ("numpy", "scipy.stats"))
+    distances = numpy.asarray(effects) - numpy.median(effects)
+    deviation = float(stats.median_abs_deviation(effects, scale="normal"))
+    if deviation == 0.0:
+        deviation = math.sqrt(math.pi / 2) * float(numpy.abs(distances).mean())
+    return [0.0] * len(effects) if deviation == 0.0 else (distances / deviation).tolist()
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,7 +139,15 @@ class _AblationTable(Table[RowT]):
         Raises:
             MissingExtra: scipy is not installed.
         """
-        return {} if self.by_document is None else self.by_document.summaries("cost")
+        if self.by_document is None:
+            return {}
+        numpy, stats = (require(package, purpose=PURPOSE, extra="tables") for package in ("numpy", "scipy.stats"))
+        effects = self.by_document.effects
+        return {
+            "cost_median": [float(numpy.median(row)) for row in effects],
+            "cost_trimmed": [float(stats.trim_mean(row, TRIMMED)) for row in effects],
+            "cost_outliers": [sum(abs(score) > OUTLIER_SCORE for score in modified_z(row)) for row in effects],
+        }
 
     def robust(self) -> Any:
         """Return the mean effect of each row with its standard error, next to the columns of `summaries`, as a pandas
@@ -83,10 +160,10 @@ class _AblationTable(Table[RowT]):
         Example:
             >>> hw.ablate(model, texts, hw.next_token_loss).robust().head(10)  # doctest: +SKIP
         """
-        summaries = self._effects_by_document().summaries("cost")
+        self._effects_by_document()
         means = self._data_frame(lambda estimate: estimate.value).drop(columns="loss")
         errors = [row.statistics["cost"].sem for row in self.rows]
-        found = means.assign(cost_sem=errors, **summaries)
+        found = means.assign(cost_sem=errors, **self.summaries())
         return found.sort_values("cost_median", ascending=False, kind="stable", ignore_index=True)
 
     def effects(self) -> Any:
@@ -123,7 +200,7 @@ class _AblationTable(Table[RowT]):
         """
         pandas = require("pandas", purpose="a table", extra="tables")
         by_document = self._effects_by_document()
-        medians = by_document.summaries("cost")["cost_median"]
+        medians = self.summaries()["cost_median"]
         found = [
             {**row.identifiers, "document": document, "effect": effect, "median": median, "score": score}
             for row, effects, median in zip(self.rows, by_document.effects, medians, strict=True)
@@ -143,12 +220,16 @@ class _AblationTable(Table[RowT]):
         return self.by_document
 
     def _samples(self) -> tuple[list[Any], str] | None:
-        found = self.by_document
-        return None if found is None else ([list(effects) for effects in found.effects], found.to_json())
+        if (found := self.by_document) is None:
+            return None
+        shared = {"documents": found.documents, "sequences": found.sequences, "losses": found.losses}
+        return [list(effects) for effects in found.effects], json.dumps(shared)
 
     @classmethod
     def _from_samples(cls, lists: list[Any], shared: str) -> dict[str, Any]:
-        return {"by_document": DocumentEffects.from_json(shared, lists)}
+        parts = json.loads(shared)
+        documents, sequences, losses = (tuple(parts[name]) for name in ("documents", "sequences", "losses"))
+        return {"by_document": DocumentEffects(documents, sequences, losses, tuple(map(tuple, lists)))}
 
 
 class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):

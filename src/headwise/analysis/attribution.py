@@ -10,12 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.gate_interceptor import GateInterceptor, HeadGate
-from headwise.analysis.module_outputs import ModuleOutputs, norms_of
+from headwise.analysis.gate import GateInterceptor, HeadGate
 from headwise.analysis.prompts import AnswerTokens, one_batch
 from headwise.analysis.recording import RecordedRun
 from headwise.analysis.replacements import zero
-from headwise.analysis.residual_stream import ResidualStream, projection_weight, require_direct
+from headwise.analysis.residual_stream import (
+    ModuleOutputs,
+    ResidualStream,
+    not_direct_error,
+    projection_weight,
+    require_direct,
+)
 from headwise.checks import require_module
 from headwise.data.batches import call_model, evaluation_mode
 from headwise.intercept.install import intercepted
@@ -113,21 +118,26 @@ def logit_parts(model: nn.Module, batch: Any, tokens: AnswerTokens) -> LogitPart
     """
     require_module(model)
     inputs = one_batch(model, batch)
+    norms = ModuleOutputs(module for module in model.modules() if "norm" in type(module).__name__.lower())
     with evaluation_mode(model), torch.no_grad():
-        run, norms, stream = RecordedRun(model), ModuleOutputs(norms_of(model)), ResidualStream(model)
+        run, stream = RecordedRun(model), ResidualStream(model)
         with intercepted(model, run), norms.recorded(), stream.followed():
             call_model(model, inputs)
         run.require_attention()
-        end = stream.end(tokens, inputs)
-        parts, written = [], torch.zeros_like(end.before_norm)
+        positions, before_norm, direction, logit = stream.end(tokens, inputs)
+        shape, prompts = stream.final_norm_call().input.shape, torch.arange(len(positions), device=positions.device)
+        parts, written = [], torch.zeros_like(before_norm)
         for record in run.records:
-            out = torch.stack([end.at_positions(outputs) for outputs in run.by_site[record.site]]).sum(0)
-            weight = projection_weight(model, record.site.path, out.shape[1:].numel(), end.before_norm)
-            parts.append(((end.direction @ weight).view(out.shape) * out).sum(-1))
+            of_calls = run.by_site[record.site]
+            if any((len(outputs), outputs.shape[2]) != shape[:2] for outputs in of_calls):
+                raise not_direct_error(model)  # of other prompts, or of another length, than the residual stream
+            out = torch.stack([outputs[prompts, :, positions].to(before_norm.dtype) for outputs in of_calls]).sum(0)
+            weight = projection_weight(model, record.site.path, out.shape[1:].numel(), before_norm)
+            parts.append(((direction @ weight).view(out.shape) * out).sum(-1))
             written += out.flatten(1) @ weight.mT
         without_heads = GateInterceptor({record.site.label: [HeadGate(None, zero())] for record in run.records})
         with intercepted(model, without_heads), norms.replayed(), stream.followed():
             call_model(model, inputs)
-        remaining = stream.final_norm_call().input[torch.arange(len(written)), end.positions]
-        require_direct(model, end.before_norm - remaining, written, end.before_norm)
-    return LogitParts(torch.cat(parts, 1), end.logit, tuple(labels for _, labels in run.head_labels()))
+        remaining = stream.final_norm_call().input[prompts, positions]
+        require_direct(model, before_norm - remaining, written, before_norm)
+    return LogitParts(torch.cat(parts, 1), logit, tuple(labels for _, labels in run.head_labels()))

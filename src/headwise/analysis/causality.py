@@ -72,22 +72,17 @@ def why_not_causal(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> st
     """
     if is_encoder_decoder(model):
         return f"{type(model).__name__}, an encoder-decoder"
-    if _depends_on_later_tokens(model, batches):
-        return f"{type(model).__name__}, whose logits depend on later tokens"
-    return None
-
-
-def _depends_on_later_tokens(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> bool:
-    """Return True if logits of the longest sequence depend on later tokens."""
     pairs = [(batch, is_real) for batch in batches if (is_real := _real_tokens(batch)) is not None]
     if not pairs:
-        return False
+        return None
     batch, is_real = max(pairs, key=lambda pair: int(pair[1].sum(1).max()))
     row = int(is_real.sum(1).argmax())
     positions = is_real[row].nonzero().flatten()
     last = len(positions) - 1
     places = sorted({max(1, round(last * part / PLACES)) for part in range(PLACES + 1)}) if last > 0 else []
-    return any(_depends_across(model, batch, row, positions[:place], positions[place:]) for place in places)
+    if any(_depends_across(model, batch, row, positions[:place], positions[place:]) for place in places):
+        return f"{type(model).__name__}, whose logits depend on later tokens"
+    return None
 
 
 def _depends_across(
@@ -99,7 +94,11 @@ def _depends_across(
 ) -> bool:
     """Return True if logits of a row at the positions `first` depend on its tokens at the later positions `second`."""
     changed, name = copied(dict(batch)), _name_of_ids(batch)
-    changed[name][row, second] = _other_tokens(batch[name], row, torch.cat([first, second]))[len(first) :]
+    tokens = batch[name][row, torch.cat([first, second])]
+    others = tokens[tokens != tokens[0]]
+    # Tokens become the first token of the row. Its copies become another one of the row or, without one, another id.
+    another = others[0] if len(others) else (tokens[0] - 1 if tokens[0] > 0 else tokens[0] + 1)
+    changed[name][row, second] = torch.where(tokens == tokens[0], another, tokens[0])[len(first) :]
     logits = [_logits(model, each) for each in (batch, changed)]
     if any(each is None or each.shape[:2] != batch[name].shape for each in logits):
         return False
@@ -123,19 +122,6 @@ def _real_tokens(batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | Non
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         return None
     return mask.bool() if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids).bool()
-
-
-def _other_tokens(
-    ids: Int[Tensor, "batch tokens"], row: int, positions: Int[Tensor, " places"]
-) -> Int[Tensor, " places"]:
-    """Return another token for each token at some positions of a row: the first token of the row where it differs, and
-    elsewhere another one of the row or, if all are equal, a smaller id or 1.
-    """
-    tokens = ids[row, positions]
-    first = tokens[0]
-    others = tokens[tokens != first]
-    second = others[0] if len(others) else (first - 1 if first > 0 else first + 1)
-    return torch.where(tokens == first, second, first)
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, "batch tokens vocabulary"] | None:

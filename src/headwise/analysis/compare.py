@@ -1,7 +1,7 @@
 """Comparison of two profiles head by head, for example of two checkpoints or two data sets."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -220,9 +220,19 @@ def compare(a: Profile, b: Profile) -> Comparison:
     common = [name for name in a.statistics if name in b.statistics]
     if not common:
         raise InputError("b", expected=f"some of the statistics of a ({', '.join(a.statistics)})", got="none")
-    pairs = zip(a.heads, b.heads, strict=True)
-    differences = [_difference(head_a, head_b, name) for head_a, head_b in pairs for name in common]
-    return Comparison(a, b, tuple(_tested(differences)))
+    rows = [(*pair, name) for pair in zip(a.heads, b.heads, strict=True) for name in common]
+    means = [(head_a.statistics[name], head_b.statistics[name]) for head_a, head_b, name in rows]
+    errors = [_difference_in_errors(*pair) for pair in means]
+    p = p_values(errors, [_degrees_of_freedom(*pair) for pair in means])
+    # If no samples of either profile vary, their variance is unknown rather than 0. The p-value is then that of a
+    # permutation test: of all ways to choose which samples are those of `a`, two have a difference as large.
+    p = [
+        min(1.0, 2 / math.comb(mean_a.n + mean_b.n, mean_a.n)) if math.isinf(error) else own
+        for error, (mean_a, mean_b), own in zip(errors, means, p, strict=True)
+    ]
+    differences = [mean_b.value - mean_a.value for mean_a, mean_b in means]
+    columns = zip(rows, differences, errors, p, false_discovery_rates(p), strict=True)
+    return Comparison(a, b, tuple(Difference(*row, *numbers) for row, *numbers in columns))
 
 
 def _description(head: ProfiledHead | None) -> str:
@@ -230,31 +240,6 @@ def _description(head: ProfiledHead | None) -> str:
     `head` is None, because a profile has fewer heads than the other, return the words "no more" instead.
     """
     return "no more" if head is None else f"{head.name} in {head.module} ({head.kind} attention)"
-
-
-def _difference(head_a: ProfiledHead, head_b: ProfiledHead, statistic: str) -> Difference:
-    """Return the difference of one statistic of one head between two profiles (tables of attention statistics).
-    `head_a` and `head_b` are the rows of the head. The difference is the mean in `head_b` minus the mean in `head_a`,
-    in the units of the statistic and in standard errors.
-    """
-    a, b = head_a.statistics[statistic], head_b.statistics[statistic]
-    return Difference(head_a, head_b, statistic, b.value - a.value, _difference_in_errors(a, b))
-
-
-def _tested(differences: Sequence[Difference]) -> Iterator[Difference]:
-    """Yield differences with their p-values, by Welch's t-test, and these adjusted for the number of differences.
-
-    If no samples of either profile vary, their variance is unknown rather than 0. The p-value is then that of a
-    permutation test: of all ways to choose which samples are those of `a`, two have a difference as large.
-    """
-    pairs = [(each.a.statistics[each.statistic], each.b.statistics[each.statistic]) for each in differences]
-    p = p_values([each.errors for each in differences], [_degrees_of_freedom(a, b) for a, b in pairs])
-    p = [
-        min(1.0, 2 / math.comb(a.n + b.n, a.n)) if math.isinf(each.errors) else own
-        for each, (a, b), own in zip(differences, pairs, p, strict=True)
-    ]
-    for difference, value, adjusted in zip(differences, p, false_discovery_rates(p), strict=True):
-        yield replace(difference, p=value, q=adjusted)
 
 
 def _degrees_of_freedom(a: MeanEstimate, b: MeanEstimate) -> float:

@@ -1,24 +1,29 @@
-"""Gates on the heads of any model: the `gate` context manager.
+"""Gates on the heads of any model: the `gate` context manager, and the interceptor that applies gates and replacements.
 
 A gate multiplies a head's output before the output projection (Michel, Levy and Neubig 2019, equation 2). The model
 keeps its own attention kernels; attention weights are not needed.
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.gate_interceptor import GateInterceptor, GateValue, HeadGate
 from headwise.analysis.replacements import Replacement
 from headwise.checks import finite_number, flag, named_head, require_module
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.layer_index import module_paths_of_layer
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, SiteKey
+from headwise.intercept.layer_index import is_inside, layer_numbers, module_paths_of_layer
+from headwise.intercept.query_parts import QueryParts
+from headwise.shapes import Bool, Float
+
+GateValue = float | Tensor | Replacement
+"""Factor of a head's output, or what takes its place."""
 
 POSITIONS = "whole numbers, or a boolean tensor (queries,) or (batch, queries)"
 
@@ -99,7 +104,16 @@ def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> dict[
         layer, head_index = layer if isinstance(layer, str) else _as_index(layer), _as_index(head)
         if layer is None or (head is not None and head_index is None):
             raise InputError("values", expected="keys (layer, head) or layer", got=repr(key))
-        gate = HeadGate(head_index, _checked_value(value, head_index), layer if isinstance(layer, int) else None)
+        if isinstance(value, Tensor):
+            most_axes = 2 if head_index is not None else 3
+            if not value.is_floating_point() or value.ndim > most_axes:
+                got = f"{value.dtype} of shape {tuple(value.shape)}"
+                raise InputError("value", expected=f"a float tensor of at most {most_axes} dimensions", got=got)
+        elif isinstance(value, bool) or not isinstance(value, Real | Replacement):
+            expected = "a number, a tensor, or one of hw.replacements: zero(), uniform(), mean(), resample(), patch()"
+            raise InputError("value", expected=expected, got=repr(value))
+        checked = value if isinstance(value, Tensor | Replacement) else finite_number("value", value)
+        gate = HeadGate(head_index, checked, layer if isinstance(layer, int) else None)
         for path in module_paths_of_layer(model, layer):
             gates.setdefault(path, []).append(gate)
     return gates
@@ -133,25 +147,6 @@ def _as_index(value: Any) -> int | None:
         return None
 
 
-def _checked_value(value: Any, head: int | None) -> GateValue:
-    """Check the value of a gate and return it; a number is converted to float. Allowed are a finite number (factor of a
-    head's output), a `Replacement` of the output, or a float tensor of factors. The tensor has at most 2 axes for one
-    head or key/value group, and at most 3 for a layer (`head` is None). Anything else raises `InputError`.
-    """
-    if isinstance(value, Replacement):
-        return value
-    if isinstance(value, Tensor):
-        most_axes = 2 if head is not None else 3
-        if not value.is_floating_point() or value.ndim > most_axes:
-            got = f"{value.dtype} of shape {tuple(value.shape)}"
-            raise InputError("value", expected=f"a float tensor of at most {most_axes} dimensions", got=got)
-        return value
-    if isinstance(value, bool) or not isinstance(value, Real):
-        expected = "a number, a tensor, or one of hw.replacements: zero(), uniform(), mean(), resample(), patch()"
-        raise InputError("value", expected=expected, got=repr(value))
-    return finite_number("value", value)
-
-
 def _positions_tensor(positions: Any) -> Tensor | None:
     """Check query positions and return them as a tensor: indices with one axis, or booleans with one or two axes. None,
     which stands for all queries, is returned unchanged; anything else raises `InputError`.
@@ -168,3 +163,197 @@ def _positions_tensor(positions: Any) -> Tensor | None:
     if tensor.is_floating_point() or tensor.is_complex() or not 1 <= tensor.ndim <= most_axes:
         raise InputError("positions", expected=POSITIONS, got=f"{tensor.dtype} of shape {tuple(tensor.shape)}")
     return tensor
+
+
+class HeadGate(NamedTuple):
+    """Gate of one head, of one key/value group, or of all heads of an attention module: a factor of their outputs, or a
+    replacement of their outputs.
+
+    Attributes:
+        head: zero-based index of the head or group; None for all heads.
+        value: factor of the output, or the replacement of the output.
+        layer: layer number by which the user named the module; None if it was named by its path. If several modules
+            have a gate with this number, it applies to the first one that attends.
+    """
+
+    head: int | None
+    value: GateValue
+    layer: int | None = None
+
+
+class GateInterceptor(Interceptor):
+    """Interceptor of attention calls that multiplies or replaces the outputs of gated heads, at all query positions or
+    at selected ones.
+
+    Attributes:
+        gates: gates of each module, by the module's path. It may be replaced between two runs of the model.
+    """
+
+    def __init__(
+        self, gates: Mapping[str, list[HeadGate]], *, groups: bool = False, positions: Tensor | None = None
+    ) -> None:
+        self.gates, self._groups, self._positions = gates, groups, positions
+        self._ran = False
+        self._unreadable: set[str] = set()
+        self._layer_of_site: dict[SiteKey, int | None] = {}  # the model's own numbers
+        self._label_of_layer: dict[int, str] = {}
+        self._parts = QueryParts()
+
+    def on_model_call(self) -> None:
+        """Forget the queries of the attention calls in the previous call of the model in this thread."""
+        self._parts.on_model_call()
+
+    def on_module_call(self, path: str) -> None:
+        """Record, when any module of the model is called, that the model ran. If the model did not run,
+        `require_intercepted` raises no error.
+        """
+        self._ran = True
+
+    def on_unreadable(self, path: str, reason: str) -> None:
+        """Raise `InputError` for a gated module that computed something like attention that is not changed, for
+        `reason`. So heads are never gated in part. The error is raised once for each module.
+        """
+        is_first = path not in self._unreadable
+        self._unreadable.add(path)
+        if is_first and any(self._gates_of(label) for label in self.gates if SiteKey.path_of(label) == path):
+            raise InputError("values", expected="modules whose attention can be changed", got=f"{reason}: {path}")
+
+    def change(self, call: Call) -> Change | None:
+        """Record the first attention call of each site (a module's self- or cross-attention). Return the function that
+        applies the gates of the call's module to the call's head outputs; None if the module has no gates.
+        """
+        if not call.is_recomputation:
+            self._layer_of_site.setdefault(call.site, call.layer)
+        gates = self._gates_of(call.site.label)
+        if gates and self._positions is not None and not call.is_recomputation:
+            tokens, is_part = call.sources.tokens, self._parts.sequences_of(call, continues=False)[1]
+            # Positions of queries would be others than those that the user means.
+            if is_part or (tokens is not None and tokens.has_reordered_queries):
+                expected = "attention calls with all queries in the order of tokens"
+                got = f"parts or another order of them in {call.site.label}"
+                raise InputError("positions", expected=expected, got=got)
+        for gate in gates:
+            if gate.layer is not None:
+                self._label_of_layer[gate.layer] = call.site.label
+        return None if not gates else lambda attended: self._apply(gates, attended, call)
+
+    def _gates_of(self, label: str) -> list[HeadGate]:
+        """Return the gates of a module, without those by a layer number that another module has taken."""
+        taken = self._label_of_layer
+        return [
+            gate for gate in self.gates.get(label, ()) if gate.layer is None or taken.get(gate.layer, label) == label
+        ]
+
+    def _apply(self, gates: list[HeadGate], attended: HeadOutput, call: Call) -> Tensor:
+        """Return the head outputs of an attention call after its gates are applied: first all replacements of head
+        outputs, then all factors. At query positions that are not gated, the outputs are unchanged.
+        """
+        out = attended.out
+        for head, value, _ in gates:
+            if isinstance(value, Replacement):
+                start, stop = self._head_range(head, call)
+                new = value.output(attended, call)[:, start:stop].to(out)
+                out = out.slice_scatter(new.expand_as(out[:, start:stop]), 1, start, stop)
+        for head, value, _ in gates:
+            if not isinstance(value, Replacement):
+                out = out * self._factors(head, value, out, call)
+        if self._positions is not None:
+            out = torch.where(_gated_queries(self._positions, call)[:, None, :, None], out, attended.out)
+        return out
+
+    def _count(self, call: Call) -> int:
+        """Return the number of heads of an attention call, or the number of its key/value groups if gates are indexed
+        by group.
+        """
+        return call.kv_heads if self._groups else call.grid.heads
+
+    def _head_range(self, head: int | None, call: Call) -> tuple[int, int]:
+        """Return the start and stop of the range of query heads that a gate applies to. `head` is the index of a head,
+        or of a key/value group if gates are indexed by group; None selects all heads.
+
+        Raises:
+            InputError: the module has no such head or group.
+        """
+        count = self._count(call)
+        if head is None:
+            return 0, call.grid.heads
+        if not 0 <= head < count:
+            kind = "key/value group" if self._groups else "head"
+            raise InputError(kind, expected=f"one of 0 to {count - 1} in {call.site.label}", got=head)
+        size = call.grid.heads // count
+        return head * size, (head + 1) * size
+
+    def _factors(
+        self, head: int | None, value: float | Tensor, out: Tensor, call: Call
+    ) -> Float[Tensor, "#batch heads #queries 1"]:
+        """Return a tensor of factors that broadcasts to the outputs of all heads: `value` for the heads that the gate
+        applies to, and 1 for all other heads. `head` is the index of the gated head or key/value group, for which
+        `value` broadcasts to `(batch, queries)`. None selects all heads, for which `value` has the shape `()`,
+        `(heads,)`, `(batch, heads)` or `(batch, heads, queries)`.
+        """
+        start, stop = self._head_range(head, call)
+        batch, count, queries = call.grid.batch, self._count(call), call.grid.queries
+        value = value.to(out) if isinstance(value, Tensor) else out.new_full((), value)
+        # Missing axes of batch, heads and queries get the size 1. The factor of one head has no axis of heads.
+        if head is None:
+            factors = value[None] if value.ndim < 2 else value
+            factors = factors[(..., *(None,) * (3 - factors.ndim))]
+        else:
+            factors = value[(None,) * (2 - value.ndim)][:, None]
+        allowed_sizes = (1, batch), (1, count if head is None else 1), (1, queries)
+        if any(size not in allowed for size, allowed in zip(factors.shape, allowed_sizes, strict=True)):
+            shapes = f"of shape {(count,)}, {(batch, count)} or {(batch, count, queries)}"
+            shapes = shapes if head is None else f"that broadcasts to (batch, queries) = {(batch, queries)}"
+            raise InputError("value", expected=f"a number, or a tensor {shapes}", got=f"shape {tuple(value.shape)}")
+        factors = factors.repeat_interleave((stop - start) // factors.shape[1], 1)
+        ones = factors.new_ones(len(factors), call.grid.heads, factors.shape[2])
+        return ones.slice_scatter(factors, 1, start, stop)[..., None]
+
+    def require_intercepted(self, model: nn.Module, stated: Collection[str] = ()) -> None:
+        """Raise `InputError` if there is a gated module in which no attention was intercepted, or one of the modules at
+        the paths `stated`, about whose attention the user made statements, or if the run showed that the number of a
+        gated layer belongs to another module. Do nothing if the model did not run.
+        """
+        if not self._ran:
+            return
+        intercepted = {site.label for site in self._layer_of_site}
+        for label, gates in self.gates.items():
+            is_missing = any(gate.layer is None or gate.layer not in self._label_of_layer for gate in gates)
+            if is_missing and label not in intercepted:
+                raise InputError("values", expected="modules in which attention is seen", got=f"none in {label}")
+        seen = [*(site.path for site in self._layer_of_site), *self._unreadable]
+        for path in stated:
+            if not any(path == other or is_inside(other, path) for other in seen):
+                raise InputError("sites", expected="modules in which attention is seen", got=f"none in {path}")
+        modules = dict(model.named_modules())
+        order = {path: index for index, path in enumerate(modules)}
+        sites = sorted(self._layer_of_site, key=lambda site: (order[site.path], *site[1:]))
+        numbers = layer_numbers(modules, {site: self._layer_of_site[site] for site in sites})
+        for number, site in zip(numbers, sites, strict=True):
+            gated = self._label_of_layer.get(number, site.label)
+            if gated != site.label:
+                got = f"{gated}, where the model ran {site.label}"
+                remedy = "name modules by their paths, as watch(model) lists them"
+                raise InputError("layer", expected=f"the module of layer {number}", got=got, remedy=remedy)
+
+
+def _gated_queries(positions: Tensor, call: Call) -> Bool[Tensor, "#batch queries"]:
+    """Return a boolean mask that is True at the gated queries of an attention call. `positions` is such a mask,
+    `(queries,)` or `(batch, queries)`, or a tensor of query indices.
+
+    Raises:
+        InputError: a boolean tensor of another shape; an index out of range.
+    """
+    batch, queries = call.grid.batch, call.grid.queries
+    positions = positions.to(call.grid.device)
+    if positions.dtype == torch.bool:
+        is_gated = positions[(None,) * (2 - positions.ndim)]
+        if is_gated.shape[0] not in (1, batch) or is_gated.shape[1] != queries:
+            expected = f"shape {(queries,)} or {(batch, queries)}"
+            raise InputError("positions", expected=expected, got=tuple(positions.shape))
+        return is_gated
+    if not ((-queries <= positions) & (positions < queries)).all():
+        raise InputError("positions", expected=f"from {-queries} to {queries - 1}", got=positions.tolist())
+    is_gated = torch.zeros(1, queries, dtype=torch.bool, device=call.grid.device)
+    is_gated[:, positions] = True
+    return is_gated

@@ -118,7 +118,7 @@ def next_token_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " 
     ids, is_real = _tokens(batch)
     is_counted = is_real[:, 1:] & is_real[:, :-1]
     losses = token_cross_entropy(model, with_cache_disabled(model, batch), slice(None, -1), ids[:, 1:])
-    return _mean_over_tokens(losses, is_counted)
+    return losses.where(is_counted, 0.0).sum(1) / is_counted.sum(1)  # NaN for a sequence of one token
 
 
 class MaskedTokenLoss:
@@ -153,28 +153,20 @@ class MaskedTokenLoss:
         The loss is NaN for a sequence without tokens that can be masked.
         """
         ids, is_real = _tokens(batch)
-        is_masked = self._choose(ids, is_real)
-        name = "input_ids" if "input_ids" in batch else POSITIONAL
-        masked = {**batch, name: ids.masked_fill(is_masked, self.mask_id)}
-        return _mean_over_tokens(token_cross_entropy(model, masked, slice(None), ids), is_masked)
-
-    def _choose(
-        self, ids: Int[Tensor, "batch length"], is_real: Bool[Tensor, "batch length"]
-    ) -> Bool[Tensor, "batch length"]:
-        """Return a mask that is True at the tokens to mask: in each sequence a given share, chosen at random, of the
-        tokens that are neither special nor padding. The random numbers are seeded by the ids of the tokens that are
-        not padding, so that the same sequence always gets the same mask.
-        """
         can_mask = is_real & ~torch.isin(ids, self.special.to(ids.device))
         draws = torch.empty(ids.shape)
         for row, tokens in enumerate(is_real.cpu()):
             sequence = ids[row].cpu()[tokens].tolist()
+            # Seeded by the tokens that are not padding, so that the same sequence always gets the same mask.
             generator = torch.Generator().manual_seed(hash((self.seed, *sequence)) % 2**63)
             draws[row, tokens] = torch.rand(len(sequence), generator=generator)
         draws = draws.to(ids.device).masked_fill(~can_mask, 2.0)
         count = (can_mask.sum(1, keepdim=True) * self.share).ceil().long()
-        rank = draws.argsort(1).argsort(1)
-        return (rank < count) & can_mask
+        is_masked = (draws.argsort(1).argsort(1) < count) & can_mask
+        name = "input_ids" if "input_ids" in batch else POSITIONAL
+        masked = {**batch, name: ids.masked_fill(is_masked, self.mask_id)}
+        losses = token_cross_entropy(model, masked, slice(None), ids)
+        return losses.where(is_masked, 0.0).sum(1) / is_masked.sum(1)
 
 
 class EmbeddingDistance:
@@ -270,12 +262,3 @@ def _is_real(batch: dict[str, Any], tokens: Tensor, name: str = "attention_mask"
         remedy = "use such a mask, or a loss function of your own"
         raise InputError("loss", expected=expected, got=got, remedy=remedy)
     return mask.bool()
-
-
-def _mean_over_tokens(
-    losses: Float[Tensor, "batch length"], is_counted: Bool[Tensor, "batch length"]
-) -> Float[Tensor, " batch"]:
-    """Return the mean of each sequence's token losses over the tokens at which `is_counted` is True; NaN for a sequence
-    without such tokens.
-    """
-    return losses.where(is_counted, 0.0).sum(1) / is_counted.sum(1)

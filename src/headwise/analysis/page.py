@@ -5,17 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwise.analysis.focus import Focus
 from headwise.analysis.profile import Profile
 from headwise.analysis.roles import page_roles
-from headwise.analysis.view_contents import passages_of, title_role_word
-from headwise.analysis.view_result import View
-from headwise.analysis.view_set import ViewSet
+from headwise.analysis.view_result import Focus, View, ViewSet, passages_of, title_role_word
 from headwise.checks import collection_of
 from headwise.errors import InputError
 from headwise.intercept.heads import Heads
 from headwise.page import contents as page
-from headwise.page.columns import Columns, ModelIdentity, joined_estimates, sorted_by
+from headwise.page.columns import Columns, joined_estimates, sorted_by
 from headwise.page.write import write_page as write_contents
 from headwise.runs.head_table import HeadTable
 
@@ -92,8 +89,12 @@ def page_contents(
     ]
     views = groups[0].views
     notes = [note for group in groups for note in group.notes]
-    if against:
-        notes += groups[1].differences_of_data(groups[0])
+    data_of = {each.source: each.data for each in groups[0].columns}
+    notes += [
+        f"The two models have a {each.source} of different texts."
+        for each in groups[-1].columns
+        if None not in (each.data, data_of.get(each.source)) and each.data != data_of[each.source]
+    ]
     return page.Contents(
         title=title or " and ".join(dict.fromkeys(group.name for group in groups)),
         notes=tuple(dict.fromkeys(notes)),
@@ -149,11 +150,15 @@ class _ModelResults:
     Attributes:
         views: attention on each text.
         columns: numbers of each head, one object for each source; those of the views come first.
+        name: name of the model.
+        statistics: numbers of each head from all results.
+        with_roles: columns that decide the roles of the heads: those of a profile, if there is one.
+        details: facts about the model and its results in words, by which models of the same name are distinguished.
+        notes: sentences about the model's texts and roles.
     """
 
     def __init__(self, results: Sequence[Any]) -> None:
         self.views: list[View] = []
-        self._identities: list[tuple[str, ModelIdentity | None]] = []  # description of each result, and of its model
         tables: list[Columns] = []
         for result in results:
             if isinstance(result, View | ViewSet):
@@ -163,68 +168,31 @@ class _ModelResults:
             else:
                 expected = "views, profiles, ablations, importance scores or watched heads"
                 raise InputError("results", expected=expected, got=type(result).__name__)
-        self._identities += [(f"the view of {view.title}", view.identity) for view in self.views]
-        self._identities += [(f"the {each.source} of {each.model}", each.identity) for each in tables]
-        self._require_one_model()
+        identities = [(f"the view of {view.title}", view.identity) for view in self.views]
+        identities += [(f"the {each.source} of {each.model}", each.identity) for each in tables]
+        known = [(name, identity) for name, identity in identities if identity is not None]
+        for name, identity in known[1:]:
+            if identity.is_other(known[0][1]):
+                remedy = "pass the results of another model as against=[...]"
+                raise InputError("results", expected=f"results of one model, as {known[0][0]}", got=name, remedy=remedy)
         columns = [*([ViewSet(tuple(self.views)).columns()] if self.views else []), *tables]
         self.columns = [each.in_order(columns[0].places) for each in columns]
         sources = [each.source for each in self.columns]
         if len(set(sources)) < len(sources):
             raise InputError("results", expected="one table of each kind", got=", ".join(sources))
-
-    @property
-    def name(self) -> str:
-        """Name of the model."""
-        return self.columns[0].model
-
-    @property
-    def details(self) -> dict[str, str]:
-        """Facts about the model and its results in words, by which models of the same name are distinguished."""
-        details = {name: text for each in self.columns for name, text in each.details.items()}
-        for _, identity in self._identities:
-            if identity is not None:
-                details |= {"dtype": identity.dtype, "weights": f"weights {identity.digest[:8]}"}
-        return details
-
-    def _require_one_model(self) -> None:
-        """Raise `InputError` if two results are known to be of different models."""
-        known = [(name, identity) for name, identity in self._identities if identity is not None]
-        for name, identity in known[1:]:
-            if identity.is_other(known[0][1]):
-                remedy = "pass the results of another model as against=[...]"
-                raise InputError("results", expected=f"results of one model, as {known[0][0]}", got=name, remedy=remedy)
-
-    @property
-    def statistics(self) -> tuple[page.PageStatistic, ...]:
-        """Numbers of each head from all results."""
-        return tuple(statistic for each in self.columns for statistic in each.statistics)
-
-    @property
-    def with_roles(self) -> Columns:
-        """Columns that decide the roles of the heads: those of a profile, if there is one."""
-        return max(self.columns, key=lambda each: (each.source == Profile.NAME, each.roles[0] is not None))
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about the model's texts and roles."""
-        notes = []
+        self.name = self.columns[0].model
+        self.statistics = tuple(statistic for each in self.columns for statistic in each.statistics)
+        self.with_roles = max(self.columns, key=lambda each: (each.source == Profile.NAME, each.roles[0] is not None))
+        self.details = {name: text for each in self.columns for name, text in each.details.items()}
+        for _, identity in known:
+            self.details |= {"dtype": identity.dtype, "weights": f"weights {identity.digest[:8]}"}
+        self.notes = []
         if any(view.truncated for view in self.views):
-            notes.append("The end of a text was cut off.")
+            self.notes.append("The end of a text was cut off.")
         if self.views and self.with_roles.source == Profile.NAME:
-            notes.append("Roles are those of the profile, not of the texts on this page.")
-        identities = [identity for _, identity in self._identities]
-        if len(identities) > 1 and len({None if each is None else each[:2] for each in identities}) > 1:
-            notes.append("It could not be checked that all results are of the same model.")
-        return notes
-
-    def differences_of_data(self, other: "_ModelResults") -> list[str]:
-        """Return sentences that name tables that were measured on other data than the same tables of another model."""
-        data_of = {each.source: each.data for each in other.columns}
-        return [
-            f"The two models have a {each.source} of different texts."
-            for each in self.columns
-            if None not in (each.data, data_of.get(each.source)) and each.data != data_of[each.source]
-        ]
+            self.notes.append("Roles are those of the profile, not of the texts on this page.")
+        if len({None if identity is None else identity[:2] for _, identity in identities}) > 1:
+            self.notes.append("It could not be checked that all results are of the same model.")
 
     def require_heads_of(self, other: "_ModelResults") -> None:
         """Raise `InputError` if these results are of other heads than those of another model, or of other texts. Module
@@ -267,15 +235,10 @@ def _page_focus(focus: Focus, group: _ModelResults) -> page.PageFocus:
             head=index_of[place],
             share=each.share,
             uniform=each.uniform,
-            error=_known(each.excess.sem),
-            p=_known(each.p),
+            error=None if math.isnan(each.excess.sem) else each.excess.sem,
+            p=None if math.isnan(each.p) else each.p,
             has_focus=each.has_focus,
         )
         for each, place in zip(focus.heads, places, strict=True)
     )
     return page.PageFocus(focus.name, focus.kind, focus.words, scores, focus.verdict)
-
-
-def _known(value: float) -> float | None:
-    """Return a number, None for NaN."""
-    return None if math.isnan(value) else value

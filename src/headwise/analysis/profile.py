@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.analysis.head_pass import (
-    PassData,
     measure_heads,
     merged_registry,
     pass_data,
@@ -142,12 +141,23 @@ def profile(
     data = pass_data(model, dataset, special, out=out, shown=progress)
     if repeats is True or (repeats is None and data.texts is not None):
         repeats = repeats_for_model(data.model, data.special, None if data.texts is None else data.texts.tokenizer)
-    random_ids = _random_ids(repeats)
+    random_ids: Any = None if repeats is False else repeats
+    is_matrix = isinstance(random_ids, Tensor) and random_ids.ndim == 2 and not random_ids.is_floating_point()
+    if random_ids is not None and not is_matrix:
+        got = f"shape {tuple(repeats.shape)}, {repeats.dtype}" if isinstance(repeats, Tensor) else repr(repeats)
+        raise InputError("repeats", expected="True, False, or token ids of shape (samples, length)", got=got)
     of_repeats = None if random_ids is None else {"shape": list(random_ids.shape), "digest": digest_of([random_ids])}
 
     def make_table(parts: list[SiteProgress], metadata: dict[str, Any]) -> Profile:
-        with shown_progress(progress):
-            random_records = [] if random_ids is None else _on_random_tokens(data, random_ids)
+        random_records: list[SiteRecord] = []
+        if random_ids is not None:
+            bar = progress_bar("repeated tokens", 1, "batches")
+            with shown_progress(progress), watch(data.model, special=data.special) as heads, bar as shown:
+                heads.clusters = separate_clusters(range(len(random_ids)))
+                for batch in shown.track([{POSITIONAL: random_ids.to(device_of(data.model))}], step=1):
+                    call_model(data.model, batch)
+                    require_finite_heads(heads, data.model, batch)
+            random_records = heads.records
         rows = tuple(_profiled_heads(merged_registry(data.model, parts), random_records))
         weights = attention_digest(data.model, dict.fromkeys(row.module for row in rows))
         return Profile(rows, {**metadata, ATTENTION_DIGEST: weights})
@@ -164,35 +174,6 @@ def profile(
         force=force,
         title=title,
     )
-
-
-def _random_ids(repeats: Any) -> Tensor | None:
-    """Return the argument `repeats` if it is a matrix `(samples, length)` of token ids: random tokens on which a
-    profile also measures attention to earlier copies of a token. Return None if `repeats` is False or None. Anything
-    else raises `InputError`.
-
-    Raises:
-        InputError: neither of these, or not a matrix of whole numbers.
-    """
-    if repeats is None or repeats is False:
-        return None
-    if not isinstance(repeats, Tensor) or repeats.ndim != 2 or repeats.is_floating_point():
-        got = f"shape {tuple(repeats.shape)}, {repeats.dtype}" if isinstance(repeats, Tensor) else repr(repeats)
-        raise InputError("repeats", expected="True, False, or token ids of shape (samples, length)", got=got)
-    return repeats
-
-
-def _on_random_tokens(data: PassData, random_ids: Tensor) -> list[SiteRecord]:
-    """Return the statistics of heads while the model runs on random tokens that repeat, with the progress bar of the
-    caller.
-    """
-    bar = progress_bar("repeated tokens", 1, "batches")
-    with watch(data.model, special=data.special) as heads, bar as shown:
-        heads.clusters = separate_clusters(range(len(random_ids)))
-        for batch in shown.track([{POSITIONAL: random_ids.to(device_of(data.model))}], step=1):
-            call_model(data.model, batch)
-            require_finite_heads(heads, data.model, batch)
-    return heads.records
 
 
 def _profiled_heads(registry: SiteRegistry, random_records: list[SiteRecord]) -> Iterator[ProfiledHead]:
@@ -239,3 +220,32 @@ def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:
     columns = {role.statistic: role.statistic + RANDOM_SUFFIX for role in COPYING_ROLES}
     on_random = {name: means[column] for name, column in columns.items() if column in means}
     return role_of(means, rows, on_random).name
+
+
+def require_profile_of(profile: Profile, model: nn.Module, name: str) -> None:
+    """Raise `InputError` if a profile was measured on another model than `model`, which is called `name`.
+
+    The model may have another language-model head than the profiled one, which adds a prefix to the paths of its
+    modules. If the attention modules have the same weights, the models are the same. Weights of different data types
+    cannot be compared; then the names decide.
+
+    Raises:
+        InputError: the profile is that of another model; the message has both names.
+    """
+    metadata: Any = profile.metadata
+    profiled, own_paths = metadata["model"], [path for path, _ in model.named_modules()]
+    matches = {
+        path: [own for own in own_paths if own == path or own.endswith(f".{path}") or path.endswith(f".{own}")]
+        for path in dict.fromkeys(head.module for head in profile.heads)
+    }
+    reason = "whose attention modules have other names"
+    if all(matches.values()):
+        closest = [min(fitting, key=lambda own: abs(len(own) - len(path))) for path, fitting in matches.items()]
+        dtype = next((str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()), "")
+        is_comparable = ATTENTION_DIGEST in metadata and dtype == f"torch.{profiled['dtype']}"
+        if is_comparable and attention_digest(model, closest) == metadata[ATTENTION_DIGEST]:
+            return
+        if not is_comparable and profiled["name"] == name:
+            return
+        reason = "whose attention weights differ"
+    raise InputError("roles", expected=f"a profile of the model {name!r}", got=f"one of {profiled['name']!r}, {reason}")

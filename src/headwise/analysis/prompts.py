@@ -1,7 +1,7 @@
 """Prompts and a model's answers: the logit of the right token and of a wrong one, at one position of each prompt."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -71,10 +71,6 @@ class AnswerTokens(NamedTuple):
         of the right answer to each prompt, and the id of the wrong answer to each prompt (None if there is no wrong
         answer). `prompts` is any tensor with one row per prompt.
 
-        Args:
-            prompts: any tensor with one row per prompt.
-            vocabulary: number of tokens of the model.
-
         Raises:
             InputError: an id that is not in the vocabulary; another number of ids than prompts.
         """
@@ -94,7 +90,19 @@ class AnswerTokens(NamedTuple):
 
         In a model with an output embedding, the logits of one position per prompt are computed, and no others.
         """
-        with self._output_embedding_restricted(model, batch) as restricted_to:
+        restricted_to: list[Tensor] = []
+
+        def select_positions(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            """Reduce the input of the output embedding to the position of the token that each answer follows."""
+            if not args or not isinstance(args[0], Tensor) or args[0].ndim != 3:
+                return None
+            hidden = args[0]
+            restricted_to[:] = [self.positions(batch, hidden)]
+            prompts = torch.arange(len(hidden), device=hidden.device)
+            return hidden[prompts, restricted_to[0]][:, None], *args[1:]
+
+        embedding = output_embedding(model)
+        with nullcontext() if embedding is None else embedding.register_forward_pre_hook(select_positions):
             output = call_model(model, batch)
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or logits.ndim != 3:
@@ -107,33 +115,6 @@ class AnswerTokens(NamedTuple):
         answer, wrong = self.ids_per_prompt(prompts, logits.shape[-1])
         right = answer_logits[prompts, answer]
         return right if wrong is None else right - answer_logits[prompts, wrong]
-
-    @contextmanager
-    def _output_embedding_restricted(self, model: Any, batch: Mapping[str, Any]) -> Iterator[list[Tensor]]:
-        """Reduce the input of the model's output embedding to one position per prompt, that of the token that the
-        answer follows, while the context is active. Logits at other positions are not computed. Yield a list that is
-        empty at first, and contains these positions once the output embedding has run.
-
-        Yields:
-            A list of the tensor of these positions; empty if the output embedding was not restricted.
-        """
-        restricted_to: list[Tensor] = []
-
-        def select_positions(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            if not args or not isinstance(args[0], Tensor) or args[0].ndim != 3:
-                return None
-            hidden = args[0]
-            restricted_to[:] = [self.positions(batch, hidden)]
-            prompts = torch.arange(len(hidden), device=hidden.device)
-            return hidden[prompts, restricted_to[0]][:, None], *args[1:]
-
-        embedding = output_embedding(model)
-        hook = None if embedding is None else embedding.register_forward_pre_hook(select_positions)
-        try:
-            yield restricted_to
-        finally:
-            if hook is not None:
-                hook.remove()
 
 
 def output_embedding(model: Any) -> nn.Module | None:
@@ -162,8 +143,7 @@ def _real_tokens(batch: Mapping[str, Any], like: Float[Tensor, "prompts length _
     (in an encoder-decoder, the decoder's). It is True everywhere if the batch has no mask with the first two axes of
     `like`.
     """
-    name = "decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask"
-    mask = batch.get(name)
+    mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
     if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:
         return mask.bool()
     return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)

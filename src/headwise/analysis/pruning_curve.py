@@ -3,34 +3,132 @@
 import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from headwise.analysis.ablate import ablate
-from headwise.analysis.ablation_result import SetAblation
-from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_loss
-from headwise.analysis.pruning_curve_table import RANDOM, CurvePoint, PruningCurve
-from headwise.analysis.repeated_runs import restored_state
+from headwise.analysis.ablate import ablate, surveyed
+from headwise.analysis.losses import Loss, require_loss
 from headwise.analysis.replacements import Replacement
 from headwise.checks import collection_of, finite_number, head_pair, require_module, whole_number
-from headwise.data.batches import device_of, evaluation_mode, iterate_batches, to_device
+from headwise.data.batches import evaluation_mode
 from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.intercept.survey import survey
 from headwise.page.columns import ModelIdentity
+from headwise.plots.curves import Band, Curve, draw_curves
+from headwise.plots.kinds import require_name
 from headwise.runs.data_pass import prepare_texts
 from headwise.runs.fingerprint import identity_of
 from headwise.runs.head_table import HeadTable
+from headwise.runs.rows import MeanEstimate, Row
+from headwise.runs.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Head = tuple[int, int]
 """A head: its layer's number, and its index in the layer."""
 
 SHARES = tuple(tenth / 10 for tenth in range(1, 11))
 """Default shares of the heads that are removed."""
+
+RANDOM = "random"
+"""Name of the orders that were drawn at random."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CurvePoint(Row):
+    """Point of a pruning curve.
+
+    Attributes:
+        order: name of the order in which heads are removed.
+        draw: number of the random order, from 0; 0 for other orders.
+        removed: number of heads that are removed together.
+        share: the same as a share of all heads.
+    """
+
+    order: str
+    draw: int
+    removed: int
+    share: float
+
+
+class PruningCurve(Table[CurvePoint]):
+    """Table of pruning curves (Michel, Levy and Neubig 2019, section 4), one row per order of heads and number of
+    removed heads: `loss`, the mean loss without these heads, and `cost`, that loss minus the loss of the unchanged
+    model, with standard errors over documents.
+    """
+
+    NAME = "pruning_curve"
+    ROW_TYPE = CurvePoint
+    UNIT = "point"
+    SAMPLES = "example"
+
+    @property
+    def baseline(self) -> MeanEstimate:
+        """Loss of the unchanged model."""
+        return MeanEstimate(**self.metadata["baseline"])
+
+    def curve(self, order: str) -> list[CurvePoint]:
+        """Return the points of an order, by the number of removed heads.
+
+        Raises:
+            InputError: there is no such order, or it is "random", of which there are several.
+        """
+        named = {row.order: row for row in self.rows if row.order != RANDOM}
+        require_name("order", order, named)
+        return [row for row in self.rows if row.order == order]
+
+    def band(self, statistic: str = "loss") -> list[tuple[int, float, float, float]]:
+        """Return, for each number of removed heads, this number, and the smallest, the mean and the largest value of a
+        statistic over the random orders; an empty list if there are none.
+
+        Raises:
+            InputError: the statistic is neither "loss" nor "cost".
+        """
+        require_name("statistic", statistic, dict.fromkeys(("loss", "cost")))
+        values: dict[int, list[float]] = {}
+        for row in self.rows:
+            if row.order == RANDOM:
+                values.setdefault(row.removed, []).append(row.statistics[statistic].value)
+        return [(count, min(each), sum(each) / len(each), max(each)) for count, each in sorted(values.items())]
+
+    def plot(self, statistic: str = "loss", *, errors: float = 1.96, ax: Any = None) -> "Axes":
+        """Draw the curve of each order with error bars, and the range of the random orders as a band, and return the
+        matplotlib axes.
+
+        Args:
+            statistic: "loss" or "cost".
+            errors: length of the error bars to each side, in standard errors; 0 draws none.
+            ax: matplotlib axes to draw on; those of a new figure by default.
+
+        Raises:
+            InputError: there is no such statistic, or nothing to draw.
+            MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> hw.pruning_curve(model, texts, hw.next_token_loss, scores).plot()  # doctest: +SKIP
+        """
+        if not self.rows:
+            raise InputError("orders", expected="at least one point to draw", got="none")
+        require_name("statistic", statistic, dict.fromkeys(("loss", "cost")))
+        start = self.baseline._replace(value=0.0, sem=0.0) if statistic == "cost" else self.baseline
+        names = dict.fromkeys(row.order for row in self.rows if row.order != RANDOM)
+        curves = []
+        for name in names:
+            points = self.curve(name)
+            estimates = [start, *(point.statistics[statistic] for point in points)]
+            removed = [0, *(point.removed for point in points)]
+            curves.append(Curve(name, removed, [each.value for each in estimates], [each.sem for each in estimates]))
+        spread = None
+        if band := self.band(statistic):
+            counts, *values = zip(*band, strict=True)
+            spread = Band(RANDOM, [0, *counts], *([start.value, *each] for each in values))
+        return draw_curves(curves, spread, x="removed heads", y=statistic, title=self.model_name, errors=errors, ax=ax)
 
 
 def pruning_curve(
@@ -81,37 +179,37 @@ def pruning_curve(
     """
     require_module(model)
     require_loss(loss)
-    dataset = prepare_texts(_read_twice(dataset), model, out, shown=progress)
-    heads, identity = _heads_of(model, dataset, loss), identity_of(model)
-    named = {_name_of(orders): orders} if isinstance(orders, HeadTable) else orders
-    counts = _counts(shares, len(heads))
-    removals = {(name, 0): _order(name, order, heads, identity) for name, order in _items(named)}
-    removals |= _random_orders(heads, whole_number("random", random, least=0), whole_number("seed", seed, least=0))
-    options: dict[str, Any] = {"replacement": replacement, "out": out, "force": force, "title": title}
-    effects = ablate(model, dataset, loss, units=_sets(removals, counts), progress=progress, **options)
-    assert isinstance(effects, SetAblation)
-    _warn_of_same_data(named, effects)
-    return PruningCurve(tuple(_points(effects, list(removals), counts, len(heads))), effects.metadata)
-
-
-def _read_twice(dataset: Any) -> Any:
-    """Return a data set unchanged; raise `InputError` for an iterator, whose first batch could not be read again."""
     if isinstance(dataset, Iterator):
         expected = "batches that can be read twice"
         raise InputError("dataset", expected=expected, got="an iterator", remedy="list(batches)")
-    return dataset
-
-
-def _heads_of(model: nn.Module, dataset: Texts | Iterable[Any], loss: Loss) -> list[Head]:
-    """Return all heads of a model that run for the loss of the first batch, in the order of the model."""
-    first = next(iterate_batches(dataset), None)
-    if first is None:
-        raise InputError("dataset", expected="at least one batch", got="none")
-    batch = to_device(first, device_of(model))
-    with evaluation_mode(model), torch.no_grad(), restored_state(model):
-        prepare_loss(loss, model, batch)
-        registry = survey(model, lambda: finite_loss_per_example(loss, model, batch))
-    return [(labels["layer"], labels["head"]) for _, labels in registry.head_labels()]
+    dataset = prepare_texts(dataset, model, out, shown=progress)
+    with evaluation_mode(model), torch.no_grad():
+        registry, _ = surveyed(model, dataset, loss)
+    heads = [(labels["layer"], labels["head"]) for _, labels in registry.head_labels()]
+    named = {_name_of(orders): orders} if isinstance(orders, HeadTable) else orders
+    counts, identity = _counts(shares, len(heads)), identity_of(model)
+    _require_names(named)
+    removals = {(name, 0): _order(name, order, heads, identity) for name, order in named.items()}
+    whole_number("random", random, least=0)
+    draws = Random(whole_number("seed", seed, least=0))
+    removals |= {(RANDOM, draw): draws.sample(heads, len(heads)) for draw in range(random)}
+    sets = {
+        f"{name} {draw}, {count} heads": order[:count] for (name, draw), order in removals.items() for count in counts
+    }
+    options: dict[str, Any] = {"replacement": replacement, "out": out, "force": force, "title": title}
+    effects = ablate(model, dataset, loss, units=sets, progress=progress, **options)
+    digest = effects.metadata["measured"]["digest"]
+    tables = {name: order for name, order in named.items() if isinstance(order, HeadTable)}
+    same = [name for name, table in tables.items() if table.metadata.get("measured", {}).get("digest") == digest]
+    if same:
+        message = "these orders were chosen on the data of the curve, on which they look better than on other data"
+        warnings.warn(f"{message}: {', '.join(same)}", stacklevel=2)
+    points = ((name, draw, count) for name, draw in removals for count in counts)
+    rows = [
+        CurvePoint(order=name, draw=draw, removed=count, share=count / len(heads), statistics=effect.statistics)
+        for (name, draw, count), effect in zip(points, effects.rows, strict=True)
+    ]
+    return PruningCurve(tuple(rows), effects.metadata)
 
 
 def _name_of(table: HeadTable[Any]) -> str:
@@ -121,21 +219,8 @@ def _name_of(table: HeadTable[Any]) -> str:
     return table.PLOTTED if table.PLOTTED in table.statistics else table.statistics[0]
 
 
-def _random_orders(heads: Sequence[Head], number: int, seed: int) -> dict[tuple[str, int], list[Head]]:
-    """Return random orders of all heads, by their name and number."""
-    draws = Random(seed)
-    return {(RANDOM, draw): draws.sample(heads, len(heads)) for draw in range(number)}
-
-
-def _sets(orders: Mapping[tuple[str, int], list[Head]], counts: Sequence[int]) -> dict[str, list[Head]]:
-    """Return the first heads of each order, each number of them, as sets with a name."""
-    return {
-        f"{name} {draw}, {count} heads": order[:count] for (name, draw), order in orders.items() for count in counts
-    }
-
-
-def _items(orders: Any) -> Iterable[tuple[str, Any]]:
-    """Return the names and orders of a mapping; raise `InputError` for anything else, or for the name "random"."""
+def _require_names(orders: Any) -> None:
+    """Raise `InputError` for anything but a mapping of names to orders, and for the name "random"."""
     if not isinstance(orders, Mapping):
         expected = "a table of heads, or orders of heads by name"
         raise InputError("orders", expected=expected, got=type(orders).__name__)
@@ -145,7 +230,6 @@ def _items(orders: Any) -> Iterable[tuple[str, Any]]:
         raise InputError("orders", expected="strings as names of orders", got=repr(other))
     if RANDOM in orders:
         raise InputError("orders", expected=f"other names than {RANDOM!r}, which the random orders have", got=RANDOM)
-    return orders.items()
 
 
 def _order(name: str, order: Any, heads: Sequence[Head], identity: ModelIdentity) -> list[Head]:
@@ -179,28 +263,3 @@ def _counts(shares: Any, heads: int) -> list[int]:
     if not counts:
         raise InputError("shares", expected="at least one share", got="none")
     return sorted(counts)
-
-
-def _warn_of_same_data(orders: Mapping[str, Any], effects: SetAblation) -> None:
-    """Warn of tables that were measured on the data of the curve."""
-    digest = effects.metadata["measured"]["digest"]
-    same = [
-        name
-        for name, order in orders.items()
-        if isinstance(order, HeadTable) and order.metadata.get("measured", {}).get("digest") == digest
-    ]
-    if same:
-        message = "these orders were chosen on the data of the curve, on which they look better than on other data"
-        warnings.warn(f"{message}: {', '.join(same)}", stacklevel=3)
-
-
-def _points(
-    effects: SetAblation, orders: Sequence[tuple[str, int]], counts: Sequence[int], heads: int
-) -> Iterator[CurvePoint]:
-    """Yield the points of all orders, each `(name, draw)`, from the effects of their sets in the same order."""
-    rows = iter(effects.rows)
-    for name, draw in orders:
-        for count in counts:
-            yield CurvePoint(
-                order=name, draw=draw, removed=count, share=count / heads, statistics=next(rows).statistics
-            )

@@ -9,14 +9,14 @@ that reuse layer outputs, for each layer up to which outputs can be reused.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from headwise.analysis.gate_interceptor import GateInterceptor, HeadGate
+from headwise.analysis.gate import GateInterceptor, HeadGate
 from headwise.data.batches import digest_of
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
@@ -33,18 +33,6 @@ LARGEST_ROUNDING = 1e-3
 
 Compute = Callable[[], Tensor]
 """Function that runs the model on the current batch, and returns one result per example."""
-
-
-class _Results(NamedTuple):
-    """Results of one run of a model on a batch, in a form that can be compared with those of another run.
-
-    Attributes:
-        values: one result per example.
-        digests: hashes of the tensors that the model returned, and of those that its stacks of layers returned.
-    """
-
-    values: Tensor
-    digests: tuple[str, ...]
 
 
 class RepeatedRuns:
@@ -73,13 +61,13 @@ class RepeatedRuns:
             InputError: the results of the unchanged model on the first batch depend on earlier runs.
         """
         if not self._reuses:
-            return self._results(compute).values
+            return self._results(compute)[0]
         with self._replay.recording():
-            recorded = self._results(compute)
+            recorded, digests = self._results(compute)
         if not self._is_checked:
-            self.note = self._why_not_reuse(compute, recorded)
+            self.note = self._why_not_reuse(compute, recorded, digests)
             self._reuses, self._is_checked = self.note is None, True
-        return recorded.values
+        return recorded
 
     def run_gated(self, compute: Compute, paths: Collection[str]) -> Tensor:
         """Run the model on the current batch and return its results. The caller has gated heads of the attention
@@ -89,8 +77,9 @@ class RepeatedRuns:
         with restored_state(self._model), self._replay.reused_until(paths) if self._reuses else nullcontext():
             return compute()
 
-    def _why_not_reuse(self, compute: Compute, recorded: _Results) -> str | None:
+    def _why_not_reuse(self, compute: Compute, recorded: Tensor, digests: list[str]) -> str | None:
         """Return the reason why layer outputs cannot be reused: a note for the results. Return None if they can.
+        `recorded` are the results of the run whose layer outputs were recorded, and `digests` their hashes.
 
         The last module up to which outputs can be reused is checked first. So each run with reused outputs finds what
         the run with halved head outputs left in the layers that are not computed.
@@ -99,11 +88,11 @@ class RepeatedRuns:
             InputError: a complete run differs from the recorded one by more than rounding.
         """
         self._run_halved(compute)
-        complete = self._results(compute)
-        if complete.digests != recorded.digests:
-            if torch.allclose(complete.values, recorded.values, LARGEST_ROUNDING, LARGEST_ROUNDING, equal_nan=True):
+        complete, complete_digests = self._results(compute)
+        if complete_digests != digests:
+            if torch.allclose(complete, recorded, LARGEST_ROUNDING, LARGEST_ROUNDING, equal_nan=True):
                 return ROUNDING
-            got = f"{complete.values.tolist()} after {recorded.values.tolist()}"
+            got = f"{complete.tolist()} after {recorded.tolist()}"
             remedy = "it keeps values between runs, or it or the loss draws random numbers outside of torch"
             expected = "one with the same results each time that it runs on the same batch"
             raise InputError("model", expected=expected, got=got, remedy=remedy)
@@ -111,10 +100,10 @@ class RepeatedRuns:
         for path in self._replay.sites_by_start:
             try:
                 with self._replay.reused_until([path]):
-                    reused = self._results(compute)
+                    _, reused_digests = self._results(compute)
             except Exception:  # such as a KeyError, for a value that a skipped layer did not leave
                 return SIDE_EFFECTS
-            if reused.digests != recorded.digests:
+            if reused_digests != digests:
                 return SIDE_EFFECTS
         return None
 
@@ -124,9 +113,10 @@ class RepeatedRuns:
         with restored_state(self._model), intercepted(self._model, halves):
             compute()
 
-    def _results(self, compute: Compute) -> _Results:
-        """Run the model on the current batch and return its results with hashes of what it returned. Tensors without
-        content, which stand for logits that a loss computes itself, are left out.
+    def _results(self, compute: Compute) -> tuple[Tensor, list[str]]:
+        """Run the model on the current batch. Return its results, one per example, and hashes of the results and of the
+        tensors that the model and its stacks of layers returned. Tensors without content, which stand for logits that a
+        loss computes itself, are left out.
         """
         digests: list[str] = []
 
@@ -134,15 +124,11 @@ class RepeatedRuns:
             leaves = pytree.tree_leaves(output)
             digests.append(digest_of(leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta))
 
-        stacks = [self._model, *self._replay.stacks]
-        hooks = [module.register_forward_hook(add_digest) for module in stacks]
-        try:
-            with restored_state(self._model):
-                values = compute()
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return _Results(values, (digest_of([values]), *digests))
+        with ExitStack() as hooks, restored_state(self._model):
+            for module in (self._model, *self._replay.stacks):
+                hooks.enter_context(module.register_forward_hook(add_digest))
+            values = compute()
+        return values, [digest_of([values]), *digests]
 
 
 @contextmanager

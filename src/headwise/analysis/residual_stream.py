@@ -1,7 +1,9 @@
-"""End of a model's residual stream: the sum that the final norm and the output embedding turn into logits."""
+"""End of a model's residual stream, the sum that the final norm and the output embedding turn into logits, and outputs
+of modules that are held constant in a later run.
+"""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,42 +25,6 @@ def not_direct_error(model: nn.Module) -> InputError:
     """Return the error for a model in which heads do not write directly into the input of the final norm."""
     expected = "one whose output embedding reads, through a final norm, the sum that heads write into"
     return InputError("model", expected=expected, got=type(model).__name__, remedy=REMEDY)
-
-
-class StreamEnd(NamedTuple):
-    """Input of the final norm (the end of the residual stream) at the token that each prompt's answer follows, and a
-    vector `direction` for each prompt. The scalar product of `direction` with a summand of this input is what the
-    summand adds to the logit of the answer or, with a wrong answer, to the answer's logit minus the wrong answer's.
-
-    Attributes:
-        model: the model.
-        length: number of positions of the stream.
-        positions: position of each prompt's token that the answer follows.
-        before_norm: input of the final norm at these tokens.
-        direction: vector whose product with a summand of `before_norm` is what the summand adds to the logit.
-        logit: logit of the right answer, minus that of the wrong answer if there is one.
-    """
-
-    model: nn.Module
-    length: int
-    positions: Int[Tensor, " prompts"]
-    before_norm: Float[Tensor, "prompts width"]
-    direction: Float[Tensor, "prompts width"]
-    logit: Float[Tensor, " prompts"]
-
-    def at_positions(
-        self, head_outputs: Float[Tensor, "batch heads queries value_dim"]
-    ) -> Float[Tensor, "prompts heads value_dim"]:
-        """Select from `head_outputs` the outputs of all heads at the token that each prompt's answer follows, and
-        convert them to the dtype of the residual stream.
-
-        Raises:
-            InputError: the outputs are of another number of prompts, or of another length, than the residual stream.
-        """
-        if (len(head_outputs), head_outputs.shape[2]) != (len(self.positions), self.length):
-            raise not_direct_error(self.model)
-        prompts = torch.arange(len(head_outputs), device=head_outputs.device)
-        return head_outputs[prompts, :, self.positions].to(self.before_norm.dtype)
 
 
 class _ModuleCall(NamedTuple):
@@ -85,36 +51,31 @@ class ResidualStream:
             expected = "one that names its output embedding (get_output_embeddings)"
             raise InputError("model", expected=expected, got=type(model).__name__)
         self._model, self._embedding = model, embedding
-        self._last_call: _ModuleCall | None = None
         self._final_call: _ModuleCall | None = None
 
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Observe one run of the model while the context is active, and store the final norm's input and output."""
-        self._last_call = self._final_call = None
-        hooks = [module.register_forward_hook(self._note_call) for module in self._model.modules()]
-        hooks.append(self._embedding.register_forward_pre_hook(self._note_embedding_input))
-        try:
+        self._final_call, last_call = None, list[_ModuleCall]()
+
+        def on_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            """Store a finished module call as the last one, if its first argument and its output are tensors, and it
+            did not return the same memory as the call before it, as dropout may do.
+            """
+            is_of_tensors = bool(args) and isinstance(args[0], Tensor) and isinstance(output, Tensor)
+            if is_of_tensors and not (last_call and _is_same_memory(output, last_call[0].output)):
+                last_call[:] = [_ModuleCall(module, args[0], output)]
+
+        def on_embedding(_: nn.Module, args: tuple[Any, ...]) -> None:
+            """Store the last module call as that of the final norm, if the output embedding reads its output."""
+            if last_call and args and _is_same_memory(args[0], last_call[0].output):
+                self._final_call = last_call[0]
+
+        with ExitStack() as hooks:
+            for module in self._model.modules():
+                hooks.enter_context(module.register_forward_hook(on_call))
+            hooks.enter_context(self._embedding.register_forward_pre_hook(on_embedding))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _note_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Store a finished module call as the most recent one. A call is ignored if its first argument or its output is
-        not a tensor, or if it returned the same memory as the call before it, as dropout may do.
-        """
-        if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
-            return
-        if self._last_call is None or not _is_same_memory(output, self._last_call.output):
-            self._last_call = _ModuleCall(module, args[0], output)
-
-    def _note_embedding_input(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """Store the most recent module call as that of the final norm, if its output is the input of the output
-        embedding. This runs before the output embedding.
-        """
-        if self._last_call is not None and args and _is_same_memory(args[0], self._last_call.output):
-            self._final_call = self._last_call
 
     def final_norm_call(self) -> _ModuleCall:
         """Return the final norm with its input and output in the last observed run of the model. Raise `InputError` if
@@ -125,16 +86,24 @@ class ResidualStream:
             raise not_direct_error(self._model)
         return call
 
-    def end(self, tokens: AnswerTokens, batch: Mapping[str, Any]) -> StreamEnd:
-        """Return the final norm's input in the observed run at the token that each prompt's answer follows, with a
-        vector `direction` for each prompt. The scalar product of `direction` with a summand of this input is what the
-        summand adds to the logit of the answer or, with a wrong answer, to the answer's logit minus the wrong answer's.
+    def end(
+        self, tokens: AnswerTokens, batch: Mapping[str, Any]
+    ) -> tuple[
+        Int[Tensor, " prompts"],
+        Float[Tensor, "prompts width"],
+        Float[Tensor, "prompts width"],
+        Float[Tensor, " prompts"],
+    ]:
+        """Return the position of the token that each prompt's answer follows, the final norm's input in the observed
+        run at these tokens, a vector `direction` for each prompt, and the logits of the answers. With wrong answers,
+        their logits are subtracted. The scalar product of `direction` with a summand of the input is what the summand
+        adds to the logit.
 
         Raises:
             InputError: the module before the output embedding is not a norm, or there is none; a token does not exist.
         """
         norm, before, after = self.final_norm_call()
-        length, like = after.shape[1], after
+        like = after
         positions = tokens.positions(batch, after)
         prompts = torch.arange(len(positions), device=positions.device)
         dtype = torch.promote_types(after.dtype, torch.float32)
@@ -149,7 +118,7 @@ class ResidualStream:
         if wrong is not None:
             unembedding, answer_bias = unembedding - embedding[wrong], answer_bias - bias[wrong]
         direction = _direction_before_norm(self._model, norm, before, after, unembedding, like=like)
-        return StreamEnd(self._model, length, positions, before, direction, (unembedding * after).sum(-1) + answer_bias)
+        return positions, before, direction, (unembedding * after).sum(-1) + answer_bias
 
 
 def projection_weight(model: nn.Module, path: str, width: int, stream: Tensor) -> Float[Tensor, "stream width"]:
@@ -193,10 +162,8 @@ def _direction_before_norm(
     like: Tensor,
 ) -> Float[Tensor, "prompts width"]:
     """Convert directions at the output of a norm to directions at its input, with the norm's scale at each token held
-    constant. Return, for each prompt, the vector whose scalar product with the norm's input equals that of
-    `unembedding` with the norm's output, up to a constant.
-
-    The scale of the norm is held constant at each token, so that the norm is linear.
+    constant, so that the norm is linear. Return, for each prompt, the vector whose scalar product with the norm's input
+    equals that of `unembedding` with the norm's output, up to a constant.
 
     The norm is probed with three inputs. Zeros give its bias. Numbers whose mean is 0 give its weight, up to a factor.
     Equal numbers show whether it subtracts the mean. The scale at each token follows from its input and output.
@@ -232,3 +199,35 @@ def _direction_before_norm(
 def _is_same_memory(one: Any, other: Tensor) -> bool:
     """Return True if `one` is a tensor with the shape and the memory address of `other`."""
     return isinstance(one, Tensor) and one.shape == other.shape and one.data_ptr() == other.data_ptr()
+
+
+class ModuleOutputs:
+    """Recorder of the outputs of some modules of a model in one run, which can make the modules return these outputs in
+    a later run.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._outputs: dict[nn.Module, list[Any]] = {module: [] for module in modules}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the output of every call of every module while the context is active."""
+        with self._hooks(lambda module, _, output: self._outputs[module].append(output)):
+            yield
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Make each module return the outputs that `recorded` stored, in the order of its calls, while the context is
+        active.
+        """
+        remaining = {module: iter(outputs) for module, outputs in self._outputs.items()}
+        with self._hooks(lambda module, *_: next(remaining[module], None)):
+            yield
+
+    @contextmanager
+    def _hooks(self, hook: Callable[..., Any]) -> Iterator[None]:
+        """Register `hook` as forward hook of every module while the context is active."""
+        with ExitStack() as hooks:
+            for module in self._outputs:
+                hooks.enter_context(module.register_forward_hook(hook))
+            yield

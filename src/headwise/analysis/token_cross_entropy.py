@@ -1,7 +1,5 @@
 """Cross-entropy of tokens under a model, without all of its logits in memory at once."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -42,7 +40,14 @@ def token_cross_entropy(
     """
     embedding = _linear_output_embedding(model)
     if embedding is not None:
-        with _skipped(embedding) as skipped:
+        skipped: list[Tensor] = []  # the input of the output embedding, and an empty tensor in place of its output
+
+        def skip(hidden: Tensor) -> Tensor:
+            shape = (*hidden.shape[:-1], embedding.out_features)
+            skipped[:] = [hidden, torch.empty(*shape, device="meta", dtype=hidden.dtype)]
+            return skipped[1]
+
+        with swap_forward(embedding, skip):
             logits = _logits(call_model(model, batch))
         if skipped and logits is skipped[1]:  # the model did nothing to the output of its output embedding
             hidden = skipped[0][:, positions]
@@ -68,24 +73,6 @@ def _linear_output_embedding(model: Any) -> nn.Linear | None:
     is_plain = type(embedding) is nn.Linear and not has_foreign_hooks(embedding)
     # A model with `_hf_hook` moves weights between devices while it runs.
     return embedding if is_plain and not hasattr(embedding, "_hf_hook") else None
-
-
-@contextmanager
-def _skipped(embedding: nn.Linear) -> Iterator[list[Tensor]]:
-    """Make a linear layer return an empty placeholder instead of computing its output, while the context is active.
-    Yield a list that contains the layer's input and the placeholder once the layer is called.
-
-    The placeholder is a tensor on the meta device with the shape of the output.
-    """
-    input_and_placeholder: list[Tensor] = []
-
-    def forward(hidden: Tensor) -> Tensor:
-        shape = (*hidden.shape[:-1], embedding.out_features)
-        input_and_placeholder[:] = [hidden, torch.empty(*shape, device="meta", dtype=hidden.dtype)]
-        return input_and_placeholder[1]
-
-    with swap_forward(embedding, forward):
-        yield input_and_placeholder
 
 
 def _tiled_cross_entropy(

@@ -6,26 +6,35 @@ its statistics, the strongest keys of each word and token, and pictures of bound
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.decoder_text import DecoderText, generated_text, target_text
-from headwise.analysis.head_view import ViewedText
-from headwise.analysis.view_result import View
-from headwise.analysis.view_set import ViewSet
-from headwise.analysis.viewer import Viewer
-from headwise.checks import flag, whole_number
-from headwise.data.batches import device_of
-from headwise.data.tokenization import EncodedText, encode_text, text_model
+from headwise.analysis.view_result import View, ViewedText, ViewSet
+from headwise.analysis.viewer import DISAGREEMENT, Viewer
+from headwise.checks import flag, require_module, whole_number
+from headwise.data.batches import device_of, evaluation_mode, is_encoder_decoder
+from headwise.data.texts import Texts
+from headwise.data.tokenization import (
+    EncodedText,
+    SpecialTokens,
+    decoded_words,
+    encode_text,
+    max_input_tokens,
+    require_text,
+    text_model,
+)
 from headwise.errors import HeadwiseError, InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.layer_index import innermost_attention_modules
 from headwise.intercept.model_name import model_name
 from headwise.progress import progress_bar
 from headwise.runs.fingerprint import identity_of
+from headwise.shapes import Float, Int
 
 KEPT_TOKENS = 256
 """Number of tokens up to which `view` keeps all weights between tokens by default."""
@@ -110,57 +119,43 @@ def view(
         raise InputError("model", expected="a model in evaluation mode", got="training", remedy="call model.eval()")
     whole_number("generate", generate, least=0)
     whole_number("keep_all", keep_all, least=0)
-    title = model_name(model) if title is None else title
-    options: dict[str, Any] = {"generate": generate, "title": title, "truncate": truncate, "keep_all": keep_all}
-    options["progress"] = flag("progress", progress)
+    flag("progress", progress)
     if generate and target is not None:
         raise InputError("generate", expected="0 with a target, which the decoder reads instead", got=generate)
+
+    def view_one(text: Any, target: Any) -> View:
+        """Return the attention of each head on one text."""
+        reader = text_model(model) if hasattr(model, "config") or not isinstance(model, nn.Module) else model
+        if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
+            raise InputError("tokenizer", expected="a transformers tokenizer", got=type(tokenizer).__name__)
+        encoded = encode_text(reader, tokenizer, text, truncate)
+        ids = encoded.inputs["input_ids"]
+        inputs = {name: tensor.to(device_of(reader)) for name, tensor in encoded.inputs.items()}
+        seen = ViewedText("text", encoded.text, encoded.truncated, encoded.tokens, encoded.words, encoded.word_of, ids)
+        texts = [seen]
+        logits: Tensor | None = None
+        if target is not None or generate:
+            reader = model
+            if target is None:
+                decoded, logits = _generated_text(model, tokenizer, encoded, inputs, generate)
+            else:
+                decoded = _target_text(model, tokenizer, target)
+            assert decoded.ids is not None
+            if is_encoder_decoder(model):
+                inputs, texts = {**inputs, "decoder_input_ids": decoded.ids}, [replace(seen, name="source"), decoded]
+            else:
+                inputs, texts = {"input_ids": decoded.ids, "attention_mask": torch.ones_like(decoded.ids)}, [decoded]
+        name = model_name(model) if title is None else title
+        return view_of(reader, texts, inputs, title=name, keep_all=keep_all, logits=logits, progress=progress)
+
     if isinstance(text, str) or not isinstance(text, Sequence):
-        return _view(model, tokenizer, text, target, **options)
+        return view_one(text, target)
     if not text:
         raise InputError("text", expected="a text, or a list of at least one text", got="an empty list")
     targets: Sequence[Any] = [None] * len(text) if target is None else target
     if isinstance(targets, str) or len(targets) != len(text):
         raise InputError("target", expected=f"a list of {len(text)} texts, one per text", got=repr(target))
-    pairs = zip(text, targets, strict=True)
-    return ViewSet(tuple(_view(model, tokenizer, each, own_target, **options) for each, own_target in pairs))
-
-
-def _view(
-    model: Any,
-    tokenizer: Any,
-    text: Any,
-    target: Any,
-    *,
-    generate: int,
-    title: str,
-    truncate: bool,
-    keep_all: int,
-    progress: bool,
-) -> View:
-    """Return the attention of each head on one text."""
-    whole_model = model
-    has_decoder_text = target is not None or generate > 0
-    if hasattr(model, "config") or not isinstance(model, nn.Module):
-        model = text_model(model)
-    if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
-        raise InputError("tokenizer", expected="a transformers tokenizer", got=type(tokenizer).__name__)
-    encoded = encode_text(model, tokenizer, text, truncate)
-    device = device_of(model)
-    inputs = {name: tensor.to(device) for name, tensor in encoded.inputs.items()}
-    texts = [_viewed_text("text", encoded)]
-    decoder_text: DecoderText | None = None
-    if has_decoder_text:
-        model = whole_model
-        decoder_text = (
-            generated_text(model, tokenizer, encoded, inputs, generate)
-            if target is None
-            else target_text(model, tokenizer, target)
-        )
-        inputs = decoder_text.model_inputs(inputs)
-        texts = decoder_text.texts(texts[0])
-    options: dict[str, Any] = {"title": title, "keep_all": keep_all, "progress": progress}
-    return view_of(model, texts, inputs, decoder_text=decoder_text, **options)
+    return ViewSet(tuple(view_one(each, of_text) for each, of_text in zip(text, targets, strict=True)))
 
 
 def view_of(
@@ -170,47 +165,54 @@ def view_of(
     *,
     title: str,
     keep_all: int = KEPT_TOKENS,
-    decoder_text: DecoderText | None = None,
+    logits: Float[Tensor, "generated vocabulary"] | None = None,
     progress: bool = False,
 ) -> View:
-    """Run a model on tokenized texts and return the attention of each head, for `view`, whose docstring describes the
-    arguments and errors.
-
-    Args:
-        model: the model.
-        texts: what the model reads.
-        inputs: arguments of the model.
-        title: name of the model.
-        keep_all: number of tokens up to which all weights are kept.
-        decoder_text: the text that a decoder reads, if the model generated it or it was stated.
-        progress: show a progress bar.
+    """Run a model with the arguments `inputs`, which it reads as `texts`, and return the attention of each head, for
+    `view`, whose docstring describes the other arguments and the errors. If the model generated the last tokens,
+    `logits` are those that they were generated from.
     """
     modules = dict(model.named_modules())
     layers = len(innermost_attention_modules(modules, modules))
     keeps_all = max(len(each.tokens) for each in texts) <= keep_all
-    try:
-        with progress_bar("view", layers or None, "layers", shown=progress, transient=True) as bar:
-            viewer = Viewer(model, texts, keeps_all=keeps_all, on_call=bar.advance)
-            with torch.no_grad(), intercepted(model, viewer):
-                output = _call(model, inputs)
-    except HeadwiseError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
-        raise InputError("model", expected="a model that takes these tokens", got=reason) from error
-    if decoder_text is not None:
-        decoder_text.require_same_logits(output)
+    with (
+        errors_of("model", expected="a model that takes these tokens"),
+        progress_bar("view", layers or None, "layers", shown=progress, transient=True) as bar,
+        torch.no_grad(),
+    ):
+        viewer = Viewer(model, texts, keeps_all=keeps_all, on_call=bar.advance)
+        with intercepted(model, viewer):
+            output = _call(model, inputs)
+    if logits is not None and len(logits):
+        _require_same_logits(output, logits, len(texts[-1].tokens))
     viewer.require_attention()
-    viewer.require_heads()
+    heads = tuple(viewer.head_views())
+    if not heads:
+        expected = f"self-attention over the {' and '.join(str(len(each.tokens)) for each in texts)} tokens of the text"
+        raise InputError("model", expected=expected, got=viewer.left_out)
     viewer.warn_of_unread(stacklevel=5)
     is_image = texts[0].picture is not None
-    if is_image and viewer.leaves_out_stages:
+    # One query alone pools the tokens. Several are those of another stage of the model.
+    if is_image and any(grid.queries > 1 for grid in viewer.other_grids.values()):
         raise InputError("model", expected="attention over the same patches in all layers", got=viewer.left_out)
     if viewer.left_out:
         kind = "image" if is_image else "text"
         warnings.warn(f"attention over something else than the {kind} was left out: {viewer.left_out}", stacklevel=4)
-    heads = tuple(viewer.head_views())
     return View(title, tuple(texts), heads, len(heads), identity_of(model))
+
+
+@contextmanager
+def errors_of(argument: str, *, expected: str) -> Iterator[None]:
+    """Raise an `InputError` for an argument in place of any error in the context that is not one of headwise. It states
+    the type of that error and the start of its message.
+    """
+    try:
+        yield
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        got = f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
+        raise InputError(argument, expected=expected, got=got) from error
 
 
 def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
@@ -228,7 +230,145 @@ def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
     return model(inputs[first])
 
 
-def _viewed_text(name: str, encoded: EncodedText) -> ViewedText:
-    """Return a tokenized text as the model reads it, called `name`."""
-    ids = encoded.inputs["input_ids"]
-    return ViewedText(name, encoded.text, encoded.truncated, encoded.tokens, encoded.words, encoded.word_of, ids)
+def _require_same_logits(output: Any, logits: Float[Tensor, "generated vocabulary"], tokens: int) -> None:
+    """Raise `InputError` if the logits in `output`, of one call for all tokens, differ from those from which the last
+    tokens were generated by more than rounding. Attention during generation was different then from what the view
+    shows.
+    """
+    again = output.logits[0, tokens - 1 - len(logits) : tokens - 1].float()
+    difference = float((again - logits).abs().max() / logits.abs().max())
+    if not difference <= max(DISAGREEMENT, 8 * torch.finfo(output.logits.dtype).eps):
+        raise InputError(
+            "generate",
+            expected="a model whose logits in one call for all tokens equal those during generation",
+            got=f"logits that differ by {difference:.1%}",
+            remedy="view the text alone, without generate",
+        )
+
+
+def _generated_text(
+    model: Any, tokenizer: Any, encoded: EncodedText, inputs: Mapping[str, Tensor], count: int
+) -> tuple[ViewedText, Float[Tensor, "generated vocabulary"]]:
+    """Continue a text by up to `count` tokens, without sampling and beams. Return it with the generated tokens, and the
+    logits from which each of these was generated. An encoder-decoder generates another text.
+
+    Raises:
+        InputError: the model has no language-model head, or the text becomes too long for the model.
+    """
+    if not (hasattr(model, "can_generate") and model.can_generate()):
+        remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
+        raise InputError("model", expected="a model that generates text", got=type(model).__name__, remedy=remedy)
+    has_encoder, prompt = is_encoder_decoder(model), int(encoded.inputs["input_ids"].shape[1])
+    limit = max_input_tokens(model, tokenizer)
+    if not has_encoder and limit is not None and prompt + count > limit:
+        got = f"{prompt} tokens of the text and {count} generated ones"
+        raise InputError("generate", expected=f"at most {limit} tokens, the model's limit", got=got)
+    if not has_encoder and int(encoded.inputs["input_ids"][0, -1]) == tokenizer.eos_token_id:
+        end = tokenizer.eos_token
+        warnings.warn(f"the tokenizer ends the text with {end}; the model continues after it", stacklevel=4)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    options = {"do_sample": False, "num_beams": 1, "output_logits": True, "return_dict_in_generate": True}
+    with errors_of("generate", expected="a model that generates these tokens"), torch.no_grad():
+        result = model.generate(**inputs, max_new_tokens=count, pad_token_id=pad, **options)
+    if len(result.sequences) != 1:
+        got = f"{len(result.sequences)} of them"
+        raise InputError("generate", expected="a generation config that returns one sequence", got=got)
+    ids, logits = result.sequences, torch.cat(result.logits).float()
+    if has_encoder:
+        return _decoded_text("output", tokenizer, ids, first_generated=int(ids.shape[1]) - len(logits)), logits
+    added = decoded_words(tokenizer, ids[0, prompt:].tolist(), ids[0, :prompt].tolist())
+    text = ViewedText(
+        "text",
+        encoded.text + "".join(added.pieces),
+        encoded.truncated,
+        (*encoded.tokens, *added.tokens),
+        (*encoded.words, *added.words),
+        torch.cat([encoded.word_of, added.word_of + len(encoded.words)]),
+        ids,
+        first_generated=prompt,
+    )
+    return text, logits
+
+
+def _target_text(model: Any, tokenizer: Any, target: Any) -> ViewedText:
+    """Return the text that the decoder of an encoder-decoder reads if its output is `target`: the tokens of the target,
+    shifted by one after the token that starts a decoder's text.
+
+    Raises:
+        InputError: the model is not an encoder-decoder, or does not state how its decoder starts.
+    """
+    require_text(target)
+    if not is_encoder_decoder(model):
+        got = type(model).__name__
+        raise InputError("target", expected="None for a model that is not an encoder-decoder", got=got)
+    labels: Int[Tensor, "1 tokens"] = tokenizer(text_target=target, return_tensors="pt", verbose=False)["input_ids"]
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        ids = model.prepare_decoder_input_ids_from_labels(labels=labels.to(model.device))
+    else:
+        start = getattr(model.config, "decoder_start_token_id", None)
+        if start is None:
+            raise InputError("model", expected="a decoder_start_token_id in its config", got="none")
+        ids = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], 1).to(model.device)
+    return _decoded_text("target", tokenizer, ids)
+
+
+def _decoded_text(
+    name: str,
+    tokenizer: Any,
+    ids: Int[Tensor, "1 tokens"],
+    *,
+    truncated: bool = False,
+    first_generated: int | None = None,
+) -> ViewedText:
+    """Return the text of token ids as a model reads it, called `name`."""
+    decoded = decoded_words(tokenizer, ids[0].tolist())
+    shown = "".join(decoded.pieces).strip()
+    return ViewedText(name, shown, truncated, decoded.tokens, decoded.words, decoded.word_of, ids, first_generated)
+
+
+def view_examples(
+    model: nn.Module, texts: Texts, *, count: int = 8, tokens: int = 96, seed: int = 0, title: str | None = None
+) -> ViewSet:
+    """View the attention of each head on some sequences of a data set, drawn at random without replacement.
+
+    Args:
+        model: a `transformers` model; of an encoder-decoder, the encoder is viewed.
+        texts: the data set.
+        count: number of sequences; all if there are fewer.
+        tokens: number of tokens of a sequence, from its start, that the model reads; special tokens stay at both ends.
+        seed: of the random choice.
+        title: name of the model, for display; by default that of its hub id, folder or class.
+
+    Raises:
+        InputError: an argument cannot be used; no self-attention over the sequences was intercepted.
+
+    Example:
+        >>> texts = headwise.Texts("corpus.jsonl", tokenizer)  # doctest: +SKIP
+        >>> seen = headwise.view_examples(model, texts)  # doctest: +SKIP
+        >>> headwise.write_page("page.html", headwise.profile(model, texts), seen)  # doctest: +SKIP
+    """
+    require_module(model)
+    if not isinstance(texts, Texts):
+        raise InputError("texts", expected="headwise.Texts", got=type(texts).__name__)
+    whole_number("count", count, least=1)
+    whole_number("tokens", tokens, least=1)
+    title = model_name(model) if title is None else title
+    model, sequences = text_model(model), texts.within(text_model(model)).sequences
+    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed))[:count]
+    special_tokens = SpecialTokens.of(texts.tokenizer)
+    views = []
+    with evaluation_mode(model), progress_bar("examples", len(order), "texts", transient=True) as bar:
+        for index in bar.track(sorted(order.tolist())):
+            ids = sequences[index].tolist()
+            is_cut = len(ids) > tokens
+            if is_cut:
+                before, after = special_tokens
+                inner = ids[len(before) :] if ids[: len(before)] == before else ids
+                if after and inner[-len(after) :] == after:
+                    inner = inner[: -len(after)]
+                ids = special_tokens.around(inner[: max(tokens - special_tokens.size, 1)])
+            text = _decoded_text("text", texts.tokenizer, torch.tensor([ids]), truncated=is_cut)
+            inputs = {"input_ids": torch.tensor([ids], device=device_of(model))}
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            views.append(view_of(model, [text], inputs, title=title))
+    return ViewSet(tuple(views))

@@ -1,38 +1,56 @@
-"""`view_image`: the attention of every head of a vision model on one image, between patches of the image."""
+"""`view_image`: the attention of every head of a vision model on one image, between patches of the image.
+
+The part of the image that each token stands for is derived from the gradients of the tokens.
+"""
 
 import base64
 import inspect
 import io
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.head_view import ViewedText
-from headwise.analysis.image_patches import Box, grid_places, patch_boxes
-from headwise.analysis.view import KEPT_TOKENS, view_of
-from headwise.analysis.view_result import View
+from headwise.analysis.view import KEPT_TOKENS, errors_of, view_of
+from headwise.analysis.view_result import View, ViewedText
 from headwise.checks import require_module
 from headwise.data.batches import device_of
 from headwise.data.tokenization import Token, Word
-from headwise.errors import HeadwiseError, InputError, require
+from headwise.errors import InputError, require
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Interceptor
 from headwise.intercept.model_name import model_name
 from headwise.page.contents import Picture
 from headwise.shapes import Float
 
+CONTRASTS = (1.0, 10.0)
+"""Standard deviations of the random pixels with which dependence is tested."""
 
-class _Attention(NamedTuple):
-    """First self-attention of a model.
+
+class Box(NamedTuple):
+    """Rectangle of pixels.
 
     Attributes:
-        path: path of the module.
-        tokens: number of tokens.
+        top, left: first row and column.
+        bottom, right: row and column after the last ones.
     """
 
-    path: str
-    tokens: int
+    top: int
+    left: int
+    bottom: int
+    right: int
+
+
+class _Reached(Exception):
+    """Signal that the attention module was reached.
+
+    Attributes:
+        tokens: its input.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
 
 
 def view_image(
@@ -66,8 +84,8 @@ def view_image(
     if model.training:
         raise InputError("model", expected="a model in evaluation mode", got="training", remedy="call model.eval()")
     inputs = {name: value.to(device_of(model)) for name, value in _inputs(model, processor, image).items()}
-    attention = _first_attention(model, inputs)
-    boxes = patch_boxes(model, attention.path, inputs, attention.tokens)
+    path, tokens = _first_attention(model, inputs)
+    boxes = patch_boxes(model, path, inputs, tokens)
     text = _patches(boxes, _picture(inputs["pixel_values"][0], processor, boxes))
     title = model_name(model) if title is None else title
     return view_of(model, [text], inputs, title=title, keep_all=keep_all)
@@ -82,11 +100,8 @@ def _inputs(model: nn.Module, processor: Any, image: Any) -> dict[str, Tensor]:
         return {"pixel_values": image}
     if not callable(processor):
         raise InputError("processor", expected="an image processor of transformers", got=type(processor).__name__)
-    try:
+    with errors_of("image", expected="an image that the processor reads"):
         outputs = processor(images=image, return_tensors="pt")
-    except Exception as error:
-        reason = f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
-        raise InputError("image", expected="an image that the processor reads", got=reason) from error
     accepted = inspect.signature(model.forward).parameters
     inputs = {name: value for name, value in outputs.items() if isinstance(value, Tensor) and name in accepted}
     pixels = inputs.get("pixel_values")
@@ -96,8 +111,9 @@ def _inputs(model: nn.Module, processor: Any, image: Any) -> dict[str, Tensor]:
     return inputs
 
 
-def _first_attention(model: nn.Module, inputs: dict[str, Tensor]) -> _Attention:
-    """Return the first attention of a model, which has to be self-attention over all tokens of the image at once.
+def _first_attention(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[str, int]:
+    """Return the path of the first module of a model that attends, and its number of tokens. Its attention has to be
+    self-attention over all tokens of the image at once.
 
     In later stages of other models, a token no longer stands for a part of the image.
     """
@@ -110,14 +126,9 @@ def _first_attention(model: nn.Module, inputs: dict[str, Tensor]) -> _Attention:
             """Record the call."""
             calls.append(call)
 
-    try:
-        with torch.no_grad(), intercepted(model, Probe()):
-            model(**inputs)
-    except HeadwiseError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
-        raise InputError("model", expected="a vision model that reads these pixels", got=reason) from error
+    reads = errors_of("model", expected="a vision model that reads these pixels")
+    with reads, torch.no_grad(), intercepted(model, Probe()):
+        model(**inputs)
     expected = "self-attention over all tokens of the image at once, in the first attention"
     if not calls:
         raise InputError("model", expected=expected, got="no attention that can be seen")
@@ -125,14 +136,94 @@ def _first_attention(model: nn.Module, inputs: dict[str, Tensor]) -> _Attention:
     if grid.batch != 1 or grid.queries != grid.keys or site.cross:
         got = f"a batch of {grid.batch} with {grid.queries} queries and {grid.keys} keys in {site.path}"
         raise InputError("model", expected=expected, got=got)
-    return _Attention(site.path, grid.queries)
+    return site.path, grid.queries
 
 
-def _patches(boxes: list[Box | None], picture: Picture) -> ViewedText:
-    """Return the tokens of an image as a text whose words are patches, named by their row and column."""
+def patch_boxes(model: nn.Module, path: str, inputs: Mapping[str, Tensor], tokens: int) -> list[Box | None]:
+    """Return for each token the smallest rectangle that contains all pixels on which the token depends before the first
+    attention. Return None for a token that stands for no part of the image: it depends on no pixel, or on all.
+
+    A token depends on a pixel if the gradient is not zero for one of several images: the given one, and random ones of
+    growing contrast and both signs, for which units that are off in the given image are on.
+
+    Args:
+        model: the model.
+        path: path of the module with the first attention.
+        inputs: arguments of the model, with `pixel_values` `(1, channels, height, width)`.
+        tokens: number of tokens.
+
+    Raises:
+        InputError: the input of the module has another form; no token stands for a part of the image; tokens differ
+            from call to call.
+    """
+    pixels, generator = inputs["pixel_values"], torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        first, again = (_input_of(model, path, inputs, tokens) for _ in range(2))
+    if not torch.allclose(first, again, rtol=1e-4, atol=1e-6):
+        got = "other tokens in a second call, as of a model that masks patches at random"
+        raise InputError("model", expected="the same tokens for the same image", got=got)
+    noise = torch.randn(pixels.shape, generator=generator).to(pixels)
+    images = [pixels.detach().clone(), *(sign * contrast * noise for contrast in CONTRASTS for sign in (1, -1))]
+    depends = torch.zeros(tokens, *pixels.shape[2:], dtype=torch.bool)
+    for image in images:
+        embedded = _input_of(model, path, {**inputs, "pixel_values": image.requires_grad_()}, tokens)
+        # With random factors, contributions of a pixel do not cancel.
+        factors = torch.rand(embedded.shape[-1], generator=generator).to(embedded) + 0.5
+        for token, value in enumerate(embedded[0] @ factors):
+            if not value.requires_grad:
+                continue
+            (gradient,) = torch.autograd.grad(value, image, retain_graph=True, allow_unused=True)
+            if gradient is not None:
+                depends[token] |= (gradient[0] != 0).any(0).cpu()
+    boxes: list[Box | None] = []
+    for of_token in depends:
+        rows, columns = (of_token.any(axis).nonzero()[:, 0].tolist() for axis in (1, 0))
+        boxes.append(Box(rows[0], columns[0], rows[-1] + 1, columns[-1] + 1) if rows else None)
+    whole = Box(0, 0, *pixels.shape[2:])
+    if all(box is None or box == whole for box in boxes):
+        got = f"tokens that depend on {'no pixel' if set(boxes) == {None} else 'the whole image'} in {path}"
+        raise InputError("model", expected="tokens that each depend on a part of the image", got=got)
+    return [None if box == whole else box for box in boxes]
+
+
+def _input_of(
+    model: nn.Module, path: str, inputs: Mapping[str, Tensor], tokens: int
+) -> Float[Tensor, "1 tokens width"]:
+    """Run a model up to the module at `path`, and return the first argument of this module."""
+
+    def stop(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tensors = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
+        fitting = [tensor for tensor in tensors if tensor.ndim == 3 and tuple(tensor.shape[:2]) == (1, tokens)]
+        if not fitting:
+            raise InputError("model", expected=f"an input (1, {tokens}, width) of {path}", got="another")
+        raise _Reached(fitting[0])
+
+    hook = model.get_submodule(path).register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with hook, torch.set_grad_enabled(inputs["pixel_values"].requires_grad):
+            model(**inputs)
+    except _Reached as reached:
+        return reached.tokens
+    raise InputError("model", expected=f"the same modules in each call, with {path}", got="a call without it")
+
+
+def _patches(boxes: Sequence[Box | None], picture: Picture) -> ViewedText:
+    """Return the tokens of an image as a text whose words are patches, named by their row and column in the grid of all
+    patches.
+
+    Raises:
+        InputError: two patches have the same place.
+    """
+    # Overlapping boxes are cut off at the border of the image, so their order is that of their centres, not corners.
+    centres = [None if box is None else (box.top + box.bottom, box.left + box.right) for box in boxes]
+    known = [centre for centre in centres if centre is not None]
+    if len(set(known)) < len(known):
+        got = "several tokens for the same part"
+        raise InputError("model", expected="tokens for different parts of the image", got=got)
+    rows, columns = (sorted(set(axis)) for axis in zip(*known, strict=True))
     names = [
-        f"token {index}" if place is None else f"({place[0] + 1}, {place[1] + 1})"
-        for index, place in enumerate(grid_places(boxes))
+        f"token {index}" if centre is None else f"({rows.index(centre[0]) + 1}, {columns.index(centre[1]) + 1})"
+        for index, centre in enumerate(centres)
     ]
     tokens = tuple(Token(name, box is None, True, False) for name, box in zip(names, boxes, strict=True))
     words = tuple(Word(name, box is None, box is not None) for name, box in zip(names, boxes, strict=True))
@@ -156,5 +247,10 @@ def _picture(pixels: Float[Tensor, "channels height width"], processor: Any, box
     Image.fromarray(integers.numpy()).save(buffer, format="PNG", optimize=True)
     height, width = pixels.shape[1:]
     source = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
-    fractions = [None if box is None else box.fractions(height, width) for box in boxes]
-    return Picture(source, width, height, tuple(fractions))
+    fractions = tuple(
+        None
+        if box is None
+        else (box.left / width, box.top / height, (box.right - box.left) / width, (box.bottom - box.top) / height)
+        for box in boxes
+    )
+    return Picture(source, width, height, fractions)

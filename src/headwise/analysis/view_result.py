@@ -1,33 +1,317 @@
-"""Result of `view`: statistics, links between words and attention weights of every head on one text."""
+"""Result of `view`: statistics, links between words and attention weights of every head on one or more texts, and the
+heads by the attention that given words receive.
+"""
 
+import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headwise.analysis.focus import Focus, find_heads
-from headwise.analysis.head_view import HeadView, Link, ViewedText, shortened
-from headwise.analysis.roles import Role
-from headwise.analysis.view_contents import title_role_word, view_html
+import torch
+from torch import Tensor
+
+from headwise.analysis.roles import HALF, Role, page_roles, role_of
 from headwise.checks import named_head, pair_of
-from headwise.data.tokenization import Word
+from headwise.data.tokenization import Token, Word, character_spans
 from headwise.errors import InputError, require
-from headwise.page.columns import ModelIdentity
+from headwise.page import contents as page
+from headwise.page.columns import Columns, HeadPlace, ModelIdentity, estimates_of
+from headwise.page.notebook import notebook_html
 from headwise.plots.kinds import plot_kind
 from headwise.plots.words import ViewedHead, ViewedHeads
+from headwise.runs.rows import MeanEstimate
+from headwise.settings import FOCUS_KINDS
+from headwise.shapes import Float, Int
 from headwise.statistics.columns import column_named
 from headwise.statistics.registry import STATISTICS
-from headwise.wording import counted
+from headwise.wording import counted, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+LONGEST_WORD = 20
+"""Number of characters of a word that are shown."""
+
 LONGEST_TEXT = 60
 """Largest number of characters of a text in `repr`."""
 
+LONGEST_TITLE = 120
+"""Number of characters of a text that name it on a page."""
+
 SMALLEST_SHOWN_WEIGHT = 0.005
 """Weight of the weakest link that is shown: a smaller one would print as 0.00."""
+
+LEAST_EXCESS = 1e-4
+"""Excess from which on attention is more than uniform; rounding stays below it."""
+
+NAMED = 8
+"""Largest number of heads that a verdict names."""
+
+MIN_TESTED_TEXTS = 5
+"""Least number of texts that are tested."""
+
+SIGNIFICANCE = 0.05
+"""Probability of a false finding among all heads."""
+
+
+def shortened(word: str) -> str:
+    """Return a word for display: the middle of a word of more than 20 characters is replaced by an ellipsis."""
+    if len(word) <= LONGEST_WORD or len(spans := character_spans(word)) <= LONGEST_WORD:
+        return word
+    half = (LONGEST_WORD - 1) // 2
+    return f"{word[: spans[LONGEST_WORD - 1 - half][0]]}…{word[spans[-half][0] :]}"
+
+
+class Link(NamedTuple):
+    """Link between two words in one head: a word of the text, the other word that it attends to most, and the attention
+    weight. Special tokens and words without a letter or digit are not linked, and no word is linked to the first word
+    if the first token sees no other token.
+
+    Attributes:
+        query: index of the word.
+        key: index of the other word.
+        weight: attention weight from the first to the second.
+        back: weight from the second to the first, if each is the other's strongest and both weights are larger than
+            under uniform attention; otherwise None.
+    """
+
+    query: int
+    key: int
+    weight: float
+    back: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class ViewedText:
+    """Text that a model read, as tokens and words. An image is a text of patches.
+
+    Attributes:
+        name: name of this text among those of a view, such as "text", "source" or "target".
+        text: the text, up to where it was truncated; empty for an image.
+        truncated: True if the end of the text was cut off.
+        tokens: the tokens.
+        words: the words, special tokens included.
+        word_of: index of each token's word.
+        ids: the token ids; None for the patches of an image.
+        first_generated: index of the first token that the model generated; None if it generated none.
+        picture: the image; None for a text.
+    """
+
+    name: str
+    text: str
+    truncated: bool
+    tokens: tuple[Token, ...]
+    words: tuple[Word, ...]
+    word_of: Int[Tensor, " tokens"]
+    ids: Int[Tensor, "1 tokens"] | None = None
+    first_generated: int | None = None
+    picture: page.Picture | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class HeadView:
+    """Attention of one head on one text: statistics, role, strongest links between words, and attention weights.
+
+    Attributes:
+        layer, head: zero-based numbers of the head.
+        module: path of the attention module.
+        kind: "self" or "cross" attention.
+        role: what the head mostly attends to, by its statistics.
+        means: value of every statistic, by name.
+        rows: number of query rows behind each of them.
+        links: strongest link of each word, strongest first.
+        top_keys: indices of the words that each word attends to most, strongest first.
+        top_weights: their weights.
+        picture: weights between words, pooled to at most 64 rows and columns.
+        received: attention that each word receives: the sum over its tokens of the mean weight of the token over the
+            query rows that may attend to it; NaN if no row may.
+        attention: weights between tokens.
+    """
+
+    layer: int
+    head: int
+    module: str
+    kind: str
+    role: Role
+    means: Mapping[str, float]
+    rows: Mapping[str, float]
+    links: tuple[Link, ...]
+    top_keys: Int[Tensor, "words top"]
+    top_weights: Float[Tensor, "words top"]
+    picture: Float[Tensor, "rows columns"]
+    received: Float[Tensor, " key_words"]
+    attention: page.HeadAttention
+
+    def __repr__(self) -> str:
+        return f"HeadView({self.name}, {self.role.name}, entropy {number(self.means.get('entropy'), '.4g')})"
+
+    @property
+    def name(self) -> str:
+        """Name of the head, `layer.head`, zero-based."""
+        return f"{self.layer}.{self.head}"
+
+    @property
+    def place(self) -> HeadPlace:
+        """Place of the head in its model."""
+        return HeadPlace(self.layer, self.head, self.kind, self.module)
+
+    @property
+    def identifiers(self) -> dict[str, Any]:
+        """Values that identify the head in its model: layer, head, module and kind."""
+        return {"layer": self.layer, "head": self.head, "module": self.module, "kind": self.kind}
+
+
+@dataclass(frozen=True)
+class HeadFocus:
+    """Attention that one head pays to the words of a focus.
+
+    Attributes:
+        head: the head, of the first text.
+        index: index of the head in the view.
+        share: mean share of attention on the words, over texts.
+        uniform: the same under uniform attention over the same keys.
+        excess: `share - uniform`: mean over texts, standard error and number of texts.
+        p: p-value of the test that the excess is not positive, corrected for the number of heads; NaN for fewer than
+            five texts.
+        other: word or special token outside of the focus that gets most attention from the same words.
+        other_share: mean share of attention on it, over texts.
+    """
+
+    head: HeadView
+    index: int
+    share: float
+    uniform: float
+    excess: MeanEstimate
+    p: float
+    other: str
+    other_share: float
+
+    @property
+    def has_focus(self) -> bool:
+        """True if half of the attention is on the words, more than under uniform attention, and the excess is
+        significant if it was tested.
+        """
+        return self.share >= HALF and self.excess.value > LEAST_EXCESS and not self.p > SIGNIFICANCE
+
+
+@dataclass(frozen=True)
+class Focus:
+    """Words of one or more texts, and the heads by how much more attention these words receive, or exchange, than under
+    uniform attention.
+
+    F are the words of the focus, A the attention weights between words (sums over the tokens of a key word, means over
+    the tokens of a query word that see a key), and U the same under uniform attention over the tokens that each query
+    token sees.
+
+        received    mean over query words i outside F of sum_{j in F} A_ij
+        exchanged   mean over query words i in F of sum_{j in F, j != i} A_ij
+
+    Query words that are special tokens do not count, nor do words of F that see no other word of F. The *excess* of a
+    head is its share minus the share of U. A head *has* a focus if its share is at least one half, as for roles, and
+    its excess is positive; over at least five texts, the excess must be positive by a t-test over texts, one-sided, at
+    5 %, corrected for the number of heads of the model (Bonferroni). Fewer texts are not tested: nearly equal excesses
+    on two texts would be significant by chance, whatever caused them.
+
+    Attributes:
+        name: name of the focus, for display.
+        kind: "received" or "exchanged".
+        words: for each text, the indices of the words.
+        heads: all heads, the one with the largest excess first.
+        texts: the texts.
+        identities: identity of the model that read each text; None if it is unknown.
+    """
+
+    name: str
+    kind: str
+    words: tuple[tuple[int, ...], ...]
+    heads: tuple[HeadFocus, ...]
+    texts: tuple[ViewedText, ...]
+    identities: tuple[ModelIdentity | None, ...]
+
+    def __repr__(self) -> str:
+        best = self.heads[0]
+        shares = f"{best.share:.2f}, uniform {best.uniform:.2f}"
+        return f"Focus({self.name!r} {self.kind} in {counted(len(self.words), 'text')}: head {best.head.name} {shares})"
+
+    @property
+    def verdict(self) -> str:
+        """Sentences that state which heads have the focus."""
+        texts, largest = len(self.words), max(self.heads, key=lambda each: each.share)
+        is_tested = texts >= MIN_TESTED_TEXTS
+        names = [each.head.name for each in self.heads if each.has_focus]
+        on = "on" if self.kind == "received" else "among"
+        more = "significantly more" if is_tested else "more"
+        if names:
+            subject, verb, their = ("Heads", "have", "their") if len(names) > 1 else ("Head", "has", "its")
+            verdict = (
+                f"{subject} {_listed(names)} {verb} this focus: at least half of {their} attention "
+                f"is {on} these words, {more} than under uniform attention."
+            )
+        elif largest.share < HALF:
+            verdict = (
+                f"No head puts at least half of its attention {on} these words. Head {largest.head.name} comes "
+                f"closest: {100 * largest.share:.0f} % (uniform attention: {100 * largest.uniform:.0f} %)."
+            )
+        else:
+            verdict = (
+                f"No head has this focus: where at least half of the attention is {on} these words, it is not {more} "
+                f"than under uniform attention."
+            )
+        if texts == 1:
+            return verdict
+        if not is_tested:
+            return f"{verdict} This is not tested: {texts} texts are fewer than {MIN_TESTED_TEXTS}."
+        significant = [
+            each.head.name for each in self.heads if each.excess.value > LEAST_EXCESS and each.p <= SIGNIFICANCE
+        ]
+        names_in_brackets = f" ({_listed(significant)})" if significant else ""
+        return (
+            f"{verdict} In {len(significant)} of {len(self.heads)} heads{names_in_brackets}, the words get "
+            f"significantly more attention than under uniform attention ({texts} texts, one-sided t-test at 5 %, "
+            f"Bonferroni-corrected)."
+        )
+
+    @property
+    def note(self) -> str:
+        """Sentence that names what the head with the largest excess attends to more than to the focus; otherwise ""."""
+        best = self.heads[0]
+        if best.other_share <= best.share + LEAST_EXCESS:
+            return ""
+        return f"Head {best.head.name} puts more on {best.other}: {100 * best.other_share:.0f} %."
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one dictionary per head, the one with the largest excess first: layer, head, module, kind, role,
+        share, uniform, excess, its standard error `excess_sem`, number of texts `excess_n` and degrees of freedom
+        `excess_df`, p and has_focus.
+        """
+        return [
+            {
+                **each.head.identifiers,
+                "role": each.head.role.name,
+                "share": each.share,
+                "uniform": each.uniform,
+                **each.excess.columns("excess"),
+                "p": each.p,
+                "has_focus": each.has_focus,
+            }
+            for each in self.heads
+        ]
+
+    def table(self) -> Any:
+        """Return the rows as a pandas DataFrame.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+        """
+        return require("pandas", purpose="a table", extra="tables").DataFrame(self.rows())
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names of heads, separated by commas, and the number of others."""
+    others = f" and {counted(len(names) - NAMED, 'other')}" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + others
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,9 +420,9 @@ class View:
         ):
             is_gapless = len(numbers) == numbers[-1] - numbers[0] + 1
             expected = f"{numbers[0]} to {numbers[-1]}" if is_gapless else f"one of {', '.join(map(str, numbers))}"
-            for number in selected:
-                if number not in numbers:
-                    raise InputError(option, expected=expected, got=number)
+            for index in selected:
+                if index not in numbers:
+                    raise InputError(option, expected=expected, got=index)
         views = (view for view in self.heads if not layers or view.layer in layers)
         return replace(
             self, heads=tuple(v for v in views if not named or v.head in indices or (v.layer, v.head) in named)
@@ -159,7 +443,7 @@ class View:
         """Rank the heads by how much more attention given words receive, or exchange, than under uniform attention over
         the same keys.
 
-        The module `headwise.analysis.focus` has the formulas, and the rule by which a head has a focus.
+        `Focus` has the formulas, and the rule by which a head has a focus.
 
         Args:
             focus: words, each with all its occurrences in the text, or indices of words. Of an encoder-decoder, words
@@ -175,11 +459,11 @@ class View:
             >>> seen = headwise.view(model, tokenizer, "Do you like coffee or tea?")  # doctest: +SKIP
             >>> seen.find(["coffee", "tea"]).verdict  # doctest: +SKIP
         """
-        return find_heads([self], focus, kind, name)
+        return ViewSet((self,)).find(focus, kind=kind, name=name)
 
     def _repr_html_(self) -> str:
         """Return a table of the heads and their page for a notebook."""
-        return view_html([self])
+        return ViewSet((self,))._repr_html_()
 
     def __repr__(self) -> str:
         text = " ".join(self.text.split())
@@ -247,3 +531,301 @@ class View:
         meanings = {name: column_named(name).meaning for name in units}
         drawn = ViewedHeads(heads_to_draw, self.title, units, meanings).kinds()
         return plot_kind(drawn, kind, ax, statistic=statistic, against=against, heads=heads, top=top)
+
+
+@dataclass(frozen=True, eq=False)
+class ViewSet:
+    """Attention of every head of a model on several texts.
+
+    Attributes:
+        views: one view for each text, all of the same heads.
+
+    Raises:
+        InputError: the views are of different heads or models.
+    """
+
+    views: tuple[View, ...]
+
+    def __post_init__(self) -> None:
+        first = self.views[0]
+        for view in self.views[1:]:
+            pairs = zip(view.heads, first.heads, strict=False)
+            if len(view.heads) != len(first.heads) or not all(each.place.is_same(other.place) for each, other in pairs):
+                got = f"other heads for {view.text[:40]!r} than for {first.text[:40]!r}"
+                raise InputError("views", expected="the same heads for all texts", got=got)
+            if view.identity is not None and first.identity is not None and view.identity.is_other(first.identity):
+                got = f"another model for {view.text[:40]!r} than for {first.text[:40]!r}"
+                raise InputError("views", expected="the same model for all texts", got=got)
+
+    def __repr__(self) -> str:
+        heads, texts = counted(len(self.views[0].heads), "head"), counted(len(self.views), "text")
+        return f"ViewSet({heads} of {self.title}, {texts})"
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def __iter__(self) -> Iterator[View]:
+        return iter(self.views)
+
+    def __getitem__(self, index: int) -> View:
+        return self.views[index]
+
+    @property
+    def title(self) -> str:
+        """Name of the model, for display."""
+        return self.views[0].title
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the statistics that some heads have."""
+        return tuple(dict.fromkeys(name for head in self.views[0].heads for name in head.means))
+
+    def select(self, layers: Collection[int] = (), heads: Collection[Any] = ()) -> "ViewSet":
+        """Return views with only these layers and heads, as `View.select` does."""
+        return ViewSet(tuple(view.select(layers, heads) for view in self.views))
+
+    def columns(self) -> Columns:
+        """Return the statistics of each head, means over the texts, as columns of a page."""
+        heads, source = self.views[0].heads, "this text" if len(self) == 1 else f"{len(self)} texts"
+        return Columns(
+            model=self.title,
+            source=source,
+            places=tuple(head.place for head in heads),
+            statistics=tuple(column_named(name).on_page(source) for name in self.statistics),
+            estimates=estimates_of(
+                [[self.estimate(name, index) for index in range(len(heads))] for name in self.statistics]
+            ),
+            roles=tuple(self.role(index).name for index in range(len(heads))),
+            identity=self.views[0].identity,
+        )
+
+    def estimate(self, statistic: str, index: int) -> MeanEstimate:
+        """Return the mean of a statistic over the texts for the head with this index, with its standard error."""
+        return MeanEstimate.of(view.heads[index].means.get(statistic, math.nan) for view in self.views)
+
+    def role(self, index: int) -> Role:
+        """Return the role of the head with this index: on one text its role there, on several texts by the means of its
+        statistics over the texts that have a value, and by the query rows of all texts.
+        """
+        heads = [view.heads[index] for view in self.views]
+        if len(heads) == 1:
+            return heads[0].role
+        means = {name: self.estimate(name, index).value for name in heads[0].means}
+        return role_of(means, {name: sum(head.rows.get(name, 0) for head in heads) for name in means})
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return one dictionary per head: layer, head, module, kind, role, and for every statistic its mean over texts,
+        its standard error (`_sem`), the number of texts that have a value (`_n`), and the degrees of freedom (`_df`).
+        """
+        names = self.statistics
+        return [
+            {**head.identifiers, "role": self.role(index).name}
+            | {column: value for name in names for column, value in self.estimate(name, index).columns(name).items()}
+            for index, head in enumerate(self.views[0].heads)
+        ]
+
+    def table(self) -> Any:
+        """Return the records as a pandas DataFrame with one row per head.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+        """
+        return require("pandas", purpose="a table", extra="tables").DataFrame(self.records())
+
+    def find(self, focus: Sequence[Any], *, kind: str = "received", name: str | None = None) -> Focus:
+        """Rank the heads by how much more attention given words receive, or exchange, than under uniform attention over
+        the same keys: means over texts, with standard errors and a test.
+
+        `Focus` has the formulas, and the rule by which a head has a focus.
+
+        Args:
+            focus: words that occur in every text, or one list of words (or of indices of words) for each text.
+            kind: "received" from other words, or "exchanged" between the words.
+            name: name of the focus, for display; by default the words.
+
+        Raises:
+            InputError: a word does not occur, no word is left to compare with, or the weights of a long text were not
+                kept.
+            MissingExtra: scipy, which tests several texts, is not installed.
+        """
+        if kind not in FOCUS_KINDS:
+            raise InputError("kind", expected='"received" or "exchanged"', got=repr(kind))
+        if isinstance(focus, str) or not isinstance(focus, Sequence) or not focus:
+            raise InputError("focus", expected='a list of words, such as ["coffee", "tea"]', got=repr(focus))
+        is_by_text = all(isinstance(each, Sequence) and not isinstance(each, str) for each in focus)
+        by_text = list(focus) if is_by_text else [focus] * len(self)
+        if len(by_text) != len(self):
+            raise InputError("focus", expected=f"{len(self)} lists of words, one per text", got=len(by_text))
+        texts = tuple(view.texts[0] for view in self.views)
+        words = tuple(_word_indices(text, chosen) for text, chosen in zip(texts, by_text, strict=True))
+        contents = [text.picture if text.ids is None else text.ids[0].tolist() for text in texts]
+        for text, content in zip(texts, contents, strict=True):
+            if contents.count(content) > 1:  # the test would count one text as two
+                got = f"{text.text[:60]!r} twice"
+                raise InputError("texts", expected="different texts", got=got, remedy="view each text once")
+        if name is None:
+            pairs = zip(texts, words, strict=True)
+            name = ", ".join(dict.fromkeys(text.words[index].text for text, chosen in pairs for index in chosen))
+        heads = [
+            _head_focus(self.views, index, words, kind)
+            for index, head in enumerate(self.views[0].heads)
+            if head.attention.keys == 0 and (kind == "received" or head.attention.queries == 0)
+        ]
+        heads.sort(key=lambda each: each.excess.value, reverse=True)
+        return Focus(name, kind, words, tuple(heads), texts, tuple(view.identity for view in self.views))
+
+    def _repr_html_(self) -> str:
+        """Return a table of the heads and their page for a notebook."""
+        columns = self.columns()
+        contents = page.Contents(
+            title=columns.model,
+            notes=(),
+            roles=page_roles(columns.roles, title_role_word(self.views)),
+            statistics=columns.statistics,
+            models=(page.PageModel(columns.model, columns.page_heads(), columns.estimates),),
+            passages=passages_of([(self.views, columns.source)], columns.statistics),
+        )
+        return notebook_html(f"{len(columns.places)} heads of {columns.model}", columns, contents)
+
+
+def _word_indices(text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:
+    """Return the indices of words in a text, in the order of the text: all occurrences of words stated as strings."""
+    chosen: set[int] = set()
+    for word in words:
+        if isinstance(word, int) and not isinstance(word, bool):
+            if not 0 <= word < len(text.words):
+                raise InputError("focus", expected=f"indices of words from 0 to {len(text.words) - 1}", got=word)
+            chosen.add(word)
+            continue
+        found = [index for index, each in enumerate(text.words) if each.text.casefold() == str(word).strip().casefold()]
+        if not found:
+            shown = ", ".join(dict.fromkeys(each.text for each in text.words[:40]))
+            raise InputError("focus", expected=f"words of the text ({shown})", got=repr(word))
+        chosen.update(found)
+    if not chosen:
+        raise InputError("focus", expected="at least one word for each text", got="none")
+    return tuple(sorted(chosen))
+
+
+def _head_focus(views: Sequence[View], index: int, words: Sequence[tuple[int, ...]], kind: str) -> HeadFocus:
+    """Return the focus of the head with this index, where `words` are the indices of the words in each text."""
+    shares = [_shares(view, view.heads[index], chosen, kind) for view, chosen in zip(views, words, strict=True)]
+    share, uniform = (math.fsum(part) / len(shares) for part in zip(*(each[:2] for each in shares), strict=True))
+    excesses = [of_text - of_uniform for of_text, of_uniform, _ in shares]
+    sums: Counter[str] = Counter()
+    for *_, others in shares:
+        sums.update(others)
+    other, other_sum = sums.most_common(1)[0]
+    p = math.nan
+    if len(shares) >= MIN_TESTED_TEXTS:
+        stats = require("scipy.stats", purpose="testing several texts", extra="tables")
+        is_constant = len(set(excesses)) == 1  # as for equal texts, which are no evidence
+        p = 1.0 if is_constant else float(stats.ttest_1samp(excesses, 0.0, alternative="greater").pvalue)
+        p = min(1.0, p * views[0].head_count)
+    excess = MeanEstimate.of(excesses)
+    return HeadFocus(views[0].heads[index], index, share, uniform, excess, p, other, other_sum / len(shares))
+
+
+def _shares(view: View, head: HeadView, words: tuple[int, ...], kind: str) -> tuple[float, float, dict[str, float]]:
+    """Return the mean share of attention on the words of a focus in one head and text, the same under uniform
+    attention, and the mean share on each other word.
+    """
+    attention, queries, keys = head.attention, view.texts[head.attention.queries], view.texts[head.attention.keys]
+    if not isinstance(attention.weights, page.AllWeights):
+        remedy = f"pass keep_all={len(keys.tokens)} to view, which then keeps all weights in memory"
+        raise InputError("focus", expected="a text whose weights were all kept", got="a longer text", remedy=remedy)
+    # A run of visible keys adds 1 from its first key on, and subtracts it after its last one.
+    edges = torch.zeros(len(queries.tokens), len(keys.tokens) + 1, dtype=torch.int32)
+    rows = torch.arange(len(queries.tokens)).repeat_interleave(attention.visible.runs)
+    ones = torch.ones(len(rows), dtype=torch.int32)
+    edges.index_put_((rows, attention.visible.starts), ones, accumulate=True)
+    edges.index_put_((rows, attention.visible.stops), -ones, accumulate=True)
+    is_visible = edges.cumsum(1)[:, :-1] > 0
+    seeing = torch.zeros(len(queries.words)).index_add_(0, queries.word_of, is_visible.any(-1).float()).clamp(min=1)
+
+    def between_words(matrix: Tensor) -> Tensor:
+        """Return the sums of weights over the tokens of a key word, as means over the tokens of a query word that see a
+        key.
+        """
+        to_words = torch.zeros(len(matrix), len(keys.words)).index_add_(1, keys.word_of, matrix.float())
+        sums = torch.zeros(len(queries.words), len(keys.words)).index_add_(0, queries.word_of, to_words)
+        return sums / seeing[:, None]
+
+    weights = between_words(attention.weights.weights)
+    uniform = between_words(is_visible / is_visible.sum(-1, keepdim=True).clamp(min=1))
+    in_focus = torch.zeros(len(keys.words), dtype=torch.bool)
+    in_focus[list(words)] = True
+    is_row = torch.tensor([not word.special for word in queries.words])
+    columns = in_focus.expand(len(queries.words), -1).clone()
+    if kind == "exchanged":
+        columns.fill_diagonal_(False)
+        is_row &= in_focus & ((uniform * columns).sum(-1) > 0)
+    else:
+        is_row &= uniform.sum(-1) > 0
+        if attention.queries == attention.keys:
+            is_row &= ~in_focus
+    if not is_row.any():
+        needed = "a word outside of the focus" if kind == "received" else "two words that can attend to each other"
+        raise InputError("focus", expected=needed, got=", ".join(keys.words[index].text for index in words))
+    share, of_uniform = (float((matrix * columns).sum(-1)[is_row].double().mean()) for matrix in (weights, uniform))
+    others: dict[str, float] = {}
+    for word, own in zip(keys.words, weights[is_row].double().mean(0).masked_fill(in_focus, 0.0).tolist(), strict=True):
+        name = word.text if word.special else repr(word.text)
+        others[name] = others.get(name, 0.0) + own
+    return share, of_uniform, others
+
+
+def title_role_word(views: Sequence[View]) -> str | None:
+    """Return the word that takes the place of "the first token" in titles of roles: the first word of a single text, in
+    quotes unless it is a special token.
+    """
+    if len(views) != 1 or views[0].texts[0].picture is not None:
+        return None
+    word = views[0].words[0]
+    return shortened(word.text) if word.special else f"“{shortened(word.text)}”"
+
+
+def passages_of(
+    models: Sequence[tuple[Sequence[View], str]], statistics: Sequence[page.PageStatistic]
+) -> tuple[page.Passage, ...]:
+    """Return the texts of a page, with the attention of every head of each model. The page's statistics are NaN where
+    they were not measured on a text.
+
+    Args:
+        models: for each model its views, and the source of the statistics on their texts.
+        statistics: the page's statistics.
+    """
+    passages = []
+    for views in zip(*(views for views, _ in models), strict=True):
+        texts = views[0].texts
+        title = " ".join(texts[0].text.split()) or texts[0].name
+        sides = tuple(
+            page.Side(
+                name=text.name,
+                tokens=tuple(token.text for token in text.tokens),
+                follows_blank=tuple(token.follows_blank for token in text.tokens),
+                line_starts=tuple(index for index, token in enumerate(text.tokens) if token.starts_line),
+                special=tuple(token.special for token in text.tokens),
+                words=tuple(word.text for word in text.words),
+                word_of=tuple(text.word_of.tolist()),
+                first_generated=text.first_generated,
+                picture=text.picture,
+            )
+            for text in texts
+        )
+        means = []
+        for view, (_, source) in zip(views, models, strict=True):
+            rows = [
+                [head.means.get(each.name, math.nan) if each.source == source else math.nan for head in view.heads]
+                for each in statistics
+            ]
+            means.append(torch.tensor(rows, dtype=torch.float64).view(len(statistics), len(view.heads)))
+        passages.append(
+            page.Passage(
+                title=title if len(title) <= LONGEST_TITLE else title[: LONGEST_TITLE - 1] + "…",
+                sides=sides,
+                heads=tuple(tuple(head.attention for head in view.heads) for view in views),
+                means=tuple(means),
+            )
+        )
+    return tuple(passages)

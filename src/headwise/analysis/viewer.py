@@ -1,17 +1,15 @@
 """Interceptor of `view`: statistics, links and attention weights of every head that attends over given texts."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.head_view import HeadView, ViewedText
 from headwise.analysis.roles import role_of
-from headwise.analysis.token_weights import KnownRuns, TokenWeights
-from headwise.analysis.visible_weights import VisibleWeights
-from headwise.analysis.word_weights import TokensOfWords, WordWeights
+from headwise.analysis.view_result import HeadView, ViewedText
+from headwise.analysis.view_weights import Runs, TokensOfWords, TokenWeights, VisibleWeights, WordWeights
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
@@ -30,30 +28,13 @@ Attention that computes something else than softmax of its scores does not.
 """
 
 
-@dataclass(frozen=True, eq=False)
-class _ViewedCall:
-    """Attention call over the texts: where it happened, and what was observed.
-
-    Attributes:
-        site: where in the model.
-        layer: number of the layer in the model's own count; None where the model does not number it.
-        sides: indices of the texts with the queries and with the keys.
-        tally: sums of the statistics.
-        word_weights: weights between words.
-        token_weights: weights between tokens.
-    """
-
-    site: SiteKey
-    layer: int | None
-    sides: tuple[int, int]
-    tally: Tally
-    word_weights: WordWeights
-    token_weights: TokenWeights
-
-
 class Viewer(SiteRegistry):
     """Interceptor that builds a `HeadView` of every head in every attention call over some texts: from a text to
     itself, or from the last text to the first.
+
+    Attributes:
+        other_grids: for each module that attended to something else than the tokens of the texts, by its path, the
+            numbers of queries and keys of its first such call.
 
     Args:
         model: the intercepted model.
@@ -72,9 +53,9 @@ class Viewer(SiteRegistry):
             TokensOfWords(each.word_of, torch.tensor([word.lexical for word in each.words])) for each in texts
         ]
         self._contexts: dict[tuple[int, int, torch.device], CallContext] = {}
-        self._known_runs: dict[tuple[int, int], KnownRuns] = {}
-        self._other_grids: dict[str, Grid] = {}
-        self._calls: list[_ViewedCall] = []
+        self._known_runs: dict[tuple[int, int], dict[range, tuple[Tensor, Tensor, list[Runs]]]] = {}
+        self.other_grids: dict[str, Grid] = {}
+        self._calls: list[tuple[SiteKey, int | None, list[HeadView]]] = []  # with the model's own number of the layer
 
     def observe(self, call: Call) -> Observation | None:
         """Return an observation that builds the views of the heads of an attention call, and checks the observed
@@ -82,61 +63,34 @@ class Viewer(SiteRegistry):
         shape and return None.
         """
         self.register(call)
-        grid, sides = call.grid, self._sides_of(call)
+        grid, site, layer, sides = call.grid, call.site, call.layer, self._sides_of(call)
         if sides is None:
-            self._other_grids.setdefault(call.site.path, grid)
+            self.other_grids.setdefault(site.path, grid)
             return None
         queries, keys = sides
-        tally = Tally()
-        word_weights = WordWeights(grid.heads, self._words[queries], self._words[keys])
-        token_weights = TokenWeights(
-            grid.heads, grid.queries, grid.keys, self._keeps_all, self._known_runs.setdefault(sides, KnownRuns())
-        )
+        tally, words = Tally(), WordWeights(grid.heads, self._words[queries], self._words[keys])
+        known_runs = self._known_runs.setdefault(sides, {})
+        tokens = TokenWeights(grid.heads, grid.queries, grid.keys, self._keeps_all, known_runs)
 
         def observer(row_block: RowBlock) -> None:
             tally.add(replace(row_block, out=None))  # a view shows no norms
             visible_weights = VisibleWeights.of(row_block)
-            word_weights.add(visible_weights)
-            token_weights.add(visible_weights)
+            words.add(visible_weights)
+            tokens.add(visible_weights)
 
         def on_end() -> None:
-            self._calls.append(_ViewedCall(call.site, call.layer, sides, tally, word_weights, token_weights))
+            self._calls.append((site, layer, list(_head_views(site, sides, tally, words, tokens))))
             self._on_call()
 
-        context = self._context_of(sides, grid.device)
-        return Observation(observer, context, on_end, partial(require_agreement, call.site.path))
-
-    def head_views(self) -> Iterator[HeadView]:
-        """Yield the view of each head, by layer and head."""
-        layers = self._layers()
-        for layer, call in sorted(zip(layers, self._calls, strict=True), key=lambda pair: pair[0]):
-            yield from _head_views(layer, call)
-
-    def require_heads(self) -> None:
-        """Raise `InputError` if no head was viewed, because no attention of the model was over the texts' tokens."""
-        if not self._calls:
-            tokens = " and ".join(str(len(each.tokens)) for each in self._texts)
-            raise InputError(
-                "model", expected=f"self-attention over the {tokens} tokens of the text", got=self.left_out
+        if (*sides, grid.device) not in self._contexts:  # calls over the same texts share the tokens for statistics
+            text, is_self = self._texts[keys], queries == keys
+            self._contexts[(*sides, grid.device)] = CallContext(
+                text.ids.to(grid.device) if is_self and text.ids is not None else None,
+                torch.tensor([[token.special for token in text.tokens]], device=grid.device),
+                left_out=frozenset() if is_self else OF_COMMON_POSITIONS,
             )
-
-    @property
-    def left_out(self) -> str:
-        """Description of the attention that was not over the tokens of the texts: numbers of queries and keys, and
-        paths of the modules. It is empty if there was none.
-        """
-        return ", ".join(
-            f"{'' if grid.batch == 1 else f'a batch of {grid.batch} with '}{grid.queries} queries and {grid.keys} keys "
-            f"in {path}"
-            for path, grid in self._other_grids.items()
-        )
-
-    @property
-    def leaves_out_stages(self) -> bool:
-        """True if several queries attended to something else than the tokens of the texts, as in a model of several
-        stages. One query alone pools the tokens.
-        """
-        return any(grid.queries > 1 for grid in self._other_grids.values())
+        context = self._contexts[(*sides, grid.device)]
+        return Observation(observer, context, on_end, partial(require_agreement, site.path))
 
     def _sides_of(self, call: Call) -> tuple[int, int] | None:
         """Return the indices of the texts with the queries and with the keys of an attention call; None if the call is
@@ -154,37 +108,40 @@ class Viewer(SiteRegistry):
             fitting = [index for index in fitting if ids is not None and _are_equal(ids, self._texts[index].ids)]
         return (fitting[0], fitting[0]) if len(fitting) == 1 else None
 
-    def _context_of(self, sides: tuple[int, int], device: torch.device) -> CallContext:
-        """Return the tokens of a call for statistics. Calls over the same texts share it."""
-        if (*sides, device) not in self._contexts:
-            queries, keys = sides
-            read = self._texts[keys]
-            is_special = torch.tensor([[token.special for token in read.tokens]], device=device)
-            is_self = queries == keys
-            ids = read.ids.to(device) if is_self and read.ids is not None else None
-            left_out = frozenset() if is_self else OF_COMMON_POSITIONS
-            self._contexts[(*sides, device)] = CallContext(ids, is_special, left_out=left_out)
-        return self._contexts[(*sides, device)]
-
-    def _layers(self) -> list[int]:
-        """Return the layer number of each attention call: that of the module in tables of heads, if every module
-        attended once; otherwise the model's own number, or one more than the largest used before.
+    def head_views(self) -> Iterator[HeadView]:
+        """Yield the view of each head, by layer and head. The layer number of an attention call is that of the module
+        in tables of heads, if every module attended once; otherwise it is the model's own number, or one more than the
+        largest used before.
         """
-        sites = [call.site for call in self._calls]
-        if len(set(sites)) == len(sites):
-            layer_of = dict(zip((record.site for record in self.records), self.layers, strict=True))
-            if all(site in layer_of for site in sites):
-                return [layer_of[site] for site in sites]
+        sites = [site for site, *_ in self._calls]
+        layer_of = dict(zip((record.site for record in self.records), self.layers, strict=True))
         layers: list[int] = []
-        for call in self._calls:
-            is_used = call.layer is None or call.layer in layers
-            layers.append(max(layers, default=-1) + 1 if is_used or call.layer is None else call.layer)
-        return layers
+        for site, layer, _ in self._calls:
+            if len(set(sites)) == len(sites) and layer_of.keys() >= set(sites):
+                layers.append(layer_of[site])
+            elif layer is None or layer in layers:
+                layers.append(max(layers, default=-1) + 1)
+            else:
+                layers.append(layer)
+        for number, (*_, heads) in sorted(zip(layers, self._calls, strict=True), key=lambda pair: pair[0]):
+            yield from (replace(head, layer=number) for head in heads)
+
+    @property
+    def left_out(self) -> str:
+        """Description of the attention that was not over the tokens of the texts: numbers of queries and keys, and
+        paths of the modules. It is empty if there was none.
+        """
+        return ", ".join(
+            f"{'' if grid.batch == 1 else f'a batch of {grid.batch} with '}{grid.queries} queries and {grid.keys} keys "
+            f"in {path}"
+            for path, grid in self.other_grids.items()
+        )
 
 
-def _head_views(layer: int, call: _ViewedCall) -> Iterator[HeadView]:
-    """Yield the view (statistics, role, links and weights) of each head of one attention call."""
-    tally, words = call.tally, call.word_weights
+def _head_views(
+    site: SiteKey, sides: tuple[int, int], tally: Tally, words: WordWeights, tokens: TokenWeights
+) -> Iterator[HeadView]:
+    """Yield the view (statistics, role, links and weights) of each head of one attention call, with layer 0."""
     means = {name: mean[0].tolist() for name, mean in tally.means().items()}
     counts = {name: count[0].tolist() for name, count in tally.counts().items()}
     received, seen_by = (total[0].cpu() for total in tally.other_sums["received"])
@@ -194,10 +151,10 @@ def _head_views(layer: int, call: _ViewedCall) -> Iterator[HeadView]:
         head_means = {name: values[head] for name, values in means.items()}
         head_rows = {name: values[head] for name, values in counts.items()}
         yield HeadView(
-            layer=layer,
+            layer=0,
             head=head,
-            module=call.site.label,
-            kind="cross" if call.site.cross else "self",
+            module=site.label,
+            kind="cross" if site.cross else "self",
             role=role_of(head_means, head_rows),
             means=head_means,
             rows=head_rows,
@@ -206,7 +163,7 @@ def _head_views(layer: int, call: _ViewedCall) -> Iterator[HeadView]:
             top_weights=words.top_weights[head],
             picture=words.picture[head],
             received=of_words[head],
-            attention=call.token_weights.of_head(head, *call.sides),
+            attention=tokens.of_head(head, *sides),
         )
 
 

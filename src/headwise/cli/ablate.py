@@ -47,7 +47,7 @@ def ablate(
     the largest increases of the loss, and saves the effect of each removal in --out.
     """
     from headwise.analysis.losses import name_of_loss
-    from headwise.analysis.profiled_model import require_profile_of
+    from headwise.analysis.profile import require_profile_of
     from headwise.show.results import print_ablation
 
     if (units == "roles") != (roles is not None):

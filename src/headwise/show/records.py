@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from headwise.analysis.compare import Comparison
-from headwise.analysis.focus import Focus
-from headwise.analysis.head_view import HeadView
-from headwise.analysis.view_result import View
-from headwise.analysis.view_set import ViewSet
+from headwise.analysis.view_result import Focus, HeadView, View, ViewSet
 from headwise.runs.table import Table
 from headwise.studies.study_result import Study
 

@@ -19,7 +19,7 @@ from headwise.analysis.head_tests.retrieval import THRESHOLD, Retrieval
 from headwise.analysis.head_tests.sinks import SinkRate
 from headwise.analysis.in_context_score import InContextScores
 from headwise.analysis.patching.table import Patching
-from headwise.analysis.pruning_curve_table import RANDOM, PruningCurve
+from headwise.analysis.pruning_curve import RANDOM, PruningCurve
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.significance import in_errors

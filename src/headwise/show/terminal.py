@@ -8,11 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headwise.analysis.focus import Focus
-from headwise.analysis.head_view import HeadView, shortened
 from headwise.analysis.roles import MIXED, ROLES, Role
-from headwise.analysis.view_result import SMALLEST_SHOWN_WEIGHT, View
-from headwise.analysis.view_set import ViewSet
+from headwise.analysis.view_result import SMALLEST_SHOWN_WEIGHT, Focus, HeadView, View, ViewSet, shortened
 from headwise.show.tables import plain_table
 from headwise.wording import counted, number
 

@@ -6,8 +6,7 @@ import scipy.stats
 import torch
 
 import headwise as hw
-from headwise.analysis.ablation_result import HeadSet
-from headwise.analysis.document_effects import DocumentEffects
+from headwise.analysis.ablation_result import DocumentEffects, HeadSet
 from headwise.runs.rows import HeadRow, MeanEstimate
 from jackknife import jackknife
 from research.findings.estimates import against_lowest, controls_of, spread_of_means, wilcoxon_q

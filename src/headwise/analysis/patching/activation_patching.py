@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.analysis.gate_interceptor import GateInterceptor, HeadGate
+from headwise.analysis.gate import GateInterceptor, HeadGate
 from headwise.analysis.patching.prompt_pair import LayerHead, PromptPairs, SiteHead, prompt_pairs
 from headwise.analysis.patching.table import Patching
 from headwise.analysis.prompts import AnswerTokens

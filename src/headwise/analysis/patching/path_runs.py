@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.module_outputs import ModuleOutputs
 from headwise.analysis.patching.path_interceptor import ALL_FROZEN, CallKey, PathInterceptor
 from headwise.analysis.patching.prompt_pair import PromptPairs, SiteHead
 from headwise.analysis.patching.receivers import HeadInputs
 from headwise.analysis.recording import RecordedRun
 from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
-from headwise.analysis.residual_stream import ResidualStream, projection_weight, require_direct
+from headwise.analysis.residual_stream import ModuleOutputs, ResidualStream, projection_weight, require_direct
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import SiteKey
