@@ -9,7 +9,7 @@ from rich.text import Text
 
 from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.in_context.table import InContextScores
-from headwise.analysis.patching.table import Patching
+from headwise.analysis.patching.activation_patching import Patching
 from headwise.runs.significance import FALSE_DISCOVERY_RATE, in_errors
 from headwise.runs.table import Table
 from headwise.show.titles import run_title

@@ -1,6 +1,8 @@
 """Activation patching, compared with gates that put recorded outputs into a run, and with its definition."""
 
 import math
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +10,7 @@ import transformers
 
 import headwise as hw
 import tiny
-from headwise.analysis.patching.activation_patching import activation_patching, patch_together
-from headwise.analysis.patching.table import Patching
+from headwise.analysis.patching.activation_patching import Patching, activation_patching, patch_together
 from prompt_models import ANSWER, ASKED, CLEAN, CORRUPTED, PADDED, WRONG, causal
 
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -144,13 +145,23 @@ def test_a_model_without_a_named_output_embedding():
         assert found.heads[0].statistics[name] == pytest.approx(measured, rel=1e-9)
 
 
-def test_it_is_a_table(tmp_path):
-    found = activation_patching(causal(), CLEAN, CORRUPTED, **ASKED)
-    found.save(tmp_path)
-    assert Patching.load(tmp_path).heads == found.heads
-    columns = ["recovered", "difference", "recovered_p", "recovered_q"]
-    assert list(found.table().columns)[-4:] == columns
-    assert found.plot().images[0].get_array().shape == (2, 6)
+def test_results_are_tables(tmp_path):
+    functions = {
+        "patching": hw.activation_patching,
+        "attribution_patching": hw.attribution_patching,
+        "path_patching": partial(hw.path_patching, receivers=[(1, 0)], input="q"),
+    }
+    tables = [function(causal(), CLEAN, CORRUPTED, **ASKED) for function in functions.values()]
+    for found in tables:
+        found.save(tmp_path)
+    assert {file.stem for file in tmp_path.iterdir()} == set(functions)
+    for found in tables:
+        loaded = type(found).load(tmp_path)
+        assert loaded.heads == found.heads
+        assert loaded.no_effect("recovered") == 0.0
+        columns = ["recovered", "difference", "recovered_p", "recovered_q"]
+        assert list(found.table().columns)[-4:] == columns
+        assert found.plot().images[0].get_array().shape == (2, 6)
 
 
 REFUSED = {
@@ -228,6 +239,14 @@ def test_what_is_refused(why):
     with pytest.raises(hw.InputError) as refused:
         activation_patching(*arguments, **ASKED | options)
     assert str(refused.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("function", [hw.attribution_patching, hw.path_patching])
+@pytest.mark.parametrize("why", ["direction", "no wrong answer"])
+def test_pairs_are_checked_for_each_kind_of_patching(function, why):
+    arguments, options, sentence = REFUSED[why]
+    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}"):
+        function(causal(), *arguments, **ASKED | options)
 
 
 @pytest.mark.parametrize("function", [hw.activation_patching, hw.attribution_patching, hw.path_patching])
