@@ -61,8 +61,8 @@ from headwise.analysis.profile import profile as profile
 from headwise.analysis.pruning_curve import pruning_curve as pruning_curve
 from headwise.analysis.pruning_curve_table import PruningCurve as PruningCurve
 from headwise.analysis.recording import record_outputs as record_outputs
+from headwise.analysis.redundancy.redundancy import Redundancy as Redundancy
 from headwise.analysis.redundancy.redundancy import redundancy as redundancy
-from headwise.analysis.redundancy.result import Redundancy as Redundancy
 from headwise.analysis.view import view as view
 from headwise.analysis.view_examples import view_examples as view_examples
 from headwise.analysis.view_image import view_image as view_image
