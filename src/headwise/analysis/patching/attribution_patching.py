@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.importance.gate_gradients import frozen_parameters
+from headwise.analysis.importance.gradients import frozen_parameters
 from headwise.analysis.patching.activation_patching import Patching
 from headwise.analysis.patching.prompt_pairs import CallKey, LayerHead, PromptPairs, output_of_shape, prompt_pairs
 from headwise.analysis.quadrature import gauss_legendre
