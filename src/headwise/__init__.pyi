@@ -7,10 +7,10 @@ from headwise.analysis.ablation_result import SetAblation as SetAblation
 from headwise.analysis.attribution import Attribution as Attribution
 from headwise.analysis.attribution import logit_attribution as logit_attribution
 from headwise.analysis.circuits.circuits import Circuits as Circuits
+from headwise.analysis.circuits.circuits import FactoredMatrix as FactoredMatrix
 from headwise.analysis.circuits.circuits import circuits as circuits
-from headwise.analysis.circuits.composition_table import Composition as Composition
-from headwise.analysis.circuits.factored import FactoredMatrix as FactoredMatrix
 from headwise.analysis.circuits.scores import CircuitScores as CircuitScores
+from headwise.analysis.circuits.scores import Composition as Composition
 from headwise.analysis.compare import compare as compare
 from headwise.analysis.curves.attention_distances import attention_distances as attention_distances
 from headwise.analysis.curves.distance_table import AttentionDistances as AttentionDistances

@@ -6,8 +6,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from headwise.analysis.circuits.composition_table import Composition
-from headwise.analysis.circuits.scores import CircuitScores
+from headwise.analysis.circuits.scores import CircuitScores, Composition
 from headwise.wording import number, quotient
 
 
