@@ -46,31 +46,76 @@ CreateGates = Callable[[Call, Tensor], Float[Tensor, "#examples heads"]]
 """Function from a site's first call and its head outputs to the gates of the site."""
 
 
-class GateTensors(SiteRegistry):
-    """Interceptor that multiplies head outputs by gates, tensors with respect to which a loss can be differentiated. An
-    attention site (a module's self- or cross-attention) has one gate per head, either for each example or shared by all
-    examples. All calls of a site use the same gates.
+@dataclass(frozen=True)
+class ImportanceTask:
+    """Model, data and loss for which the importance of heads is measured.
 
     Attributes:
-        by_site: gates of each site that was called since the last `reset`.
+        model: the model.
+        dataset: `Texts` or batches.
+        loss: function `(model, batch) -> (batch,)`.
+        run: folder in which progress is saved.
+        show_progress: True to show a progress bar.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    model: nn.Module
+    dataset: Texts | Iterable[Any]
+    loss: Loss
+    run: CheckpointedRun[Any, Any]
+    show_progress: bool
+
+
+class GateTensors(SiteRegistry):
+    """Interceptor that multiplies head outputs by gates, tensors with respect to which the loss of a task can be
+    differentiated. An attention site (a module's self- or cross-attention) has one gate per head, either for each
+    example or shared by all examples. All calls of a site in a run use the same gates.
+
+    Attributes:
+        by_site: gates of each site that was called in the last run.
+    """
+
+    def __init__(self, task: ImportanceTask) -> None:
+        super().__init__(task.model)
         self.by_site: dict[SiteKey, Float[Tensor, "#examples heads"]] = {}
+        self._task = task
         self._create: CreateGates | None = None
         self._lock = threading.Lock()
 
-    def reset(self, create: CreateGates | None) -> None:
-        """Remove all gates of heads. If `create` is a function, it creates the gates of each attention site (a module's
-        self- or cross-attention) at the next call of the site. If `create` is None, head outputs stay unchanged.
+    def start_batch(self, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """Move a batch to the model's device, and call the loss's method `prepare`, if it has one, on the model without
+        gates. Return the moved batch and its number of examples.
+        """
+        batch = to_device(batch, device_of(self._task.model))
+        self.by_site, self._create = {}, None
+        prepare_loss(self._task.loss, self._task.model, batch)
+        return batch, count_sequences_and_tokens(batch)[0]
+
+    def losses(self, create: CreateGates, batch: dict[str, Any]) -> Float[Tensor, " examples"]:
+        """Run the model on a batch with new gates on all heads, made by `create` at the first call of each site, and
+        return the loss of each example.
+
+        Raises:
+            InputError: the loss is not one number per example, or has no gradient.
         """
         self.by_site, self._create = {}, create
+        losses = finite_loss_per_example(self._task.loss, self._task.model, batch)
+        if self.by_site and not losses.requires_grad:
+            remedy = 'use method="ablation", which needs none'
+            raise InputError("loss", expected="one that records gradients", got="a tensor without", remedy=remedy)
+        return losses
+
+    def losses_at(self, value: float, batch: dict[str, Any], examples: int) -> Float[Tensor, " examples"]:
+        """Return `losses` with a gate of this value for each head and each of the `examples`."""
+
+        def create(call: Call, out: Tensor) -> Float[Tensor, "examples heads"]:
+            size = (examples, call.grid.heads)
+            return torch.full(size, value, dtype=gate_dtype(out), device=out.device, requires_grad=True)
+
+        return self.losses(create, batch)
 
     def change(self, call: Call) -> Change | None:
         """Register the site (a module's self- or cross-attention) of an attention call. Return the function that
-        multiplies the call's head outputs by the gates of the site, which the first call of a site creates. Return None
-        while gates are turned off, as after `reset(None)`.
+        multiplies the call's head outputs by the gates of the site; None in runs without gates.
         """
         self.register(call)
         site, create = call.site, self._create
@@ -104,10 +149,9 @@ def gate_dtype(out: Tensor) -> torch.dtype:
 
 
 @contextmanager
-def differentiable_gates(model: nn.Module) -> Iterator[GateTensors]:
-    """Intercept a model and yield a `GateTensors`, the object that multiplies head outputs by gates (factors with
-    respect to which a loss can be differentiated). While the context is active, the model is in evaluation mode and its
-    parameters are frozen; both are restored afterwards.
+def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
+    """Intercept the model of a task and yield the object that multiplies its head outputs by gates. While the context
+    is active, the model is in evaluation mode and its parameters are frozen; both are restored afterwards.
 
     Raises:
         InputError: a compiled model; at the end of the context, if the loss did not call the model, or no attention was
@@ -116,7 +160,7 @@ def differentiable_gates(model: nn.Module) -> Iterator[GateTensors]:
     Warns:
         UserWarning: at the end of the context, modules that are called attention were not intercepted.
     """
-    gates = GateTensors(model)
+    model, gates = task.model, GateTensors(task)
     # Leaving inference mode also turns gradients on.
     with evaluation_mode(model), frozen_parameters(model), torch.inference_mode(False), intercepted(model, gates):
         yield gates
@@ -139,51 +183,6 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
-
-
-@dataclass(frozen=True)
-class ImportanceTask:
-    """Model, data and loss for which the importance of heads is measured. The field `run` saves progress in a folder,
-    and `show_progress` turns on a progress bar.
-
-    Attributes:
-        model: the model.
-        dataset: `Texts` or batches.
-        loss: function `(model, batch) -> (batch,)`.
-        run: folder in which progress is saved.
-        show_progress: True to show a progress bar.
-    """
-
-    model: nn.Module
-    dataset: Texts | Iterable[Any]
-    loss: Loss
-    run: CheckpointedRun[Any, Any]
-    show_progress: bool
-
-    def start_batch(self, gates: GateTensors, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Move a batch to the model's device, remove all gates, and call the loss's method `prepare`, if it has one, on
-        the unchanged model. Return the moved batch and its number of examples.
-        """
-        batch = to_device(batch, device_of(self.model))
-        gates.reset(None)
-        prepare_loss(self.loss, self.model, batch)
-        return batch, count_sequences_and_tokens(batch)[0]
-
-    def gated_losses(
-        self, gates: GateTensors, create: CreateGates, batch: dict[str, Any]
-    ) -> Float[Tensor, " examples"]:
-        """Run the model on a batch with new gates (factors of head outputs) on all heads, made by `create`, and return
-        the loss of each example.
-
-        Raises:
-            InputError: the loss is not one number per example, or has no gradient.
-        """
-        gates.reset(create)
-        losses = finite_loss_per_example(self.loss, self.model, batch)
-        if gates.by_site and not losses.requires_grad:
-            remedy = 'use method="ablation", which needs none'
-            raise InputError("loss", expected="one that records gradients", got="a tensor without", remedy=remedy)
-        return losses
 
 
 @dataclass
@@ -230,12 +229,12 @@ class GradientMethod:
         tokens, and a hash.
         """
         before, progress = task.run.load_progress(), GradientProgress()
-        with differentiable_gates(task.model) as gates:
+        with differentiable_gates(task) as gates:
             gates.merge(before.records)
             progress.records, progress.counted, progress.totals = gates.records, before.counted, dict(before.totals)
 
             def read_batch(batch: dict[str, Any], clusters: Clusters) -> None:
-                gradients, has_loss = self.differentiate(task, gates, batch, progress)
+                gradients, has_loss = self.differentiate(gates, batch, progress)
                 progress.counted = progress.counted.merge(_zeros(has_loss, clusters))
                 progress.records = gates.records
                 for record in progress.records:
@@ -248,27 +247,25 @@ class GradientMethod:
             run_pass(task.dataset, read_batch, task.run, before, progress, shown=task.show_progress)
         return self._rows(task, progress), progress.summary | self.report(progress)
 
-    def differentiate(
-        self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any], progress: GradientProgress
-    ) -> Derivatives:
+    def differentiate(self, gates: GateTensors, batch: dict[str, Any], progress: GradientProgress) -> Derivatives:
         """Return the derivatives of a batch, by default those in the unchanged model. `progress` may store more."""
-        return self.gradients_at(task, gates, batch, [(1.0, 1.0)])
+        return self.gradients_at(gates, batch, [(1.0, 1.0)])
 
     def report(self, progress: GradientProgress) -> dict[str, Any]:
         """Return further entries for the metadata of the table, by name."""
         return {}
 
     def gradients_at(
-        self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any], values: Sequence[tuple[float, float]]
+        self, gates: GateTensors, batch: dict[str, Any], values: Sequence[tuple[float, float]]
     ) -> Derivatives:
         """Return the derivatives of a batch at several gate values, each times its weight, added. `values` has pairs of
         a gate value, one number for all heads of the model, and a weight.
         """
-        batch, examples = task.start_batch(gates, batch)
+        batch, examples = gates.start_batch(batch)
         sums: dict[SiteKey, Tensor] = {}
         has_loss = torch.zeros(examples, dtype=torch.bool)
         for value, weight in values:
-            losses = task.gated_losses(gates, constant_gates(examples, value), batch)
+            losses = gates.losses_at(value, batch, examples)
             has_loss = ~losses.isnan()
             if not gates.by_site:
                 continue
@@ -318,18 +315,6 @@ def _missing(counted: RunningMoments, measured: Summary | None, heads: int) -> R
         counts = measured.clustered.counts
         clusters = clusters - F.pad(counts, (0, 0, 0, len(clusters) - len(counts)))
     return RunningMoments(Moments(alone, none, none), ClusterSums(clusters, clusters * 0.0))
-
-
-def constant_gates(examples: int, value: float) -> CreateGates:
-    """Return a function that creates the gates of an attention site (a module's self- or cross-attention): a tensor
-    `(examples, heads)` that requires gradients and is filled with `value`.
-    """
-
-    def create(call: Call, out: Tensor) -> Float[Tensor, "examples heads"]:
-        size = (examples, call.grid.heads)
-        return torch.full(size, value, dtype=gate_dtype(out), device=out.device, requires_grad=True)
-
-    return create
 
 
 @dataclass(frozen=True)
@@ -384,22 +369,17 @@ class Integrated(GradientMethod):
         if self.most_steps is not None:
             whole_number("most_steps", self.most_steps, least=self.steps)
 
-    def differentiate(
-        self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any], progress: GradientProgress
-    ) -> Derivatives:
+    def differentiate(self, gates: GateTensors, batch: dict[str, Any], progress: GradientProgress) -> Derivatives:
         """Return the derivatives of a batch, integrated over gate values from 0 to 1. `progress` gets sums over
         examples of the scores, of the effects of removing all heads, of absolute effects, and of absolute differences
         between scores and effects.
         """
-        moved, examples = task.start_batch(gates, batch)
-        without, whole = (
-            task.gated_losses(gates, constant_gates(examples, value), moved).detach().double().cpu()
-            for value in (0.0, 1.0)
-        )
+        moved, examples = gates.start_batch(batch)
+        without, whole = (gates.losses_at(value, moved, examples).detach().double().cpu() for value in (0.0, 1.0))
         effects, steps = without - whole, self.steps
         most = max(MOST_STEPS, steps) if self.most_steps is None else self.most_steps
         while True:
-            gradients, has_loss = self.gradients_at(task, gates, batch, gauss_legendre(steps))
+            gradients, has_loss = self.gradients_at(gates, batch, gauss_legendre(steps))
             scores = sum((-gradient.sum(1) for gradient in gradients.values()), torch.zeros_like(effects))
             one, other = scores[has_loss], effects[has_loss]
             values = {"scores": one, "effect": other, "effects": other.abs(), "differences": (one - other).abs()}

@@ -127,7 +127,7 @@ class _GateFit:
 
     def learn(self, bar: ProgressBar) -> None:
         """Learn the gates of all heads in `epochs` passes over the data. `bar` counts the batches."""
-        with differentiable_gates(self.task.model) as gates:
+        with differentiable_gates(self.task) as gates:
             for epoch in range(self.method.epochs):
                 batches = 0
                 for batch in iterate_batches(self.task.dataset):
@@ -150,7 +150,7 @@ class _GateFit:
         is no update if the loss of every example is NaN, or if no gate parameter exists yet because no attention call
         was intercepted so far.
         """
-        batch, examples = self.task.start_batch(gates, batch)
+        batch, examples = gates.start_batch(batch)
 
         def create(call: Call, out: Tensor) -> Float[Tensor, "#examples heads"]:
             heads = call.grid.heads
@@ -163,7 +163,7 @@ class _GateFit:
             noise = torch.rand(rows, heads, generator=self._noise).to(out.device)
             return self.method.sample(self.log_alpha[call.site], noise).to(gate_dtype(out))
 
-        losses = self.task.gated_losses(gates, create, batch)
+        losses = gates.losses(create, batch)
         has_loss = ~losses.isnan()
         if not self.log_alpha or not bool(has_loss.any()):
             return
