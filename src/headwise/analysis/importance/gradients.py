@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_some_loss
-from headwise.analysis.quadrature import gauss_legendre
 from headwise.checks import whole_number
 from headwise.data.batches import count_sequences_and_tokens, device_of, evaluation_mode, to_device
 from headwise.data.texts import Texts
@@ -417,6 +416,18 @@ class Integrated(GradientMethod):
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
         return {"integrated": -gradient}
+
+
+def gauss_legendre(steps: int) -> list[tuple[float, float]]:
+    """Return the `steps` points and weights of Gauss-Legendre quadrature between 0 and 1, as pairs.
+
+    The points are eigenvalues of the Jacobi matrix (Golub and Welsch 1969). Polynomials of degree up to
+    `2 * steps - 1` are integrated exactly.
+    """
+    order = torch.arange(1, steps, dtype=torch.float64)
+    off_diagonal = order / (4 * order**2 - 1).sqrt()
+    points, vectors = torch.linalg.eigh(torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1))
+    return list(zip(((points + 1) / 2).tolist(), (vectors[0] ** 2).tolist(), strict=True))
 
 
 def _relative(difference: float, effect: float) -> float:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -74,7 +74,6 @@ class Importance(HeadTable[HeadRow]):
         return sorted(values, key=lambda head: math.inf if math.isnan(values[head]) else -values[head])
 
 
-@runtime_checkable
 class ImportanceMethod(Protocol):
     """Interface of importance methods, which score every head of a model. A method is a frozen dataclass whose fields
     are the method's options.

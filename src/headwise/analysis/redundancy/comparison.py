@@ -138,8 +138,8 @@ class HeadComparison(SiteRegistry):
                 (call.site, part, self._written_directions(call, part))
                 for (call, _), part in zip(outputs, parts, strict=True)
             ]
-            for pair in combinations_with_replacement(of_sites, 2):
-                (site, other), outs, directions = zip(*pair, strict=True)
+            for (site, *first), (other, *second) in combinations_with_replacement(of_sites, 2):
+                outs, directions = zip(first, second, strict=True)
                 if (site, other) not in self._products:
                     self._products[site, other] = OutputProducts(outs)
                 self._products[site, other].add(outs, directions)
