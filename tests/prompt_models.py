@@ -1,5 +1,6 @@
 """Tiny random language models in float64, and their head outputs by plain forward hooks, for tests of patching."""
 
+import math
 from contextlib import contextmanager
 
 import pytest
@@ -124,3 +125,12 @@ def scale(model, direction):
     low, high = difference(model, CORRUPTED), difference(model, CLEAN)
     source, destination = (CLEAN, CORRUPTED) if direction == "denoise" else (CORRUPTED, CLEAN)
     return source, destination, lambda patched: (patched - low) / (high - low)
+
+
+def require_values(row, differences, to_recovered):
+    """Compare the means and standard errors of a row of patching with the differences of logits of each pair."""
+    for name, expected in (("difference", differences), ("recovered", to_recovered(differences))):
+        found = row.statistics[name]
+        assert found.value == pytest.approx(expected.mean().item(), abs=1e-10)
+        assert found.sem == pytest.approx((expected.std() / math.sqrt(len(expected))).item(), abs=1e-10)
+        assert found.n == 3

@@ -12,11 +12,9 @@ from torch import nn
 import headwise as hw
 import tiny
 from headwise.analysis.losses import next_token_loss
-from headwise.analysis.redundancy import comparison, weight_distance
-from headwise.analysis.redundancy.clusters import find_clusters
-from headwise.analysis.redundancy.few_tokens import chance_of
-from headwise.analysis.redundancy.output_products import OutputProducts, TokenOutputs
-from headwise.analysis.redundancy.redundancy import redundancy
+from headwise.analysis.redundancy import comparison
+from headwise.analysis.redundancy.redundancy import find_clusters, redundancy
+from headwise.analysis.redundancy.similarity import OutputProducts, WeightDistances, chance_of
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -144,10 +142,8 @@ def test_distance_of_heads_in_different_tiles(monkeypatch):
     ids = torch.randint(5, 97, (2, 100), generator=torch.Generator().manual_seed(5))
     whole = redundancy(models("decoder"), [ids])
     shapes = []
-    add = weight_distance.WeightDistances.add
-    monkeypatch.setattr(
-        weight_distance.WeightDistances, "add", lambda self, rows: shapes.append(rows.tile.shape) or add(self, rows)
-    )
+    add = WeightDistances.add
+    monkeypatch.setattr(WeightDistances, "add", lambda self, rows: shapes.append(rows.tile.shape) or add(self, rows))
     monkeypatch.setattr(tiles, "TILE_BYTES", 1)
     parts = redundancy(models("decoder"), [ids])
     assert {heads for _, heads, _ in shapes} == {3}  # those of one key/value head
@@ -328,9 +324,9 @@ def test_outputs_of_unrelated_heads_have_no_alignment_on_average():
     """With few tokens, the plain CKA of unrelated outputs is near 1."""
     values = []
     for seed in range(200):
-        x, y = torch.randn(2, 40, 3, 24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        products = OutputProducts(*(TokenOutputs(each, each.transpose(0, 1)) for each in (x, y)))
-        products.add(*(TokenOutputs(each, each.transpose(0, 1)) for each in (x, y)))
+        outs = torch.randn(2, 40, 3, 24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        products = OutputProducts(outs.unbind())
+        products.add(outs.unbind(), outs.transpose(1, 2).unbind())
         values.append(products.dependence / (24 * 0.6))
     mean, spread = torch.stack(values).mean((0, 1, 2)), torch.stack(values).std((0, 1, 2)) / (200 * 9) ** 0.5
     assert abs(float(mean)) < 4 * float(spread)
@@ -412,15 +408,12 @@ def test_comparisons_over_few_tokens_are_named():
 
 
 def test_dependence_does_not_change_with_a_shift_or_the_parts():
-    x, y = torch.randn(2, 50, 2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    whole, parts = (
-        OutputProducts(*(TokenOutputs(each[:20], each[:20].transpose(0, 1)) for each in pair))
-        for pair in ((x, y), (x + 1e4, y - 1e4))
-    )
-    whole.add(*(TokenOutputs(each, each.transpose(0, 1)) for each in (x, y)))
-    for start in range(0, 50, 20):
-        pair = ((x + 1e4)[start : start + 20], (y - 1e4)[start : start + 20])
-        parts.add(*(TokenOutputs(each, each.transpose(0, 1)) for each in pair))
+    outs = torch.randn(2, 50, 2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    shifted = outs + torch.tensor([1e4, -1e4], dtype=torch.float64).view(2, 1, 1, 1)
+    whole, parts = (OutputProducts(each[:, :20].unbind()) for each in (outs, shifted))
+    whole.add(outs.unbind(), outs.transpose(1, 2).unbind())
+    for part in shifted.split(20, 1):
+        parts.add(part.unbind(), part.transpose(1, 2).unbind())
     torch.testing.assert_close(parts.dependence, whole.dependence, rtol=1e-9, atol=1e-9)
 
 

@@ -40,7 +40,7 @@ def circuits(
     attends to, whether it attends to equal tokens, and how much it reads from heads of earlier layers. Prints the heads
     with the largest copying scores, and the pairs with the largest composition scores.
     """
-    from headwise.analysis.circuits.matrices import SCORES
+    from headwise.analysis.circuits.circuits import SCORES
     from headwise.show.results import print_circuits
 
     require_new_tables(out, "circuits", "composition", force=force)

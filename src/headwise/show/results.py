@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headwise.analysis.ablation_result import Ablation, SetAblation
-from headwise.analysis.circuits.composition_table import Composition
-from headwise.analysis.circuits.scores import CircuitScores
+from headwise.analysis.circuits.scores import CircuitScores, Composition
 from headwise.analysis.curves.attention_distances import AttentionDistances
 from headwise.analysis.curves.position_curves import SLOPE_SUFFIX, PositionCurves
 from headwise.analysis.flow.norm_weighted import NORM_PREFIX, NormWeighted
@@ -18,7 +17,7 @@ from headwise.analysis.head_tests.name_movers import NameMovers
 from headwise.analysis.head_tests.retrieval import THRESHOLD, Retrieval
 from headwise.analysis.head_tests.sinks import SinkRate
 from headwise.analysis.in_context_score import InContextScores
-from headwise.analysis.patching.table import Patching
+from headwise.analysis.patching.activation_patching import Patching
 from headwise.analysis.pruning_curve import RANDOM, PruningCurve
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import MeanEstimate

@@ -4,20 +4,16 @@ import warnings
 
 import pytest
 import torch
+from blocks import close
 from dense import CONFIGS, dense_circuits, dense_embeddings, model_of
 
 import headwise as hw
-from headwise.analysis.circuits.composition_table import CompositionSummary
+from headwise.analysis.circuits.scores import CompositionSummary
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
 DECODERS = [kind for kind in CONFIGS if kind != "bert"]
 WITHOUT_QK = ("qwen3", "gemma3")
-
-
-def close(one, other, tolerance=1e-10):
-    """Return True if two tensors are equal but for a small part of their size."""
-    return one.shape == other.shape and float((one - other).norm()) <= tolerance * float(other.norm())
 
 
 @pytest.fixture(scope="module")

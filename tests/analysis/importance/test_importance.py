@@ -13,9 +13,9 @@ import headwise as hw
 import tiny
 from headwise.analysis.gate import gate
 from headwise.analysis.importance.agreement import agreement
+from headwise.analysis.importance.gradients import gauss_legendre
 from headwise.analysis.importance.importance import METHODS, Importance, importance
 from headwise.analysis.losses import EmbeddingDistance, next_token_loss
-from headwise.analysis.quadrature import gauss_legendre
 from headwise.runs import checkpoint
 from headwise.runs.rows import HeadRow, MeanEstimate
 

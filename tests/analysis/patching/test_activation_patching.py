@@ -1,6 +1,7 @@
 """Activation patching, compared with gates that put recorded outputs into a run, and with its definition."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +9,7 @@ import transformers
 
 import headwise as hw
 import tiny
-from headwise.analysis.patching.activation_patching import activation_patching, patch_together
-from headwise.analysis.patching.table import Patching
+from headwise.analysis.patching.activation_patching import Patching, activation_patching, patch_together
 from prompt_models import ANSWER, ASKED, CLEAN, CORRUPTED, PADDED, WRONG, causal
 
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -144,89 +144,77 @@ def test_a_model_without_a_named_output_embedding():
         assert found.heads[0].statistics[name] == pytest.approx(measured, rel=1e-9)
 
 
-def test_it_is_a_table(tmp_path):
-    found = activation_patching(causal(), CLEAN, CORRUPTED, **ASKED)
-    found.save(tmp_path)
-    assert Patching.load(tmp_path).heads == found.heads
-    columns = ["recovered", "difference", "recovered_p", "recovered_q"]
-    assert list(found.table().columns)[-4:] == columns
-    assert found.plot().images[0].get_array().shape == (2, 6)
+def test_results_are_tables(tmp_path):
+    functions = {
+        "patching": hw.activation_patching,
+        "attribution_patching": hw.attribution_patching,
+        "path_patching": partial(hw.path_patching, receivers=[(1, 0)], input="q"),
+    }
+    tables = [function(causal(), CLEAN, CORRUPTED, **ASKED) for function in functions.values()]
+    for found in tables:
+        found.save(tmp_path)
+    assert {file.stem for file in tmp_path.iterdir()} == set(functions)
+    for found in tables:
+        loaded = type(found).load(tmp_path)
+        assert loaded.heads == found.heads
+        assert loaded.no_effect("recovered") == 0.0
+        columns = ["recovered", "difference", "recovered_p", "recovered_q"]
+        assert list(found.table().columns)[-4:] == columns
+        assert found.plot().images[0].get_array().shape == (2, 6)
 
 
-REFUSED = {
-    "no model": ((None, CLEAN, CORRUPTED), {}, "model: expected a torch module, got NoneType"),
-    "lengths": (
-        (CLEAN, CORRUPTED[:, 1:]),
-        {},
-        "corrupted: expected tokens of shape (3, 11), as in clean, got (3, 10)",
-    ),
-    "names": (
-        ({"input_ids": CLEAN}, {"input_ids": CORRUPTED, "attention_mask": PADDED["left"][0]}),
-        {},
+DIRECTION = ({"direction": "both"}, "direction: expected 'denoise' or 'noise', got 'both'")
+NO_WRONG_ANSWER = ({"wrong": None}, "wrong: expected the ids that the answers are compared with, got None")
+MASKED = {
+    side: {
+        name: {"input_ids": ids, "attention_mask": mask} for name, ids in (("clean", CLEAN), ("corrupted", CORRUPTED))
+    }
+    for side, (mask, _) in PADDED.items()
+}
+REFUSED = [
+    ({"model": None}, "model: expected a torch module, got NoneType"),
+    ({"corrupted": CORRUPTED[:, 1:]}, "corrupted: expected tokens of shape (3, 11), as in clean, got (3, 10)"),
+    (
+        {"clean": {"input_ids": CLEAN}, "corrupted": MASKED["left"]["corrupted"]},
         "corrupted: expected the arguments of clean, input_ids, got input_ids, attention_mask",
     ),
-    "padding": (
-        tuple(
-            {"input_ids": ids, "attention_mask": PADDED[side][0]}
-            for ids, side in ((CLEAN, "left"), (CORRUPTED, "right"))
-        ),
-        {},
+    (
+        {"clean": MASKED["left"]["clean"], "corrupted": MASKED["right"]["corrupted"]},
         "corrupted: expected the padding of clean, got another attention_mask; pair prompts with the same",
     ),
-    "direction": (
-        (CLEAN, CORRUPTED),
-        {"direction": "both"},
-        "direction: expected 'denoise' or 'noise', got 'both'",
-    ),
-    "number of answers": (
-        (CLEAN, CORRUPTED),
-        {"answer": [7, 11]},
-        "answer: expected one number, or 3, one per prompt, got 2",
-    ),
-    "no number": (
-        (CLEAN, CORRUPTED),
-        {"answer": "w7"},
-        "answer: expected whole numbers, one for all prompts, or (batch,), got 'w7'",
-    ),
-    "no wrong answer": (
-        (CLEAN, CORRUPTED),
-        {"wrong": None},
-        "wrong: expected the ids that the answers are compared",
-    ),
-    "the same answers": (
-        (CLEAN, CORRUPTED),
+    DIRECTION,
+    NO_WRONG_ANSWER,
+    ({"answer": [7, 11]}, "answer: expected one number, or 3, one per prompt, got 2"),
+    ({"answer": "w7"}, "answer: expected whole numbers, one for all prompts, or (batch,), got 'w7'"),
+    (
         {"answer": [7, 11, 19], "wrong": [5, 11, 6]},
         "wrong: expected other tokens than the right answers, got [5, 11, 6]",
     ),
-    "the same answer": (
-        (CLEAN, CORRUPTED),
-        {"answer": 7, "wrong": 7},
-        "wrong: expected other tokens than the right answers, got 7",
-    ),
-    "no such word": ((CLEAN, CORRUPTED), {"wrong": 97}, "wrong: expected ids from 0 to 96, got 97"),
-    "no such token": (
-        (CLEAN, CORRUPTED),
-        {"at": 11},
-        "at: expected from -11 to 10, the tokens of the shortest prompt, got 11",
-    ),
-    "no such head": (
-        (CLEAN, CORRUPTED),
-        {"heads": [(0, 1), (0, 6)]},
-        "heads: expected each a (layer, head) of this model, got (0, 6)",
-    ),
-    "no heads": ((CLEAN, CORRUPTED), {"heads": 5}, "heads: expected a collection of heads (layer, head), got 5"),
-    "no pair": ((CLEAN, CORRUPTED), {"heads": [5]}, "heads: expected each a (layer, head) of this model, got 5"),
-    "no batch": (("w5", CORRUPTED), {}, "clean: expected a batch: a tensor, or a mapping of tensors"),
-}
+    ({"answer": 7, "wrong": 7}, "wrong: expected other tokens than the right answers, got 7"),
+    ({"wrong": 97}, "wrong: expected ids from 0 to 96, got 97"),
+    ({"at": 11}, "at: expected from -11 to 10, the tokens of the shortest prompt, got 11"),
+    (MASKED["right"] | {"at": -6}, "at: expected from -5 to 4, the tokens of the shortest prompt, got -6"),
+    ({"heads": [(0, 1), (0, 6)]}, "heads: expected each a (layer, head) of this model, got (0, 6)"),
+    ({"heads": 5}, "heads: expected a collection of heads (layer, head), got 5"),
+    ({"heads": [5]}, "heads: expected each a (layer, head) of this model, got 5"),
+    ({"clean": "w5"}, "clean: expected a batch: a tensor, or a mapping of tensors"),
+]
 
 
-@pytest.mark.usefixtures("as_user")
-@pytest.mark.parametrize("why", REFUSED)
-def test_what_is_refused(why):
-    arguments, options, sentence = REFUSED[why]
-    arguments = arguments if len(arguments) == 3 else (causal(), *arguments)
+@pytest.mark.parametrize(
+    ("function", "options", "sentence"),
+    [
+        *((hw.activation_patching, *refused) for refused in REFUSED),
+        *(
+            (each, *refused)
+            for each in (hw.attribution_patching, hw.path_patching)
+            for refused in (DIRECTION, NO_WRONG_ANSWER)
+        ),
+    ],
+)
+def test_what_is_refused(function, options, sentence):
     with pytest.raises(hw.InputError) as refused:
-        activation_patching(*arguments, **ASKED | options)
+        function(**{"model": causal(), "clean": CLEAN, "corrupted": CORRUPTED, **ASKED, **options})
     assert str(refused.value).startswith(sentence)
 
 
@@ -248,12 +236,6 @@ def test_a_model_without_logits_is_refused():
         hw.InputError, match="^model: expected one that returns logits .batch, length, vocabulary.*, got Ll"
     ):
         activation_patching(tiny.model("decoder"), CLEAN, CORRUPTED, **ASKED)
-
-
-def test_padding_may_leave_too_few_tokens():
-    inputs = [{"input_ids": ids, "attention_mask": PADDED["right"][0]} for ids in (CLEAN, CORRUPTED)]
-    with pytest.raises(hw.InputError, match="^at: expected from -5 to 4, the tokens of the shortest prompt, got -6$"):
-        activation_patching(causal(), *inputs, **ASKED, at=-6)
 
 
 class TwoLayersInOneModule(torch.nn.Module):

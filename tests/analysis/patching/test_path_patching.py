@@ -1,7 +1,6 @@
 """Path patching, compared with forward passes written out by hand, and with what must be true of paths."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ import transformers
 
 import headwise as hw
 from handwritten_models import path_difference, run
-from headwise.analysis.patching.path_patching import path_patching
-from headwise.analysis.patching.table import PathPatching
+from headwise.analysis.patching.path_patching import PathPatching, path_patching
 from prompt_models import (
     ASKED,
     CLEAN,
@@ -21,6 +19,7 @@ from prompt_models import (
     LAYERS,
     difference,
     language_model,
+    require_values,
     scale,
 )
 
@@ -28,15 +27,6 @@ pytestmark = pytest.mark.usefixtures("as_user")
 
 ALL = list(itertools.product(range(LAYERS), range(HEADS)))
 RECEIVERS = [(1, 1), (2, 0), (2, 4)]  # heads of both groups of Llama, whose order matters
-
-
-def require_values(row, differences, to_recovered):
-    """Compare the means and standard errors of both columns with the differences of logits of each pair."""
-    for name, expected in (("difference", differences), ("recovered", to_recovered(differences))):
-        found = row.statistics[name]
-        assert found.value == pytest.approx(expected.mean().item(), abs=1e-10)
-        assert found.sem == pytest.approx((expected.std() / math.sqrt(len(expected))).item(), abs=1e-10)
-        assert found.n == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,15 +232,6 @@ def test_progress_and_state_of_the_model(capsys):
     assert model(CLEAN).logits.shape == before
 
 
-def test_it_is_a_table(tmp_path):
-    found = path_patching(language_model("llama"), CLEAN, CORRUPTED, **ASKED, receivers=[(2, 0)], input="q")
-    found.save(tmp_path)
-    loaded = PathPatching.load(tmp_path)
-    assert loaded.heads == found.heads
-    assert loaded.no_effect("recovered") == 0.0
-    assert found.plot().images[0].get_array().shape == (LAYERS, HEADS)
-
-
 REFUSED = {
     "receivers": ({"receivers": "q"}, "receivers: expected 'logits' or heads (layer, head), got 'q'"),
     "no receivers": ({"receivers": [], "input": "q"}, "receivers: expected 'logits', or at least one head, got none"),
@@ -270,7 +251,6 @@ REFUSED = {
     ),
     "input of logits": ({"input": "q"}, "input: expected None for receivers=\"logits\", got 'q'"),
     "mlps": ({"mlps": "skip"}, "mlps: expected 'recompute' or 'freeze', got 'skip'"),
-    "direction": ({"direction": "both"}, "direction: expected 'denoise' or 'noise', got 'both'"),
 }
 
 

@@ -1,16 +1,24 @@
 """OV and QK matrices of all heads of a model, read from its weights and checked against what the model computes."""
 
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.circuits.composition import composition_table
-from headwise.analysis.circuits.composition_table import Composition
-from headwise.analysis.circuits.double_copy import double_copy
-from headwise.analysis.circuits.matrices import SCORES, CircuitMatrices, distance_argument
-from headwise.analysis.circuits.module_maps import placed_module
-from headwise.analysis.circuits.scores import CircuitScores, score_table
+from headwise.analysis.circuits.module_maps import ModuleMaps, placed_module
+from headwise.analysis.circuits.scores import (
+    CircuitScores,
+    Composition,
+    HeadPair,
+    composition_scores,
+    random_sd,
+    reading_factor,
+    writing_factor,
+)
 from headwise.analysis.circuits.stream import (
     NotLinearError,
     StreamFactors,
@@ -18,19 +26,25 @@ from headwise.analysis.circuits.stream import (
     embedding_unembedding_product,
     stream_factors,
 )
-from headwise.analysis.circuits.trace import RunTrace
+from headwise.analysis.circuits.trace import RunTrace, double_copy
 from headwise.analysis.prompts import one_batch
 from headwise.attention.autocast import without_autocast
-from headwise.checks import flag, require_module
+from headwise.checks import LARGEST_SIZE, flag, require_module, whole_number
 from headwise.data.batches import device_of, with_cache_disabled
 from headwise.data.tokenization import input_embeddings
 from headwise.errors import InputError
-from headwise.progress import ProgressBar, progress_bar, shown_progress
+from headwise.progress import progress_bar, shown_progress
 from headwise.runs.fingerprint import run_settings
+from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.settings import COMPOSITION_KINDS
+from headwise.shapes import Float
+from headwise.wording import counted
 
 TOKENS, FEWEST_TOKENS = 7, 4
 """Numbers of tokens of the text by which weights are checked: by default, and at least."""
+
+SCORES = ("copying", "matching", "ov_norm", "ov_largest", "qk_norm", "qk_largest")
+"""Names of the scores of a head."""
 
 
 def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None, progress: bool = False) -> "Circuits":
@@ -68,35 +82,29 @@ def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None, p
         metadata = run_settings(model, None, title)
         bar.advance()
         with without_autocast(device_of(copy)), torch.no_grad():
-            found = _circuits_of(copy, batch, metadata, bar)
-        bar.advance()
-    found.shows_progress = progress
-    return found
-
-
-def _circuits_of(copy: nn.Module, batch: dict[str, Any], metadata: dict[str, Any], bar: ProgressBar) -> "Circuits":
-    """Return the circuits of a model with these settings, whose copy in float64 runs on a batch."""
-    trace = RunTrace(copy, batch)
-    bar.advance()
-    placed = [placed_module(trace, site) for site in trace.attention.sites.values()]
-    bar.advance()
-    if min(module.input.shape[1] for module in placed) < FEWEST_TOKENS:
-        expected = f"at least {FEWEST_TOKENS} tokens, by which weights are checked"
-        raise InputError("batch", expected=expected, got=min(module.input.shape[1] for module in placed))
-    products: dict[str, Tensor | str] = {}
-    stream: StreamFactors | str
-    try:
-        stream = stream_factors(trace, batch, placed)
-        for name, product_of in (("copying", embedding_unembedding_product), ("matching", embedding_product)):
+            trace = RunTrace(copy, batch)
+            bar.advance()
+            placed = [placed_module(trace, site) for site in trace.attention.sites.values()]
+            bar.advance()
+            shortest = min(module.input.shape[1] for module in placed)
+            if shortest < FEWEST_TOKENS:
+                expected = f"at least {FEWEST_TOKENS} tokens, by which weights are checked"
+                raise InputError("batch", expected=expected, got=shortest)
+            stream: StreamFactors | str
+            products: dict[str, Tensor | str] = {}
             try:
-                products[name] = product_of(trace, stream)
+                stream = stream_factors(trace, batch, placed)
+                maps = [each.maps for each in placed]
+                for name, product_of in (("copying", embedding_unembedding_product), ("matching", embedding_product)):
+                    try:
+                        products[name] = product_of(trace, stream)
+                    except NotLinearError as error:
+                        products[name] = str(error)
             except NotLinearError as error:
-                products[name] = str(error)
-    except NotLinearError as error:
-        stream = str(error)
+                stream, maps = str(error), [each.unfolded for each in placed]
+        bar.advance()
     heads = tuple(labels for _, labels in trace.attention.head_labels())
-    maps = [each.unfolded if isinstance(stream, str) else each.maps for each in placed]
-    return Circuits(heads, metadata, maps, stream, products)
+    return Circuits(heads, metadata, maps, stream, products, progress)
 
 
 def _batch(model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -122,15 +130,151 @@ def _batch(model: nn.Module, batch: Any) -> dict[str, Any]:
     )
 
 
-class Circuits(CircuitMatrices):
-    """OV and QK matrices of all heads of a model, with scores of single heads and of pairs. `CircuitMatrices` defines
-    the matrices.
+@dataclass(frozen=True, eq=False, repr=False)
+class FactoredMatrix:
+    """A matrix `left @ right` of low rank. All results are computed from the factors, except `matrix()`,
+    which multiplies them.
 
     Attributes:
+        left: first factor, `(rows, rank)`, or one for each of several matrices, `(..., rows, rank)`.
+        right: second factor, `(rank, columns)`, or as many.
+
+    Example:
+        >>> FactoredMatrix(torch.ones(4, 1), torch.ones(1, 4)).norm()
+        tensor(4.)
+    """
+
+    left: Float[Tensor, "*matrices rows rank"]
+    right: Float[Tensor, "*matrices rank columns"]
+
+    def __repr__(self) -> str:
+        rows, columns = self.shape
+        return f"FactoredMatrix({rows} x {columns}, rank {self.left.shape[-1]} or less)"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows and columns of the product."""
+        return self.left.shape[-2], self.right.shape[-1]
+
+    def transposed(self) -> "FactoredMatrix":
+        """Return the transposed matrix, with the same factors in reverse order."""
+        return FactoredMatrix(self.right.mT, self.left.mT)
+
+    def matrix(self) -> Float[Tensor, "*matrices rows columns"]:
+        """Return the product of the factors, a dense matrix."""
+        return self.left @ self.right
+
+    def singular_values(self) -> Float[Tensor, "*matrices values"]:
+        """Return the largest singular values in descending order, `rank` of them or as many as the matrix has. All
+        others are 0.
+        """
+        # With left = Q R and right^T = P S, the product Q (R S^T) P^T has the singular values of R S^T.
+        core = torch.linalg.qr(self.left, mode="r").R @ torch.linalg.qr(self.right.mT, mode="r").R.mT
+        values: Tensor = torch.linalg.svdvals(core)
+        return values
+
+    def norm(self) -> Float[Tensor, "*matrices"]:
+        """Return the Frobenius norm: the root of the sum of the squared singular values."""
+        norm: Tensor = self.singular_values().norm(dim=-1)
+        return norm
+
+    def eigenvalues(self) -> Tensor:
+        """Return the complex eigenvalues of a square matrix, `rank` of them; all others are 0.
+
+        The matrices `left @ right` and `right @ left` have the same eigenvalues other than 0.
+        """
+        values: Tensor = torch.linalg.eigvals(self.right @ self.left)
+        return values
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Circuits:
+    """OV and QK matrices of all heads of a model, from residual stream to residual stream `(width, width)`, kept as
+    factors of rank head_dim.
+
+        OV = f P W_O W_V N          QK = s (R(i) W_Q N)^T (R(j) W_K N)
+
+    W_Q, W_K, W_V and W_O are the head's slices of the projections; with grouped heads, W_K and W_V are those of its
+    key/value head. N is the linear part of the norm before attention: its weight and, in a layer norm, the subtraction
+    of the mean. P is that of a norm after attention (Gemma 2), otherwise 1. s is the scale of the scores, and f the
+    factor with which heads write into the stream (1 in most models). R is the rotation by the positions i of the query
+    and j of the key, which matters through the distance i - j only.
+
+    In a model without a linear residual stream (`has_linear_stream`), such as BERT, whose norms follow each sum, no
+    norm is folded in: x is the input of the attention module, and OV x is a part of its output.
+
+    Left out are the divisions by norms, which multiply what a head reads at each token by a positive number; all
+    biases; and caps of scores and logits.
+
+    Attributes:
+        heads: labels of each head: layer, head, kv_head, module, kind.
+        metadata: model, versions and settings.
         shows_progress: True to show progress bars of the scores on standard error.
     """
 
-    shows_progress = False
+    heads: tuple[Mapping[str, Any], ...]
+    metadata: Mapping[str, Any]
+    _modules: list[ModuleMaps]
+    _stream: StreamFactors | str
+    _products: Mapping[str, Tensor | str]
+    shows_progress: bool = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({counted(len(self.heads), 'head')} of {self.metadata['model']['name']})"
+
+    @property
+    def has_linear_stream(self) -> bool:
+        """True if heads write into a sum that all later heads read, through one norm at most."""
+        return isinstance(self._stream, StreamFactors)
+
+    def ov(self, layer: int, head: int) -> FactoredMatrix:
+        """Return the OV matrix of a head, by zero-based layer and head: what the head writes into the residual stream,
+        for what it reads from it, with an attention weight of 1.
+
+        Raises:
+            InputError: there is no such head.
+        """
+        maps, index = self._find(layer, head)
+        output, value = self._ov_factors(maps)
+        return FactoredMatrix(output[index], value[index])
+
+    def qk(self, layer: int, head: int, distance: int = 0) -> FactoredMatrix:
+        """Return the QK matrix of a head, by zero-based layer and head: the score of query i and key j is
+        `x_i^T QK x_j`.
+
+        Args:
+            layer: zero-based layer.
+            head: zero-based head in the layer.
+            distance: number of tokens from the key to the query, for models with rotary positions: their QK matrix
+                depends on it. At 0 queries and keys are not rotated against each other, so that the score is that of a
+                token with itself. Without rotary positions, QK is the same at all distances.
+
+        Raises:
+            InputError: there is no such head; the scores of the module are not of this form, as with norms of queries
+                and keys (Qwen3, Gemma 3), or biases by position (T5); or the distance is not a whole number of 0 or
+                more.
+        """
+        maps, index = self._find(layer, head)
+        distance = whole_number("distance", distance, least=0, most=LARGEST_SIZE)
+        query, key = self._qk_factors(maps, distance)
+        return FactoredMatrix(query[index], key[index])
+
+    def why_not(self, score: str) -> str | None:
+        """Return what stands against a score, or against a kind of composition, in this model; None if it has it.
+
+        Raises:
+            InputError: the name is none of a score, such as "copying", or of a kind of composition, such as "q".
+        """
+        if score not in (*SCORES, *COMPOSITION_KINDS):
+            raise InputError("score", expected=f"one of {', '.join((*SCORES, *COMPOSITION_KINDS))}", got=repr(score))
+        if score in ("q", "k", "v", "copying", "matching") and isinstance(self._stream, str):
+            return self._stream
+        reason = self._products.get(score)
+        if isinstance(reason, str):
+            return reason
+        if score in ("q", "k", "matching", "qk_norm", "qk_largest"):
+            return next((maps.why_no_qk for maps in self._modules if maps.why_no_qk is not None), None)
+        return None
 
     def scores(self, *names: str, distance: int = 0) -> CircuitScores:
         """Return a table of scores of each head, one row per head. `CircuitScores` defines them.
@@ -146,8 +290,38 @@ class Circuits(CircuitMatrices):
         for name in names:
             if name not in SCORES:
                 raise InputError("names", expected=f"some of {', '.join(SCORES)}", got=repr(name))
-        with shown_progress(self.shows_progress):
-            return score_table(self, names, distance_argument(distance))
+        distance = whole_number("distance", distance, least=0, most=LARGEST_SIZE)
+        names = self._available(names, SCORES, "scores")
+        values = {}
+        with shown_progress(self.shows_progress), progress_bar("scores", len(self._modules), "layers") as bar:
+            for maps in bar.track(self._modules):
+                values[maps.path] = self._module_scores(maps, names, distance)
+        rows = []
+        for labels in self.heads:
+            of_module, head = values[labels["module"]], labels["head"]
+            statistics = {name: MeanEstimate.exact(float(of_module[name][head])) for name in names}
+            rows.append(HeadRow(**labels, statistics=statistics))
+        settings = {**self.metadata["settings"], "distance": distance}
+        return CircuitScores(tuple(rows), {**self.metadata, "settings": settings, "measured": {"sequences": 1}})
+
+    def _module_scores(self, maps: ModuleMaps, names: Sequence[str], distance: int) -> dict[str, Tensor]:
+        """Return the scores `names` of the heads of one module."""
+        values: dict[str, Tensor] = {}
+        for circuit, vocabulary_score in (("ov", "copying"), ("qk", "matching")):
+            needed = [name for name in names if name == vocabulary_score or name.startswith(circuit)]
+            if not needed:
+                continue
+            left, right = self._ov_factors(maps) if circuit == "ov" else self._qk_factors(maps, distance)
+            if vocabulary_score in needed:
+                # The eigenvalues of U (left right) E^T are those of right (E^T U) left, and 0.
+                middle = self._products[vocabulary_score]
+                assert isinstance(middle, Tensor)
+                eigenvalues = torch.linalg.eigvals(right @ middle @ left)
+                values[vocabulary_score] = eigenvalues.sum(-1).real / eigenvalues.abs().sum(-1)
+            singular = FactoredMatrix(left, right).singular_values()
+            values[f"{circuit}_norm"] = singular.norm(dim=-1)
+            values[f"{circuit}_largest"] = singular.amax(-1)
+        return values
 
     def composition(self, *kinds: str, distance: int = 0) -> Composition:
         """Return the composition scores of every head with every head of earlier layers, one row per pair.
@@ -163,5 +337,94 @@ class Circuits(CircuitMatrices):
         for kind in kinds:
             if kind not in COMPOSITION_KINDS:
                 raise InputError("kinds", expected=f"some of {', '.join(COMPOSITION_KINDS)}", got=repr(kind))
-        with shown_progress(self.shows_progress):
-            return composition_table(self, kinds, distance_argument(distance))
+        distance = whole_number("distance", distance, least=0, most=LARGEST_SIZE)
+        kinds = self._available(kinds, COMPOSITION_KINDS, "composition scores")
+        if len(self._modules) < 2:
+            raise InputError("model", expected="at least two attention layers", got=len(self._modules))
+        readers, written = [], []
+        for maps in self._modules:
+            output, value = self._ov_factors(maps)
+            of_module = {"v": reading_factor(output, value)}
+            if {"q", "k"} & set(kinds):
+                query, key = self._qk_factors(maps, distance)
+                of_module |= {"q": reading_factor(key.mT, query.mT), "k": reading_factor(query, key)}
+            readers.append(of_module)
+            written.append(writing_factor(output, value))
+        labels = [[each for each in self.heads if each["module"] == maps.path] for maps in self._modules]
+        rows = []
+        with shown_progress(self.shows_progress), progress_bar("composition", len(written) - 1, "layers") as bar:
+            for layer in bar.track(range(1, len(written))):
+                scores = {}
+                for kind in kinds:
+                    of_modules = [composition_scores(readers[layer][kind], each) for each in written[:layer]]
+                    scores[kind] = torch.cat(of_modules, 1).tolist()
+                earlier_heads = [each for of_earlier in labels[:layer] for each in of_earlier]
+                for (row, later), (column, earlier) in product(enumerate(labels[layer]), enumerate(earlier_heads)):
+                    pair = HeadPair(
+                        layer=later["layer"],
+                        head=later["head"],
+                        earlier_layer=earlier["layer"],
+                        earlier_head=earlier["head"],
+                        statistics={kind: MeanEstimate.exact(scores[kind][row][column]) for kind in kinds},
+                    )
+                    rows.append(pair)
+        width = written[0].shape[1]
+        measured = {
+            "sequences": 1,
+            "expected": width**-0.5,
+            "random_sd": random_sd(readers[1][kinds[0]].shape[1], written[0].shape[2], width),
+            "heads": [dict(each) for each in self.heads],
+        }
+        settings = {**self.metadata["settings"], "distance": distance}
+        return Composition(tuple(rows), {**self.metadata, "settings": settings, "measured": measured})
+
+    def _available(self, names: Sequence[str], known: Sequence[str], plural: str) -> tuple[str, ...]:
+        """Return the scores that are named, or all `known` ones that a model has. Warn of the others.
+
+        Raises:
+            InputError: the model does not have a score that is named, or none of those that are known.
+        """
+        reasons = {name: self.why_not(name) for name in names or known}
+        missing = {name: reason for name, reason in reasons.items() if reason is not None}
+        present = tuple(name for name in reasons if name not in missing)
+        if missing and (names or not present):
+            name, reason = next(iter(missing.items()))
+            others = [other for other in known if self.why_not(other) is None]
+            remedy = f"the model has {', '.join(others)}" if others else "use the matrices of each head, ov and qk"
+            raise InputError("model", expected=f"one that has {plural} of the name {name!r}", got=reason, remedy=remedy)
+        for reason in dict.fromkeys(missing.values()):
+            left_out = ", ".join(name for name, of_name in missing.items() if of_name == reason)
+            warnings.warn(f"the {plural} {left_out} are left out: the model has {reason}", stacklevel=3)
+        return present
+
+    def _find(self, layer: int, head: int) -> tuple[ModuleMaps, int]:
+        """Return the maps of the module with a head, and the head's index in it."""
+        for labels in self.heads:
+            if (labels["layer"], labels["head"]) == (layer, head):
+                return next(maps for maps in self._modules if maps.path == labels["module"]), labels["head"]
+        raise InputError("head", expected="a (layer, head) of the model", got=(layer, head))
+
+    def _ov_factors(self, maps: ModuleMaps) -> tuple[Tensor, Tensor]:
+        """Return the factors of the OV matrices of a module, `(heads, width, value_dim)` and `(heads, value_dim,
+        width)`.
+        """
+        factor = 1.0
+        if isinstance(self._stream, StreamFactors):
+            factor = self._stream.of_modules[self._modules.index(maps)]
+        group = len(maps.query) // len(maps.value)
+        return maps.output * factor, maps.value.repeat_interleave(group, 0)
+
+    def _qk_factors(self, maps: ModuleMaps, distance: int) -> tuple[Tensor, Tensor]:
+        """Return the factors of the QK matrices of a module, `(heads, width, head_dim)` and `(heads, head_dim, width)`,
+        for queries `distance` tokens after their keys.
+
+        Raises:
+            InputError: the scores of the module are not bilinear.
+        """
+        if maps.why_no_qk is not None:
+            expected = "scores that are a bilinear form of the residual stream"
+            raise InputError("model", expected=expected, got=maps.why_no_qk, remedy="use OV matrices, copying or v")
+        positions = torch.zeros(maps.query.shape[-1], dtype=torch.int64, device=maps.query.device)
+        query = maps.rotation.rotate(maps.query.mT, positions + distance) * maps.scale[:, None, None]
+        key = maps.rotation.rotate(maps.key.mT, positions).mT
+        return query, key.repeat_interleave(len(maps.query) // len(maps.key), 0)

@@ -1,19 +1,32 @@
-"""Scores of heads from their OV and QK matrices."""
+"""Tables of the scores of heads and of pairs of heads, from their OV and QK matrices.
 
-import warnings
-from collections.abc import Sequence
+Composition scores are computed from the factors of these matrices. With the QR decompositions `B^T = Q S` and
+`D^T = P T`, the norm of `B^T (A C) D` is that of `S (A C) T^T`, a matrix of head_dim by head_dim.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from headwise.analysis.circuits.factored import FactoredMatrix, positive_share
-from headwise.analysis.circuits.matrices import SCORES, CircuitMatrices
-from headwise.analysis.circuits.module_maps import ModuleMaps
+from headwise.checks import head_pair, whole_number
 from headwise.errors import InputError
-from headwise.progress import progress_bar
+from headwise.plots.kinds import Kind, plot_kind, require_name
+from headwise.plots.matrices import draw_similarity
+from headwise.plots.points import PlottedNumbers, draw_ranking
 from headwise.runs.head_table import HeadTable
-from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, Row
+from headwise.runs.table import Table
+from headwise.shapes import Float
 from headwise.statistics.columns import Column
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DRAWS = 64
+"""Number of pairs of random matrices whose scores give the standard deviation of random scores."""
 
 
 class CircuitScores(HeadTable[HeadRow]):
@@ -57,66 +70,216 @@ class CircuitScores(HeadTable[HeadRow]):
     SAMPLES = "model"
 
 
-def score_table(circuits: CircuitMatrices, names: Sequence[str], distance: int) -> CircuitScores:
-    """Return the table of the scores `names`, or of all that a model has.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class HeadPair(Row):
+    """Row of a composition table: a head, a head of an earlier layer whose output it reads, and their scores.
 
-    Raises:
-        InputError: the model does not have a score that is named.
+    Attributes:
+        layer: layer of the later head, zero-based.
+        head: the later head in its layer.
+        earlier_layer: layer of the earlier head.
+        earlier_head: the earlier head in its layer.
     """
-    names = available(circuits, names, SCORES, "scores")
-    values: dict[str, list[Tensor]] = {name: [] for name in names}
-    paths = []
-    modules = circuits.modules()
-    with progress_bar("scores", len(modules), "layers") as bar:
-        for maps in bar.track(modules):
-            by_name = _module_scores(circuits, maps, names, distance)
-            paths.append(maps.path)
-            for name in names:
-                values[name].append(by_name[name])
-    rows = []
-    for labels in circuits.heads:
-        module, head = paths.index(labels["module"]), labels["head"]
-        of_head = {name: MeanEstimate.exact(float(values[name][module][head])) for name in names}
-        rows.append(HeadRow(**labels, statistics=of_head))
-    settings = {**circuits.metadata["settings"], "distance": distance}
-    return CircuitScores(tuple(rows), {**circuits.metadata, "settings": settings, "measured": {"sequences": 1}})
+
+    layer: int
+    head: int
+    earlier_layer: int
+    earlier_head: int
+
+    @property
+    def name(self) -> str:
+        """Names of both heads, the earlier one first, such as `1.3>5.0`."""
+        return f"{self.earlier_layer}.{self.earlier_head}>{self.layer}.{self.head}"
+
+    def _described(self) -> list[str]:
+        return [self.name]
 
 
-def available(circuits: CircuitMatrices, names: Sequence[str], known: Sequence[str], plural: str) -> tuple[str, ...]:
-    """Return the scores that are named, or all `known` ones that a model has. Warn of the others.
-
-    Raises:
-        InputError: the model does not have a score that is named, or none of those that are known.
+class CompositionSummary(HeadTable[HeadRow]):
+    """Table of the largest composition scores of each head, one row per head. `k_in` is the head's largest
+    K-composition with an earlier head, and `k_out` that with a later head; so are the columns of `q` and `v`. The
+    number is NaN for heads of the first layer (`_in`) and of the last layer (`_out`), and for a head whose matrix is 0.
     """
-    reasons = {name: circuits.why_not(name) for name in names or known}
-    missing = {name: reason for name, reason in reasons.items() if reason is not None}
-    present = tuple(name for name in reasons if name not in missing)
-    if missing and (names or not present):
-        name, reason = next(iter(missing.items()))
-        others = [other for other in known if circuits.why_not(other) is None]
-        remedy = f"the model has {', '.join(others)}" if others else "use the matrices of each head, ov and qk"
-        raise InputError("model", expected=f"one that has {plural} of the name {name!r}", got=reason, remedy=remedy)
-    for reason in dict.fromkeys(missing.values()):
-        left_out = ", ".join(name for name, of_name in missing.items() if of_name == reason)
-        warnings.warn(f"the {plural} {left_out} are left out: the model has {reason}", stacklevel=4)
-    return present
+
+    NAME = "composition-summary"
+    ROW_TYPE = HeadRow
+    SAMPLES = "model"
 
 
-def _module_scores(
-    circuits: CircuitMatrices, maps: ModuleMaps, names: Sequence[str], distance: int
-) -> dict[str, Tensor]:
-    """Return the scores `names` of the heads of one module."""
-    values: dict[str, Tensor] = {}
-    for circuit, vocabulary_score in (("ov", "copying"), ("qk", "matching")):
-        needed = [name for name in names if name == vocabulary_score or name.startswith(circuit)]
-        if not needed:
-            continue
-        left, right = circuits.ov_factors(maps) if circuit == "ov" else circuits.qk_factors(maps, distance)
-        if vocabulary_score in needed:
-            # The eigenvalues of U (left right) E^T are those of right (E^T U) left, and 0.
-            core = right @ circuits.vocabulary_product(vocabulary_score) @ left
-            values[vocabulary_score] = positive_share(torch.linalg.eigvals(core))
-        singular = FactoredMatrix(left, right).singular_values()
-        values[f"{circuit}_norm"] = singular.norm(dim=-1)
-        values[f"{circuit}_largest"] = singular.amax(-1)
-    return values
+class Composition(Table[HeadPair]):
+    """Table of composition scores, one row per pair of a head (2) and a head of an earlier layer (1).
+
+    The scores are, with |.| for the Frobenius norm:
+
+        q  |QK2^T OV1| / (|QK2| |OV1|)    head 1 writes what the queries of head 2 read
+        k  |QK2 OV1| / (|QK2| |OV1|)      head 1 writes what its keys read
+        v  |OV2 OV1| / (|OV2| |OV1|)      head 1 writes what its values read
+
+    (Elhage et al. 2021, section "Composition scores"). A score is from 0 to 1. For matrices with independent Gaussian
+    numbers it is close to `expected`, 1 / sqrt(width): with a rotation of one matrix by chance, the expectation of the
+    squared score is exactly 1 / width, whatever the ranks. Scores of trained models are mostly above this number, so
+    compare a pair with other pairs too.
+    """
+
+    NAME = "composition"
+    ROW_TYPE = HeadPair
+    UNIT: ClassVar[str] = "pair"
+    SAMPLES: ClassVar[str] = "model"
+
+    @property
+    def expected(self) -> float:
+        """Score of random matrices: the root of the mean of their squared scores, 1 / sqrt(width)."""
+        return float(self.metadata["measured"]["expected"])
+
+    @property
+    def random_sd(self) -> float:
+        """Standard deviation of the score of random Gaussian matrices with the shapes of the model's first layers,
+        estimated from draws.
+        """
+        return float(self.metadata["measured"]["random_sd"])
+
+    def pair(self, earlier: tuple[int, int], later: tuple[int, int]) -> HeadPair:
+        """Return the row of two heads, each `(layer, head)`, zero-based.
+
+        Raises:
+            InputError: the table has no such pair.
+        """
+        heads = tuple(head_pair("pair", head, of="two heads (layer, head)") for head in (earlier, later))
+        for row in self.rows:
+            if ((row.earlier_layer, row.earlier_head), (row.layer, row.head)) == heads:
+                return row
+        raise InputError("pair", expected="a head of an earlier layer and a later one", got=(earlier, later))
+
+    def largest(self, kind: str, top: int = 20) -> list[HeadPair]:
+        """Return the `top` pairs with the largest scores of a kind, "q", "k" or "v", largest first. Pairs without a
+        score, of a head whose matrix is 0, are left out.
+
+        Raises:
+            InputError: the table has no such kind, or `top` is not a whole number of 1 or more.
+        """
+        name, top = require_name("kind", kind, dict.fromkeys(self.statistics)), whole_number("top", top, least=1)
+        scored = [row for row in self.rows if not math.isnan(row.statistics[name].value)]
+        return sorted(scored, key=lambda row: -row.statistics[name].value)[:top]
+
+    def summary(self) -> CompositionSummary:
+        """Return the largest scores of each head, as one row per head: with earlier heads (columns such as `k_in`), and
+        with later ones (`k_out`).
+        """
+        largest: dict[tuple[int, int, str], float] = {}
+        for row in self.rows:
+            for kind, estimate in row.statistics.items():
+                ends = (row.layer, row.head, f"{kind}_in"), (row.earlier_layer, row.earlier_head, f"{kind}_out")
+                for key in ends if not math.isnan(estimate.value) else ():
+                    largest[key] = max(estimate.value, largest.get(key, -math.inf))
+        names = [f"{kind}_{end}" for kind in self.statistics for end in ("in", "out")]
+        rows = []
+        for labels in self.metadata["measured"]["heads"]:
+            keys = {name: (labels["layer"], labels["head"], name) for name in names}
+            statistics = {
+                name: MeanEstimate.exact(largest[key]) if key in largest else NO_ESTIMATE for name, key in keys.items()
+            }
+            rows.append(HeadRow(**labels, statistics=statistics))
+        return CompositionSummary(tuple(rows), self.metadata)
+
+    def plot(
+        self, statistic: str | None = None, *, kind: str = "heatmap", top: int | None = None, ax: Any = None
+    ) -> "Axes":
+        """Draw composition scores, and return the matplotlib axes.
+
+        | kind      | plot                                                                                |
+        | --------- | ----------------------------------------------------------------------------------- |
+        | "heatmap" | the score of every pair: the later head is the row, and the earlier one the column  |
+        | "ranking" | pairs in descending order, with a line at `expected`                                |
+
+        Args:
+            statistic: "q", "k" or "v"; "k" by default, if the table has it.
+            kind: the kind of plot.
+            top: number of pairs that "ranking" names, 10 by default.
+            ax: matplotlib axes to draw on; those of a new figure by default.
+
+        Raises:
+            InputError: the table has no such score or kind, the kind has no such option, or `ax` is not axes.
+            MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> composition.plot("k").figure.savefig("composition.svg")  # doctest: +SKIP
+        """
+        kinds = {"heatmap": Kind(self._heatmap, ("statistic",)), "ranking": Kind(self._ranking, ("statistic", "top"))}
+        return plot_kind(kinds, kind, ax, statistic=statistic, top=top)
+
+    def _plotted(self, statistic: str | None) -> str:
+        """Return the name of the score to plot."""
+        default = "k" if "k" in self.statistics else "v"
+        return require_name("statistic", statistic or default, dict.fromkeys(self.statistics))
+
+    def _heatmap(self, statistic: str | None = None, ax: Any = None) -> "Axes":
+        """Draw a matrix of heads by heads."""
+        name, heads = self._plotted(statistic), self.metadata["measured"]["heads"]
+        places = {(labels["layer"], labels["head"]): index for index, labels in enumerate(heads)}
+        values = torch.full((len(heads), len(heads)), torch.nan)
+        for row in self.rows:
+            place = places[row.layer, row.head], places[row.earlier_layer, row.earlier_head]
+            values[place] = row.statistics[name].value
+        layers = [labels["layer"] for labels in heads]
+        measure = f"{name.upper()}-composition"
+        axes = draw_similarity(values, layers, measure=measure, title=self.model_name, ax=ax)
+        axes.set(xlabel="layer of the earlier head", ylabel="layer of the later head")
+        return axes
+
+    def _ranking(self, statistic: str | None = None, top: int = 10, ax: Any = None) -> "Axes":
+        """Draw the scores of all pairs in descending order."""
+        name = self._plotted(statistic)
+        values = [row.statistics[name].value for row in self.rows]
+        numbers = PlottedNumbers(f"{name.upper()}-composition", values, [math.nan] * len(values))
+        names = [row.name for row in self.rows]
+        axes = draw_ranking(numbers, names, title=self.model_name, noun="pair", errors=0, top=top, ax=ax)
+        axes.axhline(self.expected, color="grey", linewidth=0.8, linestyle="--")
+        return axes
+
+
+def reading_factor(
+    left: Float[Tensor, "heads width rank"], right: Float[Tensor, "heads rank width"]
+) -> Float[Tensor, "heads rank width"]:
+    """Return a factor of the matrices `left @ right` of heads, such that products of both with a matrix on their right
+    have the same norm.
+    """
+    factor: Tensor = torch.linalg.qr(left, mode="r").R @ right
+    return factor
+
+
+def writing_factor(
+    left: Float[Tensor, "heads width rank"], right: Float[Tensor, "heads rank width"]
+) -> Float[Tensor, "heads width rank"]:
+    """Return a factor of the matrices `left @ right` of heads, such that products of both with a matrix on their left
+    have the same norm.
+    """
+    factor: Tensor = left @ torch.linalg.qr(right.mT, mode="r").R.mT
+    return factor
+
+
+def composition_scores(
+    later: Float[Tensor, "later rank width"], written: Float[Tensor, "earlier width rank"]
+) -> Float[Tensor, "later earlier"]:
+    """Return the composition score of every later with every earlier head, from their reading and writing factors: the
+    norm of the product, divided by the product of the norms.
+    """
+    flat = later.flatten(0, 1) @ written.movedim(0, 1).flatten(1)
+    squares = flat.square().view(*later.shape[:2], written.shape[0], written.shape[2]).sum((1, 3))
+    norms = later.flatten(1).norm(dim=1)[:, None] * written.flatten(1).norm(dim=1)
+    scores: Tensor = squares.sqrt() / norms
+    return scores
+
+
+def random_sd(reading_rank: int, writing_rank: int, width: int) -> float:
+    """Return the standard deviation of the score of two matrices `(width, width)` of these ranks, each a product of
+    factors of independent Gaussian numbers.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def factors(rank: int) -> tuple[Tensor, Tensor]:
+        draws = torch.randn(2, DRAWS, width, rank, generator=generator, dtype=torch.float64)
+        return draws[0], draws[1].mT
+
+    later, earlier = reading_factor(*factors(reading_rank)), writing_factor(*factors(writing_rank))
+    scores = torch.cat([composition_scores(later[i : i + 1], earlier[i : i + 1]) for i in range(DRAWS)])
+    return float(scores.std())

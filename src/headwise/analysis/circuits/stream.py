@@ -5,10 +5,10 @@ adds, and the token embedding, are shifted by random vectors. In a linear stream
 and of the final norm is then shifted by the vectors of all modules before it, each times a constant factor.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,15 +61,15 @@ def stream_factors(trace: RunTrace, batch: Any, modules: Sequence[PlacedModule])
     """
     ends = [module.input for module in modules]
     shape = ends[0].shape
-    if any(end.shape != shape for end in ends) or any(_shape(module.written) != shape for module in modules):
+    shapes = [end.shape for end in ends] + [getattr(module.written.result, "shape", None) for module in modules]
+    if any(other != shape for other in shapes):
         raise NotLinearError("attention modules of different widths")
     if (end := _stream_end(trace, shape)) is not None:
-        ends.append(end.stream)
+        ends.append(end[0])
     writers = [module.written for module in modules]
     embedding = input_embeddings(trace.model)
     embedded = next((call for call in trace.calls if call.module is embedding), None)
-    has_embedding = embedded is not None and _shape(embedded) == shape
-    if embedded is not None and has_embedding:
+    if embedded is not None and getattr(embedded.result, "shape", None) == shape:
         writers.insert(0, embedded)
     if 2 * len(writers) > shape.numel():
         raise NotLinearError(f"{len(writers)} modules, too many for a text of {shape[1]} tokens of width {shape[2]}")
@@ -83,19 +83,17 @@ def stream_factors(trace: RunTrace, batch: Any, modules: Sequence[PlacedModule])
     if [call.path for call in second.calls] != [call.path for call in trace.calls]:
         raise NotLinearError("modules that run in another order when their inputs change")
     changes = [_tensor_like(trace, second, end) - end for end in ends]
-    return _factors([module.maps.path for module in modules], shifts, changes, has_embedding)
+    return _factors([module.maps.path for module in modules], shifts, changes)
 
 
-def _factors(
-    paths: Sequence[str], shifts: Sequence[Tensor], changes: Sequence[Tensor], has_embedding: bool
-) -> StreamFactors:
-    """Return the factors of the shifts in the changes of the stream at each attention module and at the end. The first
-    shift is that of the token embedding if `has_embedding`; the others are those of the modules at `paths`.
+def _factors(paths: Sequence[str], shifts: Sequence[Tensor], changes: Sequence[Tensor]) -> StreamFactors:
+    """Return the factors of the shifts in the changes of the stream at each attention module and at the end. The last
+    shifts are those of the modules at `paths`; one before them is that of the token embedding.
 
     Raises:
         NotLinearError: a change is no such sum, or a factor is not the same everywhere.
     """
-    offset, size = int(has_embedding), float(shifts[0].norm())
+    offset, size = len(shifts) - len(paths), float(shifts[0].norm())
     table = torch.full((len(changes), len(shifts)), torch.nan, dtype=torch.float64)
     for index, change in enumerate(changes):
         before = [shift.flatten() for shift in shifts[: index + offset]]
@@ -115,7 +113,7 @@ def _factors(
             raise NotLinearError(
                 f"heads of {path} whose outputs reach later modules through a norm, or with different factors"
             )
-    of_embedding = _only(factors[0]) if has_embedding and _is_constant(factors[0]) else None
+    of_embedding = _only(factors[0]) if offset and _is_constant(factors[0]) else None
     return StreamFactors(shifts[0].shape, tuple(_only(of_module) for of_module in factors[offset:]), of_embedding)
 
 
@@ -129,11 +127,6 @@ def _only(factors: Tensor) -> float:
     """Return a factor that is the same everywhere: exactly 1 if it is 1 but for rounding."""
     factor = float(factors[0])
     return 1.0 if abs(factor - 1.0) <= TOLERANCE else factor
-
-
-def _shape(call: ModuleCall) -> torch.Size | None:
-    """Return the shape of what a call returned; None if it returned no tensor."""
-    return None if call.result is None else call.result.shape
 
 
 def _tensor_like(trace: RunTrace, second: RunTrace, end: Tensor) -> Tensor:
@@ -154,12 +147,13 @@ def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> 
     """
     outputs: dict[nn.Module, list[Any]] = {}
     for call in trace.calls:
-        shift = next((shift for other, shift in shifted if other is call), None)
+        shift, output = next((shift for other, shift in shifted if other is call), None), call.output
         if shift is not None:
-            outputs.setdefault(call.module, []).append(_plus(call.output, shift))
-        elif is_norm(call.module):
-            outputs.setdefault(call.module, []).append(call.output)
-    hooks = [module.register_forward_hook(_returning(iter(stored))) for module, stored in outputs.items()]
+            output = (output[0] + shift, *output[1:]) if isinstance(output, tuple) else output + shift
+        if shift is not None or is_norm(call.module):
+            outputs.setdefault(call.module, []).append(output)
+    remaining = {module: iter(stored) for module, stored in outputs.items()}
+    hooks = [module.register_forward_hook(lambda module, *_: next(remaining[module], None)) for module in outputs]
     try:
         yield
     finally:
@@ -167,43 +161,21 @@ def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> 
             hook.remove()
 
 
-def _returning(outputs: Iterator[Any]) -> Callable[..., Any]:
-    """Return a forward hook that replaces the outputs of a module by those of an iterator."""
-    return lambda *_: next(outputs, None)
-
-
-def _plus(output: Any, shift: Tensor) -> Any:
-    """Return an output of a module with a shift added to it, or to its first element if it is a tuple."""
-    return (output[0] + shift, *output[1:]) if isinstance(output, tuple) else output + shift
-
-
-class _StreamEnd(NamedTuple):
-    """End of the residual stream in a run.
-
-    Attributes:
-        stream: input of the final norm, or of the output embedding if there is no such norm, or output of the model.
-        norm: call of the final norm.
-        unembedding: call of the output embedding; None if the model does not name it.
-    """
-
-    stream: Tensor
-    norm: ModuleCall | None
-    unembedding: ModuleCall | None
-
-
-def _stream_end(trace: RunTrace, shape: torch.Size) -> _StreamEnd | None:
-    """Return the end of a residual stream of this shape in a run. If the model does not name its output embedding, it
-    is the output of the model, or else the input of the last norm; None without both.
+def _stream_end(trace: RunTrace, shape: torch.Size) -> tuple[Tensor, ModuleCall | None, ModuleCall | None] | None:
+    """Return the end of a residual stream of this shape in a run: the input of the final norm, or of the output
+    embedding if there is no such norm. If the model does not name its output embedding, it is the output of the model,
+    or else the input of the last norm; None without both. Return also the calls of the final norm and of the output
+    embedding, or None for them.
     """
     module = output_embeddings(trace.model)
     unembedding = None if module is None else next((call for call in trace.calls if call.module is module), None)
     last = getattr(trace.output, "last_hidden_state", trace.output) if unembedding is None else unembedding.input
     if isinstance(last, Tensor) and last.shape == shape:
         norm = trace.norm_before(last)
-        return _StreamEnd(last if norm is None or norm.input is None else norm.input, norm, unembedding)
+        return last if norm is None or norm.input is None else norm.input, norm, unembedding
     norms = (call for call in reversed(trace.calls) if is_norm(call.module))
     norm = next((call for call in norms if call.input is not None and call.input.shape == shape), None)
-    return None if norm is None or norm.input is None else _StreamEnd(norm.input, norm, None)
+    return None if norm is None or norm.input is None else (norm.input, norm, None)
 
 
 def embedding_product(trace: RunTrace, factors: StreamFactors) -> Float[Tensor, "width width"]:
@@ -263,11 +235,11 @@ def unembedding_matrix(trace: RunTrace, shape: torch.Size) -> Float[Tensor, "voc
         NotLinearError: the model does not name its output embedding, this is not linear, or the logits of the run are
             not an increasing function of its results.
     """
-    end = _stream_end(trace, shape)
-    if end is None or end.unembedding is None or end.unembedding.input is None or end.unembedding.result is None:
+    _, norm, unembedding = _stream_end(trace, shape) or (None, None, None)
+    if unembedding is None or unembedding.input is None or unembedding.result is None:
         raise NotLinearError("no output embedding that it names (get_output_embeddings)")
-    inputs, results = end.unembedding.input, end.unembedding.result
-    found = linear_map(end.unembedding.module, inputs.shape[-1])
+    inputs, results = unembedding.input, unembedding.result
+    found = linear_map(unembedding.module, inputs.shape[-1])
     expected = None if found is None else inputs @ found.weight.mT + (0.0 if found.bias is None else found.bias)
     if found is None or expected is None or expected.shape != results.shape:
         raise NotLinearError("an output embedding that is not linear")
@@ -277,9 +249,7 @@ def unembedding_matrix(trace: RunTrace, shape: torch.Size) -> Float[Tensor, "voc
     logits = next((each for each in outputs if isinstance(each, Tensor) and each.shape == results.shape), None)
     if logits is None or not _is_increasing(results, logits):
         raise NotLinearError("logits that are no increasing function of the results of the output embedding")
-    if end.norm is None:
-        return found.weight
-    return map_of(end.norm).after(found.weight)
+    return found.weight if norm is None else map_of(norm).after(found.weight)
 
 
 def _is_increasing(results: Tensor, logits: Tensor) -> bool:

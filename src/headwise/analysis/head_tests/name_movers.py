@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from headwise.analysis.attribution import logit_parts
 from headwise.analysis.causality import require_causal_decoder
-from headwise.analysis.circuits.double_copy import double_copy
 from headwise.analysis.circuits.module_maps import ModuleMaps, placed_module
 from headwise.analysis.circuits.stream import NotLinearError, stream_factors, unembedding_matrix
-from headwise.analysis.circuits.trace import RunTrace
+from headwise.analysis.circuits.trace import RunTrace, double_copy
 from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
 from headwise.analysis.head_tests.name_prompts import NAMES, ROLES, TEMPLATES, NamePrompt, name_prompts
 from headwise.analysis.head_tests.weight_reader import WeightReader

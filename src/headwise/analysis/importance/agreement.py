@@ -1,19 +1,22 @@
 """Agreement between predicted and measured effects of heads: correlations, overlap, and a scatter plot."""
 
+import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import correlation
 from typing import TYPE_CHECKING, Any
 
-from headwise.analysis.importance.bootstrap import correlation_interval
+import torch
+from torch import Tensor
+
 from headwise.checks import finite_number, pair_of, whole_number
 from headwise.errors import InputError, require
 from headwise.plots.kinds import HeadNumbers
 from headwise.plots.points import PlottedNumbers
 from headwise.runs.head_table import HeadTable
-from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.runs.rows import MeanEstimate
 from headwise.runs.table import require_statistic
+from headwise.shapes import Float
 from headwise.wording import counted, number
 
 if TYPE_CHECKING:
@@ -23,6 +26,9 @@ LABELLED_HEADS = 5
 """Number of heads that are labelled in the plot: those with the largest measured effects."""
 
 CORRELATIONS = ("spearman", "pearson")
+
+SAMPLES_AT_ONCE = 1_000_000
+"""Number of values that are resampled at once."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,20 @@ class Agreement:
         samples = whole_number("samples", samples, least=1)
         if self._is_constant:
             return math.nan, math.nan
-        is_spearman = correlation == "spearman"
-        return correlation_interval(*self._values, of_ranks=is_spearman, level=level, samples=samples)
+        pairs = torch.tensor(self._values, dtype=torch.float64)
+        generator, count = torch.Generator().manual_seed(0), pairs.shape[1]
+        drawn, at_once = [], max(1, SAMPLES_AT_ONCE // count)
+        for start in range(0, samples, at_once):
+            index = torch.randint(count, (min(at_once, samples - start), count), generator=generator)
+            x, y = pairs[:, index]
+            drawn.append(_correlations(_ranks(x), _ranks(y)) if correlation == "spearman" else _correlations(x, y))
+        values = torch.cat(drawn)
+        values = values[values.isfinite()]  # samples in which x or y is constant have no correlation
+        if not len(values):
+            return math.nan, math.nan
+        ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+        low, high = values.quantile(ends).tolist()
+        return low, high
 
     def overlap(self, top: int) -> float:
         """Return the share of the `top` heads with the largest measured effects that are also among the `top` heads
@@ -108,7 +126,9 @@ class Agreement:
             InputError: `top` is not a number from 1 to the number of heads.
         """
         top = whole_number("top", top, least=1, most=len(self.heads))
-        predicted, measured = (set(_largest(effects, top)) for effects in self._effects)
+        predicted, measured = (
+            set(heapq.nlargest(top, range(len(effects)), key=effects.__getitem__)) for effects in self._effects
+        )
         return len(predicted & measured) / top
 
     @property
@@ -136,13 +156,7 @@ class Agreement:
         names = f"{self.names[0]} predicts {self.names[1]}"
         return f"Agreement({counted(len(self.heads), 'head')}, {names}, Pearson {number(self.pearson, '.3f')})"
 
-    def plot(
-        self,
-        *,
-        errors: float = 1.0,
-        top: int = LABELLED_HEADS,
-        ax: Any = None,
-    ) -> "Axes":
+    def plot(self, *, errors: float = 1.0, top: int = LABELLED_HEADS, ax: Any = None) -> "Axes":
         """Draw the measured against the predicted importance of each head, and return the matplotlib axes: one point
         per head with standard errors, coloured by layer, the line of equal values, and the Spearman and Pearson
         correlations in the title.
@@ -204,11 +218,11 @@ def agreement(
     statistics = pair_of("statistics", statistics, of="the names of two statistics")
     require_statistic(statistics[0], predicted.statistics)
     require_statistic(statistics[1], measured.statistics)
-    measured_value = {_site_and_head(row): row.statistics[statistics[1]] for row in measured.heads}
+    measured_value = {(row.module, row.head, row.kind): row.statistics[statistics[1]] for row in measured.heads}
     pairs = [
-        (row.name, row.statistics[statistics[0]], measured_value[_site_and_head(row)])
+        (row.name, row.statistics[statistics[0]], measured_value[key])
         for row in predicted.heads
-        if _site_and_head(row) in measured_value
+        if (key := (row.module, row.head, row.kind)) in measured_value
     ]
     pairs = [pair for pair in pairs if not any(math.isnan(estimate.value) for estimate in pair[1:])]
     if not pairs:
@@ -218,16 +232,16 @@ def agreement(
     return Agreement(statistics, names, predicted_values, measured_values, no_effect)
 
 
-def _site_and_head(row: HeadRow) -> tuple[str, int, str]:
-    """Return a row's module path, head index and kind (self or cross), which identify a head in tables of one model."""
-    return row.module, row.head, row.kind
+def _correlations(x: Float[Tensor, "samples pairs"], y: Float[Tensor, "samples pairs"]) -> Float[Tensor, " samples"]:
+    """Return the Pearson correlation of each row of x with the same row of y; NaN for a constant row."""
+    is_constant = ((x == x[:, :1]).all(1)) | ((y == y[:, :1]).all(1))
+    x, y = (each - each.mean(1, keepdim=True) for each in (x, y))
+    result = (x * y).sum(1) / (x.square().sum(1) * y.square().sum(1)).sqrt()
+    return result.masked_fill(is_constant, math.nan)
 
 
-def _error_bars(estimates: Sequence[MeanEstimate]) -> list[float]:
-    """Return the standard error of each estimate, with 0 in place of NaN (the standard error of a single example)."""
-    return [0.0 if math.isnan(estimate.sem) else estimate.sem for estimate in estimates]
-
-
-def _largest(values: Sequence[float], top: int) -> list[int]:
-    """Return the indices of the `top` largest values, the largest first."""
-    return sorted(range(len(values)), key=lambda index: -values[index])[:top]
+def _ranks(values: Float[Tensor, "samples pairs"]) -> Float[Tensor, "samples pairs"]:
+    """Return the rank of each value in its row, from 1; equal values share their mean rank."""
+    ordered, values = values.sort(1).values.contiguous(), values.contiguous()
+    smaller, not_larger = (torch.searchsorted(ordered, values, right=right) for right in (False, True))
+    return (smaller + not_larger + 1).double() / 2

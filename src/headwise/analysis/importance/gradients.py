@@ -1,33 +1,187 @@
 """Importance of heads by the derivatives of a loss with respect to their gates, all heads in one backward pass.
 
-Examples of a batch do not influence each other, so one backward pass gives the derivatives of every example: each has
-gates of its own.
+A gate is a factor of a head's output. Examples of a batch do not influence each other, so one backward pass gives the
+derivatives of every example: each has gates of its own.
 """
 
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from headwise.analysis.importance.gate_gradients import (
-    CreateGates,
-    GateTensors,
-    ImportanceTask,
-    differentiable_gates,
-    gate_dtype,
-)
-from headwise.analysis.losses import EmbeddingDistance, Loss, require_some_loss
+from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_some_loss
+from headwise.checks import whole_number
+from headwise.data.batches import count_sequences_and_tokens, device_of, evaluation_mode, to_device
+from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Call, SiteKey
+from headwise.intercept.install import intercepted
+from headwise.intercept.interceptor import Call, Change, HeadOutput, SiteKey
 from headwise.intercept.sites import SiteRegistry
+from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import SiteProgress, run_pass
 from headwise.runs.distributed import gather_from_ranks
 from headwise.runs.rows import HeadRow, moment_estimates
 from headwise.shapes import Bool, Float
 from headwise.statistics.moments import Clusters, ClusterSums, Moments, RunningMoments, Summary
+
+LARGEST_GAP = 0.05
+"""Largest completeness gap of integrated gradients that counts as converged."""
+
+MOST_STEPS = 64
+"""Default of the largest number of points of integrated gradients."""
+
+Derivatives = tuple[dict[SiteKey, Float[Tensor, "examples heads"]], Bool[Tensor, " examples"]]
+"""Derivatives of each example's loss with respect to the gates of each attention site (a module's self- or
+cross-attention), and True for each example that has a loss; the others have derivatives of NaN.
+"""
+
+CreateGates = Callable[[Call, Tensor], Float[Tensor, "#examples heads"]]
+"""Function from a site's first call and its head outputs to the gates of the site."""
+
+
+@dataclass(frozen=True)
+class ImportanceTask:
+    """Model, data and loss for which the importance of heads is measured.
+
+    Attributes:
+        model: the model.
+        dataset: `Texts` or batches.
+        loss: function `(model, batch) -> (batch,)`.
+        run: folder in which progress is saved.
+        show_progress: True to show a progress bar.
+    """
+
+    model: nn.Module
+    dataset: Texts | Iterable[Any]
+    loss: Loss
+    run: CheckpointedRun[Any, Any]
+    show_progress: bool
+
+
+class GateTensors(SiteRegistry):
+    """Interceptor that multiplies head outputs by gates, tensors with respect to which the loss of a task can be
+    differentiated. An attention site (a module's self- or cross-attention) has one gate per head, either for each
+    example or shared by all examples. All calls of a site in a run use the same gates.
+
+    Attributes:
+        by_site: gates of each site that was called in the last run.
+    """
+
+    def __init__(self, task: ImportanceTask) -> None:
+        super().__init__(task.model)
+        self.by_site: dict[SiteKey, Float[Tensor, "#examples heads"]] = {}
+        self._task = task
+        self._create: CreateGates | None = None
+        self._lock = threading.Lock()
+
+    def start_batch(self, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """Move a batch to the model's device, and call the loss's method `prepare`, if it has one, on the model without
+        gates. Return the moved batch and its number of examples.
+        """
+        batch = to_device(batch, device_of(self._task.model))
+        self.by_site, self._create = {}, None
+        prepare_loss(self._task.loss, self._task.model, batch)
+        return batch, count_sequences_and_tokens(batch)[0]
+
+    def losses(self, create: CreateGates, batch: dict[str, Any]) -> Float[Tensor, " examples"]:
+        """Run the model on a batch with new gates on all heads, made by `create` at the first call of each site, and
+        return the loss of each example.
+
+        Raises:
+            InputError: the loss is not one number per example, or has no gradient.
+        """
+        self.by_site, self._create = {}, create
+        losses = finite_loss_per_example(self._task.loss, self._task.model, batch)
+        if self.by_site and not losses.requires_grad:
+            remedy = 'use method="ablation", which needs none'
+            raise InputError("loss", expected="one that records gradients", got="a tensor without", remedy=remedy)
+        return losses
+
+    def losses_at(self, value: float, batch: dict[str, Any], examples: int) -> Float[Tensor, " examples"]:
+        """Return `losses` with a gate of this value for each head and each of the `examples`."""
+
+        def create(call: Call, out: Tensor) -> Float[Tensor, "examples heads"]:
+            size = (examples, call.grid.heads)
+            return torch.full(size, value, dtype=gate_dtype(out), device=out.device, requires_grad=True)
+
+        return self.losses(create, batch)
+
+    def change(self, call: Call) -> Change | None:
+        """Register the site (a module's self- or cross-attention) of an attention call. Return the function that
+        multiplies the call's head outputs by the gates of the site; None in runs without gates.
+        """
+        self.register(call)
+        site, create = call.site, self._create
+        if create is None:
+            return None
+
+        def multiply(attended: HeadOutput) -> Tensor:
+            out = attended.out
+            if not torch.is_grad_enabled():
+                remedy = 'use method="ablation", which needs none'
+                got = f"none in {site.path}"
+                raise InputError("model", expected="one that records gradients", got=got, remedy=remedy)
+            with self._lock:
+                if site not in self.by_site:
+                    self.by_site[site] = create(call, out)
+            gates = self.by_site[site]
+            if gates.shape[0] not in (1, out.shape[0]):
+                expected = f"batches of one example, as {site.path} does not attend example by example"
+                got = f"a batch of {gates.shape[0]}, for which it attends with a batch of {out.shape[0]}"
+                raise InputError("dataset", expected=expected, got=got)
+            return (out.to(gates.dtype) * gates[..., None, None]).to(out.dtype)
+
+        return multiply
+
+
+def gate_dtype(out: Tensor) -> torch.dtype:
+    """Return the dtype of gates for head outputs `out`: float32 at least, since the gradient of a gate is a sum over
+    all queries and features of the head.
+    """
+    return torch.promote_types(out.dtype, torch.float32)
+
+
+@contextmanager
+def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
+    """Intercept the model of a task and yield the object that multiplies its head outputs by gates. While the context
+    is active, the model is in evaluation mode and its parameters are frozen; both are restored afterwards.
+
+    Raises:
+        InputError: a compiled model; at the end of the context, if the loss did not call the model, or no attention was
+            intercepted.
+
+    Warns:
+        UserWarning: at the end of the context, modules that are called attention were not intercepted.
+    """
+    model, gates = task.model, GateTensors(task)
+    # Leaving inference mode also turns gradients on.
+    with evaluation_mode(model), frozen_parameters(model), torch.inference_mode(False), intercepted(model, gates):
+        yield gates
+    if not gates.ran:
+        raise InputError("loss", expected="one that calls the model it is given", got="one that does not")
+    gates.require_attention()
+    gates.warn_of_unread()
+
+
+@contextmanager
+def frozen_parameters(model: nn.Module) -> Iterator[None]:
+    """Turn off the gradients of all model parameters while the context is active, and afterwards turn them on again for
+    the parameters that required gradients before.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
 
 
 @dataclass
@@ -44,12 +198,10 @@ class GradientProgress(SiteProgress):
     counted: RunningMoments = field(default_factory=lambda: _zeros(torch.zeros(0, dtype=torch.bool), None))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the progress as plain containers and tensors for a checkpoint."""
         return super().to_dict() | {"counted": asdict(self.counted)}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Any:
-        """Create the progress from the dictionary that `to_dict` returned."""
         return super().from_dict(fields | {"counted": RunningMoments.from_dict(fields["counted"])})
 
 
@@ -70,24 +222,18 @@ class GradientMethod:
         """
         raise NotImplementedError
 
-    def require_slope(self, loss: Loss) -> None:
-        """Raise `InputError` if the derivatives of a loss are 0 wherever this method computes them."""
-        if self.only_at_one and isinstance(loss, EmbeddingDistance):
-            got, remedy = "EmbeddingDistance, which is minimal there", 'use method="ablation" or "integrated"'
-            raise InputError("loss", expected="one with a slope at the unchanged model", got=got, remedy=remedy)
-
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
         """Differentiate the loss of each example with respect to the gates (factors of outputs) of all heads. Return a
         row per head with the means of its statistics over examples, and a summary of the data: numbers of sequences and
         tokens, and a hash.
         """
         before, progress = task.run.load_progress(), GradientProgress()
-        with differentiable_gates(task.model) as gates:
+        with differentiable_gates(task) as gates:
             gates.merge(before.records)
             progress.records, progress.counted, progress.totals = gates.records, before.counted, dict(before.totals)
 
             def read_batch(batch: dict[str, Any], clusters: Clusters) -> None:
-                gradients, has_loss = self.differentiate(task, gates, batch, progress)
+                gradients, has_loss = self.differentiate(gates, batch, progress)
                 progress.counted = progress.counted.merge(_zeros(has_loss, clusters))
                 progress.records = gates.records
                 for record in progress.records:
@@ -100,37 +246,30 @@ class GradientMethod:
             run_pass(task.dataset, read_batch, task.run, before, progress, shown=task.show_progress)
         return self._rows(task, progress), progress.summary | self.report(progress)
 
-    def differentiate(
-        self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any], progress: GradientProgress
-    ) -> tuple[dict[SiteKey, Float[Tensor, "examples heads"]], Bool[Tensor, " examples"]]:
-        """Return the derivatives of each example's loss, and which examples have one, as `gradients_at` does. By
-        default the derivatives are those in the unchanged model. `progress` may store more.
-        """
-        return self.gradients_at(task, gates, batch, [(1.0, 1.0)])
+    def differentiate(self, gates: GateTensors, batch: dict[str, Any], progress: GradientProgress) -> Derivatives:
+        """Return the derivatives of a batch, by default those in the unchanged model. `progress` may store more."""
+        return self.gradients_at(gates, batch, [(1.0, 1.0)])
 
     def report(self, progress: GradientProgress) -> dict[str, Any]:
         """Return further entries for the metadata of the table, by name."""
         return {}
 
     def gradients_at(
-        self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any], values: Sequence[tuple[float, float]]
-    ) -> tuple[dict[SiteKey, Float[Tensor, "examples heads"]], Bool[Tensor, " examples"]]:
-        """Return, for each attention site (a module's self- or cross-attention), the derivatives of each example's loss
-        with respect to the gates of the site's heads. `values` has pairs of a gate value, one number for all heads of
-        the model, and a weight. Derivatives at several gate values are added, each times its weight. An example with a
-        NaN loss has NaN derivatives. Return also True for each example whose loss is not NaN.
+        self, gates: GateTensors, batch: dict[str, Any], values: Sequence[tuple[float, float]]
+    ) -> Derivatives:
+        """Return the derivatives of a batch at several gate values, each times its weight, added. `values` has pairs of
+        a gate value, one number for all heads of the model, and a weight.
         """
-        batch, examples = task.start_batch(gates, batch)
+        batch, examples = gates.start_batch(batch)
         sums: dict[SiteKey, Tensor] = {}
         has_loss = torch.zeros(examples, dtype=torch.bool)
         for value, weight in values:
-            losses = task.gated_losses(gates, constant_gates(examples, value), batch)
+            losses = gates.losses_at(value, batch, examples)
             has_loss = ~losses.isnan()
             if not gates.by_site:
                 continue
-            gradients = torch.autograd.grad(
-                losses[has_loss].sum(), list(gates.by_site.values()), materialize_grads=True
-            )
+            tensors = list(gates.by_site.values())
+            gradients = torch.autograd.grad(losses[has_loss].sum(), tensors, materialize_grads=True)
             for site, gradient in zip(gates.by_site, gradients, strict=True):
                 if not bool(gradient[has_loss].isfinite().all()):
                     got = f"an infinite or undefined one in {site.path}"
@@ -155,8 +294,7 @@ class GradientMethod:
             estimates[record.site] = {name: moment_estimates(moments) for name, moments in record.statistics.items()}
         return [
             HeadRow(
-                **labels,
-                statistics={name: heads[labels["head"]] for name, heads in estimates[record.site].items()},
+                **labels, statistics={name: heads[labels["head"]] for name, heads in estimates[record.site].items()}
             )
             for record, labels in registry.head_labels()
         ]
@@ -173,22 +311,9 @@ def _missing(counted: RunningMoments, measured: Summary | None, heads: int) -> R
     alone, clusters = counted.alone.count + none, counted.clustered.counts + none
     if isinstance(measured, RunningMoments):
         alone = alone - measured.alone.count
-        clusters = clusters - F.pad(
-            measured.clustered.counts, (0, 0, 0, len(clusters) - len(measured.clustered.counts))
-        )
+        counts = measured.clustered.counts
+        clusters = clusters - F.pad(counts, (0, 0, 0, len(clusters) - len(counts)))
     return RunningMoments(Moments(alone, none, none), ClusterSums(clusters, clusters * 0.0))
-
-
-def constant_gates(examples: int, value: float) -> CreateGates:
-    """Return a function that creates the gates of an attention site (a module's self- or cross-attention): a tensor
-    `(examples, heads)` that requires gradients and is filled with `value`.
-    """
-
-    def create(call: Call, out: Tensor) -> Float[Tensor, "examples heads"]:
-        size = (examples, call.grid.heads)
-        return torch.full(size, value, dtype=gate_dtype(out), device=out.device, requires_grad=True)
-
-    return create
 
 
 @dataclass(frozen=True)
@@ -201,10 +326,6 @@ class Gradient(GradientMethod):
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """Return two statistics for each example and head: "gradient", the absolute value of the derivative of the loss
-        with respect to the head's gate, and "first_order", the negative of the derivative. The derivatives are the
-        argument `gradient`.
-        """
         return {"gradient": gradient.abs(), "first_order": -gradient}
 
 
@@ -217,7 +338,98 @@ class Square(GradientMethod):
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """Return one statistic for each example and head: the squared derivative of the loss with respect to the head's
-        gate, as `square`.
-        """
         return {"square": gradient**2}
+
+
+@dataclass(frozen=True)
+class Integrated(GradientMethod):
+    """Importance method that scores each head by integrated gradients: -dL/dg of its gate g (factor of its output),
+    integrated over the common value of all gates from 0 to 1. For each example, the scores of all heads add up to the
+    effect of removing all heads, up to the error of the quadrature (the axiom of completeness).
+
+    The completeness gap is the sum over examples of the absolute difference between the two, divided by the sum of the
+    absolute effects. So errors of opposite sign do not cancel. For each batch, the number of points is doubled until
+    the gap is at most 5 %. In some models the loss varies so fast along this path that no affordable number of points
+    is enough: the gap is in the metadata of the table, and a warning names one above 5 %.
+
+    Source: Sundararajan, Taly and Yan 2017.
+
+    Attributes:
+        steps: number of points of the Gauss-Legendre quadrature at first.
+        most_steps: largest number of points; by default 64, or `steps` if that is more.
+    """
+
+    steps: int = 16
+    most_steps: int | None = None
+    only_at_one: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        whole_number("steps", self.steps, least=1)
+        if self.most_steps is not None:
+            whole_number("most_steps", self.most_steps, least=self.steps)
+
+    def differentiate(self, gates: GateTensors, batch: dict[str, Any], progress: GradientProgress) -> Derivatives:
+        """Return the derivatives of a batch, integrated over gate values from 0 to 1. `progress` gets sums over
+        examples of the scores, of the effects of removing all heads, of absolute effects, and of absolute differences
+        between scores and effects.
+        """
+        moved, examples = gates.start_batch(batch)
+        without, whole = (gates.losses_at(value, moved, examples).detach().double().cpu() for value in (0.0, 1.0))
+        effects, steps = without - whole, self.steps
+        most = max(MOST_STEPS, steps) if self.most_steps is None else self.most_steps
+        while True:
+            gradients, has_loss = self.gradients_at(gates, batch, gauss_legendre(steps))
+            scores = sum((-gradient.sum(1) for gradient in gradients.values()), torch.zeros_like(effects))
+            one, other = scores[has_loss], effects[has_loss]
+            values = {"scores": one, "effect": other, "effects": other.abs(), "differences": (one - other).abs()}
+            sums = {name: float(of_examples.nansum()) for name, of_examples in values.items()}
+            if sums["differences"] <= LARGEST_GAP * sums["effects"] or 2 * steps > most:
+                break
+            steps *= 2
+        for name, value in sums.items():
+            progress.totals[name] = progress.totals.get(name, 0.0) + value
+        progress.totals["steps"] = max(progress.totals.get("steps", 0.0), float(steps))
+        return gradients, has_loss
+
+    def report(self, progress: GradientProgress) -> dict[str, Any]:
+        """Return the completeness of the scores: means over examples of the sum of all scores and of the effect of
+        removing all heads, the relative difference of these means, the completeness gap, and the largest number of
+        steps. Warn if the gap is above 5 %.
+        """
+        parts = gather_from_ranks((progress.totals, int(progress.counted.count)))
+        examples = sum(count for _, count in parts)
+        scores, effect, effects, differences = (
+            sum(totals.get(name, 0.0) for totals, _ in parts) / examples
+            for name in ("scores", "effect", "effects", "differences")
+        )
+        gap, mean_gap = _relative(differences, effects), _relative(abs(scores - effect), abs(effect))
+        steps = int(max(totals.get("steps", 0.0) for totals, _ in parts))
+        if gap > LARGEST_GAP:
+            warnings.warn(
+                f"integrated gradients did not converge: for each example, the sum of all scores differs by "
+                f"{differences:.4g} from the effect of removing all heads, which is {effects:.4g} (means of absolute "
+                f"values; completeness gap {gap:.0%} after {steps} steps)",
+                stacklevel=4,
+            )
+        completeness = {"scores": scores, "effect": effect, "gap": gap, "gap_of_means": mean_gap, "steps": steps}
+        return {"completeness": completeness}
+
+    def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
+        return {"integrated": -gradient}
+
+
+def gauss_legendre(steps: int) -> list[tuple[float, float]]:
+    """Return the `steps` points and weights of Gauss-Legendre quadrature between 0 and 1, as pairs.
+
+    The points are eigenvalues of the Jacobi matrix (Golub and Welsch 1969). Polynomials of degree up to
+    `2 * steps - 1` are integrated exactly.
+    """
+    order = torch.arange(1, steps, dtype=torch.float64)
+    off_diagonal = order / (4 * order**2 - 1).sqrt()
+    points, vectors = torch.linalg.eigh(torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1))
+    return list(zip(((points + 1) / 2).tolist(), (vectors[0] ** 2).tolist(), strict=True))
+
+
+def _relative(difference: float, effect: float) -> float:
+    """Return a difference divided by an effect, neither of them negative; infinite if the effect alone is 0."""
+    return difference / effect if effect else float("inf") if difference else 0.0

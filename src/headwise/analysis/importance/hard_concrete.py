@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.analysis.importance.gate_gradients import (
-    GateTensors,
-    ImportanceTask,
-    differentiable_gates,
-    gate_dtype,
-)
+from headwise.analysis.importance.gradients import GateTensors, ImportanceTask, differentiable_gates, gate_dtype
 from headwise.checks import finite_number, whole_number
 from headwise.data.batches import iterate_batches
 from headwise.errors import InputError
@@ -128,11 +123,11 @@ class _GateFit:
         self.registry, self.data = SiteRegistry(task.model), SiteProgress()
         self.log_alpha: dict[SiteKey, Float[Tensor, " heads"]] = {}
         self._noise = torch.Generator().manual_seed(seed)
-        self._adam: torch.optim.Adam | None = None
+        self._adam = torch.optim.Adam([{"params": []}], lr=method.learning_rate)
 
     def learn(self, bar: ProgressBar) -> None:
         """Learn the gates of all heads in `epochs` passes over the data. `bar` counts the batches."""
-        with differentiable_gates(self.task.model) as gates:
+        with differentiable_gates(self.task) as gates:
             for epoch in range(self.method.epochs):
                 batches = 0
                 for batch in iterate_batches(self.task.dataset):
@@ -155,19 +150,20 @@ class _GateFit:
         is no update if the loss of every example is NaN, or if no gate parameter exists yet because no attention call
         was intercepted so far.
         """
-        batch, examples = self.task.start_batch(gates, batch)
+        batch, examples = gates.start_batch(batch)
 
         def create(call: Call, out: Tensor) -> Float[Tensor, "#examples heads"]:
             heads = call.grid.heads
             if call.site not in self.log_alpha:
                 log_alpha = torch.full((heads,), INITIAL_LOG_ALPHA, device=out.device, requires_grad=True)
                 self.log_alpha[call.site] = log_alpha
+                self._adam.add_param_group({"params": [log_alpha]})
             # In a module that does not attend example by example, all examples share their gates.
             rows = examples if out.shape[0] == examples else 1
             noise = torch.rand(rows, heads, generator=self._noise).to(out.device)
             return self.method.sample(self.log_alpha[call.site], noise).to(gate_dtype(out))
 
-        losses = self.task.gated_losses(gates, create, batch)
+        losses = gates.losses(create, batch)
         has_loss = ~losses.isnan()
         if not self.log_alpha or not bool(has_loss.any()):
             return
@@ -177,15 +173,4 @@ class _GateFit:
         gradients = torch.autograd.grad(objective, parameters, materialize_grads=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        self._optimizer(parameters).step()
-
-    def _optimizer(self, parameters: list[Tensor]) -> torch.optim.Adam:
-        """Return the Adam optimizer of the gate parameters. The first call creates it. Later calls add those of
-        `parameters` that the optimizer does not have yet.
-        """
-        if self._adam is None:
-            self._adam = torch.optim.Adam(parameters, lr=self.method.learning_rate)
-        known = sum(len(group["params"]) for group in self._adam.param_groups)
-        if parameters[known:]:
-            self._adam.add_param_group({"params": parameters[known:]})
-        return self._adam
+        self._adam.step()

@@ -6,16 +6,21 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import nn
 
 from headwise.analysis.ablate import ablate
-from headwise.analysis.importance.gate_gradients import ImportanceTask
-from headwise.analysis.importance.gradients import Gradient, GradientMethod, GradientProgress, Square
+from headwise.analysis.importance.gradients import (
+    Gradient,
+    GradientMethod,
+    GradientProgress,
+    ImportanceTask,
+    Integrated,
+    Square,
+)
 from headwise.analysis.importance.hard_concrete import HardConcrete
-from headwise.analysis.importance.integrated import Integrated
-from headwise.analysis.losses import Loss, require_loss
+from headwise.analysis.losses import EmbeddingDistance, Loss, require_loss
 from headwise.checks import flag, require_module
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -88,7 +93,6 @@ class Importance(HeadTable[HeadRow]):
         return sorted(values, key=lambda head: math.inf if math.isnan(values[head]) else -values[head])
 
 
-@runtime_checkable
 class ImportanceMethod(Protocol):
     """Interface of importance methods, which score every head of a model. A method is a frozen dataclass whose fields
     are the method's options.
@@ -107,10 +111,6 @@ class AblationMethod:
     """
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Measure the ablation effect of every head, the increase of the loss without the head. Return a row per head
-        with this effect as the statistic `ablation`. Return also a summary of the data: numbers of sequences and
-        tokens, and a hash.
-        """
         table = ablate(task.model, task.dataset, task.loss, progress=task.show_progress)
         rows = [HeadRow(**row.identifiers, statistics={"ablation": row.statistics["cost"]}) for row in table.rows]
         return rows, table.metadata["measured"]
@@ -174,8 +174,17 @@ def importance(
     require_loss(loss)
     chosen = create_method(method, options, loss, normalise=flag("normalise", normalise))
     dataset = prepare_texts(dataset, model, out, shown=progress)
-    settings = _settings(model, dataset, loss, {"name": method, **asdict(chosen)}, title, normalise=normalise)
-    run = CheckpointedRun(GradientProgress, Importance, out, settings, rank_and_world_size()[0])
+    rank, processes = rank_and_world_size()  # a run with another number of processes cannot resume the checkpoints
+    settings = run_settings(
+        model,
+        dataset if isinstance(dataset, Texts) else None,
+        title,
+        method={"name": method, **asdict(chosen)},
+        loss=getattr(loss, "__qualname__", type(loss).__qualname__),
+        normalise=normalise,
+        processes=processes,
+    )
+    run = CheckpointedRun(GradientProgress, Importance, out, settings, rank)
     with ExitStack() as claim:
         broadcast_from_rank0(lambda: claim.enter_context(run.claimed(force=force)))
         finished = broadcast_from_rank0(run.finished_table)
@@ -186,31 +195,6 @@ def importance(
         result = Importance(tuple(rows), {**settings, "measured": measured})
         broadcast_from_rank0(lambda: run.finish(result))
         return result
-
-
-def _settings(
-    model: nn.Module,
-    dataset: Texts | Iterable[Any],
-    loss: Loss,
-    method: Mapping[str, Any],
-    title: str | None,
-    *,
-    normalise: bool,
-) -> dict[str, Any]:
-    """Return the settings of an importance run as JSON-compatible values: model, data, package versions, method with
-    its options, loss, `normalise`, and the number of processes.
-
-    The number of processes is among them, because a run with another number cannot resume the checkpoints.
-    """
-    return run_settings(
-        model,
-        dataset if isinstance(dataset, Texts) else None,
-        title,
-        method=method,
-        loss=getattr(loss, "__qualname__", type(loss).__qualname__),
-        normalise=normalise,
-        processes=rank_and_world_size()[1],
-    )
 
 
 def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalise: bool) -> Any:
@@ -230,8 +214,9 @@ def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalis
             expected = f"{' or '.join(known) or 'no option'} with method={name!r}"
             raise InputError(option, expected=expected, got=repr(value))
     method = METHODS[name](**options)
-    if isinstance(method, GradientMethod):
-        method.require_slope(loss)
+    if isinstance(method, GradientMethod) and method.only_at_one and isinstance(loss, EmbeddingDistance):
+        got, remedy = "EmbeddingDistance, which is minimal there", 'use method="ablation" or "integrated"'
+        raise InputError("loss", expected="one with a slope at the unchanged model", got=got, remedy=remedy)
     if normalise and isinstance(method, HardConcrete):
         raise InputError("normalise", expected="False for statistics that are probabilities", got=True)
     return method

@@ -8,22 +8,47 @@ necessary for it. The two differ: of two heads with the same function, each is s
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from headwise.analysis.gate import GateInterceptor, HeadGate
-from headwise.analysis.patching.prompt_pair import LayerHead, PromptPairs, SiteHead, prompt_pairs
-from headwise.analysis.patching.table import Patching
-from headwise.analysis.prompts import AnswerTokens
+from headwise.analysis.patching.prompt_pairs import LayerHead, PromptPairs, SiteHead, prompt_pairs
 from headwise.analysis.repeated_runs import RepeatedRuns
 from headwise.analysis.replacements import patch
 from headwise.intercept.install import intercepted
 from headwise.progress import progress_bar
-from headwise.runs.fingerprint import run_settings
+from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.statistics.columns import Column
+
+
+class Patching(HeadTable[HeadRow]):
+    """Table of the effect of patching each head, one row per head, as means over prompt pairs. `difference` is the
+    logit of the right answer minus that of the wrong one in the patched run. `recovered` is the place of `difference`
+    on a scale from 0 (`difference` in the corrupted run) to 1 (`difference` in the clean run).
+    """
+
+    NAME = "patching"
+    ROW_TYPE = HeadRow
+    COLUMNS = (
+        Column("recovered", "Place of the difference between its values in both runs.", is_signed=True, is_tested=True),
+        Column("difference", "Logit of the right answer minus that of the wrong one.", "logit", is_signed=True),
+    )
+    SAMPLES = "prompt pair"
+
+    def column(self, name: str) -> Column:
+        """Return the description of a statistic. If patching a head changes nothing, its value is that of the corrupted
+        run for the direction "denoise" (0 for `recovered`), and that of the clean run for "noise" (1 for `recovered`).
+        """
+        is_noise = self.metadata.get("settings", {}).get("direction") == "noise"
+        null = float(is_noise)
+        if name == "difference":
+            null = float(self.metadata["measured"]["clean" if is_noise else "corrupted"])
+        return replace(super().column(name), null=null)
 
 
 def activation_patching(
@@ -75,15 +100,18 @@ def activation_patching(
             no logits, or is not supported by `watch`.
         MissingExtra: rich is not installed and `progress` is set.
     """
-    tokens = AnswerTokens.from_arguments(answer, wrong, at)
-    with _activation_patches(model, clean, corrupted, tokens, direction, reuse=heads is None) as patches:
-        patched_heads, rows = patches.pairs.heads(heads), []
-        with progress_bar("patching", len(patched_heads), "heads", shown=progress) as bar:
+    with prompt_pairs(model, clean, corrupted, direction, answer=answer, wrong=wrong, at=at) as pairs:
+        patched_heads, rows = pairs.heads(heads), []
+        with (
+            _patched_runs(pairs, reuse=heads is None) as (runs, measure),
+            progress_bar("patching", len(patched_heads), "heads", shown=progress) as bar,
+        ):
             for head in bar.track(patched_heads):
-                rows.append(HeadRow(**head[1], statistics=patches.measure([head])))
-        patches.warn_of_note(stacklevel=3)
-        settings = run_settings(model, None, None, direction=direction, heads=len(rows))
-        return Patching(tuple(rows), {**settings, "measured": patches.measured})
+                rows.append(HeadRow(**head[1], statistics=measure([head])))
+        if runs.note is not None:
+            warnings.warn(runs.note, stacklevel=2)
+        note = {} if runs.note is None else {"note": runs.note}
+        return pairs.table(Patching, rows, note, heads=len(rows))
 
 
 def patch_together(
@@ -106,66 +134,30 @@ def patch_together(
 
         hw.patch_together(model, clean, corrupted, [(9, 9), (9, 6)], answer=mary, wrong=john)["recovered"].value
     """
-    tokens = AnswerTokens.from_arguments(answer, wrong, at)
-    with _activation_patches(model, clean, corrupted, tokens, direction, reuse=False) as patches:
-        return patches.measure(patches.pairs.heads(heads))
+    with prompt_pairs(model, clean, corrupted, direction, answer=answer, wrong=wrong, at=at) as pairs:
+        patched_heads = pairs.heads(heads)
+        with _patched_runs(pairs, reuse=False) as (_, measure):
+            return measure(patched_heads)
 
 
 @contextmanager
-def _activation_patches(
-    model: Any, clean: Any, corrupted: Any, tokens: AnswerTokens, direction: str, *, reuse: bool
-) -> Iterator["_ActivationPatches"]:
-    """Run the model on the clean and on the corrupted prompts, and yield an object that can run it on one batch with
-    head outputs from the run on the other batch, while the context is active. With `reuse`, these runs reuse layer
-    outputs.
-
-    In the context the model is in evaluation mode, without gradients.
+def _patched_runs(
+    pairs: PromptPairs, *, reuse: bool
+) -> Iterator[tuple[RepeatedRuns, Callable[[Collection[SiteHead]], dict[str, MeanEstimate]]]]:
+    """Run the model on the destination batch of `pairs`. Yield its further runs on this batch, which reuse layer
+    outputs if `reuse` is set, and a function that makes one: with the outputs of some heads from the run on the source
+    batch. The function returns `PromptPairs.estimates` of this run.
     """
-    with prompt_pairs(model, clean, corrupted, tokens, direction) as pairs:
-        patches = _ActivationPatches(pairs, reuse=reuse)
-        with intercepted(model, patches.gate_interceptor):
-            yield patches
+    gates = GateInterceptor({})
+    runs = RepeatedRuns(pairs.model, pairs.paths, reuse=reuse)
 
-
-class _ActivationPatches:
-    """Runs of a model on one batch of prompts, with the outputs of some heads taken from its run on another batch.
-
-    The model runs on the patched batch at creation, without patches.
-
-    Attributes:
-        pairs: the two batches, and the run that outputs are taken from.
-        gate_interceptor: puts the recorded head outputs into a run.
-    """
-
-    def __init__(self, pairs: PromptPairs, *, reuse: bool) -> None:
-        self.pairs, self.gate_interceptor = pairs, GateInterceptor({})
-        sites = {record.site.path for record in pairs.source_run.records}
-        self._runs = RepeatedRuns(pairs.model, sites, reuse=reuse)
-        with intercepted(pairs.model, self.gate_interceptor):
-            pairs.set_unpatched(self._runs.run_unchanged(pairs.difference))
-
-    def measure(self, heads: Iterable[SiteHead]) -> dict[str, MeanEstimate]:
-        """Run the model on one batch of the pair, with the outputs of `heads` from the run on the other batch. Return
-        two means over prompt pairs. `difference` is the logit of the right answer minus that of the wrong one in this
-        patched run. `recovered` is the place of `difference` on a scale from 0 (corrupted run) to 1 (clean run).
-        """
-        gates: dict[str, list[HeadGate]] = {}
-        paths = set()
+    def measure(heads: Collection[SiteHead]) -> dict[str, MeanEstimate]:
+        gates_of: dict[str, list[HeadGate]] = {}
         for site, labels in heads:
-            gates.setdefault(site.label, []).append(HeadGate(labels["head"], patch(self.pairs.source_run)))
-            paths.add(site.path)
-        self.gate_interceptor.gates = gates
-        return self.pairs.estimates(self._runs.run_gated(self.pairs.difference, paths))
+            gates_of.setdefault(site.label, []).append(HeadGate(labels["head"], patch(pairs.source_run)))
+        gates.gates = gates_of
+        return pairs.estimates(runs.run_gated(pairs.difference, {site.path for site, _ in heads}))
 
-    def warn_of_note(self, stacklevel: int) -> None:
-        """Warn, if all layers were computed in each run, that reuse of their outputs would change results."""
-        if self._runs.note is not None:
-            warnings.warn(self._runs.note, stacklevel=stacklevel)
-
-    @property
-    def measured(self) -> dict[str, Any]:
-        """Summary of the two runs without patches, as `PromptPairs.measured`. With a note, if all runs computed all
-        layers because reuse of layer outputs would change results.
-        """
-        note = {} if self._runs.note is None else {"note": self._runs.note}
-        return {**self.pairs.measured, **note}
+    with intercepted(pairs.model, gates):
+        pairs.set_unpatched(runs.run_unchanged(pairs.difference))
+        yield runs, measure

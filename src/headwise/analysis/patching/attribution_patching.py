@@ -13,20 +13,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.importance.gate_gradients import frozen_parameters
-from headwise.analysis.patching.output_gradients import OutputGradients
-from headwise.analysis.patching.prompt_pair import LayerHead, PromptPairs, prompt_pairs
-from headwise.analysis.patching.table import AttributionPatching
-from headwise.analysis.prompts import AnswerTokens
-from headwise.analysis.quadrature import gauss_legendre
+from headwise.analysis.importance.gradients import frozen_parameters, gauss_legendre
+from headwise.analysis.patching.activation_patching import Patching
+from headwise.analysis.patching.prompt_pairs import CallKey, LayerHead, PromptPairs, output_of_shape, prompt_pairs
+from headwise.analysis.recording import RecordedOutputs
 from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
 from headwise.checks import whole_number
+from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import SiteKey
+from headwise.intercept.interceptor import Call, Change, HeadOutput, SiteKey
+from headwise.intercept.sites import SiteRegistry
 from headwise.progress import progress_bar
-from headwise.runs.fingerprint import run_settings
 from headwise.runs.rows import HeadRow
 from headwise.shapes import Float
+
+
+class AttributionPatching(Patching):
+    """Table of the estimated effect of patching each head, one row per head, from derivatives. Its columns have the
+    definitions of activation patching, with an estimate in place of the difference in the patched run.
+
+    With d the logit of the right answer minus that of the wrong one, o the output of the head in the run that is
+    patched, and o' its output in the other run, each pair of prompts has
+
+        difference  d + sum over tokens and features of (o' - o) * dd/do
+        recovered   (difference - d_corrupted) / (d_clean - d_corrupted)
+
+    (Nanda 2023, "Attribution patching"; Syed, Rager and Conmy 2023). dd/do includes the effect through later layers.
+
+    With `steps`, dd/do is averaged over the straight line from o to o' by Gauss-Legendre quadrature (integrated
+    gradients; Sundararajan, Taly and Yan 2017, equation 1). All heads of a layer move along their lines together, one
+    layer at a time, while everything after them is computed as usual. The effects of the heads of a layer then add up
+    to the effect of patching all of them at once, up to the error of the quadrature.
+    `metadata["measured"]["completeness_gap"]` is the largest absolute deviation from this, over layers and prompt
+    pairs, in the unit of `difference`. In a layer with one head, the estimate is the result of activation patching.
+    """
+
+    NAME = "attribution_patching"
 
 
 def attribution_patching(
@@ -74,92 +96,137 @@ def attribution_patching(
             to one prompt per row of the batch.
         MissingExtra: rich is not installed and `progress` is set.
     """
-    tokens = AnswerTokens.from_arguments(answer, wrong, at)
     if steps is not None:
         whole_number("steps", steps, least=1)
-    with prompt_pairs(model, clean, corrupted, tokens, direction) as pairs, frozen_parameters(model):
+    answers = {"answer": answer, "wrong": wrong, "at": at}
+    with prompt_pairs(model, clean, corrupted, direction, **answers) as pairs, frozen_parameters(model):
         table_heads = pairs.heads(heads)
-        effects, gap = _estimated_effects(pairs, {site for site, _ in table_heads}, steps, progress)
+        gradients, gaps = _OutputGradients(model, pairs.source_run), []
+        with intercepted(model, gradients):
+            sites = {site for site, _ in table_heads}
+            with restored_state(model), torch.enable_grad():
+                difference = pairs.difference()
+                effects = gradients.products(difference, sites)
+            pairs.set_unpatched(difference)
+            if steps is not None:
+                gradients.reset()
+                runs = RepeatedRuns(model, pairs.paths)
+                runs.run_unchanged(pairs.difference)
+                with progress_bar("attribution", len(sites), "layers", shown=progress) as bar:
+                    for site in bar.track(sites):
+                        effects[site], gap = _integrated_effects(pairs, gradients, runs, site, steps)
+                        gaps.append(gap)
         rows = [
             HeadRow(**labels, statistics=pairs.estimates(pairs.unpatched + effects[site][:, labels["head"]]))
             for site, labels in table_heads
         ]
-        settings = run_settings(model, None, None, direction=direction, heads=len(rows), steps=steps)
-        return AttributionPatching(tuple(rows), {**settings, "measured": {**pairs.measured, **gap}})
+        further = {} if steps is None else {"completeness_gap": max(gaps, default=0.0)}
+        return pairs.table(AttributionPatching, rows, further, heads=len(rows), steps=steps)
 
 
-def _estimated_effects(
-    pairs: PromptPairs, sites: Collection[SiteKey], steps: int | None, progress: bool
-) -> tuple[dict[SiteKey, Float[Tensor, "pairs heads"]], dict[str, float]]:
-    """Return for each site (a module's self- or cross-attention) the estimated effects of patching each of its heads on
-    the difference of logits. With `steps`, derivatives are averaged over as many points, and a second dictionary has
-    the completeness gap; otherwise it is empty.
+def _integrated_effects(
+    pairs: PromptPairs, gradients: "_OutputGradients", runs: RepeatedRuns, site: SiteKey, steps: int
+) -> tuple[Float[Tensor, "pairs heads"], float]:
+    """Return the estimated effect of patching each head of a site (a module's self- or cross-attention) on the
+    difference of logits: integrated gradients along the straight line from the head's output in the unpatched run to
+    that in the source run. Return also the largest absolute difference, over prompt pairs, between the sum of these
+    effects and the effect of patching all heads of the site at once.
     """
-    gradients = OutputGradients(pairs.model, pairs.source_run)
-    with intercepted(pairs.model, gradients):
-        effects = _first_order_effects(pairs, gradients, sites)
-        if steps is None:
-            return effects, {}
-        lines = _LineIntegrals(pairs, gradients, steps)
-        with progress_bar("attribution", len(sites), "layers", shown=progress) as bar:
-            for site in bar.track(sites):
-                effects[site] = lines.effects(site)
-    return effects, {"completeness_gap": lines.largest_gap}
+
+    def products() -> Tensor:
+        return gradients.products(pairs.difference(), [site])[site]
+
+    effects = torch.zeros((), dtype=torch.float64)
+    for point, weight in gauss_legendre(steps):
+        gradients.reset(site, point)
+        with torch.enable_grad():
+            effects = effects + weight * runs.run_gated(products, [site.path])
+    gradients.reset(site, 1.0)
+    together = runs.run_gated(pairs.difference, [site.path]).double() - pairs.unpatched.double()
+    return effects, (effects.sum(1) - together).abs().max().item()
 
 
-def _first_order_effects(
-    pairs: PromptPairs, gradients: OutputGradients, sites: Collection[SiteKey]
-) -> dict[SiteKey, Float[Tensor, "pairs heads"]]:
-    """Run the model on the destination batch, forward and backward, and return for each site (a module's self- or
-    cross-attention) the estimated effects of patching each of its heads on the difference of logits, to first order.
-    """
-    gradients.reset()
-    with restored_state(pairs.model), torch.enable_grad():
-        difference = pairs.difference()
-        effects = gradients.products(difference, sites)
-    pairs.set_unpatched(difference)
-    return effects
+class _OutputGradients(SiteRegistry):
+    """Interceptor that adds a tensor of zeros to the head outputs of each attention call. A result of the run can be
+    differentiated with respect to these tensors: the derivatives are those with respect to the head outputs, with all
+    that depends on these computed again (later heads, MLPs and norms).
 
-
-class _LineIntegrals:
-    """Integrated gradients along the straight lines from the head outputs in the unpatched run to those in the source
-    run, for the heads of one site (a module's self- or cross-attention) at a time.
-
-    Attributes:
-        largest_gap: largest absolute difference so far, over sites and prompt pairs, between the sum of the effects of
-            all heads of a site and the effect of patching them at once.
+    After `reset` with a site, the outputs of all heads of this site are replaced by points on the straight line from
+    their own values in the destination run to those in the run `source`, and only these outputs have derivatives. The
+    destination run is the last one without such a site.
 
     Args:
-        pairs: the prompts.
-        gradients: interceptor, with the head outputs of the unpatched run.
-        steps: number of points on each line.
+        model: the model that is intercepted.
+        source: head outputs in the run that patched values are taken from.
     """
 
-    def __init__(self, pairs: PromptPairs, gradients: OutputGradients, steps: int) -> None:
-        self._pairs, self._gradients, self._points = pairs, gradients, gauss_legendre(steps)
-        self.largest_gap = 0.0
-        paths = {record.site.path for record in pairs.source_run.records}
-        self._runs = RepeatedRuns(pairs.model, paths, reuse=True)
-        gradients.reset()
-        self._runs.run_unchanged(pairs.difference)
+    def __init__(self, model: nn.Module, source: RecordedOutputs) -> None:
+        super().__init__(model)
+        self._source = source
+        self._destination: dict[CallKey, Float[Tensor, "batch heads queries value_dim"]] = {}
+        self._inputs: dict[CallKey, Float[Tensor, "batch heads queries value_dim"]] = {}
+        self._moved: SiteKey | None = None
+        self._share = 0.0
 
-    def effects(self, site: SiteKey) -> Float[Tensor, "pairs heads"]:
-        """Return the effect of each head of a site: the derivative of the difference of logits, averaged over the line,
-        times the change of the head's output.
+    def reset(self, moved: SiteKey | None = None, share: float = 0.0) -> None:
+        """Prepare for the next run of the model, in which the heads of the site `moved` have their outputs at the place
+        `share` of the line: 0 in the destination run, 1 in the source run. None moves no head.
         """
-        integral = sum(weight * self._products(site, point) for point, weight in self._points)
-        assert isinstance(integral, Tensor)
-        self._gradients.reset(site, 1.0)
-        together = self._runs.run_gated(self._pairs.difference, [site.path]).double() - self._pairs.unpatched.double()
-        self.largest_gap = max(self.largest_gap, (integral.sum(1) - together).abs().max().item())
-        return integral
+        self._inputs, self._moved, self._share = {}, moved, share
 
-    def _products(self, site: SiteKey, share: float) -> Float[Tensor, "pairs heads"]:
-        """Return the product of derivative and change of each head of a site at one point of the line."""
-        self._gradients.reset(site, share)
+    def change(self, call: Call) -> Change | None:
+        """Register the site of an attention call, and return the function that makes its head outputs depend on a
+        tensor that requires gradients; None if another site is moved.
+        """
+        if not call.is_recomputation:
+            self.register(call)
+        if self._moved not in (None, call.site):
+            return None
+        key, is_moved, share = (call.site, call.index), self._moved is not None, self._share
 
-        def differentiate() -> Tensor:
-            return self._gradients.products(self._pairs.difference(), [site])[site]
+        def change(attended: HeadOutput) -> Tensor:
+            if key not in self._inputs:
+                if is_moved:
+                    destination = self._destination[key]
+                    tensor = torch.lerp(destination, output_of_shape(self._source, key, destination.shape), share)
+                else:
+                    self._destination[key] = attended.out.detach()
+                    tensor = torch.zeros_like(self._destination[key])
+                self._inputs[key] = tensor.requires_grad_(torch.is_grad_enabled())
+            return self._inputs[key] if is_moved else attended.out + self._inputs[key]
 
-        with torch.enable_grad():
-            return self._runs.run_gated(differentiate, [site.path])
+        return change
+
+    def products(
+        self, result: Float[Tensor, " pairs"], sites: Collection[SiteKey]
+    ) -> dict[SiteKey, Float[Tensor, "pairs heads"]]:
+        """Differentiate the `result` of the last run with respect to head outputs. Return for each of the `sites`, each
+        prompt pair and head the product of the derivative with the output in the source run minus that in the
+        destination run, summed over queries and features, in float64.
+
+        Raises:
+            InputError: the model records no gradients, or does not attend prompt by prompt; a site, or one of its calls
+                in the source run, has no derivatives.
+        """
+        if not result.requires_grad:
+            got = "none" if self._inputs else "none, as heads could not be changed"
+            raise InputError("model", expected="one that records gradients", got=got)
+        calls = {key: tensor for key, tensor in self._inputs.items() if key[0] in sites}
+        gradients = torch.autograd.grad(result.sum(), list(calls.values()), materialize_grads=True)
+        products: dict[SiteKey, Tensor] = {}
+        for key, gradient in zip(calls, gradients, strict=True):
+            site = key[0]
+            if len(gradient) != len(result):
+                remedy = "use activation_patching"
+                expected = f"a batch of {len(result)} in {site.path}, one row per prompt pair"
+                raise InputError("model", expected=expected, got=len(gradient), remedy=remedy)
+            destination = self._destination[key].double()
+            moved = output_of_shape(self._source, key, destination.shape).double() - destination
+            product = (moved * gradient.double()).sum((2, 3))
+            products[site] = products[site] + product if site in products else product
+        for site in sites:
+            differentiated, recorded = sum(key[0] == site for key in calls), len(self._source.by_site[site])
+            if differentiated != recorded:
+                expected = f"{recorded} calls of {site.path} whose outputs can be changed"
+                raise InputError("model", expected=expected, got=differentiated)
+        return products

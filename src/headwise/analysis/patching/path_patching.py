@@ -5,23 +5,69 @@ on receivers R, "through residual connections and MLPs (but not through other at
 model. Goldowsky-Dill et al. (2023, arXiv 2304.05969) define path patching for any set of paths.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from headwise.analysis.patching.path_runs import PathRuns
-from headwise.analysis.patching.prompt_pair import LayerHead, prompt_pairs
-from headwise.analysis.patching.receivers import INPUT_NAMES
-from headwise.analysis.patching.table import PathPatching
-from headwise.analysis.prompts import AnswerTokens
+from headwise.analysis.patching.activation_patching import Patching
+from headwise.analysis.patching.prompt_pairs import (
+    CallKey,
+    LayerHead,
+    PromptPairs,
+    SiteHead,
+    output_of_shape,
+    prompt_pairs,
+)
+from headwise.analysis.recording import RecordedOutputs, RecordedRun
+from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
+from headwise.analysis.residual_stream import ModuleOutputs, ResidualStream, projection_weight, require_direct
+from headwise.attention.backends import reference
+from headwise.attention.problem import Problem
 from headwise.errors import InputError
+from headwise.intercept.install import intercepted
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, SiteKey
+from headwise.intercept.layer_index import is_inside
 from headwise.progress import progress_bar
-from headwise.runs.fingerprint import run_settings
 from headwise.runs.rows import HeadRow
 from headwise.settings import MLP_MODES
+from headwise.shapes import Float
 
-LOGITS = "logits"
+TOLERANCE = 1e-4
+"""Largest difference of results, absolute or relative, that counts as rounding."""
+
+MLP_NAMES = ("mlp", "feedforward", "feed_forward", "ffn", "moe", "experts")
+"""Parts of the names of classes that compute the MLP of a layer, in lower case."""
+
+ALL_FROZEN = "attention whose heads can all be frozen"
+
+HeadInputs = Mapping[str, Float[Tensor, "batch receivers length features"]]
+"""Queries (q), keys (k) or values (v) of some heads in one attention call, after rotary positions."""
+
+
+class PathPatching(Patching):
+    """Table of the effect of patching the direct paths from each sender head to the receivers, one row per sender. Its
+    columns have the definitions of activation patching, where only these paths are patched.
+
+    The steps are those of Wang et al. (2022, appendix B, algorithm 1):
+
+    1. Run the model on both batches, and record the outputs of all heads.
+    2. Run it on the batch that is patched, with the output of the sender from the other run, and all other heads frozen
+       at their outputs in the unpatched run. Norms and MLPs are computed again.
+    3. Record what the receivers get in this run. If these are the logits, their difference is the result.
+    4. Run the model on the batch that is patched, with these inputs of the receivers, and everything after the
+       receivers computed as usual.
+
+    Wang et al. compute MLPs again along the paths (`mlps="recompute"`), and patch from other prompts into the run that
+    answers correctly (`direction="noise"`). With `mlps="freeze"`, MLPs are frozen in step 2, too, so that paths lead
+    through the residual stream alone. A sender that no path connects to a receiver, such as one in a later layer, has
+    no effect: `recovered` is exactly 0 for "denoise" and 1 for "noise".
+    """
+
+    NAME = "path_patching"
 
 
 def path_patching(
@@ -31,7 +77,7 @@ def path_patching(
     *,
     answer: Any,
     wrong: Any,
-    receivers: str | Collection[LayerHead] = LOGITS,
+    receivers: str | Collection[LayerHead] = "logits",
     input: str | None = None,  # noqa: A002
     senders: Collection[LayerHead] | None = None,
     at: Any = -1,
@@ -69,42 +115,322 @@ def path_patching(
             keys and values of a receiver are unknown or do not reproduce its output; MLPs cannot be frozen.
         MissingExtra: rich is not installed and `progress` is set.
     """
-    names = _checked_names(receivers, input)
-    _require_mode(mlps)
-    tokens = AnswerTokens.from_arguments(answer, wrong, at)
-    with prompt_pairs(model, clean, corrupted, tokens, direction) as pairs:
-        table_heads = pairs.heads(senders, "senders")
-        receiving = [] if isinstance(receivers, str) else pairs.heads(receivers, "receivers")
-        paths, rows = PathRuns(pairs, receiving, names, freeze_mlps=mlps == "freeze"), []
-        with paths.intercepted(), progress_bar("paths", len(table_heads), "heads", shown=progress) as bar:
-            for site, labels in bar.track(table_heads):
-                rows.append(HeadRow(**labels, statistics=pairs.estimates(paths.difference([(site, labels["head"])]))))
-        named = [[labels["module"], labels["head"]] for _, labels in receiving] or LOGITS
-        options = {"direction": direction, "receivers": named, "input": input, "mlps": mlps, "heads": len(rows)}
-        measured = {**pairs.measured, **paths.note}
-        return PathPatching(tuple(rows), {**run_settings(model, None, None, **options), "measured": measured})
-
-
-def _checked_names(receivers: Any, names: Any) -> tuple[str, ...]:
-    """Return the names of the inputs of receivers that are patched, from the argument `input`; none for the logits.
-
-    Raises:
-        InputError: other receivers or inputs, or inputs of the logits.
-    """
     if isinstance(receivers, str):
-        if receivers != LOGITS:
+        if receivers != "logits":
             raise InputError("receivers", expected="'logits' or heads (layer, head)", got=repr(receivers))
-        if names is not None:
-            raise InputError("input", expected='None for receivers="logits"', got=repr(names))
-        return ()
-    is_valid = isinstance(names, str) and names and set(names) <= set(INPUT_NAMES) and len(set(names)) == len(names)
-    if not is_valid:
+        if input is not None:
+            raise InputError("input", expected='None for receivers="logits"', got=repr(input))
+    elif not (isinstance(input, str) and input and set(input) <= set("qkv") and len(set(input)) == len(input)):
         expected = "the inputs of the receivers to patch: 'q', 'k' or 'v', or several letters"
-        raise InputError("input", expected=expected, got=repr(names))
-    return tuple(names)
-
-
-def _require_mode(mlps: Any) -> None:
-    """Raise `InputError` unless the argument `mlps` is "recompute" or "freeze"."""
+        raise InputError("input", expected=expected, got=repr(input))
     if mlps not in MLP_MODES:
         raise InputError("mlps", expected=" or ".join(map(repr, MLP_MODES)), got=repr(mlps))
+    with prompt_pairs(model, clean, corrupted, direction, answer=answer, wrong=wrong, at=at) as pairs:
+        table_heads = pairs.heads(senders, "senders")
+        receiving = [] if isinstance(receivers, str) else pairs.heads(receivers, "receivers")
+        paths, rows = _PathRuns(pairs, receiving, input or "", freeze_mlps=mlps == "freeze"), []
+        with (
+            intercepted(model, paths.interceptor),
+            progress_bar("paths", len(table_heads), "heads", shown=progress) as bar,
+        ):
+            for site, labels in bar.track(table_heads):
+                rows.append(HeadRow(**labels, statistics=pairs.estimates(paths.difference([(site, labels["head"])]))))
+        named = [[labels["module"], labels["head"]] for _, labels in receiving] or "logits"
+        note = {} if paths.runs.note is None else {"note": paths.runs.note}
+        return pairs.table(PathPatching, rows, note, receivers=named, input=input, mlps=mlps, heads=len(rows))
+
+
+class _PathRuns:
+    """Runs of a model on the destination batch of `pairs` with patched paths from senders to receivers.
+
+    The model runs on that batch at creation, without patches.
+
+    Attributes:
+        interceptor: interceptor that patches paths, which must be active for `difference`.
+        runs: the runs, which may reuse layer outputs.
+
+    Args:
+        pairs: the two batches, and the run that outputs of senders are taken from.
+        receivers: heads whose inputs are patched; none to patch the paths to the logits.
+        names: letters of the inputs of receivers that are patched: q, k or v.
+        freeze_mlps: freeze the MLPs where all heads but the senders are frozen.
+
+    Raises:
+        InputError: some attention cannot be frozen, the inputs of a receiver cannot be patched, or the MLPs cannot be
+            frozen.
+    """
+
+    def __init__(self, pairs: PromptPairs, receivers: Iterable[SiteHead], names: str, *, freeze_mlps: bool) -> None:
+        self._pairs, self._model, self._patches_heads = pairs, pairs.model, bool(names)
+        heads: dict[SiteKey, list[int]] = {}
+        for site, labels in receivers:
+            heads.setdefault(site, []).append(labels["head"])
+        if names and not heads:
+            raise InputError("receivers", expected="'logits', or at least one head", got="none")
+        self._unpatched = RecordedRun(self._model)
+        self.interceptor = _PathInterceptor(pairs.source_run, self._unpatched, heads, names)
+        self._mlps = ModuleOutputs(_mlps_of(self._model, pairs.paths)) if freeze_mlps else None
+        with (
+            restored_state(self._model),
+            intercepted(self._model, self._unpatched),
+            nullcontext() if self._mlps is None else self._mlps.recorded(),
+            intercepted(self._model, self.interceptor),
+        ):
+            pairs.set_unpatched(pairs.difference())
+        self._inputs = self.interceptor.recorded
+        if unread := {*pairs.source_run.unread, *self._unpatched.unread}:
+            got = f"attention that was not intercepted in {', '.join(sorted(unread))}"
+            raise InputError("model", expected=ALL_FROZEN, got=got)
+        # Outputs are frozen by the number of the call, which a run that skips calls of the same site would change.
+        calls_once = all(len(outputs) == 1 for outputs in self._unpatched.by_site.values())
+        self.runs = RepeatedRuns(self._model, pairs.paths, reuse=calls_once and self._mlps is None)
+        with intercepted(self._model, self.interceptor):
+            self.interceptor.patch({})
+            expected = "one whose results stay the same if heads get their own outputs"
+            self._require_unpatched(self.runs.run_unchanged(pairs.difference), expected)
+            self._require_unpatched(self._frozen_difference([]), expected)
+            self.interceptor.freeze([])
+            with restored_state(self._model):
+                expected = "one in which intercepted attention heads, and nothing else, mix tokens"
+                self._require_unpatched(pairs.difference_in_other_context(), expected)
+            if self._mlps is not None:
+                self._require_frozen_mlps()
+
+    def difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
+        """Return the difference of logits of each prompt pair in the run on the destination batch in which the direct
+        paths from all `senders` to the receivers are patched.
+
+        Raises:
+            InputError: receivers attend in calls that the unpatched run does not have.
+        """
+        difference = self._frozen_difference(senders)
+        if not self._patches_heads:
+            return difference
+        changed = {}
+        for key, inputs in self.interceptor.recorded.items():
+            if key not in self._inputs:
+                got = f"call {key[1]} of {key[0].path} in a patched run alone"
+                raise InputError("receivers", expected="heads that attend in the same calls in all runs", got=got)
+            if any(not torch.equal(inputs[name], self._inputs[key][name]) for name in inputs):
+                changed[key] = inputs
+        if not changed:
+            return self._pairs.unpatched
+        self.interceptor.patch(changed)
+        return self.runs.run_gated(self._pairs.difference, {site.path for site, _ in changed})
+
+    def _frozen_difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
+        """Run the model with all heads frozen but the senders, which have their outputs of the source run. Return the
+        differences of logits. Without senders, no layer outputs are reused.
+        """
+        self.interceptor.freeze(senders)
+        with nullcontext() if self._mlps is None else self._mlps.replayed():
+            paths = {site.path for site, _ in senders} or self._pairs.paths
+            return self.runs.run_gated(self._pairs.difference, paths)
+
+    def _require_unpatched(self, difference: Float[Tensor, " pairs"], expected: str) -> None:
+        """Raise `InputError` if a run that should change nothing has another result than the unpatched run. `expected`
+        describes a model for which this cannot happen.
+        """
+        unpatched = self._pairs.unpatched
+        if not torch.allclose(difference, unpatched, TOLERANCE, TOLERANCE, equal_nan=True):
+            got = f"logit differences {difference.tolist()} in place of {unpatched.tolist()}"
+            raise InputError("model", expected=expected, got=got)
+
+    def _require_frozen_mlps(self) -> None:
+        """Raise `InputError` unless, with MLPs frozen, a change of head outputs changes the end of the residual stream
+        by the same change after the output projections, and by nothing else. All heads are changed at once.
+        """
+        stream = ResidualStream(self._model)
+        with stream.followed():
+            self._frozen_difference([])
+        before = stream.final_norm_call().input
+        source, written = self._pairs.source_run, torch.zeros_like(before)
+        every = [(record.site, head) for record in source.records for head in range(record.heads)]
+        with stream.followed():
+            self._frozen_difference(every)
+        for site, outputs in self._unpatched.by_site.items():
+            for index, out in enumerate(outputs):
+                change = (source.output_of_call(site, index) - out).transpose(1, 2).flatten(2)
+                weight = projection_weight(self._model, site.path, change.shape[-1], before)
+                if change.shape[:2] != before.shape[:2]:
+                    expected = "a model with one residual stream for all heads"
+                    raise InputError("model", expected=expected, got=f"another one in {site.path}")
+                written += change.to(before.dtype) @ weight.mT
+        require_direct(self._model, stream.final_norm_call().input - before, written, before)
+
+
+def _mlps_of(model: nn.Module, sites: Collection[str]) -> list[nn.Module]:
+    """Return the MLPs of a model: modules named so by their class, outside of each other, and without attention.
+
+    Raises:
+        InputError: there are none.
+    """
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        is_mlp = any(name in type(module).__name__.lower() for name in MLP_NAMES)
+        has_attention = any(path == site or is_inside(site, path) or is_inside(path, site) for site in sites)
+        if is_mlp and not has_attention and not any(is_inside(path, other) for other in paths):
+            paths.append(path)
+    if not paths:
+        expected = "'recompute' for a model whose MLPs are not modules with such a name"
+        raise InputError("mlps", expected=expected, got=f"'freeze' for {type(model).__name__}")
+    return [model.get_submodule(path) for path in paths]
+
+
+class _PathInterceptor(Interceptor):
+    """Interceptor that freezes heads, gives receivers other inputs, or only records the inputs of receivers. At first
+    it only records.
+
+    Attributes:
+        recorded: inputs of the receivers in the last run in which they were recorded, by call.
+
+    Args:
+        source: head outputs in the run that the senders' outputs are taken from.
+        unpatched: head outputs in the unpatched run, to which the other heads are frozen.
+        receivers: indices of the heads whose inputs are patched, by site (a module's self- or cross-attention).
+        names: letters of their inputs that are patched: q, k or v.
+    """
+
+    def __init__(
+        self, source: RecordedOutputs, unpatched: RecordedOutputs, receivers: Mapping[SiteKey, list[int]], names: str
+    ) -> None:
+        self._source, self._unpatched, self._receivers, self._names = source, unpatched, receivers, names
+        self._senders: dict[SiteKey, list[int]] | None = None
+        self._new_inputs: Mapping[CallKey, HeadInputs] = {}
+        self._records, self._has_failed = True, False
+        self.recorded: dict[CallKey, HeadInputs] = {}
+
+    def freeze(self, senders: Iterable[tuple[SiteKey, int]]) -> None:
+        """In the next runs, give the heads in `senders` their outputs of the source run, and all other heads those of
+        the unpatched run. Record the inputs of the receivers.
+        """
+        self._senders, self._new_inputs, self._records, self.recorded = {}, {}, True, {}
+        for site, head in senders:
+            self._senders.setdefault(site, []).append(head)
+
+    def patch(self, inputs: Mapping[CallKey, HeadInputs]) -> None:
+        """In the next runs, let the receivers compute their outputs with these inputs in place of their own. Without
+        inputs, change nothing.
+        """
+        self._senders, self._new_inputs, self._records = None, inputs, False
+
+    def on_unreadable(self, path: str, reason: str) -> None:
+        """Raise `InputError` for a module whose attention cannot be frozen. Do nothing after an error of this object
+        itself, since the attention at which the run stopped is reported as unchanged.
+        """
+        if not self._has_failed:
+            raise InputError("model", expected=ALL_FROZEN, got=f"{reason}: {path}")
+
+    def change(self, call: Call) -> Change | None:
+        """Return the function that changes the outputs of the heads in an attention call, or reads the inputs of its
+        receivers; None if neither is needed.
+        """
+        key, receivers = (call.site, call.index), self._receivers.get(call.site, [])
+        if self._senders is None and not (self._records and receivers) and key not in self._new_inputs:
+            return None
+
+        def change(attended: HeadOutput) -> Tensor:
+            try:
+                return self._changed(attended, key, receivers)
+            except InputError:
+                self._has_failed = True
+                raise
+
+        return change
+
+    def _changed(
+        self, attended: HeadOutput, key: CallKey, receivers: list[int]
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """Return the outputs of the heads in an attention call after the change, if there is one. Record the inputs of
+        its receivers, if they are recorded.
+
+        Raises:
+            InputError: the inputs of a receiver are unknown, or the call has another shape in another run.
+        """
+        site, out = key[0], attended.out
+        if self._records and receivers:
+            problem = _receiving_problem(attended, site, receivers)
+            self.recorded[key] = {name: getattr(problem, name)[:, receivers] for name in self._names}
+        if key in self._new_inputs:
+            problem = _receiving_problem(attended, site, receivers)
+            return _output_with_inputs(out, problem, receivers, self._new_inputs[key])
+        if self._senders is None:
+            return out
+        frozen, senders = output_of_shape(self._unpatched, key, out.shape), self._senders.get(site)
+        if senders is None:
+            return frozen
+        is_sender = torch.zeros(out.shape[1], dtype=torch.bool, device=frozen.device)
+        is_sender[senders] = True
+        return torch.where(is_sender[:, None, None], output_of_shape(self._source, key, out.shape), frozen)
+
+
+def _receiving_problem(attended: HeadOutput, site: SiteKey, heads: list[int]) -> Problem:
+    """Return an attention call as a `Problem` with a key/value head for each query head, after a check that its
+    definition reproduces the outputs that the model computed for `heads`, the receivers.
+
+    Raises:
+        InputError: queries and keys of the call are unknown, its heads are mixed, or its definition has another result.
+    """
+    problem = attended.read_problem()
+    path = site.label
+    remedy = 'use receivers="logits", or an implementation of attention that calls scaled_dot_product_attention'
+    if problem is None:
+        expected = "heads whose queries, keys and values are known"
+        got = f"attention that {path} computes itself"
+        raise InputError("receivers", expected=expected, got=got, remedy=remedy)
+    if problem.talking is not None:
+        expected, got = "heads that attend independently", f"talking heads in {path}"
+        raise InputError("receivers", expected=expected, got=got, remedy='use receivers="logits"')
+    k, v = (each.repeat_interleave(problem.grid.heads // each.shape[1], 1) for each in (problem.k, problem.v))
+    problem = replace(problem, k=k, v=v, gate=None, return_lse=True, return_weights=False)
+    if not _is_reproduced(problem, attended.out, heads):
+        expected = "heads whose outputs follow from their queries, keys and values"
+        raise InputError("receivers", expected=expected, got=f"other outputs in {path}", remedy=remedy)
+    return problem
+
+
+def _is_reproduced(problem: Problem, out: Float[Tensor, "batch heads queries value_dim"], heads: list[int]) -> bool:
+    """Return True if the definition of attention has the same result for `problem` as the model, `out`, but for
+    rounding, for some heads and all queries that have a visible key.
+    """
+    answer = reference.run(problem)
+    assert answer.lse is not None
+    if answer.out.shape != out.shape:
+        return False
+    lse = answer.lse[:, heads]
+    has_key = lse > -torch.inf
+    difference = (answer.out[:, heads].double() - out[:, heads].double()).abs().amax(-1)[has_key]
+    if not difference.numel():
+        return True
+    # Rounding of a score s changes its weight by a factor of up to exp(eps * s). Models may compute the softmax in
+    # float32, also between tensors of float64.
+    eps = max(torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps)
+    largest_score, largest_value = lse[has_key].abs().max().double(), problem.v[:, heads].abs().max().double()
+    return bool((difference <= eps * (8 + 4 * largest_score) * largest_value).all())
+
+
+def _output_with_inputs(
+    out: Float[Tensor, "batch heads queries value_dim"], problem: Problem, heads: list[int], inputs: HeadInputs
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """Return the outputs of all heads of an attention call, where the heads in `heads` receive the queries, keys or
+    values in `inputs`, and the other heads are unchanged. That is also true for heads that share a key/value head with
+    a receiver.
+
+    The change of the output is added to `out`, the output that the model computed, so that equal inputs change nothing.
+    `problem` is the call, as `_receiving_problem` returns it.
+
+    Raises:
+        InputError: an input has another shape than in this call.
+    """
+    tensors = {}
+    for name, new in inputs.items():
+        current = getattr(problem, name)
+        if current[:, heads].shape != new.shape:
+            expected = f"receivers with {name} of the same shape in all runs, {tuple(new.shape)}"
+            raise InputError("receivers", expected=expected, got=tuple(current[:, heads].shape))
+        tensors[name] = current.clone()
+        tensors[name][:, heads] = new.to(current)
+    change = reference.run(replace(problem, **tensors)).out[:, heads] - reference.run(problem).out[:, heads]
+    patched = out.clone()
+    patched[:, heads] += change.to(out)
+    return patched

@@ -1,23 +1,23 @@
 """Interceptor that compares heads with each other while a model runs."""
 
 import math
-from collections.abc import Callable
 from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.redundancy.few_tokens import chance_reason
-from headwise.analysis.redundancy.output_products import OutputProducts, TokenOutputs
-from headwise.analysis.redundancy.weight_distance import WeightDistances
+from headwise.analysis.redundancy.similarity import OutputProducts, WeightDistances, chance_of
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.intercept.call_contexts import CallContexts
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
 from headwise.intercept.output_projection import output_projection
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.streams import PADDED_QUERIES_UNKNOWN
-from headwise.shapes import Bool, Float
+from headwise.shapes import Float
+
+MEASURES = ("cosine", "cka", "distance")
+"""Measures of similarity, which `Redundancy` defines."""
 
 TOKENS_AT_ONCE = 256
 """Number of tokens whose written vectors are in memory at a time."""
@@ -30,6 +30,12 @@ PADDING_IS_COMPARED = (
 
 SMALLEST_NORM = 1e-30
 """Norm below which a vector is treated as 0, without a direction."""
+
+LEAST_TOKENS = 4
+"""Number of tokens from which on there is an unbiased estimate of dependence."""
+
+LARGEST_EXPECTATION = 0.05
+"""Largest expected number of pairs of unrelated heads at the threshold that is not named."""
 
 
 class HeadComparison(SiteRegistry):
@@ -79,11 +85,25 @@ class HeadComparison(SiteRegistry):
         """
         is_real = self._call_context(call).real_queries
 
-        def compare_and_return(attended: HeadOutput) -> Tensor:
-            self._compare_or_keep(call, attended.out, is_real)
-            return attended.out
+        def compare_or_store(attended: HeadOutput) -> Tensor:
+            out = attended.out
+            of_tokens = out.detach().transpose(1, 2)
+            of_tokens = of_tokens.flatten(0, 1) if is_real is None else of_tokens[is_real]
+            of_tokens = of_tokens.to(torch.promote_types(out.dtype, torch.float32))
+            self._rounding[call.site] = max(self._rounding.get(call.site, 0.0), _squared_rounding(out, call.grid.keys))
+            if not bool(of_tokens.isfinite().all()):
+                self.nonfinite_modules.setdefault(call.site.path)
+            if not self._across_layers:
+                self._compare([(call, of_tokens)])
+                return out
+            # A module that attends to the same tokens several times is compared call by call.
+            index, same_tokens = 0, (id(call.tokens), *out.shape[::2])
+            while any(other.site == call.site for other, _ in self._pending_outputs.get((*same_tokens, index), ())):
+                index += 1
+            self._pending_outputs.setdefault((*same_tokens, index), []).append((call, of_tokens))
+            return out
 
-        return compare_and_return
+        return compare_or_store
 
     def _call_context(self, call: Call) -> CallContext:
         """Return the padding of an attention call, which is read once."""
@@ -97,30 +117,6 @@ class HeadComparison(SiteRegistry):
         """
         if reason == PADDED_QUERIES_UNKNOWN:
             self.on_left_out(path, PADDING_IS_COMPARED)
-
-    def _compare_or_keep(
-        self,
-        call: Call,
-        out: Float[Tensor, "batch heads queries value_dim"],
-        is_real: Bool[Tensor, "batch queries"] | None,
-    ) -> None:
-        """Compare the outputs of the heads of one attention call with each other, at tokens that are not padding, where
-        `is_real` is True. If heads are compared across layers, only store the outputs, which `finish_batch` compares.
-        """
-        of_tokens = out.detach().transpose(1, 2)
-        of_tokens = of_tokens.flatten(0, 1) if is_real is None else of_tokens[is_real]
-        of_tokens = of_tokens.to(torch.promote_types(out.dtype, torch.float32))
-        self._rounding[call.site] = max(self._rounding.get(call.site, 0.0), _squared_rounding(out, call.grid.keys))
-        if not bool(of_tokens.isfinite().all()):
-            self.nonfinite_modules.setdefault(call.site.path)
-        if not self._across_layers:
-            self._compare([(call, of_tokens)])
-            return
-        # A module that attends to the same tokens several times is compared call by call.
-        index, same_tokens = 0, (id(call.tokens), *out.shape[::2])
-        while any(other.site == call.site for other, _ in self._pending_outputs.get((*same_tokens, index), ())):
-            index += 1
-        self._pending_outputs.setdefault((*same_tokens, index), []).append((call, of_tokens))
 
     def finish_batch(self) -> None:
         """Compare, across layers, the head outputs that were stored from attention calls over the same tokens during
@@ -137,16 +133,16 @@ class HeadComparison(SiteRegistry):
         """
         order = list(self._records)
         outputs = sorted(outputs, key=lambda call_and_out: order.index(call_and_out[0].site))
-        calls = [call for call, _ in outputs]
         for parts in zip(*(torch.split(out, TOKENS_AT_ONCE) for _, out in outputs), strict=True):
             of_sites = [
-                (call.site, TokenOutputs(part, self._written_directions(call, part)))
-                for call, part in zip(calls, parts, strict=True)
+                (call.site, part, self._written_directions(call, part))
+                for (call, _), part in zip(outputs, parts, strict=True)
             ]
-            for (site, first), (other_site, second) in combinations_with_replacement(of_sites, 2):
-                if (site, other_site) not in self._products:
-                    self._products[site, other_site] = OutputProducts(first, second)
-                self._products[site, other_site].add(first, second)
+            for (site, *first), (other, *second) in combinations_with_replacement(of_sites, 2):
+                outs, directions = zip(first, second, strict=True)
+                if (site, other) not in self._products:
+                    self._products[site, other] = OutputProducts(outs)
+                self._products[site, other].add(outs, directions)
 
     def _written_directions(
         self, call: Call, out: Float[Tensor, "tokens heads value_dim"]
@@ -165,73 +161,51 @@ class HeadComparison(SiteRegistry):
         written = written if slices is None else written @ slices.to(out.dtype)
         return nn.functional.normalize(written, dim=-1, eps=SMALLEST_NORM)
 
-    def cosine(self) -> Float[Tensor, "heads heads"]:
-        """Return a matrix over all heads: the cosine between the vectors that two heads write into the residual stream,
-        averaged over the tokens at which both write. It is NaN for pairs of heads that were not compared.
-        """
-        return self._fill(lambda site, other: self._products[site, other].mean_cosine)
-
-    def cka(self) -> Float[Tensor, "heads heads"]:
-        """Return a matrix over all heads: the debiased linear centred kernel alignment of the outputs of two heads,
-        over tokens. It is NaN for pairs of heads that were not compared, and for heads whose outputs do not vary by
-        more than rounding.
-        """
-        own = {}
-        for site in self._records:
-            if (site, site) in self._products:
-                products = self._products[site, site]
-                dependence = products.dependence.diagonal()
-                has_variation = products.varies(self._rounding[site]) & (dependence > 0)
-                own[site] = dependence.masked_fill(~has_variation, torch.nan)
-        return self._fill(
-            lambda site, other: self._products[site, other].dependence / (own[site][:, None] * own[other]).sqrt()
-        )
-
     def name_few_tokens(self, threshold: float) -> None:
         """Record the modules whose outputs were compared over so few tokens that unrelated heads may have a `cka` of
         `threshold` by chance.
         """
-        pairs = 0
-        for (site, other), products in self._products.items():
-            pairs += products.dependence.numel() if site != other else math.comb(len(products.dependence), 2)
-        for (site, other), products in self._products.items():
-            if site == other and (reason := chance_reason(products.tokens, pairs, threshold)) is not None:
-                self.on_left_out(site.path, reason)
-
-    def distance(self) -> Float[Tensor, "heads heads"]:
-        """Return a matrix over all heads: the Jensen-Shannon distance between the attention weights of two heads,
-        averaged over query rows. It is NaN for two heads of different attention sites, where a site is a module's self-
-        or cross-attention.
-        """
-        matrix, columns = self._empty_matrix()
-        for site, distances in self._weight_distances.items():
-            matrix[columns[site], columns[site]] = distances.mean.cpu()
-        return matrix
-
-    def _fill(self, of_sites: Callable[[SiteKey, SiteKey], Tensor]) -> Float[Tensor, "heads heads"]:
-        """Return a symmetric matrix over all heads of the model. For every two attention sites (a site is a module's
-        self- or cross-attention) whose heads were compared, it contains the block `of_sites(site, other)`; elsewhere it
-        is NaN.
-
-        A block has a row for each head of the first attention site and a column for each of the second.
-        """
-        matrix, columns = self._empty_matrix()
+        heads, pairs = {site: record.heads for site, record in self._records.items()}, 0
         for site, other in self._products:
-            part = of_sites(site, other)
-            matrix[columns[site], columns[other]] = part.cpu()
-            matrix[columns[other], columns[site]] = part.mT.cpu()
-        return matrix
+            pairs += heads[site] * heads[other] if site != other else math.comb(heads[site], 2)
+        for (site, other), products in self._products.items():
+            if site != other:
+                continue
+            if products.tokens < LEAST_TOKENS:
+                means = f"fewer than {LEAST_TOKENS} tokens, so cka is NaN for these modules"
+            elif pairs * chance_of(threshold, products.tokens) > LARGEST_EXPECTATION:
+                means = (
+                    f"only {products.tokens} tokens, so that some of {pairs} pairs of unrelated heads may have a cka "
+                    f"of {threshold:g} or more by chance, and cka and clusters mean nothing for these modules"
+                )
+            else:
+                continue
+            self.on_left_out(site.path, f"outputs of heads were compared over {means}")
 
-    def _empty_matrix(self) -> tuple[Float[Tensor, "heads heads"], dict[SiteKey, slice]]:
-        """Return a square matrix of NaN with a row and a column for each head in the order of the model. Return also,
-        for each attention site (a module's self- or cross-attention), the range of rows (and of columns) of the site's
-        heads.
+    def similarity(self) -> dict[str, Float[Tensor, "heads heads"]]:
+        """Return the similarity of every two heads by each measure: symmetric matrices with the heads in the order of
+        the model, NaN for pairs of heads that were not compared. The `cka` is also NaN for heads whose outputs do not
+        vary by more than rounding.
         """
-        columns, start = {}, 0
+        columns, total = {}, 0
         for record in self.records:
-            columns[record.site] = slice(start, start + record.heads)
-            start += record.heads
-        return torch.full((start, start), torch.nan, dtype=torch.float64), columns
+            columns[record.site] = slice(total, total + record.heads)
+            total += record.heads
+        matrices = {name: torch.full((total, total), torch.nan, dtype=torch.float64) for name in MEASURES}
+        own = {}
+        for (site, other), products in self._products.items():
+            if site == other:
+                dependence = products.dependence.diagonal()
+                has_variation = products.varies(self._rounding[site]) & (dependence > 0)
+                own[site] = dependence.masked_fill(~has_variation, torch.nan)
+        for (site, other), products in self._products.items():
+            cka = products.dependence / (own[site][:, None] * own[other]).sqrt()
+            for name, block in (("cosine", products.mean_cosine), ("cka", cka)):
+                matrices[name][columns[site], columns[other]] = block.cpu()
+                matrices[name][columns[other], columns[site]] = block.mT.cpu()
+        for site, distances in self._weight_distances.items():
+            matrices["distance"][columns[site], columns[site]] = distances.mean.cpu()
+        return matrices
 
 
 def _squared_rounding(out: Tensor, keys: int) -> float:

@@ -1,17 +1,17 @@
-"""Redundancy: similarity of heads, clusters of similar heads, and the cost of removing a cluster."""
+"""Redundancy: similarity of every two heads, clusters of similar heads, and the cost of removing a cluster."""
 
-from collections.abc import Iterable, Iterator, Sized
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.analysis.ablate import ablate
 from headwise.analysis.head_pass import require_finite_outputs
 from headwise.analysis.losses import Loss
-from headwise.analysis.redundancy.clusters import find_clusters, require_linkage
-from headwise.analysis.redundancy.comparison import HeadComparison
-from headwise.analysis.redundancy.result import ClusterCost, Redundancy
+from headwise.analysis.redundancy.comparison import MEASURES, HeadComparison
 from headwise.checks import finite_number, require_module
 from headwise.data.batches import (
     call_model,
@@ -22,10 +22,134 @@ from headwise.data.batches import (
     to_device,
 )
 from headwise.data.texts import Texts
-from headwise.errors import InputError
+from headwise.errors import InputError, require
 from headwise.intercept.install import intercepted
+from headwise.intercept.model_name import short_name
+from headwise.plots.kinds import require_name
+from headwise.plots.matrices import draw_similarity
 from headwise.progress import progress_bar
 from headwise.runs.fingerprint import run_settings
+from headwise.runs.rows import MeanEstimate
+from headwise.shapes import Float
+from headwise.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class ClusterCost(NamedTuple):
+    """Ablation effects of a cluster of similar heads: the increase of the loss without each head alone, and without all
+    of them together.
+
+    Attributes:
+        heads: `(layer, head)` of each head.
+        alone: increase of the loss without each head.
+        together: increase of the loss without all of them.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    alone: tuple[MeanEstimate, ...]
+    together: MeanEstimate
+
+    @property
+    def ratio(self) -> float:
+        """Ablation effect of all heads of the cluster together, divided by the sum of the effects of each head alone;
+        NaN if that sum is 0.
+
+        A ratio above 1 means that heads of the cluster compensate for the loss of one of them.
+        """
+        total = sum(effect.value for effect in self.alone)
+        return self.together.value / total if total else float("nan")
+
+
+@dataclass(frozen=True, eq=False)
+class Redundancy:
+    """Similarity of every two heads of a model, clusters of similar heads, and the ablation effects of the clusters.
+
+    The matrices have heads in the order of the model along both axes, and NaN for pairs that were not compared. The
+    measures are over the tokens that are not padding:
+
+        cosine    Mean over tokens of the cosine between the vectors that both heads write into the residual stream:
+                  their outputs after their slices of the output projection. If no projection is found, the outputs are
+                  compared as they are.
+        cka       Linear centred kernel alignment of the outputs x and y (Kornblith et al. 2019, section 3), the
+                  dependence of x and y divided by the root of that of x on itself and of y on itself, with the unbiased
+                  estimate of dependence (Song et al. 2012, equation 5; Murphy et al. 2024). It is 1 if y is x, rotated
+                  and scaled. Around 0 it may be negative. The estimate is unbiased for independent tokens; the plain
+                  one is large for unrelated heads if there are not many more tokens than features. For n independent
+                  tokens and unrelated heads, its standard deviation is sqrt(2 / (n (n - 3))). It is NaN for a head
+                  whose outputs are the same for all tokens, up to rounding.
+        distance  Mean over rows of the Jensen-Shannon distance between the attention weights p and q,
+                  sqrt(sum_j (p ln(p/m) + q ln(q/m)) / 2) with m = (p + q) / 2: from 0 to sqrt(ln 2) = 0.83.
+
+    Attributes:
+        heads: labels of each head: layer, head, kv_head, module, kind ("self" or "cross").
+        cosine: mean cosine of the vectors that two heads write into the residual stream, -1 to 1.
+        cka: debiased linear centred kernel alignment of two heads' outputs, at most 1.
+        distance: mean Jensen-Shannon distance of two heads' attention weights, 0 to sqrt(ln 2). NaN for heads of
+            different layers, and for heads of one layer whose masks differ so much that they are computed separately.
+        clusters: sets of at least two heads `(layer, head)`, all pairs of which have a `cka` of the threshold or more.
+        cluster_costs: ablation effects of each cluster; empty without a loss.
+        metadata: model, data, versions and settings.
+    """
+
+    heads: tuple[Mapping[str, Any], ...]
+    cosine: Float[Tensor, "heads heads"]
+    cka: Float[Tensor, "heads heads"]
+    distance: Float[Tensor, "heads heads"]
+    clusters: tuple[tuple[tuple[int, int], ...], ...]
+    cluster_costs: tuple[ClusterCost, ...]
+    metadata: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        model = short_name(self.metadata["model"]["name"])
+        clusters = counted(len(self.clusters), "cluster")
+        return f"Redundancy({counted(len(self.heads), 'head')} of {model}, {clusters} of similar heads)"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all heads as "layer.head", zero-based, in the order of the rows and columns of the similarity
+        matrices.
+        """
+        return tuple(f"{head['layer']}.{head['head']}" for head in self.heads)
+
+    def table(self) -> Any:
+        """Return a pandas DataFrame with one row per compared pair of heads: their names `a` and `b`, and the measures
+        of their similarity, `cosine`, `cka` and `distance`.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+        """
+        pandas = require("pandas", purpose="a table", extra="tables")
+        names, matrices = self.names, {name: getattr(self, name) for name in MEASURES}
+        return pandas.DataFrame(
+            [
+                {"a": names[a], "b": names[b], **{name: matrix[a, b].item() for name, matrix in matrices.items()}}
+                for a, b in combinations(range(len(names)), 2)
+                if not all(matrix[a, b].isnan() for matrix in matrices.values())
+            ],
+            columns=["a", "b", *MEASURES],
+        )
+
+    def plot(self, statistic: str = "cka", *, ax: Any = None) -> "Axes":
+        """Draw one measure of similarity as a matrix of heads by heads, and return the matplotlib axes. Pairs of heads
+        that were not compared are grey.
+
+        Args:
+            statistic: the measure: "cosine", "cka" or "distance".
+            ax: matplotlib axes to draw on; those of a new figure by default.
+
+        Raises:
+            InputError: there is no such measure, or `ax` is not axes.
+            MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> hw.redundancy(model, texts).plot("cosine").figure.savefig("cosine.png")  # doctest: +SKIP
+        """
+        measure = require_name("statistic", statistic, dict.fromkeys(MEASURES))
+        layers, title = [head["layer"] for head in self.heads], short_name(self.metadata["model"]["name"])
+        is_centred = measure == "cosine"
+        return draw_similarity(getattr(self, measure), layers, measure=measure, title=title, centred=is_centred, ax=ax)
 
 
 def redundancy(
@@ -71,59 +195,80 @@ def redundancy(
         UserWarning: of modules that are not compared, and of modules that are compared over so few tokens that some
             unrelated heads may have a `cka` of `threshold` by chance.
     """
-    threshold = _checked_threshold(model, dataset, pairs, threshold, loss)
-    dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
-    comparison = HeadComparison(model, across_layers=pairs == "all")
-    sequences, tokens = _run_over(model, dataset, comparison, show_progress=progress)
-    comparison.name_few_tokens(threshold)
-    comparison.warn_of_unread(stacklevel=3)
-    heads = tuple(labels for _, labels in comparison.head_labels())
-    layer_heads = [(labels["layer"], labels["head"]) for labels in heads]
-    cka = comparison.cka()
-    clusters = tuple(tuple(layer_heads[head] for head in cluster) for cluster in find_clusters(cka, threshold))
-    costs = () if loss is None or not clusters else tuple(_cluster_costs(model, dataset, loss, clusters))
-    texts = dataset if isinstance(dataset, Texts) else None
-    settings = run_settings(model, texts, None, pairs=pairs, threshold=threshold)
-    metadata = {**settings, "measured": {"sequences": sequences, "tokens": tokens}}
-    return Redundancy(heads, comparison.cosine(), cka, comparison.distance(), clusters, costs, metadata)
-
-
-def _checked_threshold(model: Any, dataset: Any, pairs: Any, threshold: Any, loss: Loss | None) -> float:
-    """Raise `InputError` for unusable arguments of `redundancy`, and `MissingExtra` if scipy is not installed. Return
-    the threshold as a number.
-    """
     require_module(model)
     if pairs not in ("layer", "all"):
         raise InputError("pairs", expected="'layer' or 'all'", got=repr(pairs))
-    checked = finite_number("threshold", threshold, above=0.0)
+    threshold = finite_number("threshold", threshold, above=0.0)
     if loss is not None and isinstance(dataset, Iterator):
         expected = "batches that can be read twice"
         raise InputError("dataset", expected=expected, got="an iterator", remedy="list(batches)")
-    require_linkage()
-    return checked
-
-
-def _run_over(
-    model: nn.Module, dataset: Texts | Iterable[Any], comparison: HeadComparison, *, show_progress: bool
-) -> tuple[int, int]:
-    """Run the model on all batches of a data set while the interceptor `comparison` compares the heads of the model;
-    return the number of sequences and the number of tokens that are not padding.
-    """
-    sequences, tokens, device = 0, 0, device_of(model)
+    _require_clustering()
+    texts = dataset.within(model) if isinstance(dataset, Texts) else None
+    dataset = dataset if texts is None else texts
+    comparison = HeadComparison(model, across_layers=pairs == "all")
+    measured, device = {"sequences": 0, "tokens": 0}, device_of(model)
     total = len(dataset) if isinstance(dataset, Sized) else None
-    shown_bar = progress_bar("redundancy", total, "batches", shown=show_progress)
+    shown_bar = progress_bar("redundancy", total, "batches", shown=progress)
     with evaluation_mode(model), torch.no_grad(), shown_bar as bar, intercepted(model, comparison):
         for batch in bar.track(iterate_batches(dataset), step=1):
             on_device = to_device(batch, device)
             call_model(model, on_device)
             require_finite_outputs(comparison.nonfinite_modules, model, on_device)
             comparison.finish_batch()
-            batch_sequences, batch_tokens = count_sequences_and_tokens(batch)
-            sequences, tokens = sequences + batch_sequences, tokens + batch_tokens
-    if not sequences:
+            for name, number in zip(measured, count_sequences_and_tokens(batch), strict=True):
+                measured[name] += number
+    if not measured["sequences"]:
         raise InputError("dataset", expected="at least one batch", got="none")
     comparison.require_attention()
-    return sequences, tokens
+    comparison.name_few_tokens(threshold)
+    comparison.warn_of_unread(stacklevel=3)
+    heads = tuple(labels for _, labels in comparison.head_labels())
+    similarity = comparison.similarity()
+    clusters = tuple(
+        tuple((heads[head]["layer"], heads[head]["head"]) for head in cluster)
+        for cluster in find_clusters(similarity["cka"], threshold)
+    )
+    costs = () if loss is None or not clusters else tuple(_cluster_costs(model, dataset, loss, clusters))
+    settings = run_settings(model, texts, None, pairs=pairs, threshold=threshold)
+    return Redundancy(
+        heads, **similarity, clusters=clusters, cluster_costs=costs, metadata={**settings, "measured": measured}
+    )
+
+
+def _require_clustering() -> Any:
+    """Import and return `scipy.cluster.hierarchy`; raise `MissingExtra` if scipy is not installed."""
+    return require("scipy.cluster.hierarchy", purpose="clusters of heads", extra="tables")
+
+
+def find_clusters(similarity: Float[Tensor, "heads heads"], threshold: float) -> list[list[int]]:
+    """Group heads into clusters in which every two heads have a similarity of at least `threshold`. Return the clusters
+    of two or more heads, each as a list of head indices.
+
+    Complete-linkage clustering: the two most similar sets are joined first, where the similarity of two sets is that of
+    their least similar pair. SciPy decides the order of equally similar pairs. Each head is in at most one cluster.
+
+    Args:
+        similarity: symmetric matrix of similarities up to 1; NaN, for a pair that was not compared, is below every
+            threshold.
+        threshold: least similarity within a cluster, above 0.
+
+    Raises:
+        MissingExtra: scipy is not installed.
+    """
+    hierarchy = _require_clustering()
+    if len(similarity) < 2:
+        return []
+    # In the matrix's dtype, so that a similarity that equals the threshold is not below it by rounding.
+    largest_distance = 1 - torch.tensor(threshold, dtype=similarity.dtype)
+    if largest_distance < 0:
+        return []
+    distances = (1 - similarity).nan_to_num(nan=2.0).clamp(0.0, 2.0)
+    above_diagonal = tuple(torch.triu_indices(len(similarity), len(similarity), offset=1))
+    tree = hierarchy.linkage(distances[above_diagonal].double().numpy(), method="complete")
+    clusters: dict[int, list[int]] = {}
+    for head, cluster in enumerate(hierarchy.fcluster(tree, t=largest_distance.item(), criterion="distance")):
+        clusters.setdefault(int(cluster), []).append(head)
+    return sorted(heads for heads in clusters.values() if len(heads) > 1)
 
 
 def _cluster_costs(

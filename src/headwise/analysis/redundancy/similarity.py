@@ -1,0 +1,196 @@
+"""Similarity of two heads from running sums: of their outputs over tokens, and of their attention weights over rows."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.errors import require
+from headwise.shapes import Bool, Float
+
+
+class OutputProducts:
+    """Running sums over tokens, which arrive in parts, for every head of a first and every head of a second attention
+    module. They give, for each such pair of heads, the dependence of the two heads' outputs, and the mean cosine
+    between the vectors that the two heads write into the residual stream. No token is kept.
+
+    The outputs are shifted by their mean over the first part, which changes no result: sums of large numbers would lose
+    digits.
+
+    Attributes:
+        tokens: number of tokens so far.
+
+    Args:
+        outs: head outputs of both modules at the first tokens, which only determine the shift.
+    """
+
+    def __init__(self, outs: Sequence[Float[Tensor, "tokens _ _"]]) -> None:
+        self._heads = heads = outs[0].shape[1], outs[1].shape[1]
+        zeros = partial(torch.zeros, dtype=torch.float64, device=outs[0].device)
+        self._shifts = [out.double().mean(0) for out in outs]
+        widths = [shift.numel() for shift in self._shifts]
+        self.tokens = 0
+        self._products, self._sums = zeros(*widths), [zeros(width) for width in widths]
+        self._norm_products, self._norm_sums = zeros(heads), [zeros(number) for number in heads]
+        self._weighted_sums = zeros(widths[0], heads[1]), zeros(widths[1], heads[0])
+        self._cosine_sums, self._cosine_counts = zeros(2, *heads)
+
+    def add(
+        self, outs: Sequence[Float[Tensor, "tokens _ _"]], directions: Sequence[Float[Tensor, "_ tokens _"]]
+    ) -> None:
+        """Add further tokens to the running sums for every pair of a head of the first and a head of the second module.
+
+        Args:
+            outs: head outputs of both modules, `(tokens, heads, value_dim)`, before the output projection.
+            directions: unit vectors of what the heads of both modules write into the residual stream, `(heads, tokens,
+                width)`; 0 where a head writes nothing.
+        """
+        shifted = [out - shift for out, shift in zip(outs, self._shifts, strict=True)]
+        norms = [out.square().sum(-1) for out in shifted]
+        flat = [out.flatten(1) for out in shifted]
+        self.tokens += len(flat[0])
+        self._products += flat[0].mT @ flat[1]
+        self._norm_products += norms[0].mT @ norms[1]
+        for index in range(2):
+            self._sums[index] += flat[index].sum(0)
+            self._norm_sums[index] += norms[index].sum(0)
+            self._weighted_sums[index].addmm_(flat[index].mT, norms[1 - index])
+        if directions[0].shape[-1] == directions[1].shape[-1]:
+            self._cosine_sums += directions[0].flatten(1) @ directions[1].flatten(1).mT
+            writes = [(each != 0).any(-1).to(out.dtype) for each, out in zip(directions, outs, strict=True)]
+            self._cosine_counts += writes[0] @ writes[1].mT
+
+    def varies(self, rounding: float) -> Bool[Tensor, " first_heads"]:
+        """Return True for the heads of the first module whose outputs vary over tokens by more than rounding: their
+        mean squared distance from their mean is more than `rounding` times their mean square.
+
+        Args:
+            rounding: largest square of a relative difference that counts as rounding.
+        """
+        mean_shifted = self._sums[0].view_as(self._shifts[0]) / self.tokens
+        variance = self._norm_sums[0] / self.tokens - mean_shifted.square().sum(-1)
+        mean_square = variance + (self._shifts[0] + mean_shifted).square().sum(-1)
+        return variance > rounding * mean_square
+
+    @property
+    def mean_cosine(self) -> Float[Tensor, "first_heads second_heads"]:
+        """Mean cosine between the vectors that a head of the first and a head of the second module write into the
+        residual stream, for every such pair, over the tokens at which both heads write.
+
+        NaN if there is no such token, or if the modules write vectors of different widths.
+        """
+        cosines: Tensor = self._cosine_sums / self._cosine_counts
+        return cosines
+
+    @property
+    def dependence(self) -> Float[Tensor, "first_heads second_heads"]:
+        """Unbiased estimate of the Hilbert-Schmidt independence criterion of the outputs x of a head of the first and y
+        of a head of the second module, with linear kernels, for every such pair; NaN for fewer than 4 tokens.
+
+        With n tokens, K_ij = x_i . x_j and L_ij = y_i . y_j, both without their diagonals, it is (Song et al. 2012,
+        equation 5)
+
+            (tr KL + (1'K1)(1'L1) / ((n - 1)(n - 2)) - 2 (1'KL1) / (n - 2)) / (n (n - 3))
+
+        All terms follow from sums over tokens of products of x, y and their squared norms.
+        """
+        n = self.tokens
+        if n < 4:
+            return torch.full(self._heads, torch.nan, dtype=torch.float64)
+        x, y = (total.view(shift.shape) for total, shift in zip(self._sums, self._shifts, strict=True))
+        products = self._products.view(*x.shape, *y.shape)
+        trace = products.square().sum((1, 3)) - self._norm_products
+        totals = [total.square().sum(-1) - norms for total, norms in zip((x, y), self._norm_sums, strict=True)]
+        with_norms_of_y, with_norms_of_x = (
+            torch.einsum("hd,hdk->hk", total, sums.view(*total.shape, -1))
+            for total, sums in zip((x, y), self._weighted_sums, strict=True)
+        )
+        rows = torch.einsum("hd,hdke,ke->hk", x, products, y) - with_norms_of_y - with_norms_of_x.mT
+        rows += self._norm_products
+        total = trace + torch.outer(*totals) / ((n - 1) * (n - 2)) - 2.0 * rows / (n - 2)
+        estimate: Tensor = total / (n * (n - 3))
+        return estimate
+
+
+def chance_of(threshold: float, tokens: int) -> float:
+    """Return about the largest probability with which the debiased centred kernel alignment of independent outputs is
+    at least `threshold`, for independent tokens. Its standard deviation is sqrt(2 / (n (n - 3))) for n tokens.
+
+    With m = n (n - 3) / 2, the alignment r of outputs of many features has sqrt(m - 1) r / sqrt(1 - r^2) distributed as
+    Student's t with m - 1 degrees of freedom (Szekely and Rizzo 2013). Outputs of one feature have about the square of
+    the correlation coefficient, with a beta distribution. The larger probability is returned.
+
+    Raises:
+        MissingExtra: scipy is not installed.
+    """
+    if threshold >= 1.0:
+        return 0.0
+    stats: Any = require("scipy.stats", purpose="a test of similarity", extra="tables")
+    degrees = tokens * (tokens - 3) / 2 - 1
+    of_many = stats.t.sf(threshold * math.sqrt(degrees / (1 - threshold**2)), degrees)
+    of_one = stats.beta.sf(threshold, 1 / 2, (tokens - 2) / 2)
+    return float(max(of_many, of_one))
+
+
+class WeightDistances:
+    """Running mean, over query rows, of the Jensen-Shannon distance between the attention weights of every two heads of
+    an attention site (a module's self- or cross-attention). The whole attention matrix is not needed.
+
+    A tile (part of the score matrix computed at once) may hold the weights of some heads only. Tiles of the same rows
+    are kept until tiles of other rows arrive.
+    """
+
+    def __init__(self, heads: int, device: torch.device) -> None:
+        self._sums, self._counts = torch.zeros(2, heads, heads, dtype=torch.float64, device=device)
+        self.finish_call()
+
+    def finish_call(self) -> None:
+        """Release the attention weights that are kept for comparison with further heads, after the last block of rows
+        of an attention call.
+        """
+        self._current_rows: Any = None
+        self._tiles: list[tuple[slice, Tensor, Tensor]] = []
+
+    def add(self, rows: RowBlock) -> None:
+        """Add to the running mean the Jensen-Shannon distances between the attention weights of every two heads in a
+        block of query rows. Add also the distances between these heads and heads whose blocks of the same rows arrived
+        earlier. Only query rows that are not padding and have a visible key, for both heads, count.
+        """
+        tile = rows.tile
+        current_rows = (tile.block.rows, tuple(tile.block.spans), tile.sequences.start, tile.sequences.stop)
+        if current_rows != self._current_rows:
+            self._current_rows, self._tiles = current_rows, []
+        weights, counted = rows.weights, rows.visibility.counted_rows.expand(tile.shape)
+        for index in range(weights.shape[1]):
+            head, after = tile.heads.start + index, index + 1
+            further = slice(head + 1, tile.heads.stop), weights[:, after:], counted[:, after:]
+            for others, other_weights, other_counted in (*self._tiles, further):
+                both_count = counted[:, index, None] & other_counted
+                distances = _distances(weights[:, index, None], other_weights).masked_fill_(~both_count, 0.0)
+                self._sums[head, others] += distances.double().sum((0, 2))
+                self._counts[head, others] += both_count.sum((0, 2))
+        self._tiles.append((tile.heads, weights, counted))
+
+    @property
+    def mean(self) -> Float[Tensor, "heads heads"]:
+        """Mean over query rows of the Jensen-Shannon distance between the attention weights of every two heads, in the
+        square root of nats. It is NaN for two heads that were not compared in any row, and 0 for a head and itself.
+        """
+        distances: Tensor = (self._sums + self._sums.mT) / (self._counts + self._counts.mT)
+        return distances.fill_diagonal_(0.0)
+
+
+def _distances(
+    p: Float[Tensor, "batch 1 rows columns"], q: Float[Tensor, "batch heads rows columns"]
+) -> Float[Tensor, "batch heads rows"]:
+    """Return the Jensen-Shannon distance between the attention weights of one head and of others, in each row."""
+    # With p = m (1 + t) and q = m (1 - t), numbers that are nearly equal are not subtracted.
+    total = p + q
+    limit = 1.0 - torch.finfo(total.dtype).eps
+    t = ((p - q) / total).nan_to_num_(0.0).clamp_(-limit, limit)
+    divergence = ((1 + t) * t.log1p() + (1 - t) * t.neg().log1p()).mul_(total).sum(-1) / 4
+    return divergence.clamp_(min=0.0).sqrt_()
