@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from headwise.checks import finite_number, is_whole, named_head, require_module
 from headwise.data.batches import arguments_of
 from headwise.errors import InputError
+from headwise.families.registry import softcap_of
 from headwise.intercept.layer_index import innermost_attention_modules, module_paths_of_layer
 from headwise.monitoring.derived_slices import derived_slices
-from headwise.monitoring.head_slices import HeadSlices, head_slices, is_known
+from headwise.monitoring.head_slices import HeadSlices, head_slices, is_known, require_scalable, scale_slices
 from headwise.monitoring.history import History, Row
 from headwise.monitoring.inner_model import inner_model
 from headwise.monitoring.monitor import Monitor
-from headwise.monitoring.scaled_slices import require_scalable, scale_slices
 from headwise.wording import counted
 
 
@@ -167,7 +167,7 @@ def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[_HeadLogit]:
     logits: dict[tuple[str, int], _HeadLogit] = {}
     for row in rows:
         place = f"head {row['head']} of {row['module'] or 'the model'}"
-        is_capped = _has_softcap(modules.get(row["module"]))
+        is_capped = softcap_of(modules.get(row["module"])) is not None
         uncapped = row.get("max_logit_uncapped")
         logit = row.get("max_logit") if uncapped is None and not is_capped else uncapped
         if logit is None:
@@ -181,12 +181,6 @@ def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[_HeadLogit]:
         if other is None or logit > other.logit:
             logits[row["module"], row["head"]] = _HeadLogit(row["layer"], row["head"], row["module"], logit)
     return list(logits.values())
-
-
-def _has_softcap(module: Any) -> bool:
-    """Return True for an attention module that caps its logits."""
-    softcap = getattr(getattr(module, "scores", None), "softcap", None)
-    return softcap is not None or getattr(module, "attn_logit_softcapping", None) is not None
 
 
 def _of_mapping(model: nn.Module, logits: Any) -> list[_HeadLogit]:

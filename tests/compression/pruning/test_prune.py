@@ -50,7 +50,7 @@ def test_without_calibration_the_removed_heads_are_zero(name):
 
 def with_repeated_head(model, name):
     """Make head 1 of each attention module a copy of head 0, except for its part of the output projection."""
-    from headwise.removal.families import head_module
+    from headwise.families.registry import head_module
 
     plan = planned(model, name)
     with torch.no_grad():

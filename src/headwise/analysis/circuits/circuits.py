@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from headwise.analysis.circuits.composition import composition_table
 from headwise.analysis.circuits.composition_table import Composition
-from headwise.analysis.circuits.double_copy import double_copy
 from headwise.analysis.circuits.matrices import SCORES, CircuitMatrices, distance_argument
 from headwise.analysis.circuits.module_maps import placed_module
 from headwise.analysis.circuits.scores import CircuitScores, score_table
@@ -18,7 +17,7 @@ from headwise.analysis.circuits.stream import (
     embedding_unembedding_product,
     stream_factors,
 )
-from headwise.analysis.circuits.trace import RunTrace
+from headwise.analysis.circuits.trace import RunTrace, double_copy
 from headwise.analysis.prompts import one_batch
 from headwise.attention.autocast import without_autocast
 from headwise.checks import flag, require_module

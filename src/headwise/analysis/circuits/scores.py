@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headwise.analysis.circuits.factored import FactoredMatrix, positive_share
-from headwise.analysis.circuits.matrices import SCORES, CircuitMatrices
+from headwise.analysis.circuits.matrices import SCORES, CircuitMatrices, FactoredMatrix, positive_share
 from headwise.analysis.circuits.module_maps import ModuleMaps
 from headwise.errors import InputError
 from headwise.progress import progress_bar

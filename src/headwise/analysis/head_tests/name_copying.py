@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.circuits.double_copy import double_copy
 from headwise.analysis.circuits.module_maps import ModuleMaps, placed_module
 from headwise.analysis.circuits.stream import NotLinearError, stream_factors, unembedding_matrix
-from headwise.analysis.circuits.trace import RunTrace
+from headwise.analysis.circuits.trace import RunTrace, double_copy
 from headwise.analysis.head_tests.name_prompts import NamePrompt
 from headwise.attention.autocast import without_autocast
 from headwise.data.batches import device_of, with_cache_disabled
