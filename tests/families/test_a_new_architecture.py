@@ -9,7 +9,7 @@ import headwise as hw
 from headwise.families import registry
 from headwise.families.registry import Family, head_module
 from headwise.removal.remove_heads import remove_heads
-from research.tables.families import HEADERS, Residual, row
+from research.tables.families import HEADERS, REPORT, Residual, row
 
 
 class ToyAttention(nn.Module):
@@ -86,6 +86,12 @@ def test_it_has_a_row_in_the_docs(model):
         "circuits": "OV and QK",
         "clip logits": "yes",
     }
+
+
+def test_the_docs_have_a_row_for_every_architecture():
+    lines = REPORT.read_text(encoding="utf-8").splitlines()
+    rows = [line.removeprefix("| ").split(" | ")[0] for line in lines if line.startswith("| ")]
+    assert rows[2:] == [family.name for family in registry.FAMILIES]
 
 
 def test_it_is_unknown_without_its_record():

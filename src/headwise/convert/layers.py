@@ -29,7 +29,7 @@ from headwise.checks import whole_number
 from headwise.errors import InputError
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import QKNorm, Scores
-from headwise.nn.projections import has_hooks, is_plain_linear
+from headwise.nn.projections import has_hooks
 from headwise.shapes import Float
 
 Layer = TypeVar("Layer", bound=MultiHeadAttention)
@@ -352,14 +352,8 @@ def from_torch(layer: nn.MultiheadAttention) -> MultiHeadAttention:
     for option, is_used in (("add_bias_kv", layer.bias_k is not None), ("add_zero_attn", layer.add_zero_attn)):
         if is_used:
             raise InputError("layer", expected=f"torch.nn.MultiheadAttention without {option}", got=f"{option}=True")
-    packed = layer.in_proj_weight
-    weights = packed.chunk(3) if packed is not None else (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
-    biases = (None, None, None) if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
-    maps = [LinearMap(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    output = LinearMap.from_linear("layer", layer.out_proj)
-    converted = layer_from_maps(
-        [*maps, output], ("layer",) * 4, layer.num_heads, layer.num_heads, dropout=layer.dropout
-    )
+    maps = [*_input_maps(layer), LinearMap.from_linear("layer", layer.out_proj)]
+    converted = layer_from_maps(maps, ("layer",) * 4, layer.num_heads, layer.num_heads, dropout=layer.dropout)
     return converted.train(layer.training)
 
 
@@ -387,20 +381,21 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
         device=weight.device,
         dtype=weight.dtype,
     )
-    packed = converted.in_proj_weight
-    targets = (
-        packed.chunk(3)
-        if packed is not None
-        else (converted.q_proj_weight, converted.k_proj_weight, converted.v_proj_weight)
-    )
     with torch.no_grad():
-        for target, map_ in zip(targets, maps[:3], strict=True):
-            target.copy_(map_.weight)
-        for index, map_ in enumerate(maps[:3]):
-            if map_.bias is not None:
-                converted.in_proj_bias.chunk(3)[index].copy_(map_.bias)
+        for target, map_ in zip(_input_maps(converted), maps[:3], strict=True):
+            target.weight.copy_(map_.weight)
+            if target.bias is not None and map_.bias is not None:
+                target.bias.copy_(map_.bias)
     maps[3].copy_to(converted.out_proj)
     return converted.train(layer.training)
+
+
+def _input_maps(layer: nn.MultiheadAttention) -> list[LinearMap]:
+    """Return the query, key and value projections of torch's layer, not copied."""
+    packed = layer.in_proj_weight
+    weights = packed.chunk(3) if packed is not None else (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+    biases = (None, None, None) if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
+    return [LinearMap(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def _unsupported_option(layer: MultiHeadAttention) -> str | None:
@@ -492,7 +487,7 @@ def _plain_projection(layer: MultiHeadAttention, name: str) -> nn.Linear:
         problem = "none" if linear is None else type(linear).__name__
     elif not linear.state_dict().keys() <= {"weight", "bias"}:
         problem = f"one with {', '.join(linear.state_dict())}"
-    elif not is_plain_linear(linear):
+    elif has_hooks(linear):
         problem = "one with a hook"
     if problem is not None:
         raise InputError(
