@@ -88,12 +88,19 @@ def row(family: Family, model: nn.Module) -> list[str]:
     paths = [path for path, module in model.named_modules() if type(module).__name__ in family.classes]
     return [
         family.name,
-        "yes" if family in converted_families().values() else "no",
+        _conversion(family),
         _removal(model, paths),
         _tried(lambda: mergeable_modules(model, 1)),
         _circuits(model),
         _tried(lambda: [head_slices(model, path) for path in paths]),
     ]
+
+
+def _conversion(family: Family) -> str:
+    """Return "yes" if the attention modules can be converted, or the function that converts torch's layer."""
+    if nn.MultiheadAttention in family.types:
+        return "yes, `hw.from_torch`"
+    return "yes" if family in converted_families().values() else "no"
 
 
 def _tried(act: Callable[[], object]) -> str:
