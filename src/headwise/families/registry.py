@@ -189,7 +189,8 @@ class TorchFamily(Family):
     def places(self, model: nn.Module, path: str) -> HeadModule:
         layer: Any = model.get_submodule(path)
         heads, width, output = layer.num_heads, layer.head_dim, relative_path(path, self.output)
-        query, key, value = parts = (("query", heads, width), ("key", heads, width), ("value", heads, width))
+        parts: tuple[Part, Part, Part] = (("query", heads, width), ("key", heads, width), ("value", heads, width))
+        query, key, value = parts
         places: dict[str, tuple[int, tuple[Part, ...]]] = {
             "in_proj_weight": (0, parts),
             "in_proj_bias": (0, parts),
@@ -408,4 +409,4 @@ def _features(model: nn.Module, path: str, axis: int) -> int:
     """
     projection: Any = model.get_submodule(path)
     stated = getattr(projection, "in_features" if axis else "out_features", None)
-    return stated if isinstance(stated, int) else projection.weight.shape[axis]  # type: ignore[no-any-return]
+    return stated if isinstance(stated, int) else projection.weight.shape[axis]
