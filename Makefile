@@ -80,6 +80,7 @@ pictures: $(INSTALLED) $(BROWSER)  ## draw the pictures of the README
 tables: $(INSTALLED)  ## write the tables in docs/ that come from running headwise
 	$(BIN)/python -m research.tables.backends
 	$(BIN)/python -m research.tables.torch_differences
+	$(BIN)/python -W ignore -m research.tables.families
 
 census: $(INSTALLED)  ## compare watch and gate with torch's dispatcher and write docs/reports/census.md (40 minutes)
 	$(BIN)/python -m research.census

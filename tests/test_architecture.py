@@ -24,6 +24,7 @@ FLOORS = (
     ("attention",),
     ("nn",),
     ("compat",),
+    ("families",),
     ("convert",),
     ("statistics",),
     ("removal",),

@@ -381,7 +381,7 @@ def test_adapters_are_named():
 
     changed = model("llama")
     changed.layers[0].self_attn.q_proj = Adapter(changed.layers[0].self_attn.q_proj)
-    refuses(changed, "got layers.0.self_attn, where 'Adapter' object has no attribute 'out_features'$")
+    refuses(changed, "got layers.0.self_attn, where 'Adapter' object has no attribute 'weight'$")
 
 
 def test_weights_without_values():

@@ -31,6 +31,7 @@ CONFIGS = {
     "xlm-roberta": transformers.XLMRobertaConfig(**SIZES, intermediate_size=37),
     "camembert": transformers.CamembertConfig(**SIZES, intermediate_size=37),
     "electra": transformers.ElectraConfig(**SIZES, intermediate_size=37, embedding_size=48),
+    "eurobert": transformers.EuroBertConfig(**ROTARY, num_key_value_heads=2, head_dim=10, pad_token_id=0, **SPECIAL),
     "t5": transformers.T5Config(vocab_size=97, d_model=48, num_layers=2, num_heads=6, d_kv=11, d_ff=37),
     "bart": transformers.BartConfig(**PAIR),
     "vit": transformers.ViTConfig(**{**SIZES, "vocab_size": None}, intermediate_size=37, image_size=32, patch_size=8),
@@ -39,7 +40,7 @@ CONFIGS = {
     ),
 }
 
-IN_TRANSFORMERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3", "vit", "t5")
+IN_TRANSFORMERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3", "eurobert", "vit", "t5")
 """Families whose configuration can state equally many heads in each module."""
 
 

@@ -8,8 +8,8 @@ import transformers
 
 import headwise as hw
 from headwise.data.models import find_model
+from headwise.families.registry import head_module
 from headwise.intercept.survey import survey
-from headwise.removal.families import head_module
 from headwise.removal.remove_heads import RECORD, remove_heads
 from removal import families
 
@@ -238,7 +238,7 @@ class LoRA(torch.nn.Linear):
 @pytest.mark.parametrize(("name", "path"), [("llama", "layers.1.self_attn"), ("gpt2", "h.1.attn")])
 @pytest.mark.parametrize("which", [0, -1])
 def test_projections_that_compute_their_weights_are_refused(name, path, which):
-    places = [each.parameter for each in head_module(families.model(name), path).axes if "bias" not in each.parameter]
+    places = [each.parameter for each in head_module(families.model(name), path).blocks if "bias" not in each.parameter]
     changed = places[which].removesuffix(".weight")
     weight_norm = families.model(name)
     torch.nn.utils.parametrizations.weight_norm(weight_norm.get_submodule(changed))

@@ -18,7 +18,7 @@ from headwise.checks import device_argument, float_dtype
 from headwise.data.converted_models import converted_folder
 from headwise.errors import InputError, MissingExtra, require
 from headwise.packaged_models import PACKAGED
-from headwise.removal.loading import class_of_saved, has_record
+from headwise.removal.remove_heads import class_of_saved, has_record
 
 TOKENIZER_FILES = (
     "tokenizer.json",

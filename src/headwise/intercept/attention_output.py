@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from headwise.errors import InputError
+from headwise.families.head_module import HEAD_COUNTS
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import Factor
 from headwise.intercept.call_handlers import CallHandlers
@@ -23,9 +24,6 @@ from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.refusals import CHANGED_IN_PLACE, HEADS_CONTRADICT, HEADS_UNKNOWN
-
-HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead", "num_heads_per_partition")
-"""Names under which modules store their number of heads."""
 
 
 class AttentionOutput:

@@ -6,14 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.intercept.linear_map import LinearMap, linear_map, may_fit
+from headwise.convert.layers import LinearMap
+from headwise.families.registry import family_of, relative_path
+from headwise.intercept.linear_map import linear_map, may_fit
 from headwise.shapes import Float
 
 PROJECTION_NAMES = (
     *("o_proj", "out_proj", "out", "c_proj", "o", "dense", "out_lin", "wo", "to_out", "proj", "output"),
     *("Wo", "linear_out", "projection", "projection_layer", "post_proj"),
 )
-"""Names of output projections in Llama, torch, headwise, GPT-2, T5, BERT, DistilBERT and others; in the second line, in
+"""Usual names of output projections in modules of unknown architectures, such as DistilBERT; in the second line, in
 ModernBERT, Wav2Vec2-BERT, BLIP, InternVL and Funnel Transformer.
 """
 
@@ -32,8 +34,9 @@ class OutputProjection(NamedTuple):
 
 def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -> OutputProjection | None:
     """Return the module that projects the outputs of all heads of the attention module at `path`; None if there is
-    none. It is looked for in and next to that module, by usual names of such modules (`o_proj`, `c_proj`, ...), and
-    computes a linear map of `width` features: a linear layer, also with adapters, or in a sequence with dropout.
+    none. It is looked for in and next to that module, by the name that the architecture has for it, then by usual names
+    (`o_proj`, `c_proj`, ...), and computes a linear map of `width` features: a linear layer, also with adapters, or in
+    a sequence with dropout.
 
     It is a child of that module, of its parent, or, as in BERT, of the parent's child `output`. Else it is the only
     linear layer with such a name and width in that module, as where a model calls a method of its attention module.
@@ -60,9 +63,13 @@ def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -
 
 
 def _named_modules(modules: Mapping[str, nn.Module], path: str, width: int) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules in and next to the attention module at `path` that have usual names of output projections, with
-    their paths. A sequence is followed by its only module with a parameter that fits `width` input features.
+    """Yield the output projection that the architecture of the attention module at `path` names, and the modules in and
+    next to it that have usual names of output projections, with their paths. A sequence is followed by its only module
+    with a parameter that fits `width` input features.
     """
+    family = family_of(modules[path]) if path in modules else None
+    if family is not None and (known := modules.get(relative_path(path, family.output))) is not None:
+        yield relative_path(path, family.output), known
     parent = path.rpartition(".")[0] if path else ""
     beside = f"{parent}.output" if parent else "output"
     for owner in (path, beside, parent):

@@ -14,7 +14,6 @@ from headwise.intercept.heads import Heads
 from headwise.intercept.sites import SiteRegistry
 from headwise.monitoring.alarms import Alarm, AlarmLimits, limits_of
 from headwise.monitoring.history import History, Row
-from headwise.monitoring.inner_model import inner_model
 from headwise.monitoring.observation import TrainingObserver, observed_training
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.files import locked_folder
@@ -273,3 +272,11 @@ def _layers(layers: Any) -> frozenset[int] | None:
         if not is_whole(number, 0):
             raise InputError("layers", expected="whole numbers from 0", got=repr(number))
     return chosen
+
+
+def inner_model(model: Any) -> nn.Module:
+    """Return the module that a compiled model, or one in DistributedDataParallel, contains."""
+    inner: nn.Module = model
+    while hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return inner

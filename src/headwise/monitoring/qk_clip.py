@@ -1,7 +1,7 @@
 """`qk_clip`: scale query and key projections, so that no head's attention logits exceed a threshold."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from headwise.checks import finite_number, is_whole, named_head, require_module
 from headwise.data.batches import arguments_of
 from headwise.errors import InputError
+from headwise.families.registry import softcap_of
 from headwise.intercept.layer_index import innermost_attention_modules, module_paths_of_layer
 from headwise.monitoring.derived_slices import derived_slices
-from headwise.monitoring.head_slices import HeadSlices, head_slices, is_known
+from headwise.monitoring.head_slices import HeadSlices, head_slices, is_known, require_scalable, scale_slices
 from headwise.monitoring.history import History, Row
-from headwise.monitoring.inner_model import inner_model
-from headwise.monitoring.monitor import Monitor
-from headwise.monitoring.scaled_slices import require_scalable, scale_slices
+from headwise.monitoring.monitor import Monitor, inner_model
 from headwise.wording import counted
 
 
@@ -103,7 +102,9 @@ def qk_clip(
     history = logits.history if isinstance(logits, Monitor) else logits
     used = _latest_step(history) if isinstance(history, History) else None
     if isinstance(history, History):
-        if used is None or _is_used(model, history, used):
+        other, used_step = _USED.get(model, (None, None))
+        is_used = other is not None and other() is history and used_step == used
+        if used is None or is_used:  # the logits were used for the model before
             return []
         head_logits = _of_rows(model, history.rows(used))
     else:
@@ -150,12 +151,6 @@ def _latest_step(history: History) -> int | None:
     return history.latest
 
 
-def _is_used(model: nn.Module, history: History, step: int) -> bool:
-    """Return True if the logits in this step of the history were used for the model before."""
-    other, used = _USED.get(model, (None, None))
-    return other is not None and other() is history and used == step
-
-
 def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[_HeadLogit]:
     """Return the largest logit of each head in the rows of one step, before a softcap. For a module with both
     self-attention and cross-attention, that is the largest of both.
@@ -167,7 +162,7 @@ def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[_HeadLogit]:
     logits: dict[tuple[str, int], _HeadLogit] = {}
     for row in rows:
         place = f"head {row['head']} of {row['module'] or 'the model'}"
-        is_capped = _has_softcap(modules.get(row["module"]))
+        is_capped = softcap_of(modules.get(row["module"])) is not None
         uncapped = row.get("max_logit_uncapped")
         logit = row.get("max_logit") if uncapped is None and not is_capped else uncapped
         if logit is None:
@@ -183,12 +178,6 @@ def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[_HeadLogit]:
     return list(logits.values())
 
 
-def _has_softcap(module: Any) -> bool:
-    """Return True for an attention module that caps its logits."""
-    softcap = getattr(getattr(module, "scores", None), "softcap", None)
-    return softcap is not None or getattr(module, "attn_logit_softcapping", None) is not None
-
-
 def _of_mapping(model: nn.Module, logits: Any) -> list[_HeadLogit]:
     """Return the largest logit of each head in a mapping from `(layer, head)`.
 
@@ -198,22 +187,18 @@ def _of_mapping(model: nn.Module, logits: Any) -> list[_HeadLogit]:
     if not isinstance(logits, Mapping):
         expected = "a Monitor, a History, or a mapping from (layer, head) to a logit"
         raise InputError("logits", expected=expected, got=type(logits).__name__)
-    of_heads = sorted(_checked(logits))
-    paths = {layer: _path_of(model, layer) for layer in {layer for (layer, _), _ in of_heads}}
-    return [_HeadLogit(layer, head, paths[layer], logit) for (layer, head), logit in of_heads]
-
-
-def _checked(logits: Mapping[Any, Any]) -> Iterator[tuple[tuple[int, int], float]]:
-    """Yield layer and head, and the logit, of each entry of a mapping."""
+    of_heads: list[tuple[tuple[int, int], float]] = []
     for name, value in logits.items():
         key = named_head(name)
         if not (isinstance(key, tuple) and len(key) == 2 and all(is_whole(number, 0) for number in key)):
             raise InputError("logits", expected="keys (layer, head)", got=repr(key))
         try:
-            yield key, finite_number("logits", value)
+            of_heads.append((key, finite_number("logits", value)))
         except InputError:
             got = f"{value!r} for layer {key[0]}, head {key[1]}"
             raise InputError("logits", expected="finite numbers", got=got) from None
+    paths = {layer: _path_of(model, layer) for layer in {layer for (layer, _), _ in of_heads}}
+    return [_HeadLogit(layer, head, paths[layer], logit) for (layer, head), logit in sorted(of_heads)]
 
 
 def _path_of(model: nn.Module, layer: int) -> str:

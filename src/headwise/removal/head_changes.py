@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.removal.head_axes import HeadBlocks, HeadPart
-from headwise.removal.head_module import HeadModule
-from headwise.removal.remove_heads import parameter_with_heads
+from headwise.families.head_module import HeadBlocks, HeadModule, HeadPart
 from headwise.shapes import Float
 
 
@@ -18,14 +16,13 @@ def check_parameters(model: nn.Module, modules: Sequence[HeadModule]) -> None:
     """
     owner_of: dict[int, str] = {}
     for module in modules:
-        for axis in module.axes:
-            parameter = parameter_with_heads(model, module, axis)
+        for parameter, (blocks, *_) in module.parameters(model):
             if not parameter.is_floating_point():
-                got = f"{parameter.dtype} in {axis.parameter}"
+                got = f"{parameter.dtype} in {blocks.parameter}"
                 raise InputError("model", expected="weights in floating point", got=got)
-            first = owner_of.setdefault(id(parameter), axis.parameter)
-            if first != axis.parameter:
-                got = f"one for {first} and {axis.parameter}"
+            first = owner_of.setdefault(id(parameter), blocks.parameter)
+            if first != blocks.parameter:
+                got = f"one for {first} and {blocks.parameter}"
                 raise InputError("model", expected="a separate parameter for each projection", got=got)
 
 
@@ -107,11 +104,7 @@ def _change(model: nn.Module, module: HeadModule, change: Callable[[Tensor, Head
         module: the attention module.
         change: function of the numbers of the heads `(heads, width, other)` and of the block.
     """
-    for axis in module.axes:
-        parameter, start = model.get_parameter(axis.parameter), 0
-        for blocks in axis.blocks:
-            part = parameter.narrow(axis.axis, start, blocks.length)
-            rows = part.movedim(axis.axis, 0)
-            changed = change(rows.double().reshape(blocks.heads, blocks.width, -1), blocks)
-            part.copy_(changed.reshape(rows.shape).movedim(0, axis.axis))
-            start += blocks.length
+    for blocks in module.blocks:
+        part = blocks.view(model.get_parameter(blocks.parameter))
+        rows = part.double().reshape(blocks.heads, blocks.width, -1)
+        part.copy_(change(rows, blocks).reshape(part.shape))

@@ -4,7 +4,7 @@ A model of `transformers` records the remaining heads in its configuration, unle
 state them. Such a record is saved with the model, and read by `headwise.load`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from headwise.errors import InputError
-from headwise.removal.families import head_module
-from headwise.removal.head_axes import HeadAxis, KeptHeads
-from headwise.removal.head_module import HeadModule
-from headwise.removal.shared_bias import separate_biases
+from headwise.families.head_module import HeadModule, KeptHeads
+from headwise.families.registry import Family, family_of, head_module
 
 RECORD = "headwise_kept_heads"
 """Field of a configuration with the remaining heads: for each path of an attention module the indices of its query
@@ -62,47 +60,56 @@ def remove_recorded_heads(model: nn.Module, record: Mapping[str, Sequence[int]])
     _remove(model, kept)
 
 
+@torch.no_grad()
 def _remove(model: nn.Module, kept: Mapping[str, KeptHeads]) -> dict[str, HeadModule]:
     """Remove all other heads than those in `kept` from attention modules of a model, in place, and return the dense
     modules' places of heads.
     """
-    separate_biases(model, kept)
+    _separate_biases(model, kept)
     modules = {path: head_module(model, path) for path in kept}
     for path, heads in kept.items():
-        keep_heads(model, modules[path], heads)
+        for parameter, blocks in modules[path].parameters(model):
+            owner_path, _, name = blocks[0].parameter.rpartition(".")
+            owner: Any = model.get_submodule(owner_path)
+            indices = torch.cat([each.kept_indices(heads) for each in blocks]).sort().values.to(parameter.device)
+            sliced = nn.Parameter(parameter.detach().index_select(blocks[0].axis, indices), parameter.requires_grad)
+            setattr(owner, name, sliced)
+            if name == "weight" and isinstance(owner, nn.Linear):
+                owner.out_features, owner.in_features = sliced.shape
+            elif name == "weight" and hasattr(owner, "nf"):  # `Conv1D` of transformers
+                owner.nx, owner.nf = sliced.shape
+            elif isinstance(owner, nn.Embedding):
+                owner.embedding_dim = sliced.shape[1]
+        modules[path].set_counts(model.get_submodule(path), heads)
     return modules
 
 
-@torch.no_grad()
-def keep_heads(model: nn.Module, module: HeadModule, kept: KeptHeads) -> None:
-    """Remove all other heads than `kept` from one attention module of a model, in place."""
-    for axis in module.axes:
-        parameter = parameter_with_heads(model, module, axis)
-        owner_path, _, name = axis.parameter.rpartition(".")
-        owner: Any = model.get_submodule(owner_path)
-        indices = axis.kept_indices(kept).to(parameter.device)
-        sliced = nn.Parameter(parameter.detach().index_select(axis.axis, indices), parameter.requires_grad)
-        setattr(owner, name, sliced)
-        if name == "weight" and isinstance(owner, nn.Linear):
-            owner.out_features, owner.in_features = sliced.shape
-        elif name == "weight" and hasattr(owner, "nf"):  # `Conv1D` of transformers
-            owner.nx, owner.nf = sliced.shape
-        elif isinstance(owner, nn.Embedding):
-            owner.embedding_dim = sliced.shape[1]
-    module.set_counts(model.get_submodule(module.path), kept)
-
-
-def parameter_with_heads(model: nn.Module, module: HeadModule, axis: HeadAxis) -> nn.Parameter:
-    """Return the parameter of an axis.
-
-    Raises:
-        InputError: the axis has another length than all heads together.
+def _separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
+    """Give each attention module of a T5 stack a position bias of its own, in place, if different heads will remain in
+    the modules of the stack. Otherwise the first module computes the bias of all others.
     """
-    parameter = model.get_parameter(axis.parameter)
-    if parameter.shape[axis.axis] != axis.length:
-        got = f"length {parameter.shape[axis.axis]} of {axis.parameter}"
-        raise InputError("model", expected=f"{axis.length} numbers for {module.num_heads} heads", got=got)
-    return parameter
+    modules_of_stack: dict[tuple[str, str], dict[str, Any]] = {}
+    for path, module in model.named_modules():
+        if (family := family_of(module)) is not None and family.positions == "shared bias":
+            stack, _, inside = path.rpartition(".block.")
+            modules_of_stack.setdefault((stack, inside.rpartition(".")[2]), {})[path] = module
+    for modules in modules_of_stack.values():
+        if len({kept.get(path) for path in modules}) == 1:
+            continue
+        table = next((module for module in modules.values() if module.has_relative_attention_bias), None)
+        for module in modules.values():
+            if table is not None and not module.has_relative_attention_bias:
+                weight = table.relative_attention_bias.weight
+                module.relative_attention_bias = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
+                    weight.detach().clone(), freeze=not weight.requires_grad
+                )
+                module.has_relative_attention_bias = True
+            module.register_forward_pre_hook(_ignore_bias, with_kwargs=True)
+
+
+def _ignore_bias(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Leave out the position bias that the module before passes on, so that the module computes its own."""
+    return arguments, {**named, "position_bias": None}
 
 
 def _state_heads(
@@ -114,22 +121,96 @@ def _state_heads(
     config = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return
-    own_fields = _own_fields(model, modules, kept)
-    if own_fields is not None and _shapes_of_new(model, own_fields) == _shapes(model):
-        for each in _same_parts(model, own_fields):
-            for name, value in each[1].items():
-                setattr(each[0], name, value)
+    fields_of = _own_fields(model, modules, kept)
+    if fields_of is not None and _shapes_of_new(model, fields_of) == _shapes(model):
+        for part, fields in fields_of.items():
+            for each in _copies(model, _part(config, part), fields):
+                for name, value in fields.items():
+                    setattr(each, name, value)
         return
     if not may_record:
         expected = "a model whose configuration can state the remaining heads"
         raise InputError("model", expected=expected, got=type(model).__name__)
-    if own_fields is not None and any(module.reads_config for module in modules.values()):
-        expected = "a model whose configuration can state fewer heads"
-        raise InputError("model", expected=expected, got=f"a {type(model).__name__} that transformers cannot make anew")
-    if any(module.reads_config for module in modules.values()):
+    if any(_family(model, path).reads_config for path in modules):
+        if fields_of is not None:
+            expected, got = "a model whose configuration can state fewer heads", f"a {type(model).__name__}"
+            raise InputError("model", expected=expected, got=f"{got} that transformers cannot make anew")
         expected = f"equally many heads in all layers of a {type(model).__name__}, which its configuration states"
         raise InputError("heads", expected=expected, got="different numbers")
     setattr(config, RECORD, {path: list(heads.query) for path, heads in kept.items()})
+
+
+def _family(model: nn.Module, path: str) -> Family:
+    """Return the architecture of an attention module whose heads were removed."""
+    family = family_of(model.get_submodule(path))
+    assert family is not None  # by `head_module`
+    return family
+
+
+def _own_fields(
+    model: Any, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads]
+) -> dict[str, dict[str, int]] | None:
+    """Return values for fields of a model's configuration that state the remaining heads, by the part of the
+    configuration; None if the modules differ, or have no such fields.
+    """
+    fields_of: dict[str, dict[str, int]] = {}
+    for path, module in modules.items():
+        part = _part_name(model.config, getattr(model.get_submodule(path), "config", None))
+        names = _family(model, path).config_fields
+        if part is None or not names:
+            return None
+        numbers = {"heads": len(kept[path].query), "kv_heads": len(kept[path].kv), "head_dim": module.head_dim}
+        fields = {field: numbers[name] for name, field in names.items()}
+        if fields_of.setdefault(part, fields) != fields:
+            return None
+    return fields_of
+
+
+def _part_name(config: Any, part: Any) -> str | None:
+    """Return the name of the field of a configuration that is `part`; empty for the configuration itself, or a copy of
+    it, as the stacks of T5 have; None if there is none.
+    """
+    if type(part) is type(config):
+        return ""
+    return next((name for name, value in vars(config).items() if value is part), None)
+
+
+def _part(config: Any, name: str) -> Any:
+    """Return the part of a configuration with this name."""
+    return getattr(config, name) if name else config
+
+
+def _copies(model: nn.Module, part: Any, fields: Mapping[str, int]) -> Iterator[Any]:
+    """Yield a part of a model's configuration, and all copies of it in the model's modules that state the same heads in
+    these fields.
+    """
+    before = [getattr(part, name, None) for name in fields]
+    configs = {id(each): each for module in model.modules() if (each := getattr(module, "config", None)) is not None}
+    copies = [each for each in configs.values() if each is not part and type(each) is type(part)]
+    yield from (part, *(each for each in copies if [getattr(each, name, None) for name in fields] == before))
+
+
+def _shapes_of_new(model: Any, fields_of: Mapping[str, Mapping[str, int]]) -> dict[str, torch.Size] | None:
+    """Return the shapes of a new model with these fields in its configuration, as it is saved and loaded; None if it
+    cannot be made, such as if `transformers` finds the fields inconsistent.
+    """
+    config = deepcopy(model.config)
+    for part, fields in fields_of.items():
+        for name, value in fields.items():
+            setattr(_part(config, part), name, value)
+    try:
+        with torch.device("meta"):
+            return _shapes(type(model)(type(config).from_dict(config.to_dict())))
+    except Exception:  # each class has its own requirements
+        return None
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the shape of each entry of a model's state dict."""
+    return {name: value.shape for name, value in model.state_dict().items()}
+
+
+# -- saved models -----------------------------------------------------------------------------------------------------
 
 
 def loader_of(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> str:
@@ -149,86 +230,39 @@ def loader_of(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> str:
     # The memo of copies puts meta tensors in the places of all tensors.
     shells: dict[int, Any] = {id(each): each.detach().to("meta") for each in model.buffers()}
     shells |= {id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad) for each in model.parameters()}
-    pruned = deepcopy(model, shells)
+    pruned: Any = deepcopy(model, shells)
     remove_heads(pruned, {path: head_module(model, path).kept(query) for path, query in kept.items()})
-    return loader_of_pruned(pruned)
+    return "headwise" if hasattr(pruned.config, RECORD) else "transformers"
 
 
-def loader_of_pruned(pruned: nn.Module) -> str:
-    """Return what loads a model whose heads were removed, as `loader_of` does for a dense one."""
-    config = getattr(pruned, "config", None)
-    if not hasattr(config, "to_dict"):
-        return "none"
-    return "headwise" if hasattr(config, RECORD) else "transformers"
+def has_record(config: Any) -> bool:
+    """Return True if a configuration lists the remaining heads of a model."""
+    return getattr(config, RECORD, None) is not None
 
 
-def _own_fields(
-    model: Any, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads]
-) -> dict[str, dict[str, int]] | None:
-    """Return values for fields of a model's configuration that state the remaining heads, by the part of the
-    configuration; None if the modules differ, or have no such fields.
+def class_of_saved(loader: Any, config: Any) -> Any:
+    """Return the class whose `from_pretrained` loads a saved model: `loader` or, if heads were removed that the fields
+    of the configuration cannot state, a class that makes such a model. The model is then one of the dense class.
+
+    Args:
+        loader: class of a model of `transformers`, or an auto class such as `AutoModel`.
+        config: configuration of the saved model.
     """
-    stated: dict[str, dict[str, int]] = {}
-    for path, module in modules.items():
-        part = _part_name(model.config, getattr(model.get_submodule(path), "config", None))
-        if part is None or not module.config_fields:
-            return None
-        numbers = {"heads": len(kept[path].query), "kv_heads": len(kept[path].kv), "head_dim": module.head_dim}
-        fields = {field: numbers[name] for name, field in module.config_fields.items()}
-        if stated.setdefault(part, fields) != fields:
-            return None
-    return stated
-
-
-def _part_name(config: Any, part: Any) -> str | None:
-    """Return the name of the field of a configuration that is `part`; empty for the configuration itself, or a copy of
-    it, as the stacks of T5 have; None if there is none.
-    """
-    if type(part) is type(config):
-        return ""
-    return next((name for name, value in vars(config).items() if value is part), None)
-
-
-def _part(config: Any, name: str) -> Any:
-    """Return the part of a configuration with this name."""
-    return getattr(config, name) if name else config
-
-
-def _same_parts(model: Any, fields_of: Mapping[str, Mapping[str, int]]) -> list[tuple[Any, Mapping[str, int]]]:
-    """Return the parts of a model's configuration with these fields, and all copies of them in its modules that state
-    the same heads; each with the fields.
-    """
-    held = {id(each): each for module in model.modules() if (each := getattr(module, "config", None)) is not None}
-    pairs: list[tuple[Any, Mapping[str, int]]] = []
-    for name, fields in fields_of.items():
-        part = _part(model.config, name)
-        old = {field: getattr(part, field, None) for field in fields}
-        copies = [
-            each
-            for each in held.values()
-            if each is not part
-            and type(each) is type(part)
-            and all(getattr(each, field, None) == value for field, value in old.items())
-        ]
-        pairs += [(each, fields) for each in (part, *copies)]
-    return pairs
-
-
-def _shapes_of_new(model: Any, own_fields: Mapping[str, Mapping[str, int]]) -> dict[str, torch.Size] | None:
-    """Return the shapes of a new model with these fields in its configuration, as it is saved and loaded; None if it
-    cannot be made, such as if `transformers` finds the fields inconsistent.
-    """
-    config = deepcopy(model.config)
-    for part, fields in own_fields.items():
-        for name, value in fields.items():
-            setattr(_part(config, part), name, value)
-    try:
+    if not has_record(config):
+        return loader
+    dense: Any = loader
+    if not (isinstance(loader, type) and issubclass(loader, nn.Module)):
         with torch.device("meta"):
-            return _shapes(type(model)(type(config).from_dict(config.to_dict())))
-    except Exception:  # each class has its own requirements
-        return None
+            dense = type(loader.from_config(config))
 
+    class Pruned(dense):  # type: ignore[misc]
+        """The dense class, with fewer heads."""
 
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the shape of each entry of a model's state dict."""
-    return {name: value.shape for name, value in model.state_dict().items()}
+        def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
+            super().__init__(config, *arguments, **named)
+            remove_recorded_heads(self, getattr(config, RECORD))
+            self.__class__ = dense  # pickle finds this class by its name
+
+    # By these names, `transformers` finds the rules by which it converts saved weights.
+    Pruned.__name__, Pruned.__qualname__, Pruned.__module__ = dense.__name__, dense.__qualname__, dense.__module__
+    return Pruned

@@ -13,7 +13,7 @@ from headwise.compression.calibration.same_outputs import outputs_of, require_sa
 from headwise.compression.merging.merge_kv import merge_kv
 from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.prune import prune
-from headwise.removal.families import head_module
+from headwise.families.registry import head_module
 from removal import families
 
 IDS = torch.randint(3, 97, (2, 13), generator=torch.Generator().manual_seed(2))

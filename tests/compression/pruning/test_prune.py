@@ -50,20 +50,16 @@ def test_without_calibration_the_removed_heads_are_zero(name):
 
 def with_repeated_head(model, name):
     """Make head 1 of each attention module a copy of head 0, except for its part of the output projection."""
-    from headwise.removal.families import head_module
+    from headwise.families.registry import head_module
 
     plan = planned(model, name)
     with torch.no_grad():
         for each in plan.modules:
             module = head_module(model, each.module)
-            for axis in module.axes:
-                if axis.parameter.startswith(f"{module.output}."):
-                    continue
-                parameter, start = model.get_parameter(axis.parameter), 0
-                for blocks in axis.blocks:
-                    first = parameter.narrow(axis.axis, start, blocks.width)
-                    parameter.narrow(axis.axis, start + blocks.width, blocks.width).copy_(first)
-                    start += blocks.length
+            for blocks in module.blocks:
+                if blocks.part != "output":
+                    heads = blocks.view(model.get_parameter(blocks.parameter))
+                    heads[1].copy_(heads[0])
     kept = tuple(
         dataclasses.replace(each, kept=tuple(head for head in range(each.num_heads) if head != 1))
         for each in plan.modules

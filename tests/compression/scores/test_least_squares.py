@@ -14,7 +14,7 @@ from headwise.compression.scores.least_squares import LeastSquaresScores
 from headwise.compression.scores.magnitude import MagnitudeScores
 from headwise.data.batches import documents_of
 from headwise.errors import InputError
-from headwise.removal.families import head_module
+from headwise.families.registry import head_module
 
 DAMPINGS = (0.01, 0.1, 1.0)
 """Fewer dampings, so that tests are fast."""

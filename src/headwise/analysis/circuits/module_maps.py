@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from headwise.analysis.circuits.head_weights import HeadWeights, head_weights
 from headwise.analysis.circuits.norms import NormMap, is_norm, norm_map
 from headwise.analysis.circuits.rotation import LayerRotation, NoRotation, Rotation, module_rotation
 from headwise.analysis.circuits.trace import ModuleCall, RunTrace, SiteTrace
 from headwise.errors import InputError
+from headwise.families.registry import head_module, softcap_of
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.shapes import Bool, Float
 
@@ -25,6 +25,64 @@ SMALLEST_WEIGHT = 1e-30
 
 LEAST_SIGNAL = 20.0
 """Least differences of the logarithms of the weights, in multiples of rounding, by which scores can be checked."""
+
+
+class HeadWeights(NamedTuple):
+    """Weights of the heads of one attention module. Query head h attends with key/value head `h * kv_heads // heads`.
+
+    Attributes:
+        query: matrix from the module's input to each head's query, `(heads, head_dim, width)`.
+        key: matrix to each key, `(kv_heads, head_dim, width)`.
+        value: matrix to each value, `(kv_heads, value_dim, width)`.
+        output: each head's slice of the output projection, `(heads, width, value_dim)`.
+        query_bias: `(heads, head_dim)`; 0 without a bias, as all others.
+        key_bias: `(kv_heads, head_dim)`.
+        value_bias: `(kv_heads, value_dim)`.
+        output_bias: `(width,)`.
+        output_path: path of the output projection in the model.
+    """
+
+    query: Float[Tensor, "heads head_dim width"]
+    key: Float[Tensor, "kv_heads head_dim width"]
+    value: Float[Tensor, "kv_heads value_dim width"]
+    output: Float[Tensor, "heads out value_dim"]
+    query_bias: Float[Tensor, "heads head_dim"]
+    key_bias: Float[Tensor, "kv_heads head_dim"]
+    value_bias: Float[Tensor, "kv_heads value_dim"]
+    output_bias: Float[Tensor, " out"]
+    output_path: str
+
+
+def head_weights(model: nn.Module, path: str) -> HeadWeights:
+    """Return the weights of the heads of the attention module at `path` of a model that was copied by `double_copy`.
+
+    Raises:
+        InputError: the module is of no known family, or a projection computes its weights or has further parameters.
+    """
+    module = head_module(model, path)
+    tensors: dict[str, Tensor] = {}
+    for parameter, blocks in module.parameters(model):
+        if parameter.ndim <= 2:
+            suffix = "_bias" if parameter.ndim == 1 else ""
+            tensors |= {f"{each.part}{suffix}": each.view(parameter.detach()) for each in blocks if each.part}
+    if missing := {"query", "key", "value", "output"} - tensors.keys():
+        got = f"none for the {min(missing)} in {path}"
+        raise InputError("model", expected="one matrix for queries, keys and values each", got=got)
+    for part in ("query", "key", "value"):
+        tensors.setdefault(f"{part}_bias", torch.zeros_like(tensors[part][..., 0]))
+    output = tensors["output"].mT
+    bias = getattr(model.get_submodule(module.output), "bias", None)
+    return HeadWeights(
+        query=tensors["query"],
+        key=tensors["key"],
+        value=tensors["value"],
+        output=output,
+        query_bias=tensors["query_bias"],
+        key_bias=tensors["key_bias"],
+        value_bias=tensors["value_bias"],
+        output_bias=output.new_zeros(output.shape[1]) if bias is None else bias.detach(),
+        output_path=module.output,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,11 +284,9 @@ def _scale(
     rounding = ROUNDING * float(visible[0].sum()) ** 0.5
     if bool((seen.norm(dim=1) < LEAST_SIGNAL * rounding)[~is_zero].any()):
         raise _ScoresError(f"attention in {call.path} that is too uniform to show the factor of its scores")
-    module = call.module
-    options = getattr(module, "scores", None)
-    cap = getattr(module, "attn_logit_softcapping", None) or getattr(options, "softcap", None)
-    head_dim = getattr(module, "head_dim", None)
-    stated = [getattr(module, name, None) for name in ("scaling", "scale")] + [getattr(options, "scale", None)]
+    module, cap = call.module, softcap_of(call.module)
+    head_dim, options = getattr(module, "head_dim", None), getattr(module, "scores", None)
+    stated = [getattr(module, "scaling", None), getattr(module, "scale", None), getattr(options, "scale", None)]
     stated += [head_dim**-0.5 if isinstance(head_dim, int) else None]
     fitted = ((plain * seen).sum(1) / plain.square().sum(1)).nan_to_num(1.0, 1.0, 1.0)
     for scale in [*(torch.full_like(fitted, each) for each in stated if isinstance(each, float)), fitted]:

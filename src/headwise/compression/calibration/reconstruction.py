@@ -20,12 +20,11 @@ from headwise.compression.calibration.output_moments import OutputMoments
 from headwise.compression.calibration.projection_inputs import SequenceInputs, projection_inputs
 from headwise.compression.calibration.token_weights import token_weights, weights_of
 from headwise.errors import InputError
+from headwise.families.head_module import HeadModule, KeptHeads
+from headwise.families.registry import head_module
 from headwise.intercept.layer_index import is_inside
 from headwise.progress import progress_bar
-from headwise.removal.families import head_module
-from headwise.removal.head_axes import KeptHeads
 from headwise.removal.head_changes import check_parameters
-from headwise.removal.head_module import HeadModule
 
 
 @torch.no_grad()
@@ -137,7 +136,7 @@ def fit_projection(
     """Fit an output projection to targets, in place; columns of heads that do not remain become 0. The fold `left_out`
     is left out of the fit, if given.
     """
-    (axis,) = [each for each in module.axes if each.parameter == f"{module.output}.weight"]
+    (axis,) = [each for each in module.blocks if each.parameter == f"{module.output}.weight"]
     columns = axis.kept_indices(kept)
     is_transposed = axis.axis == 0
     weight = projection.weight.mT if is_transposed else projection.weight

@@ -16,10 +16,9 @@ from torch.utils import _pytree as pytree
 from headwise.compression.calibration.projection_inputs import padding_masks
 from headwise.data.batches import call_model, copied, count_sequences_and_tokens, evaluation_mode
 from headwise.errors import InputError
+from headwise.families.head_module import HeadModule, KeptHeads
+from headwise.families.registry import head_module
 from headwise.progress import progress_bar
-from headwise.removal.families import head_module
-from headwise.removal.head_axes import KeptHeads
-from headwise.removal.head_module import HeadModule
 from headwise.removal.remove_heads import remove_heads
 from headwise.shapes import Bool, Float
 

@@ -21,18 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.rotary import Rotary
+from headwise.families.head_module import HeadModule
+from headwise.families.registry import family_of
 from headwise.nn.multihead import MultiHeadAttention
-from headwise.removal.head_module import HeadModule
 from headwise.shapes import Float
-
-HALF_SPLIT = (
-    *("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Gemma2Attention", "Gemma3Attention"),
-    *("GptOssAttention", "PhiAttention", "Phi3Attention"),
-)
-"""Classes of `transformers` with rotary positions that pair feature i with feature i + width / 2."""
-
-RMS_NORMS = ("Qwen3Attention", "Gemma3Attention")
-"""Those with an RMS norm of the queries and keys of each head."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,7 @@ def key_freedom(model: nn.Module, module: HeadModule) -> Freedom:
     nothing is known this is the identity.
     """
     attention: Any = model.get_submodule(module.path)
-    width, name = module.head_dim, type(attention).__name__
+    width = module.head_dim
     if isinstance(attention, MultiHeadAttention):
         if attention.qk_norm is not None and attention.qk_norm.kind != "rms":
             return Freedom(width)
@@ -97,15 +89,12 @@ def key_freedom(model: nn.Module, module: HeadModule) -> Freedom:
         if type(rotary) is not Rotary:  # a class of another package may rotate other features
             return Freedom(width)
         return _rotary_freedom(width, rotary.width or width, interleaved=rotary.interleaved, signs=signs)
-    if name not in HALF_SPLIT or getattr(attention, "qk_layernorm", False):
+    family = family_of(attention)
+    share = 0.0 if family is None else family.rotated_share(attention)
+    norms = () if family is None else family.norms(attention)
+    if not share or any(isinstance(norm, nn.LayerNorm) for norm in norms):
         return Freedom(width)
-    return _rotary_freedom(width, _rotary_width(attention, width), interleaved=False, signs=name in RMS_NORMS)
-
-
-def has_norm(model: nn.Module, module: HeadModule) -> bool:
-    """Return True if an attention module normalises the keys of each head."""
-    attention: Any = model.get_submodule(module.path)
-    return any(getattr(attention, name, None) is not None for name in ("k_norm", "k_layernorm"))
+    return _rotary_freedom(width, int(width * share), interleaved=False, signs=bool(norms))
 
 
 def _rotary_freedom(width: int, rotated: int, *, interleaved: bool, signs: bool) -> Freedom:
@@ -113,12 +102,3 @@ def _rotary_freedom(width: int, rotated: int, *, interleaved: bool, signs: bool)
     half = rotated // 2
     pairs = [(2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half) for pair in range(half)]
     return Freedom(width, tuple(pairs), tuple(range(rotated, width)), signs)
-
-
-def _rotary_width(attention: Any, width: int) -> int:
-    """Return the number of features of a head that a module of `transformers` rotates."""
-    if type(attention).__name__ == "PhiAttention":
-        return int(attention.rotary_ndims)
-    if type(attention).__name__ == "Phi3Attention":
-        return int(width * attention.config.rope_parameters.get("partial_rotary_factor", 1.0))
-    return width

@@ -10,9 +10,8 @@ from headwise.compression.calibration.calibration_survey import heads_of_batches
 from headwise.compression.calibration.projection_inputs import projection_inputs
 from headwise.data.batches import call_model, copied
 from headwise.errors import InputError
+from headwise.families.head_module import HeadModule, HeadPart
 from headwise.progress import progress_bar
-from headwise.removal.head_axes import HeadPart
-from headwise.removal.head_module import HeadModule
 from headwise.shapes import Float
 
 
@@ -79,10 +78,5 @@ def _place(module: HeadModule, part: HeadPart) -> tuple[str, int, int, int]:
     """Return the path of the projection into a part, the first of its output features that belongs to the part, and
     number and width of the heads.
     """
-    for axis in module.axes:
-        start = 0
-        for blocks in axis.blocks:
-            if blocks.part == part and axis.parameter.endswith(".weight"):
-                return axis.parameter.removesuffix(".weight"), start, blocks.heads, blocks.width
-            start += blocks.length
-    raise AssertionError(f"{module.path} has no {part} projection")
+    blocks = next(each for each in module.blocks if each.part == part and each.parameter.endswith(".weight"))
+    return blocks.parameter.removesuffix(".weight"), blocks.start, blocks.heads, blocks.width

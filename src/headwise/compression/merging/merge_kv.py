@@ -17,17 +17,16 @@ from headwise.compression.calibration.same_outputs import (
     require_same,
 )
 from headwise.compression.calibration.scored_heads import calibration_batches
-from headwise.compression.merging.head_freedom import Freedom, has_norm, key_freedom, value_freedom
+from headwise.compression.merging.head_freedom import Freedom, key_freedom, value_freedom
 from headwise.compression.merging.kv_alignment import align, pairwise_gains, similar_groups
 from headwise.compression.merging.kv_moments import KVMoments, kv_moments
 from headwise.data.batches import documents_of, evaluation_mode
 from headwise.errors import InputError
+from headwise.families.head_module import HeadModule, KeptHeads
+from headwise.families.registry import FAMILIES, family_of, head_module
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.progress import progress_bar, shown_progress
-from headwise.removal.families import FAMILIES, HeadwiseLayer, head_module
-from headwise.removal.head_axes import KeptHeads
 from headwise.removal.head_changes import average_heads, check_parameters, multiply_features, reorder_heads
-from headwise.removal.head_module import HeadModule
 from headwise.removal.remove_heads import RECORD, remove_heads
 from headwise.settings import MergeGrouping, MergeMethod
 from headwise.shapes import Float
@@ -129,12 +128,7 @@ def mergeable_modules(model: nn.Module, num_kv_heads: int) -> dict[str, HeadModu
     return modules
 
 
-MERGEABLE = tuple(
-    name
-    for family in FAMILIES
-    for name in family.classes
-    if isinstance(family, HeadwiseLayer) or "kv_heads" in getattr(family, "config_fields", ())
-)
+MERGEABLE = tuple(name for family in FAMILIES if family.merges_kv_heads for name in family.classes)
 """Names of the classes of attention modules that state a number of key/value heads."""
 
 
@@ -229,7 +223,7 @@ def _energies(model: nn.Module, module: HeadModule, moments: KVMoments) -> _Head
     """Return the weights of "weighted_mean"."""
     heads, attention = module.num_kv_heads, model.get_submodule(module.path)
     queries = moments.queries
-    if has_norm(model, module):
+    if (family := family_of(attention)) is not None and family.norms(attention):
         queries = torch.ones_like(queries)
     elif isinstance(attention, MultiHeadAttention) and attention.temperature is not None:
         queries = queries / attention.temperature.double().square()

@@ -20,9 +20,9 @@ from headwise.checks import finite_number, whole_number
 from headwise.compression.calibration.same_outputs import remove_heads_checked
 from headwise.compression.pruning.pruning_plan import Head, PlannedModule, PruningPlan, planned_modules
 from headwise.errors import InputError
+from headwise.families.registry import head_module
 from headwise.page.columns import ModelIdentity
 from headwise.progress import progress_bar, shown_progress
-from headwise.removal.families import head_module
 from headwise.removal.remove_heads import loader_of
 from headwise.removal.torch_layers import replace_torch_layers
 from headwise.runs.fingerprint import identity_of

@@ -12,9 +12,9 @@ from headwise.compression.calibration.scored_heads import calibration_batches
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.data.batches import documents_of, evaluation_mode
 from headwise.errors import InputError
+from headwise.families.head_module import KeptHeads
+from headwise.families.registry import head_module
 from headwise.progress import shown_progress
-from headwise.removal.families import head_module
-from headwise.removal.head_axes import KeptHeads
 from headwise.removal.remove_heads import loader_of, remove_heads
 from headwise.removal.torch_layers import replace_torch_layers, with_own_layers
 from headwise.runs.fingerprint import identity_of

@@ -15,7 +15,7 @@ from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.compression.recipe.recipe import CompressionRecipe
 from headwise.compression.scores.magnitude import MagnitudeScores
 from headwise.errors import InputError
-from headwise.removal.families import head_module
+from headwise.families.registry import head_module
 from headwise.wording import counted
 
 

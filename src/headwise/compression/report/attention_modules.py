@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from headwise.errors import InputError
+from headwise.families.registry import head_module
 from headwise.intercept.layer_index import is_inside
 from headwise.intercept.survey import survey
-from headwise.removal.families import head_module
 
 
 def attention_modules(model: nn.Module, run: Callable[[], Any]) -> tuple[list[str], list[str]]:

@@ -26,10 +26,10 @@ from headwise.compression.healing.distillation import distillation_loss
 from headwise.compression.pruning.pruning_plan import Head, PlannedModule
 from headwise.data.batches import call_model, copied, count_sequences_and_tokens, documents_of, evaluation_mode
 from headwise.errors import InputError
+from headwise.families.head_module import HeadModule
+from headwise.families.registry import head_module
 from headwise.page.columns import ModelIdentity
 from headwise.progress import progress_bar, shown_progress
-from headwise.removal.families import head_module
-from headwise.removal.head_module import HeadModule
 from headwise.removal.torch_layers import with_own_layers
 from headwise.runs.fingerprint import identity_of
 from headwise.shapes import Float, Int
@@ -273,7 +273,7 @@ def _require_batch_first(model: nn.Module, paths: Sequence[str]) -> None:
 
 def dense_weight(model: nn.Module, module: HeadModule) -> Float[Tensor, "out width"]:
     """Return the weight of a module's output projection, as of `nn.Linear`."""
-    (axis,) = [each for each in module.axes if each.parameter == f"{module.output}.weight"]
+    (axis,) = [each for each in module.blocks if each.parameter == f"{module.output}.weight"]
     weight = model.get_parameter(axis.parameter).detach()
     return weight.mT if axis.axis == 0 else weight
 

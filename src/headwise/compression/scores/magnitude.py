@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches, scored_heads
 from headwise.compression.pruning.pruning_plan import Head
 from headwise.data.batches import evaluation_mode
+from headwise.families.head_module import HeadModule
+from headwise.families.registry import head_module
 from headwise.page.columns import ModelIdentity
-from headwise.removal.families import head_module
-from headwise.removal.head_module import HeadModule
 from headwise.runs.fingerprint import identity_of
 
 
@@ -49,12 +49,8 @@ class MagnitudeScores:
 def _squares(model: nn.Module, module: HeadModule) -> Tensor:
     """Return the sum of the squared weights of each query head."""
     squares = torch.zeros(module.num_heads, dtype=torch.float64)
-    for axis in module.axes:
-        weights = model.get_parameter(axis.parameter).detach().double().movedim(axis.axis, 0)
-        start = 0
-        for blocks in axis.blocks:
-            own = weights[start : start + blocks.length].reshape(blocks.heads, -1).square().sum(1)
-            group = module.num_heads // blocks.heads
-            squares += own.repeat_interleave(group).cpu() / group
-            start += blocks.length
+    for blocks in module.blocks:
+        own = blocks.view(model.get_parameter(blocks.parameter).detach()).double().flatten(1).square().sum(1)
+        group = module.num_heads // blocks.heads
+        squares += own.repeat_interleave(group).cpu() / group
     return squares

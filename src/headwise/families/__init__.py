@@ -1,0 +1,1 @@
+"""Architectures that are known by name: where their attention modules store heads, and what they compute."""
