@@ -25,10 +25,9 @@ import transformers
 import headwise as hw
 import tiny
 from headwise.compression.recipe import compress as steps
-from headwise.compression.recipe.common_text import count_common_sequences
-from headwise.compression.recipe.held_out import HeldOutText
+from headwise.compression.recipe.inputs import HeldOutText, count_common_sequences
 from headwise.compression.recipe.recipe import read_recipe
-from headwise.compression.report import paired_times
+from headwise.compression.report import times
 from headwise.runs.rows import MeanEstimate
 
 RECIPE = """
@@ -239,7 +238,7 @@ REPORT = "\n[report]\nprompt = 6\nnew_tokens = 2\nbatches = [1]\nrounds = 6\n"
 @pytest.fixture
 def quick(monkeypatch):
     """Time one run per sample, and ignore times."""
-    monkeypatch.setattr(paired_times, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(times, "LEAST_SECONDS", 0.0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no speed-up")
         yield
