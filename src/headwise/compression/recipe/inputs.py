@@ -25,7 +25,7 @@ from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.prune import prune
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.compression.recipe.recipe import DTYPES, CompressionRecipe
-from headwise.compression.scores.magnitude import MagnitudeScores
+from headwise.compression.scores.measured import MagnitudeScores
 from headwise.compression.scores.named_scores import require_scores
 from headwise.data.batches import device_of, digest_of, evaluation_mode, to_device
 from headwise.data.models import ModelSource, find_model

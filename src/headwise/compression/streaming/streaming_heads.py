@@ -1,25 +1,25 @@
-"""Streaming heads of a decoder: which key/value heads attend to the first tokens and a window only."""
+"""x"""
 
 import json
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
 import torch
 from torch import nn
-
 from headwise.checks import float_dtype, is_whole, require_module, whole_number
 from headwise.compression.streaming.localized_module import LocalizedModule
 from headwise.compression.streaming.streaming_attention import restricted
 from headwise.compression.streaming.streaming_cache import streaming_cache
-from headwise.compression.streaming.weight_samples import are_rounded, has_integers, weight_samples
 from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity, is_identity
 from headwise.runs.files import write_atomically
 from headwise.runs.fingerprint import identity_of
 from headwise.runs.json_result import JsonResult, is_number, require_each
 from headwise.wording import counted
+from collections.abc import Iterable, Sequence
+import torch
+from torch import nn
 
 
 class CacheBytes(NamedTuple):
@@ -288,3 +288,42 @@ class StreamingHeads(JsonResult):
 def _is_loss(value: Any) -> bool:
     """Return True for a number above 0."""
     return is_number(value, 0.0) and value > 0
+
+
+SAMPLES = 2
+"""Number of weights of each parameter."""
+
+
+def weight_samples(model: nn.Module, paths: Iterable[str]) -> tuple[float, ...]:
+    """Return some weights of each floating-point parameter of a model's modules, at positions that depend on the
+    parameters' sizes only.
+    """
+    samples: list[float] = []
+    for path in paths:
+        for weight in model.get_submodule(path).parameters():
+            if weight.is_floating_point() and weight.numel():
+                generator = torch.Generator().manual_seed(0)
+                positions = torch.randint(weight.numel(), (SAMPLES,), generator=generator)
+                samples += weight.detach().flatten()[positions.to(weight.device)].tolist()
+    return tuple(samples)
+
+
+def has_integers(module: nn.Module) -> bool:
+    """Return True if a module has weights that are whole numbers, as quantised ones are, as parameters or buffers."""
+    tensors = (*module.parameters(), *module.buffers())
+    return any(not each.is_floating_point() and each.dtype != torch.bool for each in tensors)
+
+
+def are_rounded(samples: Sequence[float], others: Sequence[float], dtypes: Iterable[torch.dtype]) -> bool:
+    """Return True if samples are those of the same weights in other dtypes, or if they cannot be compared, since there
+    are different numbers of them, as in a quantized model.
+    """
+    if len(samples) != len(others):
+        return True
+    infos = [torch.finfo(dtype) for dtype in dtypes]
+    relative = max(info.eps for info in infos)
+    absolute = max(info.smallest_normal * info.eps for info in infos)  # the smallest number that is not 0
+    return all(
+        abs(one - other) <= relative * max(abs(one), abs(other)) + absolute
+        for one, other in zip(samples, others, strict=True)
+    )
