@@ -125,6 +125,17 @@ def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
     return (len(ids), ids.shape[:2].numel()) if ids.ndim else (1, 1)
 
 
+def select_examples(batch: Mapping[str, Any], chosen: Tensor) -> dict[str, Any]:
+    """Return some examples of a batch, by their indices or by a mask of all examples. Tensors whose first axis has
+    another length than the number of examples are not changed.
+    """
+    count = count_sequences_and_tokens(batch)[0]
+    return {
+        name: value[chosen.to(value.device)] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
+        for name, value in batch.items()
+    }
+
+
 def digest_of(parts: Iterable[Any]) -> str:
     """Return the SHA-256 hash of a series of values: tensors by dtype, shape and bytes, other values by their repr."""
     digest = hashlib.sha256()

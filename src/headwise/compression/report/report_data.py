@@ -16,6 +16,7 @@ from headwise.data.batches import (
     count_sequences_and_tokens,
     is_encoder_decoder,
     iterate_batches,
+    select_examples,
     to_device,
 )
 from headwise.data.texts import Texts
@@ -92,15 +93,8 @@ class ReportData:
 
 
 def resized(batch: Mapping[str, Any], examples: int) -> dict[str, Any]:
-    """Return a batch with another number of examples, which repeat if there are too few. Tensors whose first axis has
-    another length than the number of examples are not changed.
-    """
-    count = count_sequences_and_tokens(batch)[0]
-    index = torch.arange(examples) % count
-    return {
-        name: value[index.to(value.device)] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
-        for name, value in batch.items()
-    }
+    """Return a batch with another number of examples, which repeat if there are too few."""
+    return select_examples(batch, torch.arange(examples) % count_sequences_and_tokens(batch)[0])
 
 
 @torch.no_grad()

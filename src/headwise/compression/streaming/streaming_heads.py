@@ -1,12 +1,15 @@
-"""x"""
+"""Streaming heads of a decoder: which key/value heads attend to the first tokens and a window only."""
 
 import json
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
 import torch
 from torch import nn
+
 from headwise.checks import float_dtype, is_whole, require_module, whole_number
 from headwise.compression.streaming.localized_module import LocalizedModule
 from headwise.compression.streaming.streaming_attention import restricted
@@ -17,9 +20,6 @@ from headwise.runs.files import write_atomically
 from headwise.runs.fingerprint import identity_of
 from headwise.runs.json_result import JsonResult, is_number, require_each
 from headwise.wording import counted
-from collections.abc import Iterable, Sequence
-import torch
-from torch import nn
 
 
 class CacheBytes(NamedTuple):
@@ -210,14 +210,14 @@ class StreamingHeads(JsonResult):
         for module in self.modules:
             if module.module not in paths:
                 raise InputError("model", expected=f"one with a module {module.module}", got=type(model).__name__)
-        if self.identity is not None and self.identity.is_other(identity_of(model)):
-            raise InputError("model", expected="the model of these streaming heads", got="one with other weights")
         samples = weight_samples(model, [module.module for module in self.modules])
         weight_dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
         is_packed = any(has_integers(model.get_submodule(module.module)) for module in self.modules)
-        if self.weights and len(samples) != len(self.weights) and not is_packed:
-            raise InputError("model", expected="the model of these streaming heads", got="one with other weights")
-        if not are_rounded(self.weights, samples, weight_dtypes | {module.torch_dtype for module in self.modules}):
+        is_other = self.identity is not None and self.identity.is_other(identity_of(model))
+        is_other |= bool(self.weights) and len(samples) != len(self.weights) and not is_packed
+        if is_other or not are_rounded(
+            self.weights, samples, weight_dtypes | {module.torch_dtype for module in self.modules}
+        ):
             raise InputError("model", expected="the model of these streaming heads", got="one with other weights")
 
     def __repr__(self) -> str:
