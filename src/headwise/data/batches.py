@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -98,6 +99,12 @@ def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     arguments = dict(batch)
     with moving_with(model):
         return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)
+
+
+def floating_tensors(output: Any) -> list[Tensor]:
+    """Return the tensors of floating-point numbers in an output of a model, in order."""
+    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:

@@ -26,18 +26,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from headwise.analysis.losses import Loss, loss_per_example, require_loss
 from headwise.compression.calibration.recording import (
-    module_calls,
     padding_mask,
     projection_slopes,
     stated_padding,
     with_slopes,
 )
-from headwise.data.batches import call_model, copied, count_sequences_and_tokens
+from headwise.data.batches import call_model, copied, count_sequences_and_tokens, floating_tensors
 from headwise.errors import InputError
+from headwise.intercept.module_calls import module_calls
 from headwise.progress import progress_bar
 from headwise.shapes import Bool, Float
 
@@ -91,10 +90,12 @@ def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tenso
 
 def _backward(output: Any, batch: Mapping[str, Any]) -> str:
     """Compute the derivatives of a random direction of a model's output, and return why it has none; otherwise ""."""
-    name, compared = next(((name, part) for name, part in _parts(output) if part.requires_grad), ("", None))
-    if compared is None:
+    logits, hidden = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
+    tensors = [tensor for tensor in floating_tensors([logits, hidden, output]) if tensor.requires_grad]
+    if not tensors:
         return "no tensor of it requires a gradient"
-    direction = _direction(compared.detach(), is_logits=name == "logits" and compared.ndim == 3)
+    compared = tensors[0]
+    direction = _direction(compared.detach(), is_logits=compared is logits and compared.ndim == 3)
     mask = stated_padding(compared.shape[:2], batch) if compared.ndim == 3 else None
     if mask is not None:
         direction = direction * mask[..., None].to(direction)
@@ -103,13 +104,6 @@ def _backward(output: Any, batch: Mapping[str, Any]) -> str:
     except (RuntimeError, NotImplementedError) as error:
         return str(error).partition("\n")[0]
     return ""
-
-
-def _parts(output: Any) -> list[tuple[str, Tensor]]:
-    """Return the tensors of numbers in a model's output, each with its name; the first one is compared."""
-    named = [(name, getattr(output, name, None)) for name in ("logits", "last_hidden_state")]
-    parts = [*named, *(("", leaf) for leaf in pytree.tree_leaves(output))]
-    return [(name, part) for name, part in parts if isinstance(part, Tensor) and part.is_floating_point()]
 
 
 def _direction(output: Float[Tensor, "..."], *, is_logits: bool) -> Float[Tensor, "..."]:
@@ -215,7 +209,8 @@ def _of_batch(
 
         return with_slopes(output, add)
 
-    with torch.enable_grad(), without_parameter_gradients(model), module_calls(model, paths, record):
+    calls = module_calls({path: model.get_submodule(path) for path in paths}, record)
+    with torch.enable_grad(), without_parameter_gradients(model), calls:
         losses = loss_per_example(loss, model, batch)
         losses.nansum().backward()  # type: ignore[no-untyped-call]
     missing = [path for path in paths if path not in sums]

@@ -20,10 +20,11 @@ from torch.utils import _pytree as pytree
 from headwise.compression.calibration.calibration_data import folds_of, heads_of_batches
 from headwise.compression.calibration.derivatives import token_weights, weights_of
 from headwise.compression.calibration.least_squares_fits import FoldedMoments, OutputMoments, reconstructed
-from headwise.compression.calibration.recording import SequenceVectors, module_calls, projection_inputs
+from headwise.compression.calibration.recording import SequenceVectors, projection_inputs
 from headwise.data.batches import call_model, copied, count_sequences_and_tokens
 from headwise.errors import InputError
 from headwise.intercept.layer_index import is_inside
+from headwise.intercept.module_calls import module_calls
 from headwise.intercept.swap_forward import swap_forward
 from headwise.progress import progress_bar
 from headwise.removal.families import head_module
@@ -102,7 +103,7 @@ def _in_order_of_runs(
 
     with ExitStack() as stack:
         stack.callback(model.register_forward_pre_hook(lambda *_: orders.append([])).remove)
-        stack.enter_context(module_calls(model, paths_of, note))
+        stack.enter_context(module_calls({output: model.get_submodule(output) for output in paths_of}, note))
         heads_of_batches(model, batches)
     orders.sort(key=lambda order: -len(set(order)))
     order = list(dict.fromkeys(path for order in orders for path in order))
@@ -264,7 +265,8 @@ class LayerRuns:
         run.
         """
         expected: dict[str, list[Any]] = {path: [] for path in self._layers}
-        with module_calls(self._model, self._layers, lambda path, _, output: expected[path].append(output)):
+        layers = {path: self._modules[path] for path in self._layers}
+        with module_calls(layers, lambda path, _, output: expected[path].append(output)):
             call_model(self._model, copied(self._batches[index]))
         if any(len(outputs) != 1 for outputs in expected.values()):
             return False

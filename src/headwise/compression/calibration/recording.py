@@ -1,5 +1,5 @@
-"""Recording of modules while a model runs: their calls, the inputs of output projections (the outputs of all heads side
-by side) for each token except padding, and derivatives with respect to the outputs of projections.
+"""Inputs of output projections, which are the outputs of all heads side by side, for each token except padding; and
+derivatives with respect to the outputs of the projections.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,24 +11,8 @@ from torch import Tensor, nn
 
 from headwise.data.batches import count_sequences_and_tokens
 from headwise.errors import InputError
+from headwise.intercept.module_calls import module_calls
 from headwise.shapes import Bool, Float
-
-
-@contextmanager
-def module_calls(
-    model: nn.Module, paths: Collection[str], on_call: Callable[[str, tuple[Any, ...], Any], Any]
-) -> Iterator[None]:
-    """Pass each call of some modules of a model to a function while the context is open: the path of the module, its
-    positional arguments and its output. The module returns what the function returns, or its own output for None.
-    """
-
-    def hook_of(path: str) -> Callable[..., Any]:
-        return lambda module, arguments, output: on_call(path, arguments, output)
-
-    with ExitStack() as stack:
-        for path in dict.fromkeys(paths):
-            stack.callback(model.get_submodule(path).register_forward_hook(hook_of(path)).remove)
-        yield
 
 
 def with_slopes(output: Tensor, on_slopes: Callable[[Tensor], None]) -> Tensor:
@@ -135,7 +119,7 @@ def _projection_calls(
     with ExitStack() as stack:
         for path, attention in attention_of.items():
             stack.callback(attention.register_forward_pre_hook(note_lengths(path)).remove)
-        stack.enter_context(module_calls(model, paths, pass_on))
+        stack.enter_context(module_calls({path: model.get_submodule(path) for path in paths}, pass_on))
         yield
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from headwise.compression.calibration.recording import module_calls, padding_masks
+from headwise.compression.calibration.recording import padding_masks
 from headwise.data.batches import call_model, copied, count_sequences_and_tokens, evaluation_mode
 from headwise.errors import InputError
+from headwise.intercept.module_calls import module_calls
 from headwise.progress import progress_bar
 from headwise.removal.families import head_module
 from headwise.removal.head_axes import KeptHeads
@@ -104,7 +105,8 @@ def outputs_of(
     for path, module in modules.items():
         for each in {module.output, path} - {""}:  # the outputs of the model itself are read below
             owners_of.setdefault(each, []).append(path)
-    bar, calls = progress_bar("comparison of outputs", None, "batches"), module_calls(model, owners_of, record)
+    calls = module_calls({path: model.get_submodule(path) for path in owners_of}, record)
+    bar = progress_bar("comparison of outputs", None, "batches")
     with calls, evaluation_mode(model), torch.no_grad(), bar as progress:
         for batch in progress.track(sorted(batches, key=_mean_length, reverse=True), step=1):
             used.append(batch)

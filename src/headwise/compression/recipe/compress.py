@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from headwise.checks import flag
 from headwise.compression.healing.heal import heal
@@ -35,7 +34,15 @@ from headwise.compression.report.compression_report import compression_report
 from headwise.compression.report.report_result import CompressionReport
 from headwise.compression.saving import write_model
 from headwise.compression.scores.named_scores import plan_by_name
-from headwise.data.batches import call_model, copied, device_of, evaluation_mode, to_device, with_cache_disabled
+from headwise.data.batches import (
+    call_model,
+    copied,
+    device_of,
+    evaluation_mode,
+    floating_tensors,
+    to_device,
+    with_cache_disabled,
+)
 from headwise.data.documents import require_first_document
 from headwise.data.models import find_model
 from headwise.errors import InputError
@@ -255,17 +262,11 @@ def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | 
     got = f"other weights {min(different)}" if different else None
     if got is None:
         with evaluation_mode(model), torch.no_grad():
-            outputs, others = (_floating_tensors(call_model(each, copied(inputs))) for each in (model, loaded))
+            outputs, others = (floating_tensors(call_model(each, copied(inputs))) for each in (model, loaded))
         if len(outputs) != len(others) or not all(map(_is_close, others, outputs)):
             got = "other outputs of the same weights"
     if got is not None:
         raise InputError("model", expected="a saved model that is unchanged when it is loaded", got=got)
-
-
-def _floating_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors of floating-point numbers in an output."""
-    leaves = pytree.tree_leaves(output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _is_close(output: Tensor, expected: Tensor) -> bool:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from headwise.data.batches import (
     POSITIONAL,
     call_model,
     copied,
     count_sequences_and_tokens,
+    floating_tensors,
     is_encoder_decoder,
     iterate_batches,
     select_examples,
@@ -103,18 +103,15 @@ def has_examples_first(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     the first part of the output for the batch.
     """
     try:
-        together, alone = (_first_tensor(call_model(model, copied(each))) for each in (batch, resized(batch, 1)))
-    except Exception:  # a model that needs the size of the batch
+        together, alone = (
+            next(tensor for tensor in floating_tensors(call_model(model, copied(each))) if tensor.ndim)
+            for each in (batch, resized(batch, 1))
+        )
+    except Exception:  # a model that needs the size of the batch, or returns no tensor
         return False
-    if together is None or alone is None or together.shape[1:] != alone.shape[1:] or len(alone) != 1:
+    if together.shape[1:] != alone.shape[1:] or len(alone) != 1:
         return False
     return bool((together[:1] - alone).abs().max() <= SAME * together.abs().max())
-
-
-def _first_tensor(output: Any) -> Tensor | None:
-    """Return the first tensor of floating-point numbers in a model's output that has axes; None if there is none."""
-    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim), None)
 
 
 def _sequences(batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
