@@ -9,8 +9,8 @@ run up to layer i needs embeddings, masks and layer i alone. `LayerRuns` checks 
 comparison with complete runs; in a model for which it does not hold, all layers are computed each time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -72,15 +72,15 @@ def reconstruct(
             inside = [path for path in sites if layer_of[path] == layer]
             for path in inside:
                 output = modules[path].output
-                targets = dense_runs.inputs_of(layer, output, store=path == inside[-1])
-                inputs = changed_runs.inputs_of(layer, output, store=False)
+                targets = dense_runs.run(layer, output, store=path == inside[-1])
+                inputs = changed_runs.run(layer, output, store=False)
                 projection, moments = model.get_submodule(output), FoldedMoments(output)
                 for number, (fold_of, xs, ys) in enumerate(zip(folds, inputs, targets, strict=True)):
                     for index, ((sequence, x), (_, y)) in enumerate(zip(xs, ys, strict=True)):
                         own = weights_of(weights[output], number, index, x)
                         moments.add(fold_of[sequence], OutputMoments.of(x, projection(y), own))
                 fit_projection(changed, modules[path], kept[path].query, moments.checked())
-            changed_runs.run(layer, lambda index: nullcontext(), store=True)
+            changed_runs.run(layer, store=True)
 
 
 def _in_order_of_runs(
@@ -194,37 +194,21 @@ class LayerRuns:
         self._reuses = True
         self._reuses = self._is_chain()
 
-    def run(self, layer: str, around: Callable[[int], Any], *, store: bool) -> None:
-        """Run the model up to a layer on each batch, each time in the context manager `around(number of the batch)`.
+    def run(self, layer: str, projection: str | None = None, *, store: bool) -> list[list[SequenceVectors]]:
+        """Run the model up to a layer on each batch, and return the inputs of an output projection on each.
 
         Args:
             layer: path of the layer.
-            around: function that returns a context manager for the run on a batch.
-            store: store the output of the layer, for runs up to later layers.
-        """
-        for index, outputs in enumerate(self._outputs):
-            with around(index):
-                output = self._run(layer, index)
-            if store and output is not _DID_NOT_RUN:
-                outputs[layer.rpartition(".")[0]] = output
-
-    def inputs_of(self, layer: str, output: str, *, store: bool) -> list[list[SequenceVectors]]:
-        """Return the inputs of an output projection in a layer on each batch, from runs of the model up to this layer.
-
-        Args:
-            layer: path of the layer.
-            output: path of the projection.
+            projection: path of the projection, which is in the layer; None to record nothing.
             store: store the output of the layer, for runs up to later layers.
         """
         recorded: list[list[SequenceVectors]] = []
-
-        @contextmanager
-        def recording(index: int) -> Iterator[None]:
-            with projection_inputs(self._model, [output], self._batches[index]) as inputs:
-                yield
-            recorded.append(inputs[output])
-
-        self.run(layer, recording, store=store)
+        for index, (batch, outputs) in enumerate(zip(self._batches, self._outputs, strict=True)):
+            with projection_inputs(self._model, [] if projection is None else [projection], batch) as inputs:
+                output = self._run(layer, index)
+            recorded += inputs.values()
+            if store and output is not _DID_NOT_RUN:
+                outputs[layer.rpartition(".")[0]] = output
         return recorded
 
     @torch.no_grad()

@@ -60,8 +60,11 @@ class StreamingAttention:
         parts = [(streaming, module.streaming, self._mask), (full, module.full, causal())]
         for keys, kv_heads, mask in parts:
             if keys is not None:
-                query_heads = module.query_heads(kv_heads)
-                out[:, :, query_heads] = _attend(call, keys, query_heads, mask).transpose(1, 2)
+                query_heads, positions = module.query_heads(kv_heads), keys.positions
+                tensors = call.q[:, query_heads], keys.keys, keys.values
+                visible = None if keys.sees_all else mask
+                attended = call.attend(*tensors, query_heads, mask=visible, positions=positions)
+                out[:, :, query_heads] = attended.transpose(1, 2)
         return out
 
     def forget_cache(self, *_: Any) -> None:
@@ -77,14 +80,6 @@ class StreamingAttention:
             for heads, sees_all in ((self._module.full, is_one), (self._module.streaming, False))
         )
         return (full if self._module.full else None), streaming
-
-
-def _attend(call: AttentionCall, keys: HeadKeys, heads: list[int], mask: Mask) -> Tensor:
-    """Return the attention of some query heads to their keys, `(batch, heads, queries, value_dim)`."""
-    out: Tensor = call.attend(
-        call.q[:, heads], keys.keys, keys.values, heads, mask=None if keys.sees_all else mask, positions=keys.positions
-    )
-    return out
 
 
 @contextmanager
