@@ -43,6 +43,7 @@ class LocalizedModule:
         """Raise `InputError` unless values have their types and fit each other."""
         lists = [len(each) in (0, self.num_kv_heads) for each in (self.outside, self.scores)]
         are_numbers = is_whole(self.num_heads, 1) and is_whole(self.num_kv_heads, 1)
+        is_multiple = are_numbers and self.num_heads % self.num_kv_heads == 0
         are_heads = all(is_whole(head, 0) and head < self.num_kv_heads for head in self.streaming)
         are_different = len(set(self.streaming)) == len(self.streaming)
         values = (
@@ -50,11 +51,7 @@ class LocalizedModule:
             (self.module, isinstance(self.module, str), "the path of a module"),
             (self.num_kv_heads, is_whole(self.num_kv_heads, 1), "a number of key/value heads"),
             (self.num_heads, is_whole(self.num_heads, 1), "a number of heads"),
-            (
-                self.num_heads,
-                not are_numbers or not self.num_heads % self.num_kv_heads,
-                f"a multiple of {self.num_kv_heads} heads",
-            ),
+            (self.num_heads, is_multiple, f"a multiple of {self.num_kv_heads} heads"),
             (self.features_per_token, is_whole(self.features_per_token, 1), "a number of features"),
             (self.dtype, self.torch_dtype.is_floating_point, "a floating-point dtype"),
             (self.own_window, self.own_window is None or is_whole(self.own_window, 1), "a window, or null"),

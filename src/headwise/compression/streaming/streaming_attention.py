@@ -60,10 +60,15 @@ class StreamingAttention:
         parts = [(streaming, module.streaming, self._mask), (full, module.full, causal())]
         for keys, kv_heads, mask in parts:
             if keys is not None:
-                query_heads, positions = module.query_heads(kv_heads), keys.positions
-                tensors = call.q[:, query_heads], keys.keys, keys.values
-                visible = None if keys.sees_all else mask
-                attended = call.attend(*tensors, query_heads, mask=visible, positions=positions)
+                query_heads = module.query_heads(kv_heads)
+                attended = call.attend(
+                    call.q[:, query_heads],
+                    keys.keys,
+                    keys.values,
+                    query_heads,
+                    mask=None if keys.sees_all else mask,
+                    positions=keys.positions,
+                )
                 out[:, :, query_heads] = attended.transpose(1, 2)
         return out
 
