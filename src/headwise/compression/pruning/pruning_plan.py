@@ -137,17 +137,6 @@ class PruningPlan(JsonResult):
         rows = [{**asdict(each), "kept_kv_heads": each.kept_kv_heads} for each in self.modules]
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows)
 
-    def content(self) -> dict[str, Any]:
-        """Return the content as values that JSON can express."""
-        return asdict(self) | {"identity": None if self.identity is None else self.identity.as_json()}
-
-    @classmethod
-    def of_content(cls, content: dict[str, Any]) -> "PruningPlan":
-        """Return the plan that has this content."""
-        modules = tuple(PlannedModule(**{**module, "kept": tuple(module["kept"])}) for module in content.pop("modules"))
-        identity = content.pop("identity")
-        return cls(modules, **content, identity=None if identity is None else ModelIdentity(*identity))
-
     def require_consistent(self) -> None:
         """Raise `InputError` unless values have their types, modules are distinct, and heads are of their module."""
         require_each(

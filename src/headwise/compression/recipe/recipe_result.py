@@ -1,7 +1,7 @@
 """Report of a compression: size and held-out loss of the model after each step."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -85,19 +85,6 @@ class RecipeResult(JsonResult):
             }
             for each in self.stages
         ]
-
-    def content(self) -> dict[str, Any]:
-        """Return the content as values that JSON can express."""
-        return asdict(self)
-
-    @classmethod
-    def of_content(cls, content: dict[str, Any]) -> "RecipeResult":
-        """Return the report that has this content."""
-        stages = tuple(
-            Stage(**each | {name: MeanEstimate(*each[name]) for name in ("loss", "difference")})
-            for each in content.pop("stages")
-        )
-        return cls(**content, stages=stages)
 
     def require_consistent(self) -> None:
         """Raise `InputError` unless values have their types, and the stages are those of a recipe."""

@@ -326,16 +326,6 @@ class CompressionReport(JsonResult):
             title=self._title,
         )
 
-    def content(self) -> dict[str, Any]:
-        """Return the content as values that JSON can express."""
-        return {"rows": [asdict(row) for row in self.rows], "notes": self.notes, "metadata": self.metadata}
-
-    @classmethod
-    def of_content(cls, content: dict[str, Any]) -> "CompressionReport":
-        """Return the report that has this content."""
-        rows = tuple(ReportRow(**row) for row in content["rows"])
-        return cls(rows, tuple(content["notes"]), dict(content["metadata"]))
-
     def require_consistent(self) -> None:
         """Raise `InputError` unless values have their types, and rows are different and consistent."""
         names = [row.quantity for row in self.rows]

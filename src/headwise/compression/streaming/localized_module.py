@@ -39,6 +39,10 @@ class LocalizedModule:
     outside: tuple[float, ...] = ()
     scores: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.torch_dtype, torch.dtype):
+            raise ValueError(f"{self.dtype} is no dtype")
+
     def require_consistent(self) -> None:
         """Raise `InputError` unless values have their types and fit each other."""
         lists = [len(each) in (0, self.num_kv_heads) for each in (self.outside, self.scores)]

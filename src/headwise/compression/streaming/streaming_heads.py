@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -263,26 +263,6 @@ class StreamingHeads(JsonResult):
             for head in range(module.num_kv_heads)
         ]
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows)
-
-    def content(self) -> dict[str, Any]:
-        """Return the content as values that JSON can express."""
-        return asdict(self) | {"identity": None if self.identity is None else self.identity.as_json()}
-
-    @classmethod
-    def of_content(cls, content: dict[str, Any]) -> "StreamingHeads":
-        """Return the streaming heads that have this content."""
-        lists = ("streaming", "outside", "scores")
-        modules = tuple(
-            LocalizedModule(**{**module, **{name: tuple(module[name]) for name in lists}})
-            for module in content.pop("modules")
-        )
-        losses: dict[str, Any] = {name: tuple(content.pop(name)) for name in ("selection_losses", "losses")}
-        identity = content.pop("identity")
-        identity = None if identity is None else ModelIdentity(*identity)
-        weights = tuple(content.pop("weights"))
-        if not all(isinstance(module.torch_dtype, torch.dtype) for module in modules):
-            raise ValueError("an unknown dtype")
-        return cls(modules, **losses, **content, identity=identity, weights=weights)
 
 
 def _is_loss(value: Any) -> bool:
