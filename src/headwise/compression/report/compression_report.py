@@ -115,10 +115,8 @@ def compression_report(
         parts = _Parts(models, data, prompt, new_tokens, tokenizer)
         quality = [*parts.losses(loss), *parts.agreement()]  # first, because an unsuitable loss ends the report
         rows = (*parts.sizes(), *parts.caches(), *parts.times(sizes, rounds), *quality)
-    settings = {
-        "loss": None if loss is None else _name_of(loss),
-        **{"prompt": prompt, "new_tokens": new_tokens, "batches": sizes, "rounds": rounds},
-    }
+    name = None if loss is None else _name_of(loss)
+    settings = {"loss": name, "prompt": prompt, "new_tokens": new_tokens, "batches": sizes, "rounds": rounds}
     of_dense, of_compressed = (run_settings(model, texts, None, **settings) for model in models)
     metadata = {
         "dense": of_dense["model"],
