@@ -47,13 +47,8 @@ TokenWeights = list[list[Tensor]]
 def token_weights(
     model: nn.Module, paths: Collection[str], batches: Sequence[dict[str, Any]]
 ) -> dict[str, TokenWeights | None]:
-    """Return the weights of tokens for each output projection, by path; None for weights of 1, if the model's output
-    does not depend on the projection.
-
-    Args:
-        model: the model, in evaluation mode.
-        paths: paths of the output projections.
-        batches: arguments of the model.
+    """Return the weights of tokens for the output projections at some paths, by path; None for weights of 1, if the
+    model's output does not depend on the projection.
 
     Warns:
         UserWarning: the model's output has no derivatives, so that all tokens have the weight 1.
@@ -166,13 +161,8 @@ def require_slope(loss: Any) -> None:
 def weight_gradients(
     model: nn.Module, paths: Collection[str], batches: Sequence[dict[str, Any]], loss: Loss
 ) -> dict[str, WeightGradients]:
-    """Return the derivatives of the loss of each sequence with respect to output projections, by path.
-
-    Args:
-        model: the model.
-        paths: paths of the output projections.
-        batches: arguments of the model.
-        loss: function of model and batch.
+    """Return the derivatives of the loss of each sequence with respect to the output projections at some paths, by
+    path.
 
     Raises:
         InputError: the inputs of a projection are not `(sequences, tokens, width)`, or the loss does not depend on it.

@@ -310,14 +310,8 @@ def unfitted_removals(
     has_bias: bool,
 ) -> list[BlockRemoval]:
     """Return for each block of columns what happens if it is removed in addition to the columns `removed`, and nothing
-    is fitted.
-
-    Args:
-        moments: of all columns, with the targets.
-        weight: weight of the dense projection.
-        blocks: columns of each block, none of them removed.
-        removed: columns that were removed before.
-        has_bias: True if the projection has a bias; errors are then in units of the targets' variance.
+    is fitted. The arguments are those of `fitted_removals`; if there is a bias, errors are in units of the targets'
+    variance.
     """
     weight, total = weight.double(), moments.total
     residual = weight[:, removed] @ total.xx[removed]

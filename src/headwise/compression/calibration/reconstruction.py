@@ -161,12 +161,8 @@ _DID_NOT_RUN = object()
 
 def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[str]) -> str:
     """Return the path of the layer that contains the attention module at `path`: its outermost ancestor in a list of
-    modules of which several contain attention modules. Without such a list, return the path itself.
-
-    Args:
-        modules: all modules of the model by path.
-        path: path of the attention module.
-        sites: paths of all attention modules.
+    modules of which several contain attention modules, whose paths are `sites`. Without such a list, return the path
+    itself.
     """
     parts = path.split(".")
     for stop in range(1, len(parts) + 1):

@@ -34,12 +34,7 @@ def projection_inputs(
     model: nn.Module, paths: Collection[str], batch: Mapping[str, Any]
 ) -> Iterator[dict[str, list[SequenceVectors]]]:
     """Record the inputs of the output projections at some paths while the context is open, by path: those of each call,
-    by sequence.
-
-    Args:
-        model: the model.
-        paths: paths of the output projections.
-        batch: arguments of the model, whose padding masks tell which tokens count.
+    by sequence. The padding masks of the batch state which tokens count.
     """
     recorded: dict[str, list[SequenceVectors]] = {path: [] for path in paths}
 

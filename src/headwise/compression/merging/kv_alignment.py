@@ -200,10 +200,6 @@ def pairwise_gains(
 def similar_groups(gains: Float[Tensor, "heads heads"], groups: int) -> list[list[int]]:
     """Return groups of equally many heads whose pairs have a large sum of gains. Pairs of heads are exchanged
     between groups, the best exchange first, until none gains; so the sum is never below that of adjacent heads.
-
-    Args:
-        gains: symmetric gains of each pair.
-        groups: number of groups.
     """
     heads = len(gains)
     group_of = torch.arange(heads) // (heads // groups)

@@ -259,12 +259,7 @@ def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "gr
 def kv_moments(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> dict[str, _Moments]:
-    """Return the moments of each attention module. Padding does not count.
-
-    Args:
-        model: the model, in evaluation mode.
-        modules: its attention modules, by path.
-        batches: arguments of the model.
+    """Return the moments of each attention module, by path. Padding does not count.
 
     Raises:
         InputError: a module projects no keys on these batches, or their padding is not stated.

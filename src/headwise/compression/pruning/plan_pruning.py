@@ -235,11 +235,8 @@ class _TableScores:
 
 
 class _FunctionScores:
-    """Scores of a function that returns a table of heads for the model without some heads.
-
-    Args:
-        function: the function.
-        statistic: statistic that is the score.
+    """Scores of a function that returns a table of heads for the model without some heads. The statistic is as in
+    `_TableScores`.
     """
 
     rounds, is_comparable = DEFAULT_ROUNDS, True

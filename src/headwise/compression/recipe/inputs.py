@@ -135,14 +135,8 @@ def recipe_settings(recipe: CompressionRecipe) -> dict[str, Any]:
 def load_inputs(
     recipe: CompressionRecipe, plan: PruningPlan | None, device: torch.device, *, shown: bool
 ) -> RecipeInputs:
-    """Load the model and the texts of a recipe. Mistakes in the recipe are reported now, and those that can be seen
-    without the weights before the model is loaded.
-
-    Args:
-        recipe: the recipe.
-        plan: the plan that the recipe names; None for a new one.
-        device: device for the model.
-        shown: show a progress bar.
+    """Load the model and the texts of a recipe, and check the plan that it names. Mistakes in the recipe are reported
+    now, and those that can be seen without the weights before the model is loaded.
     """
     source = find_model(recipe.model, recipe.revision)
     tokenizer, lm_head = source.tokenizer(), source.lm_head()
@@ -205,12 +199,6 @@ def _require_merge(
     """Raise `InputError` if the key/value heads that remain after [prune] cannot be merged as [merge] states. A copy of
     the model without numbers is pruned, by scores that need one call of the model: under the constraints "uniform" and
     "groups", the number of remaining heads does not depend on the scores.
-
-    Args:
-        recipe: the recipe.
-        model: the dense model.
-        batch: arguments of the model.
-        plan: the plan that the recipe names; None for a new one.
     """
     if recipe.merge is None:
         return
@@ -240,11 +228,7 @@ def count_common_sequences(texts: Texts, others: Texts) -> int:
     tokens that both data sets have, or the sequence is also one of `texts`.
 
     Sequences are joined in the order of the data, without the special tokens around them. The same text is found in
-    both, whatever their context and the option `documents`.
-
-    Args:
-        texts: a data set.
-        others: another one, with the same tokenizer.
+    both, whatever their context and the option `documents`. The tokenizer is the same.
     """
     known, sequences = (
         [each[len(special.before) : len(each) - len(special.after)].long() for each in data.sequences]

@@ -39,14 +39,8 @@ class Stage:
     def of(
         name: str, model: nn.Module, held_out: HeldOutText, losses: Sequence[float], baseline: Sequence[float]
     ) -> "Stage":
-        """Return the row of a model.
-
-        Args:
-            name: name of the step.
-            model: the model after it.
-            held_out: the held-out text.
-            losses: the model's loss on each of its sequences.
-            baseline: the same of the dense model.
+        """Return the row of the model after a step, from the losses of this model and of the dense one (`baseline`) on
+        each sequence of the held-out text.
         """
         differences = [loss - dense for loss, dense in zip(losses, baseline, strict=True)]
         return Stage(name, count_parameters(model), held_out.mean(losses), held_out.mean(differences))

@@ -372,12 +372,6 @@ def greedy_agreements(
 
     The first model continues a prompt by its most likely token, up to a number of tokens or an end token, which counts.
     The second model reads the same tokens one by one; as long as it ranks the same tokens first, it generates them.
-
-    Args:
-        models: two causal models with a cache.
-        prompts: token ids of each prompt.
-        new_tokens: number of tokens to generate.
-        end_tokens: ids of tokens after which a continuation ends.
     """
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     agreements: dict[int, tuple[float, float]] = {}

@@ -130,11 +130,6 @@ def _sequences(batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
 def decode(model: nn.Module, ids: Int[Tensor, "batch tokens"], cache: Any = None) -> Any:
     """Run a causal model on new tokens and a cache of the tokens before, and return its output, whose logits may be
     those of the last token alone.
-
-    Args:
-        model: the model.
-        ids: the new tokens.
-        cache: cache of the tokens before; None for none.
     """
     names = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
@@ -143,11 +138,8 @@ def decode(model: nn.Module, ids: Int[Tensor, "batch tokens"], cache: Any = None
 
 @torch.no_grad()
 def why_not_decoded(model: Any, ids: Int[Tensor, " tokens"] | None) -> str | None:
-    """Return the reason why a model cannot decode with a cache; None if it can.
-
-    Args:
-        model: the model.
-        ids: some token ids; None if the data contain none, or more than token ids.
+    """Return the reason why a model cannot decode some token ids with a cache; None if it can. The ids are None if the
+    data contain none, or more than token ids.
     """
     name = type(model).__name__
     if is_encoder_decoder(model):

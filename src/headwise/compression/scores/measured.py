@@ -83,19 +83,7 @@ def _squares(model: nn.Module, module: HeadModule) -> Tensor:
 
 
 class _MeasuredScores:
-    """Scores of sets of heads by measurements on data.
-
-    Args:
-        model: the model.
-        dataset: `Texts`, or batches.
-        loss: function of model and batch, such as `hw.next_token_loss`.
-        progress: show a progress bar on standard error.
-
-    Attributes:
-        rows: the heads.
-        identity: identity of the model.
-        batches: the data.
-    """
+    """Scores of sets of heads by measurements on data. Its subclasses explain the arguments."""
 
     rounds = DEFAULT_ROUNDS
     is_comparable = True
