@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.intercept.linear_map import LinearMap, linear_map, may_fit
+from headwise.convert.projection_maps import LinearMap
+from headwise.intercept.linear_map import linear_map, may_fit
 from headwise.shapes import Float
 
 PROJECTION_NAMES = (
