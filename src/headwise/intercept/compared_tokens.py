@@ -8,7 +8,7 @@ from torch import Tensor
 from headwise.shapes import Int
 
 
-class LinearMapCall:
+class LinearMap:
     """One call of a linear map, such as the projection of the queries. The tokens in its result are numbered from 1.
 
     Attributes:
@@ -28,7 +28,7 @@ class NumberedTokens(NamedTuple):
     """
 
     numbers: Int[Tensor, "*shape"]
-    linear_map: LinearMapCall
+    linear_map: LinearMap
 
     def differ_from(self, others: "NumberedTokens") -> bool:
         """Return True if some of these tokens are known to be others than those at the same place in `others`. This is

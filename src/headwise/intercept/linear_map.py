@@ -2,14 +2,13 @@
 
 import inspect
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from headwise.attention.autocast import without_autocast
-from headwise.convert.projection_maps import LinearMap
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.unreadable_tensors import has_usual_values
 from headwise.shapes import Float
@@ -22,6 +21,18 @@ In other dtypes, four times the distance between 1 and the next number may be mo
 LARGEST_MODULE = 16
 """Largest number of parameters of a module that is called to find its map, in multiples of the parameters of a square
 map."""
+
+
+class LinearMap(NamedTuple):
+    """Matrix and offset of the map x -> W x + b.
+
+    Attributes:
+        weight: the matrix.
+        bias: the offset; None if it is 0.
+    """
+
+    weight: Float[Tensor, "out width"]
+    bias: Float[Tensor, " out"] | None
 
 
 def linear_map(module: nn.Module, width: int) -> LinearMap | None:

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.convert.projection_maps import LinearMap
-from headwise.intercept.linear_map import linear_map, may_fit
+from headwise.intercept.linear_map import LinearMap, linear_map, may_fit
 from headwise.shapes import Float
 
 PROJECTION_NAMES = (

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.intercept.axes import VIEWS
-from headwise.intercept.compared_tokens import ComparedTokens, LinearMapCall, NumberedTokens
+from headwise.intercept.compared_tokens import ComparedTokens, LinearMap, NumberedTokens
 from headwise.intercept.contractions import (
     ADDED_PRODUCTS,
     CONVOLUTIONS,
@@ -109,9 +109,9 @@ class TokenNumbers:
             numbers = torch.arange(1, prod(shape) + 1, dtype=torch.int32, device=tensor.device)
             self._counts[key] = numbers.view(shape)
         numbers = self._counts[key].unsqueeze(axis).expand(tensor.shape)
-        self._numbered.set(tensor, NumberedTokens(numbers, LinearMapCall(shape)))
+        self._numbered.set(tensor, NumberedTokens(numbers, LinearMap(shape)))
 
-    def _repeat(self, call: FunctionCall, result: Any, linear_map: LinearMapCall, largest: int) -> None:
+    def _repeat(self, call: FunctionCall, result: Any, linear_map: LinearMap, largest: int) -> None:
         """Record the numbers of a `result` by repeating the function call with numbers in place of elements. They stay
         unknown if this fails, or if an argument without numbers has more elements than `largest`, such as cached keys.
         """

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.convert.projection_maps import LinearMap
-from headwise.intercept.linear_map import has_convolution, linear_map, may_fit
+from headwise.intercept.linear_map import LinearMap, has_convolution, linear_map, may_fit
 from headwise.intercept.output_projection import PROJECTION_NAMES, gram_of, output_projection
 from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 from headwise.shapes import Bool, Float
