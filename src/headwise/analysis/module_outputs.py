@@ -1,12 +1,10 @@
 """Outputs of modules in one run of a model, which the modules return again in a later run."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-
-from headwise.intercept.module_calls import module_calls
 
 
 def norms_of(model: nn.Module) -> list[nn.Module]:
@@ -28,8 +26,7 @@ class ModuleOutputs:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record the output of every call of every module while the context is active."""
-        modules = {module: module for module in self._outputs}
-        with module_calls(modules, lambda module, _, output: self._outputs[module].append(output)):
+        with self._hooks(lambda module, _, output: self._outputs[module].append(output)):
             yield
 
     @contextmanager
@@ -38,5 +35,15 @@ class ModuleOutputs:
         active.
         """
         remaining = {module: iter(outputs) for module, outputs in self._outputs.items()}
-        with module_calls({module: module for module in remaining}, lambda module, *_: next(remaining[module], None)):
+        with self._hooks(lambda module, *_: next(remaining[module], None)):
             yield
+
+    @contextmanager
+    def _hooks(self, hook: Callable[..., Any]) -> Iterator[None]:
+        """Register `hook` as forward hook of every module while the context is active."""
+        handles = [module.register_forward_hook(hook) for module in self._outputs]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

@@ -20,7 +20,6 @@ from headwise.analysis.gate_interceptor import GateInterceptor, HeadGate
 from headwise.data.batches import digest_of
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.module_calls import module_calls
 from headwise.intercept.replay import Replay
 
 SIDE_EFFECTS = "the model passes values between layers in other ways than layer outputs, so all runs were complete"
@@ -131,13 +130,18 @@ class RepeatedRuns:
         """
         digests: list[str] = []
 
-        def add_digest(_stack: nn.Module, _args: Any, output: Any) -> None:
+        def add_digest(_module: nn.Module, _args: Any, output: Any) -> None:
             leaves = pytree.tree_leaves(output)
             digests.append(digest_of(leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta))
 
-        stacks = {module: module for module in (self._model, *self._replay.stacks)}
-        with module_calls(stacks, add_digest), restored_state(self._model):
-            values = compute()
+        stacks = [self._model, *self._replay.stacks]
+        hooks = [module.register_forward_hook(add_digest) for module in stacks]
+        try:
+            with restored_state(self._model):
+                values = compute()
+        finally:
+            for hook in hooks:
+                hook.remove()
         return _Results(values, (digest_of([values]), *digests))
 
 

@@ -5,7 +5,7 @@ adds, and the token embedding, are shifted by random vectors. In a linear stream
 and of the final norm is then shifted by the vectors of all modules before it, each times a constant factor.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from headwise.analysis.circuits.norms import is_norm
 from headwise.analysis.circuits.trace import ModuleCall, RunTrace, is_same
 from headwise.data.tokenization import input_embeddings, output_embeddings
 from headwise.intercept.linear_map import linear_map
-from headwise.intercept.module_calls import module_calls
 from headwise.shapes import Float
 
 TOLERANCE = 1e-6
@@ -160,9 +159,17 @@ def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> 
             outputs.setdefault(call.module, []).append(_plus(call.output, shift))
         elif is_norm(call.module):
             outputs.setdefault(call.module, []).append(call.output)
-    remaining = {module: iter(stored) for module, stored in outputs.items()}
-    with module_calls({module: module for module in remaining}, lambda module, *_: next(remaining[module], None)):
+    hooks = [module.register_forward_hook(_returning(iter(stored))) for module, stored in outputs.items()]
+    try:
         yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _returning(outputs: Iterator[Any]) -> Callable[..., Any]:
+    """Return a forward hook that replaces the outputs of a module by those of an iterator."""
+    return lambda *_: next(outputs, None)
 
 
 def _plus(output: Any, shift: Tensor) -> Any:
