@@ -24,9 +24,10 @@ def with_slopes(output: Tensor, on_slopes: Callable[[Tensor], None]) -> Tensor:
     return output
 
 
-SequenceVectors = tuple[int, Float[Tensor, "tokens width"]]
-"""Vectors of the tokens of one sequence, except padding, with the number of the sequence in its batch. If the sequences
-of a projection's input are unknown, there is one entry for the whole batch, with the number 0."""
+SequenceVectors = tuple[int, Float[Tensor, "_ _"]]
+"""Vectors `(tokens, width)` of the tokens of one sequence, except padding, with the number of the sequence in its
+batch. If the sequences of a projection's input are unknown, there is one entry for the whole batch, with the number 0.
+"""
 
 
 @contextmanager

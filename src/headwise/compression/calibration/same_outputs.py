@@ -31,9 +31,9 @@ VECTORS = 256
 """Number of outputs of each module that are compared."""
 
 
-Sample = tuple[torch.Size, Float[Tensor, "vectors width"]]
-"""Part of an output: the shape of the whole output, and vectors of it at random tokens that are not padding, in
-float64."""
+Sample = tuple[torch.Size, Float[Tensor, "_ _"]]
+"""Part of an output: the shape of the whole output, and vectors `(vectors, width)` of it at random tokens that are not
+padding, in float64."""
 
 Outputs = dict[str, list[Sample]]
 """Samples of the outputs of attention modules, and of the model under the empty path, in the order of the run."""

@@ -156,16 +156,13 @@ MERGEABLE = tuple(
 )
 """Names of the classes of attention modules that state a number of key/value heads."""
 
-_HeadWeights = tuple[Float[Tensor, " kv_heads"], Float[Tensor, " kv_heads"]]
+_HeadWeights = tuple[Float[Tensor, "_"], Float[Tensor, "_"]]
 """Weights of the keys, and of the values, of each old key/value head in the mean of its group."""
 
-_Moments = tuple[
-    Float[Tensor, " heads"],
-    Float[Tensor, "kv_heads kv_heads head_dim head_dim"],
-    Float[Tensor, "kv_heads kv_heads value_dim value_dim"],
-]
+_Moments = tuple[Float[Tensor, "_"], Float[Tensor, "_ _ _ _"], Float[Tensor, "_ _ _ _"]]
 """Sums over tokens, in float64, of projected queries, keys and values, before norms and rotary positions: of `|q_h|^2`
-for each query head h, of `k_i k_j^T` for key heads i and j, and of `v_i v_j^T`."""
+for each query head h, and of `k_i k_j^T` and `v_i v_j^T` for key/value heads i and j, `(kv_heads, kv_heads, width,
+width)`."""
 
 
 def _equal_weights(module: HeadModule) -> _HeadWeights:
