@@ -188,75 +188,6 @@ def _require_trainable(model: Any, teacher: Any) -> None:
         raise InputError("teacher", expected="a model of its own", got=got, remedy="copy.deepcopy(model) makes one")
 
 
-def _train(
-    model: nn.Module,
-    teacher: nn.Module,
-    batches: TrainingBatches,
-    options: HealingOptions,
-    accelerator: Any,
-    folder: HealingFolder,
-    *,
-    shown: bool,
-) -> None:
-    """Train a model in place, from the beginning or from the checkpoint in the folder, and write checkpoints."""
-    device = device_of(model)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
-
-    def rate_factor(step: int) -> float:  # torch would save the object of a method in checkpoints
-        return options.rate_factor(step)
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)
-    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    student, prepared = accelerator.prepare(model, optimizer)
-    shown_bar = progress_bar("healing", options.steps, "steps", shown=shown)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluation_mode(teacher), shown_bar as bar:
-        torch.manual_seed(options.seed)
-        start = folder.restore(state, device)
-        bar.resume(start)
-        student.train()
-        try:
-            for step in bar.track(range(start, options.steps)):
-                inputs = batches.at(step)
-                loss = _loss(student, model, teacher, inputs, options.temperature)
-                _require_finite(loss, f"loss at step {step + 1}")
-                accelerator.backward(loss)
-                _require_finite(
-                    accelerator.clip_grad_norm_(weights, LARGEST_NORM), f"norm of gradients at step {step + 1}"
-                )
-                prepared.step()
-                schedule.step()
-                prepared.zero_grad()
-                if (step + 1) % options.checkpoint_every == 0 and step + 1 < options.steps:
-                    folder.save(step + 1, state, device)
-        finally:
-            accelerator.unwrap_model(student, keep_fp32_wrapper=False)
-            accelerator.free_memory()
-            vars(model).pop("_is_accelerate_prepared", None)
-            for weight in weights:
-                weight.grad = None
-    folder.finish(model)
-
-
-def _loss(
-    student: nn.Module, model: nn.Module, teacher: nn.Module, batch: Mapping[str, Any], temperature: float
-) -> Tensor:
-    """Return the distance of the student's output on a batch from the teacher's."""
-    of_student, of_teacher = (
-        with_cache_disabled(each, to_device(copied(batch), device_of(each))) for each in (model, teacher)
-    )
-    with torch.no_grad():
-        target = call_model(teacher, of_teacher)
-    return distillation_loss(call_model(student, of_student), target, model, of_student, temperature)
-
-
-def _require_finite(value: Tensor, name: str) -> None:
-    """Raise `InputError` if a number of the training is not finite; the weights are those before the step."""
-    if not bool(value.detach().isfinite()):
-        remedy = "a smaller lr may help, or weights and inputs that are finite"
-        raise InputError("model", expected=f"a finite {name}", got=float(value.detach()), remedy=remedy)
-
-
 class TrainingBatches:
     """Batches of a data set by the number of the step. Each epoch uses all sequences of `Texts` once, grouped to
     batches anew; other data keep their batches. The order depends on the seed and the epoch alone, so that a resumed
@@ -408,3 +339,72 @@ class HealingFolder:
         expected = "a folder of its own, or that of the run to resume"
         got = f"another run ({reason}) in {str(self._folder)!r}"
         return InputError("out", expected=expected, got=got, remedy=FORCE_REMEDY)
+
+
+def _train(
+    model: nn.Module,
+    teacher: nn.Module,
+    batches: TrainingBatches,
+    options: HealingOptions,
+    accelerator: Any,
+    folder: HealingFolder,
+    *,
+    shown: bool,
+) -> None:
+    """Train a model in place, from the beginning or from the checkpoint in the folder, and write checkpoints."""
+    device = device_of(model)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def rate_factor(step: int) -> float:  # torch would save the object of a method in checkpoints
+        return options.rate_factor(step)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    student, prepared = accelerator.prepare(model, optimizer)
+    shown_bar = progress_bar("healing", options.steps, "steps", shown=shown)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluation_mode(teacher), shown_bar as bar:
+        torch.manual_seed(options.seed)
+        start = folder.restore(state, device)
+        bar.resume(start)
+        student.train()
+        try:
+            for step in bar.track(range(start, options.steps)):
+                inputs = batches.at(step)
+                loss = _loss(student, model, teacher, inputs, options.temperature)
+                _require_finite(loss, f"loss at step {step + 1}")
+                accelerator.backward(loss)
+                _require_finite(
+                    accelerator.clip_grad_norm_(weights, LARGEST_NORM), f"norm of gradients at step {step + 1}"
+                )
+                prepared.step()
+                schedule.step()
+                prepared.zero_grad()
+                if (step + 1) % options.checkpoint_every == 0 and step + 1 < options.steps:
+                    folder.save(step + 1, state, device)
+        finally:
+            accelerator.unwrap_model(student, keep_fp32_wrapper=False)
+            accelerator.free_memory()
+            vars(model).pop("_is_accelerate_prepared", None)
+            for weight in weights:
+                weight.grad = None
+    folder.finish(model)
+
+
+def _loss(
+    student: nn.Module, model: nn.Module, teacher: nn.Module, batch: Mapping[str, Any], temperature: float
+) -> Tensor:
+    """Return the distance of the student's output on a batch from the teacher's."""
+    of_student, of_teacher = (
+        with_cache_disabled(each, to_device(copied(batch), device_of(each))) for each in (model, teacher)
+    )
+    with torch.no_grad():
+        target = call_model(teacher, of_teacher)
+    return distillation_loss(call_model(student, of_student), target, model, of_student, temperature)
+
+
+def _require_finite(value: Tensor, name: str) -> None:
+    """Raise `InputError` if a number of the training is not finite; the weights are those before the step."""
+    if not bool(value.detach().isfinite()):
+        remedy = "a smaller lr may help, or weights and inputs that are finite"
+        raise InputError("model", expected=f"a finite {name}", got=float(value.detach()), remedy=remedy)
