@@ -122,7 +122,7 @@ def _compare(found, values):
 
 def test_pieces_of_a_document_belong_together(folder):
     texts = hw.Texts(folder / "data.jsonl", tiny.tokenizer("decoder"), 6, "cut", 4)
-    held_out = HeldOutText.of(texts)
+    held_out = HeldOutText(texts)
     pairs = sorted(
         (number, len(sequence)) for number, sequence in zip(held_out.documents, held_out.sequences, strict=True)
     )
