@@ -99,7 +99,7 @@ def _structured(kind: Any, value: Any) -> Any:
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if NoneType in arguments:
-        return None if value is None else _structured(*(each for each in arguments if each is not NoneType), value)
+        return None if value is None else _structured(next(each for each in arguments if each is not NoneType), value)
     if origin is tuple:
         kinds = [arguments[0]] * len(value) if Ellipsis in arguments else arguments
         return tuple(_structured(*each) for each in zip(kinds, value, strict=True))

@@ -75,7 +75,7 @@ class ReportRow:
         ratios = [after / before for before, after in zip(dense, compressed, strict=True)]
         interval = _scipy_stats().quantile_test(ratios, q=1.0, p=0.5).confidence_interval(0.95)
         ends = _known(interval.low), _known(interval.high)
-        medians = map(statistics.median, (dense, compressed, ratios))
+        medians = statistics.median(dense), statistics.median(compressed), statistics.median(ratios)
         return ReportRow(quantity, TIME, "seconds", *medians, *ends, samples=len(ratios))
 
     @staticmethod

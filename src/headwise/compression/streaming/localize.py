@@ -96,10 +96,10 @@ def localize(
         modules = tuple(
             replace(
                 module,
-                outside=tuple((measured.outside / measured.queries).tolist()),
-                scores=tuple(measured.scores.tolist()),
+                outside=tuple((effect.outside / effect.queries).tolist()),
+                scores=tuple(effect.scores.tolist()),
             )
-            if (measured := effects.get(module.module))
+            if (effect := effects.get(module.module))
             else module
             for module in modules
         )
@@ -109,9 +109,9 @@ def localize(
             losses = selection_losses
             if report is not selection:
                 losses = measured(report, ()), measured(report, modules)
-    counts = [sum(len(batch["input_ids"]) for batch in part) for part in (selection, report)]
+    chosen_by, measured_on = (sum(len(batch["input_ids"]) for batch in part) for part in (selection, report))
     return StreamingHeads(
-        modules, window, first, float(budget), selection_losses, losses, *counts,
+        modules, window, first, float(budget), selection_losses, losses, chosen_by, measured_on,
         has_held_out=report is not selection, identity=identity_of(model),
         weights=weight_samples(model, [module.module for module in modules]),
     )  # fmt: skip
