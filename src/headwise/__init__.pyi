@@ -106,9 +106,9 @@ from headwise.compression.report.compression_report import compression_report as
 from headwise.compression.report.report_result import CompressionReport as CompressionReport
 from headwise.compression.saving import save_model as save_model
 from headwise.compression.scores.least_squares import LeastSquaresScores as LeastSquaresScores
-from headwise.compression.scores.magnitude import MagnitudeScores as MagnitudeScores
 from headwise.compression.scores.measured import AblationScores as AblationScores
 from headwise.compression.scores.measured import ImportanceScores as ImportanceScores
+from headwise.compression.scores.measured import MagnitudeScores as MagnitudeScores
 from headwise.compression.streaming.localize import localize as localize
 from headwise.compression.streaming.streaming_heads import StreamingHeads as StreamingHeads
 from headwise.convert.layers import from_heads as from_heads

@@ -1,7 +1,7 @@
 """Results that are saved as JSON come back equal, and other files are refused in one sentence."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import pytest
 
@@ -17,13 +17,6 @@ class Pair(JsonResult):
 
     low: float
     high: float
-
-    def content(self):
-        return asdict(self)
-
-    @classmethod
-    def of_content(cls, content):
-        return cls(**content)
 
     def require_consistent(self):
         if self.low >= self.high:

@@ -29,7 +29,7 @@ def compress(
     on held-out text after each step, and the report that the section [report] states. Saves the smaller model in the
     folder model in --out.
     """
-    from headwise.compression.recipe.run_folder import BEFORE_AFTER
+    from headwise.compression.recipe.compress import BEFORE_AFTER
     from headwise.show.smaller_models import print_recipe, recipe_records
 
     quiet_libraries()

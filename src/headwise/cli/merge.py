@@ -38,7 +38,7 @@ def merge(
     the smaller model in --out.
     """
     from headwise.compression.parameter_counts import parameters_before_and_after
-    from headwise.compression.recipe.whole_model import load_whole_model
+    from headwise.compression.recipe.inputs import load_whole_model
     from headwise.runs.files import require_new_folder, require_outside_data
     from headwise.show.smaller_models import merge_records, print_merge
 

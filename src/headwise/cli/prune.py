@@ -103,7 +103,7 @@ def prune(
     the remaining ones, and saves the smaller model with its plan in --out.
     """
     from headwise.compression.parameter_counts import parameters_before_and_after
-    from headwise.compression.recipe.whole_model import load_whole_model
+    from headwise.compression.recipe.inputs import load_whole_model
     from headwise.compression.saving import write_model
     from headwise.compression.scores.named_scores import require_scores
     from headwise.runs.files import new_folder, require_new_folder, require_outside_data

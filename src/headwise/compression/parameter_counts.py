@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that is equal for tensors that share memory: the address of the memory or, on the device meta,
+    that of the tensor.
+    """
+    return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
 def count_parameters(model: nn.Module, paths: Sequence[str] = ("",)) -> int:
@@ -28,8 +35,7 @@ def _counts(model: nn.Module, paths: Sequence[str]) -> list[tuple[int, int]]:
     stored: dict[tuple[int, int], dict[int, nn.Parameter]] = {}
     for path in paths:
         for parameter in model.get_submodule(path).parameters():
-            place = parameter.untyped_storage().data_ptr() or id(parameter)  # 0 on the device meta
-            stored.setdefault((place, parameter.element_size()), {})[id(parameter)] = parameter
+            stored.setdefault((memory_of(parameter), parameter.element_size()), {})[id(parameter)] = parameter
     return [(_distinct(list(shared.values())), size) for (_, size), shared in stored.items()]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -100,6 +101,12 @@ def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)
 
 
+def floating_tensors(output: Any) -> list[Tensor]:
+    """Return the tensors of floating-point numbers in an output of a model, in order."""
+    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
 def with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     """Return the batch with the argument `use_cache=False` added, if the model's `forward` has this argument and the
     batch does not set it.
@@ -123,6 +130,17 @@ def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return len(mask), int(mask.sum())
     return (len(ids), ids.shape[:2].numel()) if ids.ndim else (1, 1)
+
+
+def select_examples(batch: Mapping[str, Any], chosen: Tensor) -> dict[str, Any]:
+    """Return some examples of a batch, by their indices or by a mask of all examples. Tensors whose first axis has
+    another length than the number of examples are not changed.
+    """
+    count = count_sequences_and_tokens(batch)[0]
+    return {
+        name: value[chosen.to(value.device)] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
+        for name, value in batch.items()
+    }
 
 
 def digest_of(parts: Iterable[Any]) -> str:

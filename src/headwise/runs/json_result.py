@@ -3,8 +3,10 @@
 import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from types import NoneType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from headwise.errors import InputError
 from headwise.runs.files import write_atomically
@@ -15,8 +17,10 @@ FORMAT = 1
 """Version of the JSON format."""
 
 
+@dataclass(frozen=True)
 class JsonResult:
-    """Base of results that are saved as JSON. A subclass states its content.
+    """Base of results that are saved as JSON: frozen dataclasses, whose fields are numbers, texts, mappings of such,
+    dataclasses, named tuples, and tuples of these.
 
     Attributes:
         ARGUMENT: name of the argument in errors.
@@ -26,21 +30,12 @@ class JsonResult:
     ARGUMENT: ClassVar[str]
     NOUN: ClassVar[str]
 
-    def content(self) -> dict[str, Any]:
-        """Return the content as values that JSON can express."""
-        raise NotImplementedError
-
-    @classmethod
-    def of_content(cls: type[Result], content: dict[str, Any]) -> Result:
-        """Return the result that has this content. Each error is taken as a sign of another content."""
-        raise NotImplementedError
-
     def require_consistent(self) -> None:
         """Raise `InputError` unless the parts of the result fit each other."""
 
     def to_json(self) -> str:
         """Return the result as JSON."""
-        return json.dumps(_with_finite_numbers({"format": FORMAT, **self.content()}), indent=1, allow_nan=False)
+        return json.dumps(_with_finite_numbers({"format": FORMAT, **asdict(self)}), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls: type[Result], text: str) -> Result:
@@ -55,7 +50,7 @@ class JsonResult:
             content = json.loads(text, object_pairs_hook=_object)
             if content.pop("format") != FORMAT:
                 raise ValueError("another format")
-            result = cls.of_content(content)
+            result: Result = _structured(cls, content)
             if json.loads(result.to_json()) != json.loads(text):
                 raise ValueError("values that are missing, unknown, or not of their type")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -96,6 +91,25 @@ def require_each(argument: str, values: Iterable[tuple[Any, bool, str]]) -> None
 def is_number(value: Any, least: float = -math.inf) -> bool:
     """Return True for a number of at least `least`, or NaN; a bool is none."""
     return type(value) in (int, float) and not value < least
+
+
+def _structured(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as an object of the type that an annotation states: dataclasses from objects, named tuples
+    and tuples from lists. Numbers and texts are not checked. Each error is a sign of another content.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if NoneType in arguments:
+        return None if value is None else _structured(next(each for each in arguments if each is not NoneType), value)
+    if origin is tuple:
+        kinds = [arguments[0]] * len(value) if Ellipsis in arguments else arguments
+        return tuple(_structured(*each) for each in zip(kinds, value, strict=True))
+    if is_dataclass(kind):
+        kinds_of = get_type_hints(kind)
+        fields: Any = {name: _structured(kinds_of[name], each) for name, each in value.items()}
+        return kind(**fields)  # type: ignore[operator]
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        return kind(*value)
+    return dict(value) if origin is Mapping else value
 
 
 def _with_finite_numbers(value: Any) -> Any:

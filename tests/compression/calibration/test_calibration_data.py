@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import headwise as hw
-from headwise.compression.calibration.layer_runs import LayerRuns
+from headwise.compression.calibration.reconstruction import LayerRuns
 from headwise.compression.merging.merge_kv import merge_kv
 from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.prune import prune

@@ -231,10 +231,10 @@ def test_single_tokens_and_hidden_numbers_do_not_count_as_differences():
     assert used == [BATCH]
     assert list(expected) == ["layers.0.self_attn", "layers.1.self_attn", ""]
     found, _ = outputs_of(model, modules, used)
-    found["layers.1.self_attn"][0].vectors[3] += 100.0
-    expected["layers.1.self_attn"][0].vectors[5] = torch.nan
+    found["layers.1.self_attn"][0][1][3] += 100.0
+    expected["layers.1.self_attn"][0][1][5] = torch.nan
     require_same(model, expected, found, "is equal")
-    found["layers.1.self_attn"][0].vectors[:14] *= 1.01
+    found["layers.1.self_attn"][0][1][:14] *= 1.01
     with pytest.raises(
         hw.InputError, match="^model: expected attention that is equal, got a relative difference of 0.01"
     ):

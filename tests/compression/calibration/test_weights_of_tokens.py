@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from headwise.compression.calibration.output_moments import OutputMoments
-from headwise.compression.calibration.token_weights import token_weights
+from headwise.compression.calibration.derivatives import token_weights
+from headwise.compression.calibration.least_squares_fits import OutputMoments
 
 WIDE = 4_000
 """Features of outputs: so many that one random direction has the norm of the mean of all, but for a few percent."""
@@ -34,7 +34,7 @@ MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
 
 def test_a_weight_is_the_squared_derivative_of_all_that_the_token_changes():
     model = Reading()
-    (weights,) = token_weights(model, {"p": "projection"}, [{"x": X, "attention_mask": MASK}])["p"]
+    (weights,) = token_weights(model, ["projection"], [{"x": X, "attention_mask": MASK}])["projection"]
     trace = float(model.factors.square().sum())
     assert [len(each) for each in weights] == [4, 3]
     # The first token is read by itself and all others; the last token of the second text is padding.
@@ -46,7 +46,7 @@ def test_for_logits_the_derivative_is_that_of_the_divergence():
     model = Reading(is_causal_model=True)
     with torch.no_grad():
         p = model(X).logits.softmax(-1)
-    (weights,) = token_weights(model, {"p": "projection"}, [{"x": X}])["p"]
+    (weights,) = token_weights(model, ["projection"], [{"x": X}])["projection"]
     squares = model.factors.square()
     traces = p @ squares - p.square() @ squares  # tr(W^T (diag p - p p^T) W) with W = diag(factors)
     expected = traces * model.scales.square()
@@ -61,7 +61,7 @@ def test_a_model_without_derivatives_has_equal_weights_and_is_named():
             return super().forward(x)
 
     with pytest.warns(UserWarning, match="the same weight in scores and fits, because the output of Closed has no"):
-        assert token_weights(Closed(), {"p": "projection"}, [{"x": X}]) == {"p": None}
+        assert token_weights(Closed(), ["projection"], [{"x": X}]) == {"projection": None}
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

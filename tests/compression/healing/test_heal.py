@@ -13,11 +13,9 @@ import transformers
 
 import headwise as hw
 import tiny
-from headwise.compression.healing.checkpoint import HealingFolder
 from headwise.compression.healing.distillation import distillation_loss
-from headwise.compression.healing.heal import HealingOptions, heal
+from headwise.compression.healing.heal import HealingFolder, HealingOptions, TrainingBatches, heal
 from headwise.compression.healing.model_settings import model_settings
-from headwise.compression.healing.training_batches import TrainingBatches
 from removal import families
 
 TESTS = Path(__file__).parents[2]

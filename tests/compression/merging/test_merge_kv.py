@@ -9,9 +9,8 @@ import transformers
 
 import headwise as hw
 import tiny
-from headwise.compression.calibration import cross_validation, reconstruction
-from headwise.compression.merging.head_freedom import Freedom, key_freedom, value_freedom
-from headwise.compression.merging.kv_alignment import align, similar_groups
+from headwise.compression.calibration import least_squares_fits, reconstruction
+from headwise.compression.merging.kv_alignment import Freedom, align, key_freedom, similar_groups, value_freedom
 from headwise.compression.merging.merge_kv import mergeable_modules
 from headwise.removal.head_changes import multiply_features, reorder_heads
 from headwise.removal.remove_heads import RECORD
@@ -258,7 +257,7 @@ def test_least_squares_brings_each_module_closer_to_the_dense_one(name, method):
 
 
 def test_the_fit_is_the_least_squares_solution_for_the_merged_inputs(monkeypatch):
-    monkeypatch.setattr(cross_validation, "DAMPINGS", (1e-11,))
+    monkeypatch.setattr(least_squares_fits, "DAMPINGS", (1e-11,))
     monkeypatch.setattr(reconstruction, "token_weights", lambda model, paths, batches: dict.fromkeys(paths))  # equal
     model, data = family("llama"), batches(30)
     merged = hw.merge_kv(model, num_kv_heads=1, calibration=data, method="procrustes")

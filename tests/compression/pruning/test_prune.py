@@ -9,8 +9,8 @@ import transformers
 
 import headwise as hw
 import tiny
-from headwise.compression.calibration import cross_validation, reconstruction
-from headwise.compression.calibration.layer_runs import LayerRuns
+from headwise.compression.calibration import least_squares_fits, reconstruction
+from headwise.compression.calibration.reconstruction import LayerRuns
 from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.prune import prune
 from removal import families
@@ -72,7 +72,7 @@ def with_repeated_head(model, name):
     ["bert", "gpt2", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "bart", "vit"))],
 )
 def test_reconstruction_replaces_a_head_that_another_one_repeats(name, monkeypatch):
-    monkeypatch.setattr(cross_validation, "DAMPINGS", (1e-10,))
+    monkeypatch.setattr(least_squares_fits, "DAMPINGS", (1e-10,))
     model = families.model(name)
     plan = with_repeated_head(model, name)
     data = batches(name, 12)
@@ -92,7 +92,7 @@ def equal_weights(monkeypatch):
 
 @pytest.mark.usefixtures("equal_weights")
 def test_later_layers_are_fitted_to_the_inputs_of_the_pruned_model(monkeypatch):
-    monkeypatch.setattr(cross_validation, "DAMPINGS", (1e-10,))
+    monkeypatch.setattr(least_squares_fits, "DAMPINGS", (1e-10,))
     name, data = "llama", batches("llama", 40)
     model = families.model(name)
     plan = planned(model, name)

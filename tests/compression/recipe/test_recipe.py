@@ -25,10 +25,9 @@ import transformers
 import headwise as hw
 import tiny
 from headwise.compression.recipe import compress as steps
-from headwise.compression.recipe.common_text import count_common_sequences
-from headwise.compression.recipe.held_out import HeldOutText
+from headwise.compression.recipe.inputs import HeldOutText, count_common_sequences
 from headwise.compression.recipe.recipe import read_recipe
-from headwise.compression.report import paired_times
+from headwise.compression.report import times
 from headwise.runs.rows import MeanEstimate
 
 RECIPE = """
@@ -123,7 +122,7 @@ def _compare(found, values):
 
 def test_pieces_of_a_document_belong_together(folder):
     texts = hw.Texts(folder / "data.jsonl", tiny.tokenizer("decoder"), 6, "cut", 4)
-    held_out = HeldOutText.of(texts)
+    held_out = HeldOutText(texts)
     pairs = sorted(
         (number, len(sequence)) for number, sequence in zip(held_out.documents, held_out.sequences, strict=True)
     )
@@ -239,7 +238,7 @@ REPORT = "\n[report]\nprompt = 6\nnew_tokens = 2\nbatches = [1]\nrounds = 6\n"
 @pytest.fixture
 def quick(monkeypatch):
     """Time one run per sample, and ignore times."""
-    monkeypatch.setattr(paired_times, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(times, "LEAST_SECONDS", 0.0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no speed-up")
         yield

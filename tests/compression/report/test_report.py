@@ -18,15 +18,11 @@ from torch import nn
 import headwise as hw
 import tiny
 from headwise.compression.parameter_counts import count_parameters, weight_bytes
-from headwise.compression.report import paired_times as times
-from headwise.compression.report import time_rows as report_times
-from headwise.compression.report.greedy_agreement import greedy_agreements
-from headwise.compression.report.paired_quality import output_cosines
-from headwise.compression.report.paired_times import PairedRatio, paired_times
+from headwise.compression.report import times
+from headwise.compression.report.compression_report import greedy_agreements, output_cosines
 from headwise.compression.report.report_data import ReportData
-from headwise.compression.report.report_result import CompressionReport
-from headwise.compression.report.report_row import ReportRow
-from headwise.compression.report.stopwatch import Stopwatch
+from headwise.compression.report.report_result import CompressionReport, ReportRow
+from headwise.compression.report.times import paired_times, run_times
 from jackknife import jackknife
 from removal import families
 
@@ -290,24 +286,25 @@ def test_runs_alternate_and_a_slow_drift_of_the_machine_cancels(monkeypatch):
     assert order[:4] == ["dense", "compressed"] * 2  # warm-up, and the number of runs per sample
     a, b = ["dense"] * 2, ["compressed"] * 2  # 2 runs of each make a sample of 3 seconds
     assert order[4:] == [*a, *b, *b, *a] * 3
-    assert found["total"].ratio == pytest.approx(0.75, rel=1e-3)
-    assert found["total"].low < 0.75 < found["total"].high
-    assert (found["attention"].dense, found["attention"].ratio, found["attention"].rounds) == (0.5, 0.75, 6)
-    assert paired_times((run("dense", 2.0), run("compressed", 1.5)), 6, steps=4)["attention"].dense == 0.125
+    total, attention = (ReportRow.of_times(part, *found[part]) for part in ("total", "attention"))
+    assert total.change == pytest.approx(0.75, rel=1e-3)
+    assert total.low < 0.75 < total.high
+    assert (attention.dense, attention.change, attention.samples) == (0.5, 0.75, 6)
+    assert paired_times((run("dense", 2.0), run("compressed", 1.5)), 6, steps=4)["attention"][0] == [0.125] * 6
 
 
 def test_the_interval_of_a_ratio_is_that_of_the_sign_test():
     ratios = [0.5, 0.9, 0.7, 0.4, 0.8, 0.6, 1.2, 1.1, 0.55, 0.65, 0.75, 0.85]
     dense = [float(number) for number in range(1, 13)]
-    found = PairedRatio.of(dense, [ratio * seconds for ratio, seconds in zip(ratios, dense, strict=True)])
+    found = ReportRow.of_times("a time", dense, [ratio * seconds for ratio, seconds in zip(ratios, dense, strict=True)])
     outside = [sum(math.comb(12, k) for k in range(rank)) / 2**11 for rank in range(1, 5)]
     rank = max(rank for rank, share in enumerate(outside, 1) if share <= 0.05)
     ordered = sorted(ratios)
     assert (found.low, found.high) == pytest.approx((ordered[rank - 1], ordered[-rank]))
-    assert (found.ratio, found.dense) == (pytest.approx(0.725), 6.5)
+    assert (found.change, found.dense) == (pytest.approx(0.725), 6.5)
 
 
-def test_a_stopwatch_adds_up_the_attention_modules():
+def test_the_times_of_attention_modules_are_added_up():
     now = [0.0]
 
     class Slow(nn.Module):
@@ -320,20 +317,16 @@ def test_a_stopwatch_adds_up_the_attention_modules():
             return x
 
     model = nn.Sequential(Slow(1.0), Slow(2.0), Slow(4.0), Slow(8.0))
-    stopwatch = Stopwatch(model, ["0", "2"], clock=lambda: now[0])
     for _ in range(2):
-        with stopwatch:
-            model(torch.zeros(1))
-        assert stopwatch.times == {"total": 15.0, "attention": 5.0}
+        found = run_times(model, ["0", "2"], lambda: model(torch.zeros(1)), clock=lambda: now[0])
+        assert found == {"total": 15.0, "attention": 5.0}
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model)
 
 
 def test_a_time_that_is_not_shorter_is_named_in_a_warning_and_in_the_report(monkeypatch):
-    ratios = {
-        "total": PairedRatio(2e-3, 1.9e-3, 0.95, 0.9, 1.0, 6),
-        "attention": PairedRatio(2e-3, 1e-3, 0.5, 0.4, 0.99, 6),
-    }
-    monkeypatch.setattr(report_times, "paired_times", lambda calls, rounds, steps: ratios)
+    ratios = {"total": [0.9, *[0.95] * 4, 1.0], "attention": [0.4, *[0.5] * 4, 0.99]}  # the ends are the interval
+    samples = {part: ([1.0] * 6, of_part) for part, of_part in ratios.items()}
+    monkeypatch.setattr(times, "paired_times", lambda calls, rounds, steps: samples)
     with pytest.warns(
         UserWarning, match="no speed-up is shown for prompt of 16 tokens, batch 1: x 0.950 .*; "
     ) as caught:
@@ -447,8 +440,12 @@ def test_the_table_has_the_numbers_and_the_print_their_units(report):
         (ReportRow.of_sizes("w", "bytes", 5.381e8, 2e9), ("538 MB", "2 GB", "x 3.717")),
         (ReportRow.of_sizes("p", "parameters", 134_515_008, 999), ("135 million", "999", "x 0.000")),
         (
-            ReportRow.of_times("t", PairedRatio(0.0123, 2.5e-5, 0.5, 0.25, 1.5, 7)),
-            ("12.3 ms", "25 µs", "x 0.500 (0.250 to 1.500)"),
+            ReportRow.of_times("t", [5e-5] * 6, [1.25e-5, *[2.5e-5] * 4, 7.5e-5]),
+            ("50 µs", "25 µs", "x 0.500 (0.250 to 1.500)"),
+        ),
+        (
+            ReportRow.of_times("t", [0.0123] * 6, [0.0246] * 6),
+            ("12.3 ms", "24.6 ms", "x 2.000 (2.000 to 2.000)"),
         ),
         (ReportRow.of_losses("l", [1.0, 2.0], [1.5, 2.0], "aa"), ("1.5000", "1.7500", "+0.2500")),
         (ReportRow.of_agreement("a", "share", [1.0, 1.0], "ab"), ("", "100.0% ± 0.0 (100.0% to 100.0%)", "")),

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 import headwise as hw
 import tiny
-from headwise.compression.calibration import cross_validation, reconstruction
-from headwise.compression.calibration.folds import folds_of
+from headwise.compression.calibration import least_squares_fits, reconstruction
+from headwise.compression.calibration.calibration_data import folds_of
 from headwise.compression.pruning.pruning_plan import planned_modules
 from headwise.compression.scores import least_squares
 
@@ -21,7 +21,7 @@ GROUPS = ((0, 1, 2), (3, 4, 5))
 @pytest.fixture(autouse=True)
 def one_damping(monkeypatch):
     """Fit with one damping, so that the fit to a part of the data does not depend on folds."""
-    monkeypatch.setattr(cross_validation, "DAMPINGS", (0.1,))
+    monkeypatch.setattr(least_squares_fits, "DAMPINGS", (0.1,))
 
 
 @pytest.fixture

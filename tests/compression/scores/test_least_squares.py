@@ -5,13 +5,18 @@ import torch
 
 import headwise as hw
 import tiny
-from headwise.compression.calibration import cross_validation
-from headwise.compression.calibration.cross_validation import fitted_removals, reconstructed, unfitted_removals
-from headwise.compression.calibration.folds import FoldedMoments, folds_of
-from headwise.compression.calibration.output_moments import OutputMoments
-from headwise.compression.calibration.token_weights import token_weights
+from headwise.compression.calibration import least_squares_fits
+from headwise.compression.calibration.calibration_data import folds_of
+from headwise.compression.calibration.derivatives import token_weights
+from headwise.compression.calibration.least_squares_fits import (
+    FoldedMoments,
+    OutputMoments,
+    fitted_removals,
+    reconstructed,
+    unfitted_removals,
+)
 from headwise.compression.scores.least_squares import LeastSquaresScores
-from headwise.compression.scores.magnitude import MagnitudeScores
+from headwise.compression.scores.measured import MagnitudeScores
 from headwise.data.batches import documents_of
 from headwise.errors import InputError
 from headwise.families.registry import head_module
@@ -26,7 +31,7 @@ PARTS = (slice(0, 80), slice(80, 110), slice(110, 200))
 @pytest.fixture(autouse=True)
 def few_dampings(monkeypatch):
     """Try few dampings."""
-    monkeypatch.setattr(cross_validation, "DAMPINGS", DAMPINGS)
+    monkeypatch.setattr(least_squares_fits, "DAMPINGS", DAMPINGS)
 
 
 def data(tokens=200, width=12, out=5):
@@ -109,7 +114,7 @@ def test_the_cost_of_a_block_is_the_error_that_its_removal_adds_on_other_folds(r
 
 def test_the_damping_is_that_of_the_least_error_not_of_the_least_rise(monkeypatch):
     """A damping that overfits has a large error already before the removal, so that little is added."""
-    monkeypatch.setattr(cross_validation, "DAMPINGS", (1e-6, 1.0))
+    monkeypatch.setattr(least_squares_fits, "DAMPINGS", (1e-6, 1.0))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(24, 12, generator=generator, dtype=torch.float64)
     dense = torch.randn(5, 12, generator=generator)
@@ -161,7 +166,7 @@ def test_columns_without_data_keep_their_weights():
 
 def test_what_is_peculiar_to_each_text_is_not_learned(monkeypatch):
     """Half of the columns are constant in each text, and say nothing about the targets of other texts."""
-    monkeypatch.setattr(cross_validation, "DAMPINGS", (1e-6, 1e3))
+    monkeypatch.setattr(least_squares_fits, "DAMPINGS", (1e-6, 1e3))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 30, 12, generator=generator, dtype=torch.float64)
     x[:, :, 6:] = torch.randn(8, 1, 6, generator=generator, dtype=torch.float64)
@@ -231,7 +236,7 @@ def test_scores_of_a_model_are_those_of_its_output_projections(kind):
             model(**batch)
     hook.remove()
     moments = FoldedMoments("o_proj")
-    weights = token_weights(model, {path: module.output}, batches)[path]
+    weights = token_weights(model, [module.output], batches)[module.output]
     for number, (batch, (x, y)) in enumerate(zip(batches, recorded, strict=True)):
         for sequence, mask in enumerate(batch["attention_mask"].bool()):
             own = OutputMoments.of(x[sequence][mask], y[sequence][mask], weights[number][sequence])
@@ -286,8 +291,7 @@ def test_with_a_loss_scores_are_squared_first_order_changes_of_each_text(kind, t
     model, tokenizer = tiny.model(kind, top=top).double(), tiny.tokenizer(kind)
     texts = tiny.texts(30, 20, 25)
     scores = LeastSquaresScores(model, [dict(tokenizer(texts, return_tensors="pt", padding=True))], loss, fitted=fitted)
-    outputs = {row.module: head_module(model, row.module).output for row in scores.rows}
-    weights = token_weights(model, outputs, scores.batches)
+    weights = token_weights(model, [head_module(model, row.module).output for row in scores.rows], scores.batches)
     for layer, path in enumerate(dict.fromkeys(row.module for row in scores.rows)):
         module = head_module(model, path)
         projection = model.get_submodule(module.output)
@@ -295,7 +299,7 @@ def test_with_a_loss_scores_are_squared_first_order_changes_of_each_text(kind, t
         measured = [data_of(model, projection, batch, loss) for batch in batches]
         moments = FoldedMoments("o_proj")
         for text, (x, y, _) in enumerate(measured):
-            moments.add(text, OutputMoments.of(x, y, weights[path][0][text]))
+            moments.add(text, OutputMoments.of(x, y, weights[module.output][0][text]))
         removed, added = (columns_of(module, heads) for heads in ([5], [0, 1]))
         weight, has_bias = projection.weight.detach(), projection.bias is not None
         if fitted:

@@ -11,8 +11,7 @@ import headwise as hw
 import tiny
 from compression.streaming import streaming_oracle
 from compression.streaming.streaming_oracle import expected_logits, head_mask, ids
-from headwise.compression.streaming.localize import localize
-from headwise.compression.streaming.text_division import divided
+from headwise.compression.streaming.localize import divided, localize
 
 WINDOW, FIRST = 4, 2
 

@@ -3,28 +3,34 @@
 Layers are fitted in the order of the model. The inputs of a layer's output projection come from the copy, whose earlier
 layers are fitted already, and the targets from the dense model, so that later layers correct the errors of earlier ones
 as far as they can.
+
+The layers of a transformer form a chain, in which each takes the output of the one before. If that output is known, a
+run up to layer i needs embeddings, masks and layer i alone. `LayerRuns` checks on two batches that this holds, by a
+comparison with complete runs; in a model for which it does not hold, all layers are computed each time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from headwise.compression.calibration.calibration_survey import heads_of_batches
-from headwise.compression.calibration.cross_validation import reconstructed
-from headwise.compression.calibration.folds import FoldedMoments, folds_of
-from headwise.compression.calibration.layer_runs import LayerRuns, layer_of_site
-from headwise.compression.calibration.output_moments import OutputMoments
-from headwise.compression.calibration.projection_inputs import SequenceInputs, projection_inputs
-from headwise.compression.calibration.token_weights import token_weights, weights_of
+from headwise.compression.calibration.calibration_data import folds_of, heads_of_batches
+from headwise.compression.calibration.derivatives import token_weights, weights_of
+from headwise.compression.calibration.least_squares_fits import FoldedMoments, OutputMoments, reconstructed
+from headwise.compression.calibration.recording import SequenceVectors, projection_inputs
+from headwise.data.batches import call_model, copied, count_sequences_and_tokens
 from headwise.errors import InputError
 from headwise.families.head_module import HeadModule, KeptHeads
 from headwise.families.registry import head_module
 from headwise.intercept.layer_index import is_inside
+from headwise.intercept.module_calls import module_calls
+from headwise.intercept.swap_forward import swap_forward
 from headwise.progress import progress_bar
 from headwise.removal.head_changes import check_parameters
+from headwise.shapes import Float, Int
 
 
 @torch.no_grad()
@@ -51,31 +57,34 @@ def reconstruct(
         InputError: weights are quantised, or projections share a weight; a module runs on none of the batches; or
             their padding is not stated; or there is one sequence alone.
     """
-    check_parameters(changed, [head_module(model, path) for path in kept])
+    modules = {path: head_module(model, path) for path in kept}
+    check_parameters(changed, list(modules.values()))
     folds = folds_of(batches, documents)
-    paths, sites = dict(model.named_modules()), _in_order_of_runs(model, list(kept), batches)
-    layer_of = {path: _layer_with_output(model, path, layer_of_site(paths, path, sites)) for path in sites}
+    sites = _in_order_of_runs(model, modules, batches)
+    submodules = dict(model.named_modules())
+    layer_of = {path: _layer_with_output(submodules, modules[path], sites) for path in sites}
     layers = list(dict.fromkeys(layer_of.values()))
-    weights = token_weights(model, {path: head_module(model, path).output for path in sites}, batches)
+    weights = token_weights(model, [modules[path].output for path in sites], batches)
     dense_runs, changed_runs = (LayerRuns(each, batches, layers) for each in (model, changed))
     with progress_bar("output projections", len(layers), "layers") as bar:
         for layer in bar.track(layers):
             inside = [path for path in sites if layer_of[path] == layer]
             for path in inside:
-                module = head_module(model, path)
-                targets = _inputs(model, module, dense_runs, layer, batches, store=path == inside[-1])
-                inputs = _inputs(changed, module, changed_runs, layer, batches, store=False)
-                projection: Any = model.get_submodule(module.output)
-                moments = FoldedMoments(module.output)
+                output = modules[path].output
+                targets = dense_runs.run(layer, output, store=path == inside[-1])
+                inputs = changed_runs.run(layer, output, store=False)
+                projection, moments = model.get_submodule(output), FoldedMoments(output)
                 for number, (fold_of, xs, ys) in enumerate(zip(folds, inputs, targets, strict=True)):
                     for index, ((sequence, x), (_, y)) in enumerate(zip(xs, ys, strict=True)):
-                        own = weights_of(weights[path], number, index, x)
+                        own = weights_of(weights[output], number, index, x)
                         moments.add(fold_of[sequence], OutputMoments.of(x, projection(y), own))
-                fit_projection(changed.get_submodule(module.output), module, kept[path], moments.checked())
-            changed_runs.run(layer, lambda index: nullcontext(), store=True)
+                fit_projection(changed, modules[path], kept[path].query, moments.checked())
+            changed_runs.run(layer, store=True)
 
 
-def _in_order_of_runs(model: nn.Module, paths: Sequence[str], batches: Sequence[dict[str, Any]]) -> list[str]:
+def _in_order_of_runs(
+    model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
+) -> list[str]:
     """Return paths of attention modules in the order in which the model runs them, on the batch on which most of them
     run.
 
@@ -83,67 +92,176 @@ def _in_order_of_runs(model: nn.Module, paths: Sequence[str], batches: Sequence[
         InputError: a module runs on no batch; or padding is not stated.
     """
     orders: list[list[str]] = []
+    paths_of: dict[str, list[str]] = {}
+    for path, module in modules.items():
+        paths_of.setdefault(module.output, []).append(path)
 
-    def begin(module: nn.Module, arguments: Any) -> None:
-        orders.append([])
-
-    def note(path: str) -> Callable[..., None]:
-        return lambda module, arguments: orders[-1].append(path) if orders else None
+    def note(output: str, *_: Any) -> None:
+        if orders:
+            orders[-1].extend(paths_of[output])
 
     with ExitStack() as stack:
-        stack.callback(model.register_forward_pre_hook(begin).remove)
-        for path in paths:
-            hook = model.get_submodule(head_module(model, path).output).register_forward_pre_hook(note(path))
-            stack.callback(hook.remove)
+        stack.callback(model.register_forward_pre_hook(lambda *_: orders.append([])).remove)
+        stack.enter_context(module_calls({output: model.get_submodule(output) for output in paths_of}, note))
         heads_of_batches(model, batches)
     orders.sort(key=lambda order: -len(set(order)))
     order = list(dict.fromkeys(path for order in orders for path in order))
-    for path in paths:
+    for path in modules:
         if path not in order:
             raise InputError("calibration", expected=f"data on which {path} runs", got="none")
     return order
 
 
-def _layer_with_output(model: nn.Module, path: str, layer: str) -> str:
-    """Return the path of a layer, or of its innermost ancestor that contains the output projection of an attention
-    module as well: in BERT the projection is not inside of the module that computes attention.
+def _layer_with_output(submodules: Mapping[str, nn.Module], module: HeadModule, sites: Sequence[str]) -> str:
+    """Return the path of the layer of an attention module, or of its innermost ancestor that contains the output
+    projection as well: in BERT the projection is not inside of the module that computes attention.
     """
-    output = head_module(model, path).output
-    while layer and not is_inside(output, layer):
+    layer = layer_of_site(submodules, module.path, sites)
+    while layer and not is_inside(module.output, layer):
         layer = layer.rpartition(".")[0]
     return layer
 
 
-def _inputs(
-    model: nn.Module, module: HeadModule, runs: LayerRuns, layer: str, batches: Sequence[dict[str, Any]], *, store: bool
-) -> list[list[SequenceInputs]]:
-    """Return the inputs of a module's output projection on each batch."""
-    recorded: list[list[SequenceInputs]] = []
+def output_weight(model: nn.Module, module: HeadModule) -> Float[Tensor, "out width"]:
+    """Return the weight of a module's output projection, as of `nn.Linear`. It shares the memory of the parameter."""
+    (axis,) = [each for each in module.blocks if each.parameter == f"{module.output}.weight"]
+    weight = model.get_parameter(axis.parameter).detach()
+    return weight.mT if axis.axis == 0 else weight
 
-    @contextmanager
-    def recording(index: int) -> Iterator[None]:
-        with projection_inputs(model, {"x": module.output}, batches[index]) as inputs:
-            yield
-        recorded.append(inputs["x"])
 
-    runs.run(layer, recording, store=store)
-    return recorded
+def columns_of_heads(module: HeadModule, heads: Sequence[int]) -> Int[Tensor, " columns"]:
+    """Return the input columns of a module's output projection that belong to heads, in ascending order."""
+    starts = torch.tensor(sorted(heads), dtype=torch.int64)[:, None] * module.value_dim
+    return (starts + torch.arange(module.value_dim)).flatten()
 
 
 def fit_projection(
-    projection: Any, module: HeadModule, kept: KeptHeads, moments: FoldedMoments, left_out: int | None = None
+    model: nn.Module, module: HeadModule, kept: Sequence[int], moments: FoldedMoments, left_out: int | None = None
 ) -> None:
-    """Fit an output projection to targets, in place; columns of heads that do not remain become 0. The fold `left_out`
-    is left out of the fit, if given.
+    """Fit the output projection of an attention module to targets, in place; columns of heads that do not remain become
+    0. The fold `left_out` is left out of the fit, if given.
     """
-    (axis,) = [each for each in module.blocks if each.parameter == f"{module.output}.weight"]
-    columns = axis.kept_indices(kept)
-    is_transposed = axis.axis == 0
-    weight = projection.weight.mT if is_transposed else projection.weight
-    bias = getattr(projection, "bias", None)
+    weight, bias = output_weight(model, module), getattr(model.get_submodule(module.output), "bias", None)
+    columns = columns_of_heads(module, kept)
     fitted, fitted_bias = reconstructed(moments, weight, columns, bias is not None, left_out)
-    full = torch.zeros_like(weight)
-    full[:, columns] = fitted.to(full)
-    projection.weight.copy_(full.mT if is_transposed else full)
+    weight.zero_()
+    weight[:, columns] = fitted.to(weight)
     if bias is not None:
         bias.copy_(fitted_bias)
+
+
+class _EndOfRunError(Exception):
+    """Raised inside of a model to end a run after the last layer that is needed."""
+
+
+_DID_NOT_RUN = object()
+"""Stands for the output of a layer that did not run."""
+
+
+def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[str]) -> str:
+    """Return the path of the layer that contains the attention module at `path`: its outermost ancestor in a list of
+    modules of which several contain attention modules, whose paths are `sites`. Without such a list, return the path
+    itself.
+    """
+    parts = path.split(".")
+    for stop in range(1, len(parts) + 1):
+        parent = ".".join(parts[: stop - 1])
+        if isinstance(modules.get(parent), nn.ModuleList | nn.Sequential):
+            inside = {site[len(parent) + 1 :].partition(".")[0] for site in sites if is_inside(site, parent)}
+            if len(inside) > 1:
+                return ".".join(parts[:stop])
+    return path
+
+
+class LayerRuns:
+    """Runs of a model on the batches of a data set, layer by layer.
+
+    Args:
+        model: the model, in evaluation mode.
+        batches: arguments of the model.
+        layers: paths of the layers, in the order in which the model runs them.
+    """
+
+    def __init__(self, model: nn.Module, batches: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> None:
+        self._model, self._batches, self._layers = model, batches, layers
+        self._modules = dict(model.named_modules())
+        self._outputs: list[dict[str, Any]] = [{} for _ in batches]  # of the latest layer of each list
+        self._reuses = True
+        self._reuses = self._is_chain()
+
+    def run(self, layer: str, projection: str | None = None, *, store: bool) -> list[list[SequenceVectors]]:
+        """Run the model up to a layer on each batch, and return the inputs of an output projection on each.
+
+        Args:
+            layer: path of the layer.
+            projection: path of the projection, which is in the layer; None to record nothing.
+            store: store the output of the layer, for runs up to later layers.
+        """
+        recorded: list[list[SequenceVectors]] = []
+        for index, (batch, outputs) in enumerate(zip(self._batches, self._outputs, strict=True)):
+            with projection_inputs(self._model, [] if projection is None else [projection], batch) as inputs:
+                output = self._run(layer, index)
+            recorded += inputs.values()
+            if store and output is not _DID_NOT_RUN:
+                outputs[layer.rpartition(".")[0]] = output
+        return recorded
+
+    @torch.no_grad()
+    def _run(self, layer: str, index: int) -> Any:
+        """Run the model on one batch until a layer ends, and return its output; `_DID_NOT_RUN` if the layer did not.
+        The layers before it return the stored output of the latest layer in their list. If layers do not form a chain,
+        run all of the model, since it may run the layer again.
+        """
+        before = self._layers[: self._layers.index(layer)] if self._reuses else []
+        module, outputs = self._modules[layer], []
+        forward = module.forward
+
+        def last_forward(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(forward(*args, **kwargs))
+            if self._reuses:
+                raise _EndOfRunError
+            return outputs[-1]
+
+        with suppress(_EndOfRunError), ExitStack() as stack:
+            for path in before:
+                stored = self._outputs[index].get(path.rpartition(".")[0])  # None if no layer of the list ran
+                stack.enter_context(swap_forward(self._modules[path], lambda *_, _stored=stored, **__: _stored))
+            stack.enter_context(swap_forward(module, last_forward))
+            call_model(self._model, copied(self._batches[index]))
+        return outputs[-1] if outputs else _DID_NOT_RUN
+
+    @torch.no_grad()
+    def _is_chain(self) -> bool:
+        """Return True if each layer runs once, and runs with stored outputs return the same as a complete run, on the
+        batches with the fewest and the most tokens.
+        """
+        tokens = [count_sequences_and_tokens(batch)[1] for batch in self._batches]
+        chosen = {tokens.index(min(tokens)), tokens.index(max(tokens))}
+        return all(self._is_chain_on(index) for index in sorted(chosen))
+
+    def _is_chain_on(self, index: int) -> bool:
+        """Return True if each layer runs once on a batch, and runs with stored outputs return the same as a complete
+        run.
+        """
+        expected: dict[str, list[Any]] = {path: [] for path in self._layers}
+        layers = {path: self._modules[path] for path in self._layers}
+        with module_calls(layers, lambda path, _, output: expected[path].append(output)):
+            call_model(self._model, copied(self._batches[index]))
+        if any(len(outputs) != 1 for outputs in expected.values()):
+            return False
+        try:
+            with progress_bar("runs of single layers", len(self._layers), "layers") as bar:
+                for path in bar.track(self._layers):
+                    output = self._run(path, index)
+                    tensors, others = (
+                        [leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor)]
+                        for each in (output, expected[path][0])
+                    )
+                    if len(tensors) != len(others) or not all(map(torch.equal, tensors, others)):
+                        return False
+                    self._outputs[index][path.rpartition(".")[0]] = output
+        except Exception:  # such as a KeyError, for a value that a skipped layer did not leave
+            return False
+        finally:
+            self._outputs[index].clear()
+        return True

@@ -5,22 +5,23 @@ may normalise over all heads, positions may be rotated in another way. So the ch
 with what it should equal, on calibration data.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from headwise.compression.calibration.projection_inputs import padding_masks
+from headwise.compression.calibration.recording import padding_masks
 from headwise.data.batches import call_model, copied, count_sequences_and_tokens, evaluation_mode
 from headwise.errors import InputError
 from headwise.families.head_module import HeadModule, KeptHeads
 from headwise.families.registry import head_module
+from headwise.intercept.module_calls import module_calls
 from headwise.progress import progress_bar
 from headwise.removal.remove_heads import remove_heads
-from headwise.shapes import Bool, Float
+from headwise.shapes import Float
 
 SIXTEEN_BITS = 1e-4
 """A rounding error between those of 32 and of 16 bits."""
@@ -29,17 +30,9 @@ VECTORS = 256
 """Number of outputs of each module that are compared."""
 
 
-class Sample(NamedTuple):
-    """Part of an output.
-
-    Attributes:
-        shape: shape of the whole output.
-        vectors: vectors of it at random tokens that are not padding, in float64.
-    """
-
-    shape: torch.Size
-    vectors: Float[Tensor, "vectors width"]
-
+Sample = tuple[torch.Size, Float[Tensor, "_ _"]]
+"""Part of an output: the shape of the whole output, and vectors `(vectors, width)` of it at random tokens that are not
+padding, in float64."""
 
 Outputs = dict[str, list[Sample]]
 """Samples of the outputs of attention modules, and of the model under the empty path, in the order of the run."""
@@ -71,18 +64,6 @@ def remove_heads_checked(
         InputError: an attention module returns something else, or no finite numbers; or as in `remove_heads`.
     """
     modules = {path: head_module(model, path) for path in kept}
-    with _removed_outputs_zero(model, modules, kept):
-        expected, used = outputs_of(model, modules, batches)
-    remove_heads(model, kept, may_record=may_record)
-    found, _ = outputs_of(model, modules, used)
-    require_same(model, expected, found, claim)
-
-
-@contextmanager
-def _removed_outputs_zero(
-    model: nn.Module, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads]
-) -> Iterator[None]:
-    """Set the outputs of removed heads to zero while the context is open."""
 
     def zeroing(module: HeadModule, heads: KeptHeads) -> Any:
         is_kept = torch.zeros(module.num_heads, dtype=torch.bool)
@@ -99,7 +80,10 @@ def _removed_outputs_zero(
         for path, module in modules.items():
             hook = model.get_submodule(module.output).register_forward_pre_hook(zeroing(module, kept[path]))
             stack.callback(hook.remove)
-        yield
+        expected, used = outputs_of(model, modules, batches)
+    remove_heads(model, kept, may_record=may_record)
+    found, _ = outputs_of(model, modules, used)
+    require_same(model, expected, found, claim)
 
 
 def outputs_of(
@@ -110,20 +94,19 @@ def outputs_of(
     random numbers each time.
     """
     outputs: Outputs = {}
-
-    def record(path: str) -> Any:
-        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            outputs.setdefault(path, []).extend(_samples(output, used[-1]))
-
-        return hook
-
     used: list[dict[str, Any]] = []
+
+    def record(path: str, arguments: Any, output: Any) -> None:
+        for owner in owners_of[path]:
+            outputs.setdefault(owner, []).extend(_samples(output, used[-1]))
+
+    owners_of: dict[str, list[str]] = {}
+    for path, module in modules.items():
+        for each in {module.output, path} - {""}:  # the outputs of the model itself are read below
+            owners_of.setdefault(each, []).append(path)
+    calls = module_calls({path: model.get_submodule(path) for path in owners_of}, record)
     bar = progress_bar("comparison of outputs", None, "batches")
-    with ExitStack() as stack, evaluation_mode(model), torch.no_grad(), bar as progress:
-        for path, module in modules.items():
-            for each in dict.fromkeys((module.output, path)):
-                if each:  # the outputs of the model itself are read below
-                    stack.callback(model.get_submodule(each).register_forward_hook(record(path)).remove)
+    with calls, evaluation_mode(model), torch.no_grad(), bar as progress:
         for batch in progress.track(sorted(batches, key=_mean_length, reverse=True), step=1):
             used.append(batch)
             with torch.random.fork_rng():
@@ -153,25 +136,25 @@ def require_same(model: nn.Module, expected: Outputs, found: Outputs, claim: str
     share = 0.9 if rounding < SIXTEEN_BITS else 0.75
     ordered = [*(path for path in expected if path), ""]
     for path in ordered:
-        if expected[path] and not any(sample.vectors.isfinite().any() for sample in expected[path]):
+        if expected[path] and not any(vectors.isfinite().any() for _, vectors in expected[path]):
             got = f"none from {path or type(model).__name__}"
             remedy = "use other texts, or a dtype with a larger range"
             raise InputError("calibration", expected="texts with finite outputs", got=got, remedy=remedy)
-        for one, other in zip(expected[path], found.get(path, []), strict=False):
-            if one.shape == other.shape and (difference := _difference(one, other, share)) > rounding**0.5:
+        for (shape, one), (other_shape, other) in zip(expected[path], found.get(path, []), strict=False):
+            if shape == other_shape and (difference := _difference(one, other, share)) > rounding**0.5:
                 got = f"a relative difference of {difference:.2g} in {path or type(model).__name__}"
                 remedy = "this module computes something else than others of its class name"
                 raise InputError("model", expected=f"attention that {claim}", got=got, remedy=remedy)
 
 
-def _difference(one: Sample, other: Sample, share: float) -> float:
+def _difference(one: Float[Tensor, "vectors width"], other: Float[Tensor, "vectors width"], share: float) -> float:
     """Return the norm of the difference, divided by the norm, that a share of the vectors does not exceed. Infinite
     numbers that are equal in both, such as the logits of unused tokens, do not count, nor do vectors of `one` with NaN;
     0 if there are no others.
     """
-    counts = ~one.vectors.isnan().any(1)
-    is_equal = one.vectors.isinf() & (one.vectors == other.vectors)
-    before, after = (each.vectors.masked_fill(is_equal, 0.0)[counts] for each in (one, other))
+    counts = ~one.isnan().any(1)
+    is_equal = one.isinf() & (one == other)
+    before, after = (each.masked_fill(is_equal, 0.0)[counts] for each in (one, other))
     difference, size = (before - after).norm(dim=1), before.norm(dim=1)
     relative = torch.where(difference == 0, 0.0, difference / size).nan_to_num(nan=torch.inf, posinf=torch.inf)
     return float(relative.sort().values[int(share * len(relative))]) if len(relative) else 0.0
@@ -190,17 +173,11 @@ def _samples(output: Any, batch: dict[str, Any]) -> list[Sample]:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and not leaf.is_nested and leaf.is_floating_point() and leaf.numel():
             vectors = leaf.detach().reshape(-1, leaf.shape[-1] if leaf.ndim else 1)
-            is_real = _is_real(leaf, batch).flatten()
-            vectors = vectors[is_real] if is_real.any() else vectors
+            is_real = torch.ones(leaf.shape[:-1], dtype=torch.bool, device=leaf.device)
+            for mask in padding_masks(batch).values():
+                if mask.shape == is_real.shape:
+                    is_real &= mask.to(leaf.device)
+            vectors = vectors[is_real.flatten()] if is_real.any() else vectors
             places = torch.randperm(len(vectors), generator=torch.Generator().manual_seed(0))[:VECTORS]
-            samples.append(Sample(leaf.shape, vectors[places.to(vectors.device)].double()))
+            samples.append((leaf.shape, vectors[places.to(vectors.device)].double()))
     return samples
-
-
-def _is_real(output: Tensor, batch: dict[str, Any]) -> Bool[Tensor, "..."]:
-    """Return False for each vector of an output that is padding by a mask of the output's shape."""
-    is_real = torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device)
-    for mask in padding_masks(batch).values():
-        if mask.shape == is_real.shape:
-            is_real &= mask.to(output.device)
-    return is_real

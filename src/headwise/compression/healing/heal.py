@@ -4,8 +4,10 @@ A run in a folder writes checkpoints of weights, optimizer, schedule and random 
 same numbers.
 """
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,23 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checks import finite_number, flag, require_module, whole_number
-from headwise.compression.healing.checkpoint import HealingFolder, TrainingState
 from headwise.compression.healing.distillation import distillation_loss
 from headwise.compression.healing.model_settings import model_settings
-from headwise.compression.healing.training_batches import TrainingBatches
+from headwise.compression.parameter_counts import memory_of
 from headwise.data.batches import (
     call_model,
     copied,
     device_of,
     digest_of,
     evaluation_mode,
+    iterate_batches,
     to_device,
     with_cache_disabled,
 )
-from headwise.data.texts import Texts
+from headwise.data.texts import Texts, batches_of
 from headwise.errors import InputError, require
 from headwise.progress import progress_bar
+from headwise.runs.checkpoint import first_difference
 from headwise.runs.data_pass import prepare_texts
+from headwise.runs.files import FORCE_REMEDY, locked_folder, replaced_file, writable_folder
 from headwise.runs.fingerprint import run_settings
 
 WARMUP, FLOOR = 0.1, 0.1
@@ -40,6 +44,12 @@ LARGEST_NORM = 1.0
 """Norm of all gradients together above which they are scaled down."""
 
 LARGEST_SEED = 2**31 - 1
+
+SEED_OF_EPOCH = 2**31
+"""Distance of the seeds of consecutive epochs, larger than any seed."""
+
+CHECKPOINT, FINISHED = "unfinished-heal.pt", "healed.pt"
+"""Files in the folder: the latest checkpoint, and in its place the trained weights at the end."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,12 @@ def heal(
         >>> smaller = headwise.heal(smaller, model, texts, 200, out="healing")  # doctest: +SKIP
     """
     options = HealingOptions(steps, lr, temperature, checkpoint_every, seed)
-    accelerator = _accelerator()
+    accelerate = require("accelerate", purpose="healing", extra="heal")
+    accelerator = accelerate.Accelerator(device_placement=False)  # the model stays on its device
+    if accelerator.num_processes > 1 or accelerator.mixed_precision not in ("no", "bf16"):
+        # Checkpoints would lose the scaling of float16.
+        got = f"{accelerator.num_processes} with mixed precision {accelerator.mixed_precision}"
+        raise InputError("accelerate", expected="one process, with mixed precision no or bf16", got=got)
     _require_trainable(model, teacher)
     flag("force", force)
     texts = prepare_texts(data, model, out, shown=progress)
@@ -135,21 +150,6 @@ def heal(
         if not folder.restore_finished(model):
             _train(model, teacher, batches, options, accelerator, folder, shown=progress)
     return model.eval()
-
-
-def _accelerator() -> Any:
-    """Return an accelerator of `accelerate` that leaves the model on its device.
-
-    Raises:
-        InputError: it is configured for several processes, or for float16, whose scaling would be lost in checkpoints.
-        MissingExtra: accelerate is not installed.
-    """
-    accelerate = require("accelerate", purpose="healing", extra="heal")
-    accelerator = accelerate.Accelerator(device_placement=False)
-    if accelerator.num_processes > 1 or accelerator.mixed_precision not in ("no", "bf16"):
-        got = f"{accelerator.num_processes} with mixed precision {accelerator.mixed_precision}"
-        raise InputError("accelerate", expected="one process, with mixed precision no or bf16", got=got)
-    return accelerator
 
 
 def _settings(
@@ -180,11 +180,164 @@ def _require_trainable(model: Any, teacher: Any) -> None:
         if weight.dtype not in (torch.float32, torch.float64):
             got, remedy = f"{weight.dtype} in {name}", "model.float() converts it, and smaller steps then count"
             raise InputError("model", expected="parameters of float32 or float64", got=got, remedy=remedy)
-    of_teacher = {weight.untyped_storage().data_ptr() for weight in teacher.parameters()}
-    shared = [name for name, weight in trained.items() if weight.untyped_storage().data_ptr() in of_teacher]
+    of_teacher = set(map(memory_of, teacher.parameters()))
+    shared = [name for name, weight in trained.items() if memory_of(weight) in of_teacher]
     if shared:
         got = f"one that shares {shared[0]}"
         raise InputError("teacher", expected="a model of its own", got=got, remedy="copy.deepcopy(model) makes one")
+
+
+class TrainingBatches:
+    """Batches of a data set by the number of the step. Each epoch uses all sequences of `Texts` once, grouped to
+    batches anew; other data keep their batches. The order depends on the seed and the epoch alone, so that a resumed
+    training continues with the same batches.
+
+    Args:
+        data: `Texts`, or batches, which are read once.
+        batch: sequences per batch, for `Texts`; None for that of the texts.
+        seed: seed of the order.
+
+    Attributes:
+        digest: hash of the content.
+
+    Raises:
+        InputError: there is no batch, or `batch` is used with other data than `Texts`.
+    """
+
+    def __init__(self, data: Any, batch: int | None, seed: int) -> None:
+        if batch is not None and not isinstance(data, Texts):
+            raise InputError("batch", expected="None for data that are batches already", got=batch)
+        self._seed, self._sequences, self._size = seed, data.sequences if isinstance(data, Texts) else None, 0
+        if isinstance(data, Texts):
+            self._size = data.batch if batch is None else whole_number("batch", batch, least=1)
+        self._batches = self._grouped(self._sequences) if self._sequences else list(iterate_batches(data))
+        if not self._batches:
+            raise InputError("data", expected="at least one batch", got="none")
+        self.digest = digest_of(part for each in self._batches for name in sorted(each) for part in (name, each[name]))
+        self._epoch: tuple[int, list[dict[str, Any]]] = (-1, [])
+
+    def at(self, step: int) -> Mapping[str, Any]:
+        """Return the batch of a step, counted from 0."""
+        epoch, place = divmod(step, len(self._batches))
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self._in_epoch(epoch))
+        return self._epoch[1][place]
+
+    def _in_epoch(self, epoch: int) -> list[dict[str, Any]]:
+        """Return all batches in the order of an epoch."""
+        generator = torch.Generator().manual_seed(self._seed + epoch * SEED_OF_EPOCH)
+        batches = self._batches
+        if self._sequences:
+            order = torch.randperm(len(self._sequences), generator=generator).tolist()
+            batches = self._grouped([self._sequences[index] for index in order])
+        return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
+
+    def _grouped(self, sequences: list[Any]) -> list[dict[str, Any]]:
+        """Return sequences of tokens as batches."""
+        return list(batches_of(sequences, self._size))
+
+
+class HealingFolder:
+    """Output folder of a healing that can be stopped and resumed.
+
+    Args:
+        folder: the folder; None reads and writes nothing.
+        settings: JSON-compatible settings of the run; a run resumes only from checkpoints with the same settings.
+    """
+
+    def __init__(self, folder: str | Path | None, settings: Mapping[str, Any]) -> None:
+        self._folder, self._settings = folder, settings
+
+    @contextmanager
+    def claimed(self, *, force: bool) -> Iterator[None]:
+        """Create the folder, and lock it while the context is open.
+
+        Args:
+            force: delete the files of another run in the folder instead of checking them.
+
+        Raises:
+            InputError: the folder cannot be written, another process writes to it, or it contains another run.
+            MissingExtra: filelock is not installed.
+        """
+        if self._folder is None:
+            yield
+            return
+        self._folder = writable_folder(self._folder)
+        with locked_folder(self._folder):
+            for name in (CHECKPOINT, FINISHED):
+                if force:
+                    (self._folder / name).unlink(missing_ok=True)
+                self._read(name, mmap=True)  # the settings alone
+            yield
+
+    def restore_finished(self, model: nn.Module) -> bool:
+        """Set the weights of a model to those of the finished run in the folder, and return True; False if there is no
+        such run.
+        """
+        saved = self._read(FINISHED)
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+        return saved is not None
+
+    def restore(self, parts: Mapping[str, Any], device: torch.device) -> int:
+        """Set the state of a training to that of the checkpoint in the folder, and return the number of its steps; 0
+        without one.
+
+        Args:
+            parts: model, optimizer and schedule, by name.
+            device: device of the model, whose random numbers count.
+        """
+        checkpoint = self._read(CHECKPOINT)
+        if checkpoint is None:
+            return 0
+        saved = checkpoint["state"]
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        torch.set_rng_state(saved["random"])
+        if saved["random_on_device"] is not None:
+            torch.cuda.set_rng_state(saved["random_on_device"], device)
+        return int(checkpoint["step"])
+
+    def save(self, step: int, parts: Mapping[str, Any], device: torch.device) -> None:
+        """Write a checkpoint in place of the one before: everything that the next steps of a training depend on."""
+        if self._folder is None:
+            return
+        state = {name: part.state_dict() for name, part in parts.items()}
+        state["random"] = torch.get_rng_state()
+        state["random_on_device"] = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._write(CHECKPOINT, {"step": step, "state": state})
+
+    def finish(self, model: nn.Module) -> None:
+        """Write the trained weights, and delete the checkpoint."""
+        self._write(FINISHED, {"model": model.state_dict()})
+        if self._folder is not None:
+            (Path(self._folder) / CHECKPOINT).unlink(missing_ok=True)
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a file, with the settings."""
+        if self._folder is None:
+            return
+        with replaced_file(Path(self._folder) / name) as file:
+            torch.save({"settings": json.dumps(self._settings), **content}, file)
+
+    def _read(self, name: str, *, mmap: bool = False) -> Any:
+        """Return the content of a file of the run with these settings; None if there is no such file."""
+        if self._folder is None or not (path := Path(self._folder) / name).exists():
+            return None
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            difference = first_difference(json.loads(saved["settings"]), self._settings)
+        except Exception as error:  # a file that headwise did not write can fail in any way
+            raise self._other_run_error("unreadable") from error
+        if difference is not None:
+            raise self._other_run_error(f"{difference} differs")
+        return saved
+
+    def _other_run_error(self, reason: str) -> InputError:
+        """Return the error for a folder with another run."""
+        expected = "a folder of its own, or that of the run to resume"
+        got = f"another run ({reason}) in {str(self._folder)!r}"
+        return InputError("out", expected=expected, got=got, remedy=FORCE_REMEDY)
 
 
 def _train(
@@ -201,13 +354,17 @@ def _train(
     device = device_of(model)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _rate_factor(options))
-    state = TrainingState(model, optimizer, schedule, device)
+
+    def rate_factor(step: int) -> float:  # torch would save the object of a method in checkpoints
+        return options.rate_factor(step)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
     student, prepared = accelerator.prepare(model, optimizer)
     shown_bar = progress_bar("healing", options.steps, "steps", shown=shown)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluation_mode(teacher), shown_bar as bar:
         torch.manual_seed(options.seed)
-        start = folder.restore(state)
+        start = folder.restore(state, device)
         bar.resume(start)
         student.train()
         try:
@@ -223,7 +380,7 @@ def _train(
                 schedule.step()
                 prepared.zero_grad()
                 if (step + 1) % options.checkpoint_every == 0 and step + 1 < options.steps:
-                    folder.save(state, step + 1)
+                    folder.save(step + 1, state, device)
         finally:
             accelerator.unwrap_model(student, keep_fp32_wrapper=False)
             accelerator.free_memory()
@@ -231,15 +388,6 @@ def _train(
             for weight in weights:
                 weight.grad = None
     folder.finish(model)
-
-
-def _rate_factor(options: HealingOptions) -> Callable[[int], float]:
-    """Return the learning rate as a function of the step; torch would save the object of a method in checkpoints."""
-
-    def rate_factor(step: int) -> float:
-        return options.rate_factor(step)
-
-    return rate_factor
 
 
 def _loss(

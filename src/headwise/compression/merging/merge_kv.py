@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.checks import flag, require_module, size_argument
+from headwise.compression.calibration.calibration_data import calibration_batches, heads_of_batches
 from headwise.compression.calibration.reconstruction import reconstruct as fit_output_projections
+from headwise.compression.calibration.recording import projection_inputs
 from headwise.compression.calibration.same_outputs import (
     ALIGNED,
     MERGED,
@@ -16,13 +18,17 @@ from headwise.compression.calibration.same_outputs import (
     remove_heads_checked,
     require_same,
 )
-from headwise.compression.calibration.scored_heads import calibration_batches
-from headwise.compression.merging.head_freedom import Freedom, key_freedom, value_freedom
-from headwise.compression.merging.kv_alignment import align, pairwise_gains, similar_groups
-from headwise.compression.merging.kv_moments import KVMoments, kv_moments
-from headwise.data.batches import documents_of, evaluation_mode
+from headwise.compression.merging.kv_alignment import (
+    Freedom,
+    align,
+    key_freedom,
+    pairwise_gains,
+    similar_groups,
+    value_freedom,
+)
+from headwise.data.batches import call_model, copied, documents_of, evaluation_mode
 from headwise.errors import InputError
-from headwise.families.head_module import HeadModule, KeptHeads
+from headwise.families.head_module import HeadModule, HeadPart, KeptHeads
 from headwise.families.registry import FAMILIES, family_of, head_module
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.progress import progress_bar, shown_progress
@@ -30,6 +36,9 @@ from headwise.removal.head_changes import average_heads, check_parameters, multi
 from headwise.removal.remove_heads import RECORD, remove_heads
 from headwise.settings import MergeGrouping, MergeMethod
 from headwise.shapes import Float
+
+PARTS: tuple[HeadPart, ...] = ("query", "key", "value")
+"""Parts of heads whose moments are summed."""
 
 
 def merge_kv(
@@ -76,7 +85,10 @@ def merge_kv(
         >>> merged = headwise.merge_kv(model, num_kv_heads=1, calibration=texts, method="procrustes")  # doctest: +SKIP
         >>> merged.save_pretrained("smaller")  # doctest: +SKIP
     """
-    _check_options(method, grouping)
+    if method not in ("mean", "weighted_mean", "procrustes"):
+        raise InputError("method", expected="'mean', 'weighted_mean' or 'procrustes'", got=repr(method))
+    if grouping not in ("adjacent", "similarity"):
+        raise InputError("grouping", expected="'adjacent' or 'similarity'", got=repr(grouping))
     needs = method != "mean" or grouping == "similarity" or reconstruct
     if needs and calibration is None:
         option = f"method={method!r}" if method != "mean" else "reconstruct=True" if reconstruct else f"{grouping=}"
@@ -90,19 +102,25 @@ def merge_kv(
         weights = {path: _equal_weights(module) for path, module in modules.items()}
         if method != "mean" or grouping == "similarity":
             weights = _align_all(model, merged, modules, num_kv_heads, batches, method, grouping)
-        _average_all(merged, modules, num_kv_heads, weights)
+        for path, module in modules.items():  # the heads of each group become equal: their weighted mean
+            size = module.num_kv_heads // num_kv_heads
+            average_heads(merged, module, *(_shares(of_part, size) for of_part in weights[path]))
         if reconstruct:
-            fit_output_projections(model, merged, _all_heads(modules), batches, documents_of(calibration))
-        _remove_equal(merged, modules, num_kv_heads, batches)
+            heads = {path: module.kept(range(module.num_heads)) for path, module in modules.items()}
+            fit_output_projections(model, merged, heads, batches, documents_of(calibration))
+        # All query heads remain, and the first of the equal key/value heads of each group.
+        firsts = {
+            path: KeptHeads(
+                tuple(range(module.num_heads)),
+                tuple(range(0, module.num_kv_heads, module.num_kv_heads // num_kv_heads)),
+            )
+            for path, module in modules.items()
+        }
+        if batches:
+            remove_heads_checked(merged, firsts, batches, may_record=False, claim=MERGED)
+        else:
+            remove_heads(merged, firsts, may_record=False)
     return merged
-
-
-def _check_options(method: Any, grouping: Any) -> None:
-    """Raise `InputError` for another method or grouping."""
-    if method not in ("mean", "weighted_mean", "procrustes"):
-        raise InputError("method", expected="'mean', 'weighted_mean' or 'procrustes'", got=repr(method))
-    if grouping not in ("adjacent", "similarity"):
-        raise InputError("grouping", expected="'adjacent' or 'similarity'", got=repr(grouping))
 
 
 def mergeable_modules(model: nn.Module, num_kv_heads: int) -> dict[str, HeadModule]:
@@ -131,22 +149,19 @@ def mergeable_modules(model: nn.Module, num_kv_heads: int) -> dict[str, HeadModu
 MERGEABLE = tuple(name for family in FAMILIES if family.merges_kv_heads for name in family.classes)
 """Names of the classes of attention modules that state a number of key/value heads."""
 
+_HeadWeights = tuple[Float[Tensor, "_"], Float[Tensor, "_"]]
+"""Weights of the keys, and of the values, of each old key/value head in the mean of its group."""
 
-class _HeadWeights(NamedTuple):
-    """Weight of each old key/value head in the mean of its group.
-
-    Attributes:
-        keys: for keys.
-        values: for values.
-    """
-
-    keys: Float[Tensor, " kv_heads"]
-    values: Float[Tensor, " kv_heads"]
+_Moments = tuple[Float[Tensor, "_"], Float[Tensor, "_ _ _ _"], Float[Tensor, "_ _ _ _"]]
+"""Sums over tokens, in float64, of projected queries, keys and values, before norms and rotary positions: of `|q_h|^2`
+for each query head h, and of `k_i k_j^T` and `v_i v_j^T` for key/value heads i and j, `(kv_heads, kv_heads, width,
+width)`."""
 
 
 def _equal_weights(module: HeadModule) -> _HeadWeights:
     """Return equal weights of all key/value heads."""
-    return _HeadWeights(*torch.ones(2, module.num_kv_heads).double())
+    keys, values = torch.ones(2, module.num_kv_heads).double()
+    return keys, values
 
 
 def _align_all(
@@ -178,7 +193,7 @@ def _align(
     model: nn.Module,
     module: HeadModule,
     num_kv_heads: int,
-    moments: KVMoments,
+    moments: _Moments,
     method: MergeMethod,
     grouping: MergeGrouping,
 ) -> _HeadWeights:
@@ -187,28 +202,21 @@ def _align(
     """
     weights = _equal_weights(module)
     aligns = method == "procrustes"
-    keys = key_freedom(model, module) if aligns else Freedom(module.head_dim)
-    values = value_freedom(model, module) if aligns else Freedom(module.value_dim)
+    of_keys = key_freedom(model, module) if aligns else Freedom(module.head_dim)
+    of_values = value_freedom(model, module) if aligns else Freedom(module.value_dim)
+    queries, keys, values = moments
     if method == "weighted_mean":
-        weights = _energies(model, module, moments)
+        weights = _energies(model, module, queries)
     if grouping == "similarity":
-        order = _similar_order(moments, keys, values, num_kv_heads)
+        gains = pairwise_gains(keys, of_keys) + pairwise_gains(values, of_values)
+        order = [head for group in similar_groups(gains, num_kv_heads) for head in group]
         reorder_heads(model, module, order)
-        moments = KVMoments(
-            moments.queries, moments.keys[order][:, order], moments.values[order][:, order]
-        )  # the energies of queries are in `weights`
-        weights = _HeadWeights(weights.keys[order], weights.values[order])
+        keys, values = keys[order][:, order], values[order][:, order]
+        weights = weights[0][order], weights[1][order]
     if aligns:
         size = module.num_kv_heads // num_kv_heads
-        matrices = (_aligned(moments.keys, keys, size), _aligned(moments.values, values, size))
-        multiply_features(model, module, *matrices)
+        multiply_features(model, module, _aligned(keys, of_keys, size), _aligned(values, of_values, size))
     return weights
-
-
-def _similar_order(moments: KVMoments, keys: Freedom, values: Freedom, groups: int) -> list[int]:
-    """Return the key/value heads in an order in which similar ones stand side by side."""
-    gains = pairwise_gains(moments.keys, keys) + pairwise_gains(moments.values, values)
-    return [head for group in similar_groups(gains, groups) for head in group]
 
 
 def _aligned(
@@ -219,17 +227,16 @@ def _aligned(
     return torch.cat([align(products[group, group], freedom) for group in groups])
 
 
-def _energies(model: nn.Module, module: HeadModule, moments: KVMoments) -> _HeadWeights:
-    """Return the weights of "weighted_mean"."""
+def _energies(model: nn.Module, module: HeadModule, queries: Float[Tensor, " heads"]) -> _HeadWeights:
+    """Return the weights of "weighted_mean", from the sums of `|q|^2` of the query heads."""
     heads, attention = module.num_kv_heads, model.get_submodule(module.path)
-    queries = moments.queries
     if (family := family_of(attention)) is not None and family.norms(attention):
         queries = torch.ones_like(queries)
     elif isinstance(attention, MultiHeadAttention) and attention.temperature is not None:
         queries = queries / attention.temperature.double().square()
     output = model.get_parameter(f"{module.output}.weight").double()
     columns = output.square().sum(0).view(heads, -1)
-    return _HeadWeights(queries.view(heads, -1).sum(1), columns.sum(1))
+    return queries.view(heads, -1).sum(1), columns.sum(1)
 
 
 def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "groups members"]:
@@ -239,33 +246,44 @@ def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "gr
     return grouped / grouped.sum(1, keepdim=True)
 
 
-def _all_heads(modules: Mapping[str, HeadModule]) -> dict[str, KeptHeads]:
-    """Return all heads of each module."""
-    return {path: module.kept(range(module.num_heads)) for path, module in modules.items()}
+def kv_moments(
+    model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
+) -> dict[str, _Moments]:
+    """Return the moments of each attention module, by path. Padding does not count.
+
+    Raises:
+        InputError: a module projects no keys on these batches, or their padding is not stated.
+    """
+    heads_of_batches(model, batches)
+    places = {(path, part): _place(module, part) for path, module in modules.items() for part in PARTS}
+    sums: dict[tuple[str, HeadPart], Tensor] = {}
+    with progress_bar("keys and values", len(batches), "batches") as bar:
+        for batch in bar.track(batches, step=1):
+            with projection_inputs(model, [path for path, *_ in places.values()], batch) as recorded:
+                call_model(model, copied(batch))
+            for (name, part), (path, start, heads, width) in places.items():
+                for _, x in recorded[path]:
+                    features = model.get_submodule(path)(x)[:, start : start + heads * width].double()
+                    products = _products(features.unflatten(1, (heads, width)), part)
+                    sums[name, part] = sums[name, part] + products if (name, part) in sums else products
+    for name, part in places:
+        if (name, part) not in sums:
+            raise InputError("calibration", expected=f"data on which {name} projects queries and keys", got="none")
+    return {path: (sums[path, "query"], sums[path, "key"], sums[path, "value"]) for path in modules}
 
 
-def _average_all(
-    merged: nn.Module, modules: Mapping[str, HeadModule], num_kv_heads: int, weights: Mapping[str, _HeadWeights]
-) -> None:
-    """Let the key/value heads of each group become equal, in place: their weighted mean."""
-    for path, module in modules.items():
-        size = module.num_kv_heads // num_kv_heads
-        average_heads(merged, module, _shares(weights[path].keys, size), _shares(weights[path].values, size))
+def _products(features: Float[Tensor, "tokens heads width"], part: HeadPart) -> Tensor:
+    """Return the sums over tokens of the squares of each query head, or of the products of all key or value heads."""
+    if part == "query":
+        return features.square().sum((0, 2))
+    _, heads, width = features.shape
+    flat = features.flatten(1)
+    return (flat.mT @ flat).view(heads, width, heads, width).transpose(1, 2)
 
 
-def _remove_equal(
-    merged: nn.Module, modules: Mapping[str, HeadModule], num_kv_heads: int, batches: Sequence[dict[str, Any]]
-) -> None:
-    """Remove all key/value heads but the first of each group of equal ones, in place, and verify this on batches."""
-    firsts = {path: _first_of_groups(module, num_kv_heads) for path, module in modules.items()}
-    if batches:
-        remove_heads_checked(merged, firsts, batches, may_record=False, claim=MERGED)
-    else:
-        remove_heads(merged, firsts, may_record=False)
-
-
-def _first_of_groups(module: HeadModule, groups: int) -> KeptHeads:
-    """Return all query heads, and the first of the equal key/value heads of each group."""
-    return KeptHeads(
-        tuple(range(module.num_heads)), tuple(range(0, module.num_kv_heads, module.num_kv_heads // groups))
-    )
+def _place(module: HeadModule, part: HeadPart) -> tuple[str, int, int, int]:
+    """Return the path of the projection into a part, the first of its output features that belongs to the part, and
+    number and width of the heads.
+    """
+    blocks = next(each for each in module.blocks if each.part == part and each.parameter.endswith(".weight"))
+    return blocks.parameter.removesuffix(".weight"), blocks.start, blocks.heads, blocks.width

@@ -9,10 +9,10 @@ The lowest scores are removed. Which heads compete with each other depends on th
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -139,63 +139,35 @@ def plan_pruning(
         name += f", the best of {len(plans)} plans on held-out sequences"
     identity, loader = source.identity, None
     if model is not None:
-        with shown_progress(progress):
-            loader = _verified_loader(model, source, modules)
         identity = identity_of(model)
+        if source.identity is not None and source.identity.is_other(identity):
+            raise InputError("model", expected="the model of the scores", got="one with other weights")
+        kept = {each.module: each.kept for each in modules}
+        loader = loader_of(model, kept)
+        if batches := getattr(source, "batches", None):
+            # Heads can be removed as the class names of the modules say: verified on the data of the scores.
+            copy = replace_torch_layers(deepcopy(model))
+            with shown_progress(progress):
+                remaining = {path: head_module(copy, path).kept(query) for path, query in kept.items()}
+                remove_heads_checked(copy, remaining, batches)
     return PruningPlan(modules, constraint, share, name, scored, loader, identity)
 
 
-def _verified_loader(model: nn.Module, scores: UnitScores, modules: Sequence[PlannedModule]) -> str:
-    """Return what loads the pruned model. If the scores read data, verify on these, with a copy of the model, that its
-    heads can be removed as the class names of its modules say.
-    """
-    if scores.identity is not None and scores.identity.is_other(identity_of(model)):
-        raise InputError("model", expected="the model of the scores", got="one with other weights")
-    kept = {each.module: each.kept for each in modules}
-    loader = loader_of(model, kept)
-    if batches := getattr(scores, "batches", None):
-        copy = replace_torch_layers(deepcopy(model))
-        remove_heads_checked(copy, {path: head_module(copy, path).kept(query) for path, query in kept.items()}, batches)
-    return loader
-
-
-@dataclass
-class _Pool:
-    """Units that compete with each other.
-
-    Attributes:
-        units: the units.
-        keep: number of units that remain.
-        of_module: for each unit, the key of its module, in which at least one unit remains.
-    """
-
-    units: list[Unit]
-    keep: int
-    of_module: list[int]
-
-
-def _pools(modules: Sequence[PlannedModule], share: float, constraint: str) -> list[_Pool]:
-    """Return the units of all modules as pools of competing units."""
-    pools: list[_Pool] = []
-    for index, each in enumerate(modules):
+def _pools(modules: Sequence[PlannedModule], share: float, constraint: str) -> list[tuple[list[Unit], int]]:
+    """Return pools of units that compete with each other, each with the number of units that remain."""
+    pools: list[list[Unit]] = []
+    for each in modules:
         group = each.num_heads // each.num_kv_heads
-        groups = [
-            [(each.layer, head) for head in range(start, start + group)] for start in range(0, each.num_heads, group)
-        ]
+        heads = [(each.layer, head) for head in range(each.num_heads)]
+        groups: list[Unit] = [tuple(heads[start : start + group]) for start in range(0, each.num_heads, group)]
         if constraint == "uniform" and group > 1:
-            pools += [_pool([(head,) for head in heads], share, index) for heads in groups]
+            pools += [[(head,) for head in unit] for unit in groups]
         else:
-            pools.append(_pool([tuple(heads) for heads in groups], share, index))
-    if constraint != "free":
-        return pools
-    units = [unit for pool in pools for unit in pool.units]
-    owners = [owner for pool in pools for owner in pool.of_module]
-    return [_Pool(units, max(_rounded(share * len(units)), len(modules)), owners)]
-
-
-def _pool(units: list[Unit], share: float, module: int) -> _Pool:
-    """Return a pool of units of one module, of which a share remains, but at least one."""
-    return _Pool(units, max(1, _rounded(share * len(units))), [module] * len(units))
+            pools.append(groups)
+    if constraint == "free":
+        units = [unit for pool in pools for unit in pool]
+        return [(units, max(_rounded(share * len(units)), len(modules)))]
+    return [(units, max(1, _rounded(share * len(units)))) for units in pools]
 
 
 def _rounded(number: float) -> int:
@@ -204,166 +176,87 @@ def _rounded(number: float) -> int:
 
 
 def _remove_in_rounds(
-    scores: UnitScores, pools: Sequence[_Pool], rounds: int | None, *, shown: bool
+    scores: UnitScores, pools: Sequence[tuple[list[Unit], int]], rounds: int | None, *, shown: bool
 ) -> tuple[frozenset[Head], int]:
-    """Remove the units with the lowest scores from each pool until `keep` units remain, and return the removed heads
-    and the number of times that units were scored.
+    """Remove the units with the lowest scores from each pool until its number of units remain, at least one of each
+    layer, and return the removed heads and the number of times that units were scored.
     """
-    excess = max((len(pool.units) - pool.keep for pool in pools), default=0)
+    excess = max((len(units) - keep for units, keep in pools), default=0)
     rounds = min(excess, excess if rounds is None else rounds)
     removed: frozenset[Head] = frozenset()
     with progress_bar("plan", rounds, "rounds", shown=shown) as bar:
         for number in bar.track(range(1, rounds + 1)):
-            taken: set[Head] = set()
-            for pool, values in zip(pools, _scores_of(scores, pools, removed), strict=True):
-                target = len(pool.units) - _rounded((len(pool.units) - pool.keep) * number / rounds)
-                taken |= _lowest(pool, values, target, removed)
-            removed |= taken
+            remaining = [unit for units, _ in pools for unit in units if unit[0] not in removed]
+            score_of = dict(zip(remaining, scores.of(remaining, removed), strict=True))
+            for unit, score in score_of.items():
+                if math.isnan(score):
+                    names = ", ".join(f"{layer}.{head}" for layer, head in unit)
+                    raise InputError("scores", expected="a number for each head", got=f"NaN for {names}")
+            for units, keep in pools:
+                own = [unit for unit in units if unit in score_of]
+                surplus = len(own) - len(units) + _rounded((len(units) - keep) * number / rounds)
+                in_layer = Counter(unit[0][0] for unit in own)
+                for unit in sorted(own, key=score_of.__getitem__):
+                    layer = unit[0][0]
+                    if surplus > 0 and in_layer[layer] > 1:
+                        removed |= set(unit)
+                        in_layer[layer] -= 1
+                        surplus -= 1
     return removed, rounds
 
 
-def _scores_of(scores: UnitScores, pools: Sequence[_Pool], removed: frozenset[Head]) -> list[list[float]]:
-    """Return the scores of the units of each pool; infinity for removed ones."""
-    remaining = [unit for pool in pools for unit in pool.units if unit[0] not in removed]
-    values = dict(zip(remaining, scores.of(remaining, removed), strict=True))
-    for unit, value in values.items():
-        if math.isnan(value):
-            names = ", ".join(f"{layer}.{head}" for layer, head in unit)
-            raise InputError("scores", expected="a number for each head", got=f"NaN for {names}")
-    return [[values.get(unit, math.inf) for unit in pool.units] for pool in pools]
-
-
-def _lowest(pool: _Pool, values: Sequence[float], target: int, removed: frozenset[Head]) -> set[Head]:
-    """Return the heads of the units with the lowest scores that are removed so that `target` units of a pool remain, at
-    least one in each module.
-    """
-    remaining = [index for index, unit in enumerate(pool.units) if unit[0] not in removed]
-    in_module: dict[int, int] = {}
-    for index in remaining:
-        in_module[pool.of_module[index]] = in_module.get(pool.of_module[index], 0) + 1
-    taken: set[Head] = set()
-    left = len(remaining)
-    for index in sorted(remaining, key=lambda index: values[index]):
-        if left <= target:
-            break
-        owner = pool.of_module[index]
-        if in_module[owner] == 1:
-            continue
-        taken |= set(pool.units[index])
-        in_module[owner] -= 1
-        left -= 1
-    return taken
-
-
-@dataclass(frozen=True)
 class _TableScores:
     """Scores of a table of heads, which do not depend on removed heads. A unit's score is the sum over its heads.
 
-    Attributes:
+    Args:
         table: the table.
         statistic: statistic that is the score; None for the one that the table's plots show.
     """
 
-    table: HeadTable[Any]
-    statistic: str | None
-    is_comparable: ClassVar[bool] = True
+    rounds, is_comparable = 1, True
 
-    @property
-    def name(self) -> str:
-        """Name of the table and of the statistic."""
-        return f"{self._chosen} of the {self.table.NAME}"
-
-    @property
-    def rows(self) -> Sequence[Any]:
-        """Rows of the table."""
-        return self.table.heads
-
-    @property
-    def identity(self) -> ModelIdentity | None:
-        """Identity of the model, from the metadata of the table."""
-        return self.table.identity
-
-    @property
-    def rounds(self) -> int:
-        """A table is scored once."""
-        return 1
-
-    @property
-    def _chosen(self) -> str:
-        """Statistic that is the score."""
-        known = self.table.statistics
-        default = self.table.PLOTTED if self.table.PLOTTED in known else next(iter(known), None)
-        chosen = default if self.statistic is None else self.statistic
+    def __init__(self, table: Any, statistic: str | None) -> None:
+        if not isinstance(table, HeadTable):
+            expected = "a table of heads, a function that returns one, or scores of headwise"
+            raise InputError("scores", expected=expected, got=type(table).__name__)
+        known = table.statistics
+        default = table.PLOTTED if table.PLOTTED in known else next(iter(known), None)
+        chosen = default if statistic is None else statistic
         if chosen not in known:
             raise InputError("statistic", expected=f"one of {', '.join(known)}", got=repr(chosen))
-        return str(chosen)
+        self.name = f"{chosen} of the {table.NAME}"
+        self.rows: Sequence[Any] = table.heads
+        self.identity: ModelIdentity | None = table.identity
+        self._value_of = {(row.layer, row.head): row.statistics[chosen].value for row in table.heads}
 
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
         """Return the sum of the scores of each unit's heads."""
-        name = self._chosen
-        value_of = {(row.layer, row.head): row.statistics[name].value for row in self.table.heads}
-        return [math.fsum(value_of[head] for head in unit) for unit in units]
+        return [math.fsum(self._value_of[head] for head in unit) for unit in units]
 
 
-@dataclass(frozen=True)
 class _FunctionScores:
-    """Scores of a function that returns a table of heads for the model without some heads.
-
-    Attributes:
-        function: the function.
-        first: scores of the unchanged model.
-        statistic: statistic that is the score.
+    """Scores of a function that returns a table of heads for the model without some heads. The statistic is as in
+    `_TableScores`.
     """
 
-    function: Callable[[Mapping[Head, float]], HeadTable[Any]]
-    first: _TableScores
-    statistic: str | None
-    is_comparable: ClassVar[bool] = True
+    rounds, is_comparable = DEFAULT_ROUNDS, True
 
-    @property
-    def name(self) -> str:
-        """Name of the tables and of the statistic."""
-        return self.first.name
-
-    @property
-    def rows(self) -> Sequence[Any]:
-        """Rows of the first table."""
-        return self.first.rows
-
-    @property
-    def identity(self) -> ModelIdentity | None:
-        """Identity of the model, from the metadata of the first table."""
-        return self.first.identity
-
-    @property
-    def rounds(self) -> int:
-        """Number of times that the heads are scored by default."""
-        return DEFAULT_ROUNDS
+    def __init__(self, function: Callable[[Mapping[Head, float]], HeadTable[Any]], statistic: str | None) -> None:
+        self._function, self._statistic = function, statistic
+        self._first = _TableScores(function({}), statistic)  # of the unchanged model
+        self.name, self.rows, self.identity = self._first.name, self._first.rows, self._first.identity
 
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
         """Return the scores in the model without the removed heads."""
         if not removed:
-            return self.first.of(units, removed)
-        table = self.function(dict.fromkeys(sorted(removed), 0.0))
-        return _TableScores(_require_table(table), self.statistic).of(units, removed)
+            return self._first.of(units, removed)
+        return _TableScores(self._function(dict.fromkeys(sorted(removed), 0.0)), self._statistic).of(units, removed)
 
 
 def _unit_scores(scores: Any, statistic: str | None) -> UnitScores:
     """Return scores in the form that the choice of heads takes."""
-    if isinstance(scores, HeadTable):
-        return _TableScores(scores, statistic)
     if isinstance(scores, UnitScores):
         if statistic is not None:
             raise InputError("statistic", expected="None for scores that are no table", got=repr(statistic))
         return scores
-    if callable(scores):
-        return _FunctionScores(scores, _TableScores(_require_table(scores({})), statistic), statistic)
-    return _TableScores(_require_table(scores), statistic)
-
-
-def _require_table(table: Any) -> HeadTable[Any]:
-    """Return `table` if it is a table of heads; otherwise raise `InputError`."""
-    if not isinstance(table, HeadTable):
-        expected = "a table of heads, a function that returns one, or scores of headwise"
-        raise InputError("scores", expected=expected, got=type(table).__name__)
-    return table
+    return _FunctionScores(scores, statistic) if callable(scores) else _TableScores(scores, statistic)

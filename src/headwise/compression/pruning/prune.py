@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from headwise.checks import flag, require_module
+from headwise.compression.calibration.calibration_data import calibration_batches
 from headwise.compression.calibration.reconstruction import reconstruct
 from headwise.compression.calibration.same_outputs import remove_heads_checked
-from headwise.compression.calibration.scored_heads import calibration_batches
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.data.batches import documents_of, evaluation_mode
 from headwise.errors import InputError

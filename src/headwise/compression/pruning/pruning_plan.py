@@ -39,26 +39,15 @@ class PlannedModule:
     kept: tuple[int, ...]
 
     @property
-    def kept_kv_heads(self) -> int:
-        """Number of key/value heads that remain."""
-        group = self.num_heads // self.num_kv_heads
-        return len({head // group for head in self.kept})
-
-    @property
-    def _kept_of_groups(self) -> list[int]:
-        """Number of query heads that remain in each group."""
+    def kept_of_groups(self) -> list[int]:
+        """Number of query heads that remain in each group, which are those with the same key/value head."""
         group = self.num_heads // self.num_kv_heads
         return [sum(head // group == number for head in self.kept) for number in range(self.num_kv_heads)]
 
     @property
-    def keeps_whole_groups(self) -> bool:
-        """True if of each group all query heads remain, or none."""
-        return set(self._kept_of_groups) <= {0, self.num_heads // self.num_kv_heads}
-
-    @property
-    def keeps_equal_groups(self) -> bool:
-        """True if equally many query heads of each group remain, or each head has keys and values of its own."""
-        return self.num_heads == self.num_kv_heads or len(set(self._kept_of_groups)) == 1
+    def kept_kv_heads(self) -> int:
+        """Number of key/value heads that remain."""
+        return sum(number > 0 for number in self.kept_of_groups)
 
     def require_consistent(self) -> None:
         """Raise `InputError` unless values have their types, and heads are distinct, ascending and of the module."""
@@ -148,17 +137,6 @@ class PruningPlan(JsonResult):
         rows = [{**asdict(each), "kept_kv_heads": each.kept_kv_heads} for each in self.modules]
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows)
 
-    def content(self) -> dict[str, Any]:
-        """Return the content as values that JSON can express."""
-        return asdict(self) | {"identity": None if self.identity is None else self.identity.as_json()}
-
-    @classmethod
-    def of_content(cls, content: dict[str, Any]) -> "PruningPlan":
-        """Return the plan that has this content."""
-        modules = tuple(PlannedModule(**{**module, "kept": tuple(module["kept"])}) for module in content.pop("modules"))
-        identity = content.pop("identity")
-        return cls(modules, **content, identity=None if identity is None else ModelIdentity(*identity))
-
     def require_consistent(self) -> None:
         """Raise `InputError` unless values have their types, modules are distinct, and heads are of their module."""
         require_each(
@@ -191,12 +169,13 @@ class PruningPlan(JsonResult):
         """True if the numbers of heads that remain are as the constraint says: with grouped queries whole groups, or
         with "uniform" equally many heads of each group; except with "free", equally many in modules of the same size.
         """
-        are_parts = all(
-            each.keeps_equal_groups if self.constraint == "uniform" else each.keeps_whole_groups
-            for each in self.modules
-        )
+        for each in self.modules:
+            group, remaining = each.num_heads // each.num_kv_heads, set(each.kept_of_groups)
+            are_equal, are_whole = group == 1 or len(remaining) == 1, remaining <= {0, group}
+            if not (are_equal if self.constraint == "uniform" else are_whole):
+                return False
         kept = {(each.num_heads, each.num_kv_heads, len(each.kept)) for each in self.modules}
-        return are_parts and (self.constraint == "free" or len({sizes[:2] for sizes in kept}) == len(kept))
+        return self.constraint == "free" or len({sizes[:2] for sizes in kept}) == len(kept)
 
 
 def planned_modules(rows: Sequence[Any], removed: Mapping[Head, Any] | frozenset[Head]) -> tuple[PlannedModule, ...]:

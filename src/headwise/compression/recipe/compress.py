@@ -11,44 +11,47 @@ The output folder contains, in this order:
     before-after.json   the report of `compression_report`, if the recipe has a section [report]
 """
 
+import json
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.checks import flag
 from headwise.compression.healing.heal import heal
 from headwise.compression.merging.merge_kv import merge_kv
 from headwise.compression.pruning.prune import prune
 from headwise.compression.pruning.pruning_plan import PruningPlan
-from headwise.compression.recipe.before_after import write_before_after
 from headwise.compression.recipe.inputs import RecipeInputs, load_inputs, recipe_settings
 from headwise.compression.recipe.recipe import read_recipe
-from headwise.compression.recipe.recipe_result import RecipeResult, Stage, stage_of
-from headwise.compression.recipe.reloading import require_equal_after_loading
-from headwise.compression.recipe.run_folder import (
-    BEFORE_AFTER,
-    HEALING,
-    MODEL,
-    PLAN,
-    RECIPE,
-    REPORT,
-    claim_run,
-    require_same_run,
-    results_in,
-)
+from headwise.compression.recipe.recipe_result import STAGES, RecipeResult, Stage
+from headwise.compression.report.compression_report import compression_report
+from headwise.compression.report.report_result import CompressionReport
 from headwise.compression.saving import write_model
 from headwise.compression.scores.named_scores import plan_by_name
+from headwise.data.batches import (
+    call_model,
+    copied,
+    device_of,
+    evaluation_mode,
+    floating_tensors,
+    to_device,
+    with_cache_disabled,
+)
 from headwise.data.documents import require_first_document
 from headwise.data.models import find_model
 from headwise.errors import InputError
 from headwise.progress import shown_progress
+from headwise.removal.remove_heads import RECORD
+from headwise.runs.checkpoint import first_difference
 from headwise.runs.distributed import LocalProcess
 from headwise.runs.files import (
+    FORCE_REMEDY,
     locked_folder,
     new_folder,
     require_outside_data,
@@ -56,6 +59,16 @@ from headwise.runs.files import (
     writable_folder,
     write_atomically,
 )
+
+RECIPE, PLAN, REPORT, BEFORE_AFTER = "recipe.json", "plan.json", "report.json", "before-after.json"
+MODEL, HEALING = "model", "healing"
+"""Names in the output folder, in addition to the folders of the steps."""
+
+TRASH = ".replaced"
+"""Folder of another run on its way to be deleted."""
+
+ROUNDING = 16.0
+"""Difference of outputs that counts as rounding, in units of the dtype's epsilon times the largest number."""
 
 
 def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progress: bool = False) -> RecipeResult:
@@ -91,18 +104,18 @@ def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progre
         plan = PruningPlan.load(content.prune.plan)
     device = LocalProcess(True, 0).device(content.device)
     if not force:
-        require_same_run(Path(out), recipe_settings(content))
+        _require_same_run(Path(out), recipe_settings(content))
     inputs = load_inputs(content, plan, device, shown=progress)
     is_new = not Path(out).exists()
     folder = writable_folder(out)
     try:
         with locked_folder(folder):
             try:
-                claim_run(folder, inputs.settings(plan), force=force)
+                _claim_run(folder, inputs.settings(plan), force=force)
                 with shown_progress(progress):
                     return _Run(folder, inputs, plan).finish()
             except InputError:
-                if not results_in(folder):
+                if not _results_in(folder):
                     (folder / RECIPE).unlink(missing_ok=True)
                 raise
     finally:
@@ -132,42 +145,55 @@ class _Run:
             self._finish_steps()
         section, inputs = self._inputs.recipe.report, self._inputs
         if section is not None:
-            before_after = self._folder / BEFORE_AFTER
-            models = inputs.dense, lambda: self._load(model)
-            write_before_after(before_after, section, *models, inputs.verify, inputs.loss)
+            options: dict[str, Any] = asdict(section) | {"batches": list(section.batches)}
+            if not self._has_report(options):
+                # The cosine of outputs takes the place of a loss that compares embeddings.
+                loss = None if hasattr(inputs.loss, "prepare") else inputs.loss
+                measured = compression_report(inputs.dense, self._load(model), inputs.verify, loss=loss, **options)
+                measured.save(self._folder / BEFORE_AFTER)
         return RecipeResult.load(report)
+
+    def _has_report(self, options: Mapping[str, Any]) -> bool:
+        """Return True if the folder contains the report of both models with these options."""
+        try:
+            settings = CompressionReport.load(self._folder / BEFORE_AFTER).metadata["settings"]
+        except (InputError, KeyError):
+            return False
+        return all(settings.get(name) == value for name, value in options.items())
 
     def _finish_steps(self) -> None:
         """Run the steps that are not finished, write the losses after each, and put the model in place."""
-        model, report = self._folder / MODEL, self._folder / REPORT
+        final, steps = self._folder / MODEL, self._inputs.recipe.stages
         dense, held_out, loss = self._inputs.dense, self._inputs.held_out, self._inputs.loss
         baseline = held_out.losses(dense, dense, loss)
-        stages: list[Stage] = [stage_of("dense", dense, held_out, baseline, baseline)]
+        stages: list[Stage] = [Stage.of("dense", dense, held_out, baseline, baseline)]
         current = dense
-        for name in self._inputs.recipe.stages:
-            path = self._path(name)
+        for name in steps:
+            # The folder of the last step has its final name if a run ended after it was renamed.
+            path = final if name == steps[-1] and final.exists() else self._folder / name
             if not path.exists():
                 self._save(getattr(self, f"_{name}")(current), path)
             current = self._load(path)
-            stages.append(stage_of(name, current, held_out, held_out.losses(current, dense, loss), baseline))
+            stages.append(Stage.of(name, current, held_out, held_out.losses(current, dense, loss), baseline))
         shutil.rmtree(self._folder / HEALING, ignore_errors=True)  # the trained weights are saved as a model
-        result = RecipeResult.of(self._inputs.source.title, current, stages, held_out, loss)
-        write_atomically(report, result.to_json().encode())
-        last = self._folder / self._inputs.recipe.stages[-1]
+        config: Any = current.config
+        result = RecipeResult(
+            self._inputs.source.title,
+            "headwise" if hasattr(config, RECORD) else "transformers",
+            getattr(loss, "__name__", type(loss).__name__),
+            len(set(held_out.documents)),
+            tuple(stages),
+        )
+        write_atomically(self._folder / REPORT, result.to_json().encode())
+        last = self._folder / steps[-1]
         if last.exists():
-            last.rename(model)
-
-    def _path(self, name: str) -> Path:
-        """Return the folder of a step, which for the last step may have its final name."""
-        final = self._folder / MODEL
-        return final if name == self._inputs.recipe.stages[-1] and final.exists() else self._folder / name
+            last.rename(final)
 
     def _save(self, model: nn.Module, path: Path) -> None:
         """Put the folder of a step in place, if the saved model returns the same as the model in memory."""
         with new_folder(path) as part:
             write_model(model, self._inputs.tokenizer, part)
-            batch = next(self._inputs.held_out.batches())
-            require_equal_after_loading(model, part, self._lm_head, batch)
+            _require_equal_after_loading(model, part, self._lm_head, next(self._inputs.held_out.batches()))
 
     def _load(self, path: Path, dtype: torch.dtype | None = None) -> nn.Module:
         """Load the model of a finished step."""
@@ -214,13 +240,97 @@ class _Run:
         dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
         is_short = dtype in (torch.float16, torch.bfloat16)
         student = self._load(self._folder / stages[-2], torch.float32) if is_short else model
-        heal(
-            student,
-            self._inputs.dense,
-            self._inputs.texts,
-            out=self._folder / HEALING,
-            **asdict(section),
-        )
+        heal(student, self._inputs.dense, self._inputs.texts, out=self._folder / HEALING, **asdict(section))
         if is_short:
             model.load_state_dict(student.state_dict())
         return model
+
+
+def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | None, batch: Mapping[str, Any]) -> None:
+    """Load a saved model, and raise `InputError` if its weights differ from those of the model in memory, or its
+    outputs on a batch differ by more than rounding. It is loaded by plain `transformers` unless its configuration lists
+    the remaining heads, which `headwise.load` reads.
+
+    Args:
+        model: the model in memory.
+        folder: where it was saved.
+        lm_head: kind of its language-model head: "causal", "masked" or None.
+        batch: arguments of the model.
+
+    Raises:
+        InputError: the model cannot be loaded, or is another one.
+    """
+    loaded = find_model(str(folder)).model(lm_head).to(device_of(model))
+    expected, weights = model.state_dict(), loaded.state_dict()
+    different = [name for name in expected if name not in weights or not torch.equal(expected[name], weights[name])]
+    different += [name for name in weights if name not in expected]
+    inputs = with_cache_disabled(model, to_device(batch, device_of(model)))
+    got = f"other weights {min(different)}" if different else None
+    if got is None:
+        with evaluation_mode(model), torch.no_grad():
+            outputs, others = (floating_tensors(call_model(each, copied(inputs))) for each in (model, loaded))
+        if len(outputs) != len(others) or not all(map(_is_close, others, outputs)):
+            got = "other outputs of the same weights"
+    if got is not None:
+        raise InputError("model", expected="a saved model that is unchanged when it is loaded", got=got)
+
+
+def _is_close(output: Tensor, expected: Tensor) -> bool:
+    """Return True if two outputs differ by rounding alone."""
+    if output.shape != expected.shape:
+        return False
+    tolerance = ROUNDING * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+    return bool(((output - expected).abs() <= tolerance).all())
+
+
+def _claim_run(folder: Path, settings: Mapping[str, Any], *, force: bool) -> None:
+    """Write the settings of a run to its folder, or compare them with those of the run that is there. With `force`,
+    delete another run, so that at any moment each folder of a model is complete or absent.
+    """
+    trash = folder / TRASH
+    for leftover in (trash, *(folder / f".{name}.part" for name in STAGES[1:])):  # of a process that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    present = _results_in(folder)
+    if (folder / RECIPE).exists():
+        if not force:
+            _require_same_run(folder, settings)
+            return
+        try:
+            for path in present:
+                if path.is_dir():
+                    path.rename(trash)
+                    shutil.rmtree(trash, ignore_errors=True)
+                else:
+                    path.unlink()
+        except OSError as error:
+            got = f"{error.strerror} in {str(folder)!r}"
+            raise InputError("out", expected="a folder whose files can be replaced", got=got) from None
+    elif present:
+        got = f"{present[0].name} of something else in {str(folder)!r}"
+        raise InputError("out", expected="a folder of its own, or that of the run to resume", got=got)
+    write_atomically(folder / RECIPE, json.dumps(settings, indent=1).encode())
+
+
+def _require_same_run(folder: Path, known: Mapping[str, Any]) -> None:
+    """Raise `InputError` if a folder has a run whose settings differ from `known`, settings of a new run."""
+    path = folder / RECIPE
+    if not path.exists():
+        return
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        difference = first_difference({name: saved.get(name) for name in known}, known)
+    except (OSError, ValueError, AttributeError):
+        difference = RECIPE
+    if difference is not None:
+        raise InputError(
+            "out",
+            expected="a folder of its own, or that of the run to resume",
+            got=f"another run ({difference} differs) in {str(folder)!r}",
+            remedy=FORCE_REMEDY,
+        )
+
+
+def _results_in(folder: Path) -> list[Path]:
+    """Return the paths of all results of a run in a folder."""
+    names = (REPORT, BEFORE_AFTER, PLAN, MODEL, HEALING, *STAGES[1:])
+    return [folder / name for name in names if (folder / name).exists()]

@@ -1,28 +1,92 @@
 """Inputs of a recipe: its model, texts and loss, checked before any step runs."""
 
 import json
+import math
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.analysis.causality import require_causal
+from headwise.analysis.losses import (
+    Loss,
+    finite_loss_per_example,
+    loss_by_name,
+    next_token_loss,
+    prepare_loss,
+    require_some_loss,
+)
+from headwise.compression.merging.merge_kv import MERGEABLE, mergeable_modules
+from headwise.compression.pruning.plan_pruning import plan_pruning
+from headwise.compression.pruning.prune import prune
 from headwise.compression.pruning.pruning_plan import PruningPlan
-from headwise.compression.recipe.before_after import require_report
-from headwise.compression.recipe.common_text import count_common_sequences
-from headwise.compression.recipe.held_out import HeldOutText
-from headwise.compression.recipe.merge_check import require_merge
 from headwise.compression.recipe.recipe import DTYPES, CompressionRecipe
-from headwise.compression.recipe.whole_model import load_whole_model, loss_of
+from headwise.compression.scores.measured import MagnitudeScores
 from headwise.compression.scores.named_scores import require_scores
-from headwise.data.batches import digest_of, to_device
+from headwise.data.batches import device_of, digest_of, evaluation_mode, to_device
 from headwise.data.models import ModelSource, find_model
-from headwise.data.texts import Texts
+from headwise.data.texts import Texts, batches_of
+from headwise.data.tokenization import SpecialTokens, max_input_tokens
+from headwise.errors import InputError, require
+from headwise.families.registry import head_module
 from headwise.runs.data_pass import tokenize
 from headwise.runs.fingerprint import run_settings
+from headwise.runs.rows import MeanEstimate
+from headwise.settings import LOSSES
+from headwise.shapes import Int
 from headwise.wording import counted
+
+WINDOW = 13
+"""Number of consecutive tokens that two data sets do not share by chance (Brown et al. 2020, appendix C)."""
+
+FACTOR = 6_364_136_223_846_793_005
+"""Factor of the polynomial hash of windows, modulo 2^64 (Knuth 1997, section 3.3.4)."""
+
+
+class HeldOutText:
+    """Sequences of held-out documents, for losses with standard errors clustered by document.
+
+    Args:
+        texts: the documents.
+
+    Attributes:
+        sequences: token ids, the longest sequences first.
+        documents: number of the document of each sequence.
+
+    Raises:
+        InputError: the data is empty or cannot be read, or a document is longer than the context.
+    """
+
+    def __init__(self, texts: Texts) -> None:
+        self.sequences: Sequence[Int[Tensor, _]] = sorted(texts.sequences, key=len, reverse=True)
+        self.documents, self._batch = texts.document_numbers(), texts.batch
+
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """Return batches of sequences of one length, in order."""
+        return batches_of(self.sequences, self._batch)
+
+    def losses(self, model: nn.Module, dense: nn.Module, loss: Loss) -> list[float]:
+        """Return the loss of a model on each sequence; NaN for a sequence without one. A loss that compares with the
+        unchanged model is compared with `dense`.
+
+        Raises:
+            InputError: a loss is not finite, or no sequence has one.
+        """
+        losses: list[float] = []
+        with evaluation_mode(model), evaluation_mode(dense), torch.no_grad():
+            for batch in self.batches():
+                prepare_loss(loss, dense, to_device(batch, device_of(dense)))
+                losses += finite_loss_per_example(loss, model, to_device(batch, device_of(model))).double().tolist()
+        require_some_loss(sum(not math.isnan(value) for value in losses))
+        return losses
+
+    def mean(self, losses: Sequence[float]) -> MeanEstimate:
+        """Return the mean of the losses of all sequences, with its standard error clustered by document."""
+        return MeanEstimate.of(losses, self.documents)
 
 
 @dataclass(frozen=True)
@@ -56,7 +120,7 @@ class RecipeInputs:
         run = run_settings(self.dense, None, self.source.title)
         hashes = {
             "data": digest_of(self.texts.sequences),
-            "verify": self.held_out.digest,
+            "verify": digest_of([*self.held_out.sequences, list(self.held_out.documents)]),
             "plan": None if plan is None else digest_of([plan.to_json()]),
         }
         return {**recipe_settings(self.recipe), "model": run["model"], "versions": run["versions"], "hashes": hashes}
@@ -70,39 +134,121 @@ def recipe_settings(recipe: CompressionRecipe) -> dict[str, Any]:
 def load_inputs(
     recipe: CompressionRecipe, plan: PruningPlan | None, device: torch.device, *, shown: bool
 ) -> RecipeInputs:
-    """Load the model and the texts of a recipe. Mistakes in the recipe are reported now, and those that can be seen
-    without the weights before the model is loaded.
-
-    Args:
-        recipe: the recipe.
-        plan: the plan that the recipe names; None for a new one.
-        device: device for the model.
-        shown: show a progress bar.
+    """Load the model and the texts of a recipe, and check the plan that it names. Mistakes in the recipe are reported
+    now, and those that can be seen without the weights before the model is loaded.
     """
     source = find_model(recipe.model, recipe.revision)
-    tokenizer = source.tokenizer()
-    loss = loss_of(source, tokenizer)
+    tokenizer, lm_head = source.tokenizer(), source.lm_head()
+    # The loss that the model was trained with; without a language-model head, the distance from the dense embeddings.
+    loss: Any = loss_by_name(next(name for name, head in LOSSES.items() if head == lm_head), tokenizer)
     if recipe.prune is not None and recipe.prune.keep is not None:
         require_scores(recipe.prune.scores, recipe.prune.constraint, loss)
     texts = Texts(recipe.data.path, tokenizer, **recipe.data.options())
     tokenize(texts, shown=shown)
     options = recipe.data.options() | {"limit": None} | recipe.verify.options()
-    HeldOutText.of(Texts(recipe.verify.path, tokenizer, **options))
+    HeldOutText(Texts(recipe.verify.path, tokenizer, **options))  # read before the model is loaded
     dense = load_whole_model(source, DTYPES.get(recipe.dtype or "")).to(device)
     verify, texts = Texts(recipe.verify.path, tokenizer, **options).within(dense), texts.within(dense)
-    held_out = HeldOutText.of(verify)
+    held_out = HeldOutText(verify)
     require_causal(loss, dense, (to_device(batch, device) for batch in held_out.batches()))
     if recipe.report is not None:
-        require_report(recipe.report, dense, tokenizer, loss)
-    require_merge(recipe, dense, to_device(next(iter(texts)), device), plan)
-    _warn_of_common_text(texts, verify)
+        require("scipy.stats", purpose="a compression report", extra="tables")
+        limit, tokens = max_input_tokens(dense, tokenizer), recipe.report.prompt
+        tokens += recipe.report.new_tokens if loss is next_token_loss else 0
+        if limit is not None and tokens > limit:
+            expected = f"at most {limit} tokens of prompt and new_tokens in [report], the model's limit"
+            raise InputError("prompt", expected=expected, got=tokens)
+    _require_merge(recipe, dense, to_device(next(iter(texts)), device), plan)
+    common = count_common_sequences(texts, verify)
+    if common:
+        of_all = f"{common} of {counted(len(verify.sequences), 'sequence')}"
+        share = "shares" if common == 1 else "share"
+        warnings.warn(f"{of_all} in [verify] {share} text with [data], so that the report is too good", stacklevel=3)
     return RecipeInputs(recipe, source, dense, tokenizer, texts, verify, held_out, loss)
 
 
-def _warn_of_common_text(texts: Texts, held_out: Texts) -> None:
-    """Warn if the held-out text is among that which the model is made smaller with."""
-    common = count_common_sequences(texts, held_out)
-    if common:
-        of_all = f"{common} of {counted(len(held_out.sequences), 'sequence')}"
-        share = "shares" if common == 1 else "share"
-        warnings.warn(f"{of_all} in [verify] {share} text with [data], so that the report is too good", stacklevel=4)
+def load_whole_model(source: ModelSource, dtype: torch.dtype | None = None) -> nn.Module:
+    """Load a model, which will be saved again, as the class that it was saved as, with its language-model head if it
+    has one.
+
+    Args:
+        source: location of the model.
+        dtype: data type of the weights; None for the saved one.
+
+    Raises:
+        InputError: the model cannot be loaded, or it was saved with another head, such as a classifier's, which would
+            be lost.
+    """
+    model: Any = source.model(source.lm_head(), dtype)
+    saved = getattr(model.config, "architectures", None) or [type(model).__name__]
+    if type(model).__name__ not in saved:
+        raise InputError(
+            "model",
+            expected="one without a head, or with that of a language model",
+            got=f"a {saved[0]}",
+            remedy=f"load it with transformers.{saved[0]}, and use the functions of headwise in Python",
+        )
+    loaded: nn.Module = model
+    return loaded
+
+
+def _require_merge(
+    recipe: CompressionRecipe, model: nn.Module, batch: Mapping[str, Any], plan: PruningPlan | None
+) -> None:
+    """Raise `InputError` if the key/value heads that remain after [prune] cannot be merged as [merge] states. A copy of
+    the model without numbers is pruned, by scores that need one call of the model: under the constraints "uniform" and
+    "groups", the number of remaining heads does not depend on the scores.
+    """
+    if recipe.merge is None:
+        return
+    remaining, section = model, recipe.prune
+    if section is not None:
+        if plan is None:
+            assert section.keep is not None  # checked by the recipe
+            if section.constraint == "free":
+                expected = "uniform or groups in [prune] before [merge], which needs equally many heads in all layers"
+                raise InputError("constraint", expected=expected, got="'free'")
+            plan = plan_pruning(MagnitudeScores(model, batch), keep=section.keep, constraint=section.constraint)
+        remaining = prune(deepcopy(model).to("meta"), replace(plan, identity=None))
+    names = {path: type(module).__name__ for path, module in remaining.named_modules()}
+    counts = {head_module(remaining, path).num_kv_heads for path, name in names.items() if name in MERGEABLE}
+    wanted, common = recipe.merge.kv_heads, math.gcd(*counts)
+    divisors = [str(number) for number in range(1, common) if common % number == 0]
+    if counts and str(wanted) not in divisors:
+        heads = " or ".join(counted(count, "key/value head") for count in sorted(counts))
+        after = "" if section is None else " after [prune]"
+        expected = f"{' or '.join(divisors) or 'no section [merge]'} for {heads} of a layer{after}"
+        raise InputError("kv_heads", expected=expected, got=wanted)
+    mergeable_modules(remaining, wanted)
+
+
+def count_common_sequences(texts: Texts, others: Texts) -> int:
+    """Return the number of sequences in `others` that share text with `texts`: a token of theirs is in 13 consecutive
+    tokens that both data sets have, or the sequence is also one of `texts`.
+
+    Sequences are joined in the order of the data, without the special tokens around them. The same text is found in
+    both, whatever their context and the option `documents`. The tokenizer is the same.
+    """
+    known, sequences = (
+        [each[len(special.before) : len(each) - len(special.after)].long() for each in data.sequences]
+        for data, special in ((each, SpecialTokens.of(each.tokenizer)) for each in (texts, others))
+    )
+    tokens = torch.cat(sequences)
+    is_known = torch.isin(_hashes(tokens), _hashes(torch.cat(known)))
+    is_common = torch.zeros_like(tokens, dtype=torch.bool)
+    for offset in range(WINDOW):
+        is_common[offset : offset + len(is_known)] |= is_known
+    whole = {tuple(sequence.tolist()) for sequence in known}
+    return sum(
+        bool(common.any()) or tuple(sequence.tolist()) in whole
+        for sequence, common in zip(sequences, torch.split(is_common, list(map(len, sequences))), strict=True)
+    )
+
+
+def _hashes(tokens: Int[Tensor, " tokens"]) -> Int[Tensor, " windows"]:
+    """Return the hash of each window; none if there are too few tokens."""
+    count = max(0, len(tokens) - WINDOW + 1)
+    hashes = torch.zeros(count, dtype=torch.int64)
+    for offset in range(WINDOW):
+        hashes = hashes * FACTOR + tokens[offset : offset + count] + 1
+    return hashes

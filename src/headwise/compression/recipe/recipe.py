@@ -11,7 +11,7 @@ import torch
 
 from headwise.checks import finite_number, whole_number
 from headwise.compression.healing.heal import HealingOptions
-from headwise.compression.report.paired_times import LEAST_ROUNDS
+from headwise.compression.report.times import LEAST_ROUNDS
 from headwise.data.models import is_existing_folder
 from headwise.errors import InputError
 from headwise.packaged_models import PACKAGED
@@ -172,20 +172,15 @@ def read_recipe(file: str | Path) -> CompressionRecipe:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError("recipe", expected=f"a TOML file {str(file)!r} that can be read", got=reason) from None
     recipe = _section(CompressionRecipe, content, "")
-    folder = path.parent
-
-    def located(name: str) -> str:
-        return str(folder / name)
-
-    prune = recipe.prune
+    folder, prune = path.parent, recipe.prune
     if prune is not None and prune.plan is not None:
-        prune = replace(prune, plan=located(prune.plan))
+        prune = replace(prune, plan=str(folder / prune.plan))
     is_folder = recipe.model not in PACKAGED and is_existing_folder(folder / recipe.model)
     return replace(
         recipe,
-        model=located(recipe.model) if is_folder else recipe.model,
-        data=replace(recipe.data, path=located(recipe.data.path)),
-        verify=replace(recipe.verify, path=located(recipe.verify.path)),
+        model=str(folder / recipe.model) if is_folder else recipe.model,
+        data=replace(recipe.data, path=str(folder / recipe.data.path)),
+        verify=replace(recipe.verify, path=str(folder / recipe.verify.path)),
         prune=prune,
     )
 
@@ -213,15 +208,9 @@ def _section(section: type[SectionT], content: Any, name: str) -> SectionT:
     try:
         return section(**values)
     except InputError as error:
-        if not name:
-            raise
-        raise _in_section(error, place) from None
-
-
-def _in_section(error: InputError, place: str) -> InputError:
-    """Return an error with the name of its section."""
-    error.args = (f"{error.args[0]}, in {place}",)
-    return error
+        if name:
+            error.args = (f"{error.args[0]}, in {place}",)
+        raise
 
 
 def _value(value: Any, hint: Any, key: str, place: str) -> Any:

@@ -1,19 +1,18 @@
 """Report of a compression: size and held-out loss of the model after each step."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from headwise.checks import is_whole
 from headwise.compression.parameter_counts import count_parameters
-from headwise.compression.recipe.held_out import HeldOutText
-from headwise.removal.remove_heads import RECORD
+from headwise.compression.recipe.inputs import HeldOutText
 from headwise.runs.json_result import JsonResult, is_number, require_each
 from headwise.runs.rows import MeanEstimate
 
-STAGES = ["dense", "pruned", "merged", "healed"]
+STAGES = "dense", "pruned", "merged", "healed"
 """Names of the dense model and of the models after each step, in their order."""
 
 LOADERS = "transformers", "headwise"
@@ -36,21 +35,15 @@ class Stage:
     loss: MeanEstimate
     difference: MeanEstimate
 
-
-def stage_of(
-    name: str, model: nn.Module, held_out: HeldOutText, losses: Sequence[float], baseline: Sequence[float]
-) -> Stage:
-    """Return the row of a model.
-
-    Args:
-        name: name of the step.
-        model: the model after it.
-        held_out: the held-out text.
-        losses: the model's loss on each of its sequences.
-        baseline: the same of the dense model.
-    """
-    differences = [loss - dense for loss, dense in zip(losses, baseline, strict=True)]
-    return Stage(name, count_parameters(model), held_out.mean(losses), held_out.mean(differences))
+    @staticmethod
+    def of(
+        name: str, model: nn.Module, held_out: HeldOutText, losses: Sequence[float], baseline: Sequence[float]
+    ) -> "Stage":
+        """Return the row of the model after a step, from the losses of this model and of the dense one (`baseline`) on
+        each sequence of the held-out text.
+        """
+        differences = [loss - dense for loss, dense in zip(losses, baseline, strict=True)]
+        return Stage(name, count_parameters(model), held_out.mean(losses), held_out.mean(differences))
 
 
 @dataclass(frozen=True)
@@ -73,21 +66,6 @@ class RecipeResult(JsonResult):
     documents: int
     stages: tuple[Stage, ...]
 
-    @staticmethod
-    def of(name: str, model: Any, stages: Sequence[Stage], held_out: HeldOutText, loss: Any) -> "RecipeResult":
-        """Return the report of a finished compression.
-
-        Args:
-            name: name of the dense model.
-            model: the smaller model.
-            stages: one row per step.
-            held_out: the held-out text.
-            loss: the loss function.
-        """
-        loader = "headwise" if hasattr(model.config, RECORD) else "transformers"
-        documents = len(set(held_out.documents))
-        return RecipeResult(name, loader, getattr(loss, "__name__", type(loss).__name__), documents, tuple(stages))
-
     def records(self) -> list[dict[str, Any]]:
         """Return one dictionary per step: its name, the parameters, and mean, standard error (`_sem`), sample size
         (`_n`) and degrees of freedom (`_df`) of loss and difference.
@@ -102,22 +80,10 @@ class RecipeResult(JsonResult):
             for each in self.stages
         ]
 
-    def content(self) -> dict[str, Any]:
-        """Return the content as values that JSON can express."""
-        return asdict(self)
-
-    @classmethod
-    def of_content(cls, content: dict[str, Any]) -> "RecipeResult":
-        """Return the report that has this content."""
-        stages = tuple(
-            Stage(**each | {name: MeanEstimate(*each[name]) for name in ("loss", "difference")})
-            for each in content.pop("stages")
-        )
-        return cls(**content, stages=stages)
-
     def require_consistent(self) -> None:
         """Raise `InputError` unless values have their types, and the stages are those of a recipe."""
         names = [each.name for each in self.stages]
+        are_in_order = names[:1] == ["dense"] and names == [name for name in STAGES if name in names]
         require_each(
             self.ARGUMENT,
             (
@@ -125,7 +91,7 @@ class RecipeResult(JsonResult):
                 (self.loader, self.loader in LOADERS, f"a loader of {', '.join(LOADERS)}"),
                 (self.loss, isinstance(self.loss, str), "the name of the loss"),
                 (self.documents, is_whole(self.documents, 1), "a number of documents"),
-                (names, names[:1] == STAGES[:1] and _are_in_order(names), f"some of {', '.join(STAGES)}"),
+                (names, are_in_order, f"some of {', '.join(STAGES)}"),
                 *(
                     (each.parameters, is_whole(each.parameters, 0), f"a number of parameters of {each.name}")
                     for each in self.stages
@@ -141,11 +107,6 @@ class RecipeResult(JsonResult):
                 ),
             ),
         )
-
-
-def _are_in_order(names: Sequence[str]) -> bool:
-    """Return True for names of different stages in the order of a recipe."""
-    return names == [each for each in STAGES if each in names]
 
 
 def _is_estimate(estimate: MeanEstimate) -> bool:

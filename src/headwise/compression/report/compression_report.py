@@ -1,37 +1,62 @@
 """`compression_report`: a dense model and a compressed one, compared in size, time, loss and generated text."""
 
+import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from headwise.analysis.losses import Loss, next_token_loss, require_loss
+from headwise.analysis.causality import require_causal
+from headwise.analysis.losses import (
+    Loss,
+    finite_loss_per_example,
+    next_token_loss,
+    prepare_loss,
+    require_loss,
+    require_some_loss,
+)
 from headwise.checks import collection_of, require_module, whole_number
 from headwise.compression.parameter_counts import count_parameters, weight_bytes
-from headwise.compression.report.attention_modules import attention_modules
-from headwise.compression.report.cached_decoding import cache_sizes, why_not_decoded
-from headwise.compression.report.greedy_agreement import greedy_agreements
-from headwise.compression.report.paired_quality import output_cosines, paired_losses
-from headwise.compression.report.paired_times import LEAST_ROUNDS
-from headwise.compression.report.report_data import ModelPair, ReportData
-from headwise.compression.report.report_result import CompressionReport
-from headwise.compression.report.report_row import ReportRow
-from headwise.compression.report.time_rows import call_rows, decoding_rows
-from headwise.data.batches import call_model, copied, device_of, evaluation_mode
+from headwise.compression.report.report_data import (
+    ModelPair,
+    ReportData,
+    cache_sizes,
+    decode,
+    has_examples_first,
+    why_not_decoded,
+)
+from headwise.compression.report.report_result import CompressionReport, ReportRow
+from headwise.compression.report.times import LEAST_ROUNDS, time_rows
+from headwise.data.batches import (
+    call_model,
+    copied,
+    count_sequences_and_tokens,
+    device_of,
+    evaluation_mode,
+    name_of_mask,
+)
 from headwise.data.texts import Texts
 from headwise.data.tokenization import max_input_tokens
 from headwise.errors import InputError, require
+from headwise.families.registry import head_module
+from headwise.intercept.layer_index import is_inside
+from headwise.intercept.survey import survey
 from headwise.runs.data_pass import prepare_texts
 from headwise.runs.fingerprint import run_settings
+from headwise.shapes import Float, Int
 
 MOST_PROMPTS = 32
 """Largest number of prompts of which the continuations are compared."""
 
-NAMES = ("dense", "compressed")
-"""Names of the two models."""
+LARGEST_BATCH = 8
+"""Largest number of prompts that are continued at once."""
 
 
 def compression_report(
@@ -72,7 +97,10 @@ def compression_report(
     Example:
         >>> print(headwise.compression_report(model, smaller, held_out))  # doctest: +SKIP
     """
-    models = _checked_models(dense, compressed)
+    models = (require_module(dense), require_module(compressed))
+    require("scipy.stats", purpose="a compression report", extra="tables")
+    if device_of(dense) != device_of(compressed):
+        raise InputError("compressed", expected=f"a model on {device_of(dense)}", got=str(device_of(compressed)))
     if loss is not None:
         require_loss(loss)
     prompt, new_tokens = whole_number("prompt", prompt, least=1), whole_number("new_tokens", new_tokens, least=2)
@@ -81,24 +109,33 @@ def compression_report(
     rounds = whole_number("rounds", rounds, least=LEAST_ROUNDS)
     dataset = prepare_texts(dataset, dense, None, shown=False)
     data = ReportData.of(dataset, device_of(dense))
-    tokenizer = dataset.tokenizer if tokenizer is None and isinstance(dataset, Texts) else tokenizer
+    texts = dataset if isinstance(dataset, Texts) else None
+    tokenizer = texts.tokenizer if tokenizer is None and texts is not None else tokenizer
     with evaluation_mode(dense), evaluation_mode(compressed), torch.no_grad():
         parts = _Parts(models, data, prompt, new_tokens, tokenizer)
-        rows = parts.rows(loss, sizes, rounds)
-    settings = {"prompt": prompt, "new_tokens": new_tokens, "batches": sizes, "rounds": rounds}
-    report = CompressionReport(rows, tuple(parts.notes), _metadata(models, dataset, data, settings, loss))
+        quality = [*parts.losses(loss), *parts.agreement()]  # first, because an unsuitable loss ends the report
+        rows = (*parts.sizes(), *parts.caches(), *parts.times(sizes, rounds), *quality)
+    name = None if loss is None else _name_of(loss)
+    settings = {"loss": name, "prompt": prompt, "new_tokens": new_tokens, "batches": sizes, "rounds": rounds}
+    of_dense, of_compressed = (run_settings(model, texts, None, **settings) for model in models)
+    metadata = {
+        "dense": of_dense["model"],
+        "compressed": of_compressed["model"],
+        "data": of_dense["data"],
+        "examples": len(data.documents),
+        "documents": len(set(data.documents)),
+        "threads": torch.get_num_threads(),
+        "versions": of_dense["versions"],
+        "settings": of_dense["settings"],
+    }
+    report = CompressionReport(rows, tuple(parts.notes), metadata)
     if report.warnings:
         warnings.warn("; ".join(report.warnings), stacklevel=2)
     return report
 
 
-def _checked_models(dense: Any, compressed: Any) -> ModelPair:
-    """Return the two models; raise an error if they cannot be compared, or scipy is not installed."""
-    models = (require_module(dense), require_module(compressed))
-    require("scipy.stats", purpose="a compression report", extra="tables")
-    if device_of(dense) != device_of(compressed):
-        raise InputError("compressed", expected=f"a model on {device_of(dense)}", got=str(device_of(compressed)))
-    return models
+def _name_of(loss: Loss) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
 
 
 class _Parts:
@@ -116,17 +153,53 @@ class _Parts:
         self.notes: list[str] = []
         self._models, self._data, self._prompt, self._new = models, data, prompt, new_tokens
         self._tokenizer = tokenizer
-        self._decodes = self._can_decode()
+        ids = data.sequences[0][:1] if data.sequences else None
+        reasons = [reason for model in models if (reason := why_not_decoded(model, ids)) is not None]
+        self._decodes = not reasons
+        if reasons:
+            self.notes.append(f"no cache bytes, no times of decoding and no agreement of generated text: {reasons[0]}")
         if data.sequences:
             self._require_length(prompt + (new_tokens if self._decodes else 0))
         self._paths = self._attention_paths()
         if not data.knows_documents:
             self.notes.append("the data do not state documents: each example counts as one")
 
-    def rows(self, loss: Loss | None, batches: Sequence[int], rounds: int) -> tuple[ReportRow, ...]:
-        """Return all rows. Losses are computed first, because an unsuitable loss ends the report."""
-        quality = [*self.losses(loss), *self.agreement()]
-        return (*self.sizes(), *self.caches(), *self.times(batches, rounds), *quality)
+    def _require_length(self, tokens: int) -> None:
+        """Raise `InputError` if a model does not accept this number of tokens."""
+        tokenizer = SimpleNamespace(model_max_length=None) if self._tokenizer is None else self._tokenizer
+        for model in self._models:
+            limit = max_input_tokens(model, tokenizer)
+            if limit is not None and tokens > limit:
+                got = f"{self._prompt}, with new tokens {tokens}" if self._decodes else self._prompt
+                raise InputError("prompt", expected=f"at most {limit} tokens, the model's limit", got=got)
+
+    def _attention_paths(self) -> list[list[str]]:
+        """Return the paths of the modules that compute attention in each model, and of their output projections where a
+        family has these elsewhere, as BERT. No path is inside of another one. There are none, with a note, if no
+        attention is seen, or that of some modules cannot be seen.
+        """
+        batch = self._data.call_inputs(1, self._prompt) if self._data.sequences else self._data.batches[0]
+        paths_of_models = []
+        for name, model in zip(("dense", "compressed"), self._models, strict=True):
+            reason: str | None = None
+            paths: set[str] = set()
+            try:
+                registry = survey(model, lambda model=model: call_model(model, copied(batch)))  # type: ignore[misc]
+            except InputError as error:
+                reason = str(error)
+            else:
+                paths = {record.site.path for record in registry.records}
+                if registry.unread:
+                    reason = f"that of {', '.join(sorted(registry.unread))} in the {name} model cannot be seen"
+            if reason is not None:
+                self.notes.append(f"no parameters and times of attention: {reason}")
+                return [[], []]
+            for path in tuple(paths):
+                with suppress(InputError):  # a family of which no heads can be removed
+                    paths.add(head_module(model, path).output)
+            outermost = {path for path in paths if not any(is_inside(path, other) for other in paths)}
+            paths_of_models.append([path for path, _ in model.named_modules() if path in outermost])
+        return paths_of_models
 
     def sizes(self) -> list[ReportRow]:
         """Return the rows of parameters and weights."""
@@ -145,7 +218,7 @@ class _Parts:
         ids = self._data.tokens(1, lengths[-1])
         measured = [cache_sizes(model, ids, lengths) for model in self._models]
         rows, per_token = [], []
-        for name, (first, second, last) in zip(NAMES, measured, strict=True):
+        for name, (first, second, last) in zip(("dense", "compressed"), measured, strict=True):
             growth = (last - first) / self._new
             is_even = (second - first) * self._new == (last - first) * (middle - lengths[0])
             per_token.append(growth if is_even and growth > 0 else None)
@@ -160,16 +233,43 @@ class _Parts:
         return [*rows, ReportRow.of_sizes(f"cache after {lengths[-1]} tokens", "bytes", *totals)]
 
     def times(self, batches: Sequence[int], rounds: int) -> list[ReportRow]:
-        """Return the rows of times."""
-        common = self._models, self._paths, self._data
-        if not self._decodes:
-            rows, notes = call_rows(*common, batches, self._prompt, rounds)
-            self.notes += notes
-            return rows
-        rows = []
-        for batch in batches:
-            rows += decoding_rows(*common, batch, self._prompt, self._new, rounds)
+        """Return the rows of the times of calls, or of a prompt and of decoding for models that decode."""
+        if self._decodes:
+            return [row for batch in batches for row in self._decoding_times(batch, rounds)]
+        data, first, inputs = self._data, self._data.batches[0], {}
+        if data.sequences or has_examples_first(self._models[0], first):
+            tokens = f" on {self._prompt} tokens" if data.sequences else ""
+            inputs = {f"call{tokens}, batch {size}": data.call_inputs(size, self._prompt) for size in batches}
+            if not data.sequences:
+                self.notes.append("times are of examples of the first batch; prompt does not change their length")
+        else:
+            inputs = {f"call on the first batch, of {count_sequences_and_tokens(first)[0]}": first}
+            sizes = ", ".join(map(str, batches))
+            self.notes.append(f"no times of batches {sizes}: the first axis of the data is not examples")
+        rows: list[ReportRow] = []
+        for name, batch in inputs.items():
+            rows += time_rows(name, self._models, self._paths, call_model, lambda _, batch=batch: copied(batch), rounds)  # type: ignore[misc]
         return rows
+
+    def _decoding_times(self, batch: int, rounds: int) -> list[ReportRow]:
+        """Return the times of a prompt, and of decoding one token after it with a cache: the mean of several steps,
+        each time with a copy of the cache of the prompt.
+        """
+        prompt, new = self._prompt, self._new
+        ids = self._data.tokens(batch, prompt + new)
+
+        def run_prompt(model: nn.Module, _: None) -> Any:
+            return decode(model, ids[:, :prompt])
+
+        def run_steps(model: nn.Module, cache: Any) -> None:
+            for position in range(prompt, prompt + new):
+                cache = decode(model, ids[:, position : position + 1], cache).past_key_values
+
+        caches = {model: run_prompt(model, None).past_key_values for model in self._models}
+        common = self._models, self._paths
+        rows = time_rows(f"prompt of {prompt} tokens, batch {batch}", *common, run_prompt, lambda model: None, rounds)
+        name = f"decoding a token after {prompt}, batch {batch}"
+        return rows + time_rows(name, *common, run_steps, lambda model: deepcopy(caches[model]), rounds, new)
 
     def losses(self, loss: Loss | None) -> list[ReportRow]:
         """Return the row of the loss, or of the cosine of outputs."""
@@ -178,86 +278,127 @@ class _Parts:
             cosines = output_cosines(self._models, self._data)
             row = ReportRow.of_agreement("cosine of outputs", "cosine", cosines, documents)
         else:
-            name = getattr(loss, "__name__", type(loss).__name__)
-            row = ReportRow.of_losses(f"loss, {name}", *paired_losses(self._models, loss, self._data), documents)
+            row = ReportRow.of_losses(
+                f"loss, {_name_of(loss)}", *paired_losses(self._models, loss, self._data), documents
+            )
         if row.documents == 1:
             self.notes.append("no standard errors and intervals of losses and agreement: the data is one document")
         return [row]
 
     def agreement(self) -> list[ReportRow]:
-        """Return the rows of the agreement of generated tokens."""
+        """Return the rows of the agreement of generated tokens, which end as the dense model's generation config and
+        the tokenizer state.
+        """
         if not self._decodes:
             return []
-        prompts, documents = zip(*self._data.prompts(self._prompt, MOST_PROMPTS), strict=True)
-        found = greedy_agreements(self._models, prompts, self._new, self._end_tokens())
-        until, same = "greedy tokens equal until the first difference", "most likely token equal after the same tokens"
-        return [
-            ReportRow.of_agreement(until, "share", [each.until_difference for each in found], documents),
-            ReportRow.of_agreement(same, "share", [each.same_prefix for each in found], documents),
-        ]
-
-    def _can_decode(self) -> bool:
-        """Return True if both models decode with a cache; otherwise note why not."""
-        ids = self._data.sequences[0][:1] if self._data.sequences else None
-        reasons = [why_not_decoded(model, ids) for model in self._models]
-        reason = next((each for each in reasons if each is not None), None)
-        if reason is not None:
-            self.notes.append(f"no cache bytes, no times of decoding and no agreement of generated text: {reason}")
-        return reason is None
-
-    def _require_length(self, tokens: int) -> None:
-        """Raise `InputError` if a model does not accept this number of tokens."""
-        tokenizer = SimpleNamespace(model_max_length=None) if self._tokenizer is None else self._tokenizer
-        for model in self._models:
-            limit = max_input_tokens(model, tokenizer)
-            if limit is not None and tokens > limit:
-                got = f"{self._prompt}, with new tokens {tokens}" if self._decodes else self._prompt
-                raise InputError("prompt", expected=f"at most {limit} tokens, the model's limit", got=got)
-
-    def _attention_paths(self) -> list[list[str]]:
-        """Return the paths of the attention modules of each model; none, with a note, if no attention is seen, or that
-        of some modules cannot be seen.
-        """
-        batch = self._data.call_inputs(1, self._prompt) if self._data.sequences else self._data.batches[0]
-        found = []
-        for name, model in zip(NAMES, self._models, strict=True):
-            try:
-                paths, unread = attention_modules(model, lambda model=model: call_model(model, copied(batch)))  # type: ignore[misc]
-                reason = f"that of {', '.join(unread)} in the {name} model cannot be seen" if unread else None
-            except InputError as error:
-                paths, reason = [], str(error)
-            if reason is not None:
-                self.notes.append(f"no parameters and times of attention: {reason}")
-                return [[], []]
-            found.append(paths)
-        return found
-
-    def _end_tokens(self) -> set[int]:
-        """Return the ids of tokens that end a text, by the dense model's generation config and the tokenizer."""
         config = getattr(self._models[0], "generation_config", None)
         stated = (getattr(config, "eos_token_id", None), getattr(self._tokenizer, "eos_token_id", None))
-        return {
-            int(token)
-            for each in stated
-            if each is not None
-            for token in (each if isinstance(each, list | tuple) else [each])
-        }
+        lists = [each if isinstance(each, list | tuple) else [each] for each in stated if each is not None]
+        prompts, documents = zip(*self._data.prompts(self._prompt, MOST_PROMPTS), strict=True)
+        end_tokens = {int(token) for tokens in lists for token in tokens}
+        until_difference, same = zip(*greedy_agreements(self._models, prompts, self._new, end_tokens), strict=True)
+        return [
+            ReportRow.of_agreement(name, "share", shares, documents)
+            for name, shares in (
+                ("greedy tokens equal until the first difference", until_difference),
+                ("most likely token equal after the same tokens", same),
+            )
+        ]
 
 
-def _metadata(
-    models: ModelPair, dataset: Any, data: ReportData, settings: dict[str, Any], loss: Loss | None
-) -> dict[str, Any]:
-    """Return the models, data, versions and settings of a report, as JSON-compatible values."""
-    name = None if loss is None else getattr(loss, "__name__", type(loss).__name__)
-    texts = dataset if isinstance(dataset, Texts) else None
-    dense, compressed = (run_settings(model, texts, None, loss=name, **settings) for model in models)
-    return {
-        "dense": dense["model"],
-        "compressed": compressed["model"],
-        "data": dense["data"],
-        "examples": len(data.documents),
-        "documents": len(set(data.documents)),
-        "threads": torch.get_num_threads(),
-        "versions": dense["versions"],
-        "settings": dense["settings"],
-    }
+@torch.no_grad()
+def paired_losses(models: ModelPair, loss: Loss, data: ReportData) -> tuple[list[float], list[float]]:
+    """Return the loss of each example under both models; NaN for an example without a loss.
+
+    Raises:
+        InputError: the loss is not one finite number per example, is that of causal models and a model is not causal,
+            or is NaN for an example under one of the models alone.
+    """
+    remedy = "pass another loss, such as hw.MaskedTokenLoss(...), or loss=None for the cosine of outputs"
+    for model in models:
+        require_causal(loss, model, data.batches, remedy=remedy)
+    of_models: tuple[list[float], list[float]] = ([], [])
+    for batch in data.batches:
+        prepare_loss(loss, models[0], batch)
+        for index, model in enumerate(models):
+            of_models[index].extend(finite_loss_per_example(loss, model, batch).double().tolist())
+    if any(math.isnan(before) != math.isnan(after) for before, after in zip(*of_models, strict=True)):
+        raise InputError("loss", expected="a number for the same examples under both models", got="NaN under one alone")
+    require_some_loss(sum(not math.isnan(value) for value in of_models[0]))
+    return of_models
+
+
+@torch.no_grad()
+def output_cosines(models: ModelPair, data: ReportData) -> list[float]:
+    """Return the cosine of both models' outputs for each example: of their embeddings, the means of the last hidden
+    state over tokens that are not padding (Reimers and Gurevych 2019, section 3), or of outputs `(batch, width)`.
+
+    Raises:
+        InputError: a model returns neither, or NaN.
+    """
+    cosines: list[float] = []
+    for batch in data.batches:
+        dense, compressed = (_embeddings(model, batch).double() for model in models)
+        cosines += F.cosine_similarity(dense, compressed, dim=-1).tolist()
+    if any(map(math.isnan, cosines)):
+        raise InputError("model", expected="outputs that are numbers", got="NaN for an example")
+    return cosines
+
+
+def _embeddings(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, "batch width"]:
+    """Return the embedding of each example."""
+    output = call_model(model, copied(batch))
+    hidden = getattr(output, "last_hidden_state", output)
+    if not isinstance(hidden, Tensor) or hidden.ndim not in (2, 3) or not hidden.is_floating_point():
+        remedy = "pass a loss"
+        expected = "one that returns a last_hidden_state, or a tensor (batch, width) or (batch, tokens, width)"
+        raise InputError("model", expected=expected, got=type(output).__name__, remedy=remedy)
+    if hidden.ndim == 2:
+        return hidden
+    mask = batch.get(name_of_mask(model))
+    is_of_tokens = isinstance(mask, Tensor) and mask.shape == hidden.shape[:2]
+    weights = mask if is_of_tokens and mask is not None else torch.ones(hidden.shape[:2], device=hidden.device)
+    weights = weights[..., None].to(hidden.dtype)
+    return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1.0)
+
+
+@torch.no_grad()
+def greedy_agreements(
+    models: ModelPair, prompts: Sequence[Tensor], new_tokens: int, end_tokens: Collection[int]
+) -> list[tuple[float, float]]:
+    """Return the agreement of two models on the continuation of each prompt: the share of the first model's tokens
+    before the first one that the second model does not generate, and the share that the second model ranks first too,
+    given the same tokens before them.
+
+    The first model continues a prompt by its most likely token, up to a number of tokens or an end token, which counts.
+    The second model reads the same tokens one by one; as long as it ranks the same tokens first, it generates them.
+    """
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    agreements: dict[int, tuple[float, float]] = {}
+    for _, same_length in groupby(order, key=lambda index: len(prompts[index])):
+        indices = list(same_length)
+        for start in range(0, len(indices), LARGEST_BATCH):
+            part = indices[start : start + LARGEST_BATCH]
+            ids = torch.stack([prompts[index] for index in part]).long()
+            generated = _most_likely(models[0], ids, None, new_tokens)
+            is_equal = generated == _most_likely(models[1], ids, generated, new_tokens)
+            for index, tokens, equal in zip(part, generated.tolist(), is_equal.tolist(), strict=True):
+                end = next((place for place, token in enumerate(tokens, 1) if token in end_tokens), len(tokens))
+                until = next((place for place, same in enumerate(equal[:end]) if not same), end)
+                agreements[index] = until / end, sum(equal[:end]) / end
+    return [agreements[index] for index in range(len(prompts))]
+
+
+def _most_likely(
+    model: nn.Module, ids: Int[Tensor, "batch tokens"], forced: Int[Tensor, "batch new"] | None, count: int
+) -> Int[Tensor, "batch new"]:
+    """Return the most likely next token after prompts, and after each token that follows them: those in `forced`, or
+    the most likely tokens themselves.
+    """
+    output: Any = decode(model, ids)
+    tokens = [output.logits[:, -1].argmax(-1)]
+    for number in range(count - 1):
+        previous = tokens[-1] if forced is None else forced[:, number]
+        output = decode(model, previous[:, None], output.past_key_values)
+        tokens.append(output.logits[:, -1].argmax(-1))
+    return torch.stack(tokens, 1)

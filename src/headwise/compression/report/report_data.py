@@ -1,14 +1,24 @@
-"""Data of a compression report: batches with the document of each example, prompts, and inputs to be timed."""
+"""Data of a compression report, and decoding of these data with a cache."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from headwise.data.batches import POSITIONAL, call_model, copied, count_sequences_and_tokens, iterate_batches, to_device
+from headwise.data.batches import (
+    POSITIONAL,
+    call_model,
+    copied,
+    count_sequences_and_tokens,
+    floating_tensors,
+    is_encoder_decoder,
+    iterate_batches,
+    select_examples,
+    to_device,
+)
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.shapes import Int
@@ -83,15 +93,8 @@ class ReportData:
 
 
 def resized(batch: Mapping[str, Any], examples: int) -> dict[str, Any]:
-    """Return a batch with another number of examples, which repeat if there are too few. Tensors whose first axis has
-    another length than the number of examples are not changed.
-    """
-    count = count_sequences_and_tokens(batch)[0]
-    index = torch.arange(examples) % count
-    return {
-        name: value[index.to(value.device)] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
-        for name, value in batch.items()
-    }
+    """Return a batch with another number of examples, which repeat if there are too few."""
+    return select_examples(batch, torch.arange(examples) % count_sequences_and_tokens(batch)[0])
 
 
 @torch.no_grad()
@@ -100,18 +103,15 @@ def has_examples_first(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     the first part of the output for the batch.
     """
     try:
-        together, alone = (_first_tensor(call_model(model, copied(each))) for each in (batch, resized(batch, 1)))
-    except Exception:  # a model that needs the size of the batch
+        together, alone = (
+            next(tensor for tensor in floating_tensors(call_model(model, copied(each))) if tensor.ndim)
+            for each in (batch, resized(batch, 1))
+        )
+    except Exception:  # a model that needs the size of the batch, or returns no tensor
         return False
-    if together is None or alone is None or together.shape[1:] != alone.shape[1:] or len(alone) != 1:
+    if together.shape[1:] != alone.shape[1:] or len(alone) != 1:
         return False
     return bool((together[:1] - alone).abs().max() <= SAME * together.abs().max())
-
-
-def _first_tensor(output: Any) -> Tensor | None:
-    """Return the first tensor of floating-point numbers in a model's output that has axes; None if there is none."""
-    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim), None)
 
 
 def _sequences(batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
@@ -125,3 +125,70 @@ def _sequences(batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
         ids = batch.get("input_ids", batch.get(POSITIONAL))
         mask = batch.get("attention_mask")
         yield from ids if mask is None else (row[real.bool()] for row, real in zip(ids, mask, strict=True))
+
+
+def decode(model: nn.Module, ids: Int[Tensor, "batch tokens"], cache: Any = None) -> Any:
+    """Run a causal model on new tokens and a cache of the tokens before, and return its output, whose logits may be
+    those of the last token alone.
+    """
+    names = inspect.signature(model.forward).parameters
+    last = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, **last)
+
+
+@torch.no_grad()
+def why_not_decoded(model: Any, ids: Int[Tensor, " tokens"] | None) -> str | None:
+    """Return the reason why a model cannot decode some token ids with a cache; None if it can. The ids are None if the
+    data contain none, or more than token ids.
+    """
+    name = type(model).__name__
+    if is_encoder_decoder(model):
+        return f"{name} is an encoder-decoder"
+    if not {"input_ids", "past_key_values", "use_cache"} <= set(inspect.signature(model.forward).parameters):
+        return f"the call of {name} has no past_key_values"
+    if ids is None:
+        return "the batches do not consist of token ids alone"
+    output = decode(model, ids[None])
+    if getattr(output, "past_key_values", None) is None:
+        return f"{name} returns no past_key_values, so it has no cache"
+    return None if isinstance(getattr(output, "logits", None), Tensor) else f"{name} returns no logits"
+
+
+@torch.no_grad()
+def cache_sizes(model: nn.Module, ids: Int[Tensor, "1 tokens"], lengths: tuple[int, ...]) -> list[int]:
+    """Return the bytes of the tensors in the cache of a model after several numbers of tokens, ascending: the first
+    tokens in one call, the others one by one.
+    """
+    cache, sizes = decode(model, ids[:, : lengths[0]]).past_key_values, []
+    for position in range(lengths[0], lengths[-1] + 1):
+        if position in lengths:
+            sizes.append(cache_bytes(cache))
+        if position < lengths[-1]:
+            cache = decode(model, ids[:, position : position + 1], cache).past_key_values
+    return sizes
+
+
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of all tensors in a cache, except single numbers such as a count of tokens. A tensor that the
+    cache contains twice counts once.
+    """
+    tensors = [each for each in _tensors(cache, set()) if each.ndim]
+    return sum({(each.data_ptr(), each.shape, each.stride()): each.nbytes for each in tensors}.values())
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in an object: its items, and its attributes, except modules and configurations."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, seen)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _tensors(item, seen)
+    elif not isinstance(value, nn.Module | type) and not hasattr(value, "to_dict"):
+        for item in getattr(value, "__dict__", {}).values():
+            yield from _tensors(item, seen)

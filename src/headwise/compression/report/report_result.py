@@ -1,24 +1,232 @@
 """Result of `compression_report`: quantities of a dense and of a compressed model, as a table and a picture."""
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwise.checks import is_whole
-from headwise.compression.report.report_row import LOSS, TIME, ReportRow
 from headwise.errors import InputError, require
 from headwise.plots.before_after import PlottedChange, draw_before_after
-from headwise.runs.json_result import JsonResult, require_each
+from headwise.runs.json_result import JsonResult, is_number, require_each
+from headwise.runs.rows import MeanEstimate
 from headwise.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MODELS = "dense", "compressed"
-"""Names of the two models in the metadata."""
+SIZE, TIME, LOSS, AGREEMENT = "size", "time", "loss", "agreement"
+"""Kinds of rows."""
 
-TITLE = "name", "dtype", "device"
-"""Properties of each model in the title of a report."""
+UNITS = {SIZE: ("parameters", "bytes"), TIME: ("seconds",), LOSS: ("loss",), AGREEMENT: ("share", "cosine")}
+"""Units of each kind."""
+
+BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
+SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+COUNTS = (("billion", 1e9), ("million", 1e6), ("", 1.0))
+"""Parts of units for display, the largest first."""
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """A quantity of a dense and of a compressed model. Numbers that are not known are None.
+
+    Attributes:
+        quantity: name of the quantity.
+        kind: "size", "time", "loss" or "agreement".
+        unit: unit of `dense` and `compressed`: "parameters", "bytes", "seconds", "loss", "share" or "cosine".
+        dense: of the dense model: a size, the median time, or the mean loss; None for an agreement.
+        compressed: of the compressed model; the mean share or cosine of an agreement.
+        change: of a size or a time, compressed / dense, for times the median ratio of paired runs; of a loss, the mean
+            of compressed - dense over examples; None for an agreement.
+        low, high: 95 % confidence interval of the change; of an agreement, that of `compressed`.
+        dense_sem, compressed_sem, change_sem: standard errors of means, clustered by document.
+        samples: number of rounds, examples or prompts; 1 for a size.
+        documents: number of documents of the examples or prompts; None for sizes and times.
+    """
+
+    quantity: str
+    kind: str
+    unit: str
+    dense: float | None
+    compressed: float
+    change: float | None
+    low: float | None = None
+    high: float | None = None
+    dense_sem: float | None = None
+    compressed_sem: float | None = None
+    change_sem: float | None = None
+    samples: int = 1
+    documents: int | None = None
+
+    @staticmethod
+    def of_sizes(quantity: str, unit: str, dense: float | int, compressed: float | int) -> "ReportRow":
+        """Return the row of a size, which is counted."""
+        ratio = float(compressed / dense) if dense else None
+        return ReportRow(quantity, SIZE, unit, float(dense), float(compressed), ratio)
+
+    @staticmethod
+    def of_times(quantity: str, dense: Sequence[float], compressed: Sequence[float]) -> "ReportRow":
+        """Return the row of a time, from the seconds of both models in the same rounds. The interval is that of the
+        sign test (Conover 1999, section 3.2), which assumes no distribution; it is exact for rounds that are
+        independent.
+        """
+        ratios = [after / before for before, after in zip(dense, compressed, strict=True)]
+        interval = _scipy_stats().quantile_test(ratios, q=1.0, p=0.5).confidence_interval(0.95)
+        ends = _known(interval.low), _known(interval.high)
+        medians = statistics.median(dense), statistics.median(compressed), statistics.median(ratios)
+        return ReportRow(quantity, TIME, "seconds", *medians, *ends, samples=len(ratios))
+
+    @staticmethod
+    def of_losses(
+        quantity: str, dense: Sequence[float], compressed: Sequence[float], documents: Sequence[Hashable]
+    ) -> "ReportRow":
+        """Return the row of a loss, from the losses of the same examples under both models."""
+        differences = [after - before for before, after in zip(dense, compressed, strict=True)]
+        before, after, change = (MeanEstimate.of(each, documents) for each in (dense, compressed, differences))
+        low, high = _interval(change)
+        means = before.value, after.value, change.value, low, high
+        errors = _known(before.sem), _known(after.sem), _known(change.sem)
+        return ReportRow(
+            quantity,
+            LOSS,
+            "loss",
+            *means,
+            *errors,
+            samples=sum(not math.isnan(each) for each in differences),
+            documents=change.n,
+        )
+
+    @staticmethod
+    def of_agreement(quantity: str, unit: str, values: Sequence[float], documents: Sequence[Hashable]) -> "ReportRow":
+        """Return the row of an agreement with the dense model, from the share or cosine of each example."""
+        mean = MeanEstimate.of(values, documents)
+        low, high = _interval(mean)
+        least = 0.0 if unit == "share" else -1.0
+        low, high = (None if each is None else min(max(each, least), 1.0) for each in (low, high))
+        numbers = None, mean.value, None, low, high, None, _known(mean.sem)
+        return ReportRow(
+            quantity, AGREEMENT, unit, *numbers, samples=sum(not math.isnan(each) for each in values), documents=mean.n
+        )
+
+    def require_consistent(self) -> None:
+        """Raise `InputError` unless values have their types and fit each other."""
+        is_agreement = self.kind == AGREEMENT
+        center = self.compressed if is_agreement else self.change
+        errors = self.dense_sem, self.compressed_sem, self.change_sem
+        of = f"for {self.quantity}"
+        require_each(
+            "report",
+            (
+                (self.quantity, isinstance(self.quantity, str), "the name of a quantity"),
+                (self.unit, self.unit in UNITS.get(self.kind, ()), f"a kind {self.kind!r} and its unit {of}"),
+                (self.compressed, is_number(self.compressed), f"a number {of}"),
+                (self.dense, self.dense is None if is_agreement else is_number(self.dense), f"a number {of}"),
+                (self.change, self._has_change, f"the change from {self.dense} to {self.compressed} {of}"),
+                (
+                    (self.low, self.high),
+                    _is_interval(self.low, self.high, center),
+                    f"an interval around {center}, or null, {of}",
+                ),
+                (errors, all(each is None or is_number(each, 0.0) for each in errors), f"standard errors or null {of}"),
+                (self.samples, is_whole(self.samples, 0), f"a number of samples {of}"),
+                (self.documents, self.documents is None or is_whole(self.documents, 0), f"a number of documents {of}"),
+            ),
+        )
+
+    @property
+    def _has_change(self) -> bool:
+        """True if the change is a number where there is one, and of a size the ratio of its two numbers."""
+        if self.kind == AGREEMENT:
+            return self.change is None
+        if self.kind == SIZE and is_number(self.dense) and is_number(self.compressed):
+            return self.change == (self.compressed / self.dense if self.dense else None)
+        return is_number(self.change)
+
+    @property
+    def is_faster(self) -> bool:
+        """True if the whole interval of a time's ratio is below 1."""
+        return self.high is not None and self.high < 1.0
+
+    @property
+    def change_text(self) -> str:
+        """The change with its interval, for display."""
+        if self.change is None:
+            return ""
+        if self.kind != LOSS:
+            return f"x {self.change:.3f}{self._interval_text('.3f')}"
+        return f"{self.change:+.4f}{_error_text(self.change_sem, 4)}{self._interval_text('+.4f')}"
+
+    @property
+    def texts(self) -> tuple[str, str, str, str, str]:
+        """Quantity, dense, compressed, change, and number of samples, for display."""
+        if self.kind in (SIZE, TIME):
+            assert self.dense is not None
+            units = {"bytes": BYTES, "seconds": SECONDS}.get(self.unit, COUNTS)
+            before, after = (_with_unit(value, units) for value in (self.dense, self.compressed))
+            rounds = counted(self.samples, "round") if self.kind == TIME else ""
+            return self.quantity, before, after, self.change_text, rounds
+        samples = counted(self.samples, "prompt" if self.unit == "share" else "example")
+        samples += f", {counted(self.documents or 0, 'document')}"
+        if self.kind == LOSS:
+            means = (self.dense, self.dense_sem), (self.compressed, self.compressed_sem)
+            before, after = (f"{mean:.4f}{_error_text(sem, 4)}" for mean, sem in means)
+            return self.quantity, before, after, self.change_text, samples
+        style, error = ".4f", _error_text(self.compressed_sem, 4)
+        if self.unit == "share":
+            style, error = ".1%", _error_text(None if self.compressed_sem is None else 100 * self.compressed_sem, 1)
+        return self.quantity, "", f"{self.compressed:{style}}{error}{self._interval_text(style)}", "", samples
+
+    def _interval_text(self, style: str) -> str:
+        """The interval in brackets; empty if there is none."""
+        return "" if self.low is None or self.high is None else f" ({self.low:{style}} to {self.high:{style}})"
+
+
+def _known(value: float) -> float | None:
+    """Return a number, or None if it is NaN or infinite."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _scipy_stats() -> Any:
+    return require("scipy.stats", purpose="a compression report", extra="tables")
+
+
+def _interval(mean: MeanEstimate) -> tuple[float | None, float | None]:
+    """Return the 95 % interval of a mean by Student's distribution; None if there is no standard error, or if one
+    document has so large a share of the examples that the interval has no end.
+    """
+    if not math.isfinite(mean.sem):
+        return None, None
+    length = float(_scipy_stats().t.ppf(0.975, mean.df)) * mean.sem
+    return (mean.value - length, mean.value + length) if math.isfinite(length) else (None, None)
+
+
+def _is_interval(low: Any, high: Any, center: Any) -> bool:
+    """Return True if an interval is known and contains its number, or is unknown."""
+    if low is None or high is None:
+        return all(each is None or is_number(each) for each in (low, high))
+    if not all(map(is_number, (low, high, center))):
+        return False
+    rounding = 1e-6 * max(1.0, abs(center))  # a cosine of 1 may be computed as slightly more
+    return bool(low <= high and low - rounding <= center <= high + rounding)
+
+
+def _error_text(sem: float | None, decimals: int) -> str:
+    """Return a standard error for display; empty if it is not known."""
+    return "" if sem is None else f" ± {sem:.{decimals}f}"
+
+
+def _with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Return a number with the largest unit of which it has at least one, for display."""
+    name, size = next(((name, size) for name, size in units if value >= size), units[-1])
+    number = value / size
+    digits = f"{number:,.0f}" if number == round(number) or number >= 1000 else f"{number:.3g}"
+    return f"{digits} {name}".strip()
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -65,7 +273,7 @@ class CompressionReport(JsonResult):
     def __str__(self) -> str:
         texts = [row.texts for row in self.rows]
         columns = ("", "dense", "compressed", "change", "")
-        table = self._pandas().DataFrame(texts, columns=columns)
+        table = require("pandas", purpose="a table", extra="tables").DataFrame(texts, columns=columns)
         width = max((len(each[0]) for each in texts), default=0)
         left = {0: lambda text: text.ljust(width)}
         formatters = [left.get(index, str) for index in range(len(columns))]
@@ -88,11 +296,7 @@ class CompressionReport(JsonResult):
         Raises:
             MissingExtra: pandas is not installed.
         """
-        return self._pandas().DataFrame([asdict(row) for row in self.rows])
-
-    @staticmethod
-    def _pandas() -> Any:
-        return require("pandas", purpose="a table", extra="tables")
+        return require("pandas", purpose="a table", extra="tables").DataFrame([asdict(row) for row in self.rows])
 
     def plot(self) -> "Figure":
         """Draw the quantities of the compressed model relative to those of the dense one, with intervals, and return
@@ -122,27 +326,17 @@ class CompressionReport(JsonResult):
             title=self._title,
         )
 
-    def content(self) -> dict[str, Any]:
-        """Return the content as values that JSON can express."""
-        return {"rows": [asdict(row) for row in self.rows], "notes": self.notes, "metadata": self.metadata}
-
-    @classmethod
-    def of_content(cls, content: dict[str, Any]) -> "CompressionReport":
-        """Return the report that has this content."""
-        rows = tuple(ReportRow(**row) for row in content["rows"])
-        return cls(rows, tuple(content["notes"]), dict(content["metadata"]))
-
     def require_consistent(self) -> None:
         """Raise `InputError` unless values have their types, and rows are different and consistent."""
         names = [row.quantity for row in self.rows]
-        models = [self.metadata.get(name) for name in MODELS]
-        stated = [each.get(key) if isinstance(each, Mapping) else None for each in models for key in TITLE]
+        models, in_title = [self.metadata.get(name) for name in ("dense", "compressed")], ("name", "dtype", "device")
+        stated = [each.get(key) if isinstance(each, Mapping) else None for each in models for key in in_title]
         require_each(
             self.ARGUMENT,
             (
                 (names, len(set(names)) == len(names), "different quantities"),
                 (self.notes, all(isinstance(note, str) for note in self.notes), "notes as texts"),
-                (models, all(isinstance(each, str) for each in stated), f"{', '.join(TITLE)} of both models"),
+                (models, all(isinstance(each, str) for each in stated), f"{', '.join(in_title)} of both models"),
                 (self.metadata.get("threads"), is_whole(self.metadata.get("threads"), 1), "a number of threads"),
             ),
         )

@@ -13,15 +13,27 @@ from torch import Tensor, nn
 
 from headwise.analysis.losses import Loss
 from headwise.checks import flag
-from headwise.compression.calibration.calibration_survey import heads_of_batches
-from headwise.compression.calibration.cross_validation import BlockRemoval, fitted_removals, unfitted_removals
-from headwise.compression.calibration.folds import FoldedMoments, folds_of
-from headwise.compression.calibration.output_moments import OutputMoments
-from headwise.compression.calibration.projection_inputs import projection_inputs
-from headwise.compression.calibration.reconstruction import fit_projection
-from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches
-from headwise.compression.calibration.token_weights import token_weights, weights_of
-from headwise.compression.calibration.weight_gradients import WeightGradients, require_slope, weight_gradients
+from headwise.compression.calibration.calibration_data import (
+    ScoredHead,
+    calibration_batches,
+    folds_of,
+    heads_of_batches,
+)
+from headwise.compression.calibration.derivatives import (
+    WeightGradients,
+    require_slope,
+    token_weights,
+    weight_gradients,
+    weights_of,
+)
+from headwise.compression.calibration.least_squares_fits import (
+    FoldedMoments,
+    OutputMoments,
+    fitted_removals,
+    unfitted_removals,
+)
+from headwise.compression.calibration.reconstruction import columns_of_heads, fit_projection, output_weight
+from headwise.compression.calibration.recording import projection_inputs
 from headwise.compression.healing.distillation import distillation_loss
 from headwise.compression.pruning.pruning_plan import Head, PlannedModule
 from headwise.data.batches import call_model, copied, count_sequences_and_tokens, documents_of, evaluation_mode
@@ -32,7 +44,6 @@ from headwise.page.columns import ModelIdentity
 from headwise.progress import progress_bar, shown_progress
 from headwise.removal.torch_layers import with_own_layers
 from headwise.runs.fingerprint import identity_of
-from headwise.shapes import Float, Int
 
 
 class LeastSquaresScores:
@@ -103,18 +114,23 @@ class LeastSquaresScores:
             self.rows: Sequence[ScoredHead] = heads_of_batches(model, batches)
             self.identity: ModelIdentity | None = identity
             self._modules = {row.module: head_module(model, row.module) for row in self.rows}
-            if loss is not None:
-                _require_batch_first(model, list(self._modules))
-            self._weights = {path: dense_weight(model, module) for path, module in self._modules.items()}
-            self._has_bias = {path: _has_bias(model, module) for path, module in self._modules.items()}
+            for path in self._modules if loss is not None else ():
+                if not getattr(model.get_submodule(path), "batch_first", True):
+                    remedy, got = "leave out the loss, or use batch_first=True", f"{path} with tokens first"
+                    raise InputError("model", expected="layers with the batch first", got=got, remedy=remedy)
+            self._weights = {path: output_weight(model, module) for path, module in self._modules.items()}
+            self._has_bias = {
+                path: getattr(model.get_submodule(module.output), "bias", None) is not None
+                for path, module in self._modules.items()
+            }
             folds = folds_of(batches, documents_of(calibration))
             self._fold_of_sequences = torch.tensor([fold for of_batch in folds for fold in of_batch])
             self._model, self._folds = model, folds
             self._moments, self._unweighted = _dense_moments(model, self._modules, batches, folds)
             self._gradients: dict[str, WeightGradients] = {}
             if loss is not None:
-                projections = {path: module.output for path, module in self._modules.items()}
-                self._gradients = weight_gradients(model, projections, batches, loss)
+                outputs = [module.output for module in self._modules.values()]
+                self._gradients = weight_gradients(model, outputs, batches, loss)
         self._known: dict[tuple[Any, ...], list[float]] = {}
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
@@ -177,14 +193,14 @@ class LeastSquaresScores:
         """Write the output projections of a plan into a copy of the model; columns of removed heads become 0."""
         for planned in plan:
             module, moments = self._modules[planned.module], self._moments[planned.module]
-            projection = changed.get_submodule(module.output)
-            projection.load_state_dict(self._model.get_submodule(module.output).state_dict())
+            original = self._model.get_submodule(module.output)
+            changed.get_submodule(module.output).load_state_dict(original.state_dict())
             if self._is_fitted:
                 left_out = held_out if held_out in moments.folds else None
-                fit_projection(projection, module, module.kept(planned.kept), moments, left_out)
+                fit_projection(changed, module, planned.kept, moments, left_out)
             else:
                 removed = set(range(module.num_heads)) - set(planned.kept)
-                dense_weight(changed, module)[:, _columns(module, sorted(removed))] = 0.0
+                output_weight(changed, module)[:, columns_of_heads(module, sorted(removed))] = 0.0
 
     def _difference(self, changed: nn.Module, parts: Sequence[dict[str, Any]]) -> float:
         """Return the difference of a changed model from the model, as a mean over tokens; infinity for NaN."""
@@ -199,25 +215,20 @@ class LeastSquaresScores:
     def _of_module(self, path: str, units: Sequence[tuple[Head, ...]], removed: Sequence[int]) -> list[float]:
         """Return the score of each unit of one module, given that some of its heads were removed before."""
         module, moments, weight = self._modules[path], self._moments[path], self._weights[path]
-        blocks = [_columns(module, [head for _, head in unit]) for unit in units]
-        gone = _columns(module, removed)
-        if self._is_fitted:
-            removals = fitted_removals(moments, weight, blocks, gone, self._has_bias[path])
-        else:
-            removals = unfitted_removals(moments, weight, blocks, gone, self._has_bias[path])
+        blocks = [columns_of_heads(module, [head for _, head in unit]) for unit in units]
+        gone = columns_of_heads(module, removed)
+        removals_of = fitted_removals if self._is_fitted else unfitted_removals
+        removals = removals_of(moments, weight, blocks, gone, self._has_bias[path])
         if not self.is_comparable:
             return [removal.error for removal in removals]
-        return [self._squared_effect(path, removal) for removal in removals]
-
-    def _squared_effect(self, path: str, removal: BlockRemoval) -> float:
-        """Return the mean over sequences of the squared change of the loss, to first order. The change of the
-        projection in each fold was fitted to the other folds.
-        """
-        gradients, squares = self._gradients[path], 0.0
-        for fold, change in removal.changes.items():
-            own = gradients.of_sequences(self._fold_of_sequences == fold)
-            squares += float(own.effects(*change).double().square().sum())
-        return squares / len(self._fold_of_sequences)
+        gradients, scores = self._gradients[module.output], []
+        for removal in removals:
+            squares = 0.0
+            for fold, change in removal.changes.items():  # the change in each fold was fitted to the other folds
+                effects = gradients.effects(self._fold_of_sequences == fold, *change)
+                squares += float(effects.double().square().sum())
+            scores.append(squares / len(self._fold_of_sequences))
+        return scores
 
 
 def _warn_of_first_plan(count: int, reason: str) -> None:
@@ -247,43 +258,15 @@ def _dense_moments(
     """
     moments, unweighted = ({path: FoldedMoments(module.output) for path, module in modules.items()} for _ in range(2))
     outputs = {path: module.output for path, module in modules.items()}
-    weights = token_weights(model, outputs, batches)
+    weights = token_weights(model, list(outputs.values()), batches)
     with progress_bar("outputs of heads", len(batches), "batches") as bar:
         for number, (batch, fold_of) in enumerate(bar.track(zip(batches, folds, strict=True), step=1)):
-            with projection_inputs(model, outputs, batch) as recorded:
+            with projection_inputs(model, list(outputs.values()), batch) as recorded:
                 call_model(model, copied(batch))
-            for path, inputs in recorded.items():
-                projection = model.get_submodule(outputs[path])
-                for index, (sequence, x) in enumerate(inputs):
-                    y, own = projection(x), weights_of(weights[path], number, index, x)
+            for path, output in outputs.items():
+                projection = model.get_submodule(output)
+                for index, (sequence, x) in enumerate(recorded[output]):
+                    y, own = projection(x), weights_of(weights[output], number, index, x)
                     moments[path].add(fold_of[sequence], OutputMoments.of(x, y, own))
                     unweighted[path].add(0, OutputMoments.of(x, y))
     return {path: each.checked() for path, each in moments.items()}, unweighted
-
-
-def _require_batch_first(model: nn.Module, paths: Sequence[str]) -> None:
-    """Raise `InputError` for an attention module whose inputs have tokens before sequences."""
-    for path in paths:
-        if not getattr(model.get_submodule(path), "batch_first", True):
-            remedy = "leave out the loss, or use batch_first=True"
-            raise InputError(
-                "model", expected="layers with the batch first", got=f"{path} with tokens first", remedy=remedy
-            )
-
-
-def dense_weight(model: nn.Module, module: HeadModule) -> Float[Tensor, "out width"]:
-    """Return the weight of a module's output projection, as of `nn.Linear`."""
-    (axis,) = [each for each in module.blocks if each.parameter == f"{module.output}.weight"]
-    weight = model.get_parameter(axis.parameter).detach()
-    return weight.mT if axis.axis == 0 else weight
-
-
-def _has_bias(model: nn.Module, module: HeadModule) -> bool:
-    """Return True if the output projection of a module has a bias."""
-    return getattr(model.get_submodule(module.output), "bias", None) is not None
-
-
-def _columns(module: HeadModule, heads: Sequence[int]) -> Int[Tensor, " columns"]:
-    """Return the input columns of the output projection that belong to heads."""
-    starts = torch.tensor(sorted(heads), dtype=torch.int64)[:, None] * module.value_dim
-    return (starts + torch.arange(module.value_dim)).flatten()

@@ -1,28 +1,33 @@
-"""Scores by measurements on data: the loss of the model without some heads, and derivatives of the loss by gates.
-
-Both are measured in the model without the heads that were removed before.
+"""Scores of heads by the size of their weights, or by measurements on data: the loss of the model without some heads,
+and derivatives of the loss by gates. Both are measured in the model without the heads that were removed before.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.analysis.ablate import ablate
 from headwise.analysis.gate import gate
 from headwise.analysis.importance.importance import importance
 from headwise.analysis.losses import Loss, prepare_loss, require_loss
 from headwise.checks import flag
-from headwise.compression.calibration.calibration_survey import heads_of_each_batch
-from headwise.compression.calibration.scored_heads import ScoredHead, calibration_batches
-from headwise.compression.calibration.weight_gradients import require_slope
+from headwise.compression.calibration.calibration_data import (
+    ScoredHead,
+    calibration_batches,
+    heads_of_each_batch,
+    scored_heads,
+)
+from headwise.compression.calibration.derivatives import require_slope
 from headwise.compression.pruning.pruning_plan import Head
 from headwise.data.batches import evaluation_mode
+from headwise.families.head_module import HeadModule
+from headwise.families.registry import head_module
 from headwise.page.columns import ModelIdentity
 from headwise.progress import shown_progress
 from headwise.runs.fingerprint import identity_of
@@ -32,20 +37,49 @@ DEFAULT_ROUNDS = 8
 """Number of times that the heads are scored by default."""
 
 
-class _MeasuredScores:
-    """Scores of sets of heads by measurements on data.
+class MagnitudeScores:
+    """Scores of sets of heads: the Euclidean norm of all their weights. The weights of a key/value head count in equal
+    parts for the query heads that attend with it.
 
     Args:
         model: the model.
-        dataset: `Texts`, or batches.
-        loss: function of model and batch, such as `hw.next_token_loss`.
-        progress: show a progress bar on standard error.
+        batch: one batch, on which the model shows where it attends.
 
     Attributes:
         rows: the heads.
         identity: identity of the model.
         batches: the data.
     """
+
+    name = "magnitude"
+    rounds = 1
+    is_comparable = True
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        with evaluation_mode(model), torch.no_grad():
+            self.batches = calibration_batches(model, [batch])
+            self.rows: Sequence[ScoredHead] = scored_heads(model, self.batches[0])
+            self.identity: ModelIdentity | None = identity_of(model)
+            squares = {row.module: _squares(model, head_module(model, row.module)) for row in self.rows}
+            self._square_of = {(row.layer, row.head): float(squares[row.module][row.head]) for row in self.rows}
+
+    def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
+        """Return the score of each unit, which does not depend on heads that were removed before."""
+        return [sum(self._square_of[head] for head in unit) ** 0.5 for unit in units]
+
+
+def _squares(model: nn.Module, module: HeadModule) -> Tensor:
+    """Return the sum of the squared weights of each query head."""
+    squares = torch.zeros(module.num_heads, dtype=torch.float64)
+    for blocks in module.blocks:
+        own = blocks.view(model.get_parameter(blocks.parameter).detach()).double().flatten(1).square().sum(1)
+        group = module.num_heads // blocks.heads
+        squares += own.repeat_interleave(group).cpu() / group
+    return squares
+
+
+class _MeasuredScores:
+    """Scores of sets of heads by measurements on data. Its subclasses explain the arguments."""
 
     rounds = DEFAULT_ROUNDS
     is_comparable = True
@@ -54,19 +88,30 @@ class _MeasuredScores:
         require_loss(loss)
         self._model = model
         with evaluation_mode(model), torch.no_grad(), shown_progress(flag("progress", progress)):
-            self.batches = batches = calibration_batches(model, dataset)
-            self._parts = [(batch, _prepared(loss, model, batch)) for batch in batches]
-            self.rows: Sequence[ScoredHead] = heads_of_each_batch(model, batches)
+            self.batches = calibration_batches(model, dataset)
+            self._losses: list[Loss] = []  # for each batch, with the unchanged model as its reference
+            for batch in self.batches:
+                own = copy(loss)
+                prepare_loss(own, model, batch)
+                self._losses.append(partial(own))  # no further call prepares it again
+            self.rows: Sequence[ScoredHead] = heads_of_each_batch(model, self.batches)
             self.identity: ModelIdentity | None = identity_of(model)
 
-    @contextmanager
-    def _without(self, removed: frozenset[Head]) -> Iterator[None]:
-        """Set the outputs of these heads to zero while the context is open."""
-        if not removed:
-            yield
-            return
-        with gate(self._model, dict.fromkeys(sorted(removed), 0.0)):
-            yield
+    def _means(
+        self, removed: frozenset[Head], measure: Callable[[list[dict[str, Any]], Loss], Mapping[Any, MeanEstimate]]
+    ) -> dict[Any, float]:
+        """Return the means over the examples of all batches, from the means that a function returns for one batch and
+        its loss while the outputs of the removed heads are zero. A mean over no example is left out.
+        """
+        sums: dict[Any, float] = {}
+        examples: dict[Any, int] = {}
+        with gate(self._model, dict.fromkeys(sorted(removed), 0.0)) if removed else nullcontext():
+            for batch, loss in zip(self.batches, self._losses, strict=True):
+                for key, mean in measure([batch], loss).items():
+                    if mean.n:
+                        sums[key] = sums.get(key, 0.0) + mean.n * mean.value
+                        examples[key] = examples.get(key, 0) + mean.n
+        return {key: total / examples[key] for key, total in sums.items()}
 
 
 class AblationScores(_MeasuredScores):
@@ -95,12 +140,13 @@ class AblationScores(_MeasuredScores):
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
         """Return the score of each unit, given that some heads were removed before."""
         names = {str(number): unit for number, unit in enumerate(units)}
-        costs = _WeightedMeans()
-        with self._without(removed):
-            for batch, loss in self._parts:
-                effects: Any = ablate(self._model, [batch], loss, units=names)
-                costs.add({row.name: row.statistics["cost"] for row in effects.rows})
-        return [costs.of(name) for name in names]
+
+        def costs(batches: list[dict[str, Any]], loss: Loss) -> dict[str, MeanEstimate]:
+            effects: Any = ablate(self._model, batches, loss, units=names)
+            return {row.name: row.statistics["cost"] for row in effects.rows}
+
+        means = self._means(removed, costs)
+        return [means.get(name, math.nan) for name in names]
 
 
 class ImportanceScores(_MeasuredScores):
@@ -132,35 +178,10 @@ class ImportanceScores(_MeasuredScores):
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
         """Return the score of each unit, given that some heads were removed before."""
-        gradients = _WeightedMeans()
-        with self._without(removed):
-            for batch, loss in self._parts:
-                table = importance(self._model, [batch], loss)
-                gradients.add({(row.layer, row.head): row.statistics["gradient"] for row in table.heads})
-        return [sum(gradients.of(head) for head in unit) for unit in units]
 
+        def gradients(batches: list[dict[str, Any]], loss: Loss) -> dict[Head, MeanEstimate]:
+            rows = importance(self._model, batches, loss).heads
+            return {(row.layer, row.head): row.statistics["gradient"] for row in rows}
 
-class _WeightedMeans:
-    """Means over the examples of several batches."""
-
-    def __init__(self) -> None:
-        self._sums: dict[Any, float] = {}
-        self._examples: dict[Any, int] = {}
-
-    def add(self, means: Mapping[Any, MeanEstimate]) -> None:
-        """Add the means over one batch; those over no example do not count."""
-        for key, mean in means.items():
-            if mean.n:
-                self._sums[key] = self._sums.get(key, 0.0) + mean.n * mean.value
-                self._examples[key] = self._examples.get(key, 0) + mean.n
-
-    def of(self, key: Any) -> float:
-        """Return the mean of `key` over the examples of all batches; NaN without examples."""
-        return self._sums[key] / self._examples[key] if key in self._sums else math.nan
-
-
-def _prepared(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Loss:
-    """Return a loss for one batch, whose reference, if it has one, is the unchanged model."""
-    own = copy(loss)
-    prepare_loss(own, model, batch)
-    return partial(own)
+        means = self._means(removed, gradients)
+        return [sum(means.get(head, math.nan) for head in unit) for unit in units]

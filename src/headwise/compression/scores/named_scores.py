@@ -9,8 +9,7 @@ from headwise.analysis.losses import Loss
 from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.compression.scores.least_squares import LeastSquaresScores
-from headwise.compression.scores.magnitude import MagnitudeScores
-from headwise.compression.scores.measured import AblationScores, ImportanceScores
+from headwise.compression.scores.measured import AblationScores, ImportanceScores, MagnitudeScores
 from headwise.data.batches import device_of, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError

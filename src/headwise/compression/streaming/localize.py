@@ -4,35 +4,43 @@ Heads are ranked by an estimate (`WindowEffects`). Then the number of streaming 
 restricts the heads with the lowest scores, and measures the loss.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from headwise.analysis.losses import (
     Loss,
     finite_loss_per_example,
+    loss_per_example,
     next_token_loss,
     require_loss,
     require_some_loss,
 )
+from headwise.attention.masks.factories import causal
 from headwise.checks import finite_number, flag, require_module, whole_number
-from headwise.compression.calibration.scored_heads import calibration_batches, scored_heads
+from headwise.compression.calibration.calibration_data import calibration_batches, scored_heads
+from headwise.compression.calibration.derivatives import without_parameter_gradients
+from headwise.compression.calibration.reconstruction import layer_of_site
 from headwise.compression.streaming.attention_calls import AttentionCall, answered, without_compiled_code
 from headwise.compression.streaming.localized_module import LocalizedModule
-from headwise.compression.streaming.streaming_attention import restricted
+from headwise.compression.streaming.streaming_attention import restricted, streaming_mask
 from headwise.compression.streaming.streaming_cache import streaming_cache
-from headwise.compression.streaming.streaming_heads import StreamingHeads
-from headwise.compression.streaming.text_division import Batch, divided
-from headwise.compression.streaming.weight_samples import weight_samples
-from headwise.compression.streaming.window_effects import measure_effects
-from headwise.data.batches import documents_of, evaluation_mode
+from headwise.compression.streaming.streaming_heads import StreamingHeads, weight_samples
+from headwise.compression.streaming.token_positions import PositionReader
+from headwise.data.batches import documents_of, evaluation_mode, select_examples
 from headwise.errors import InputError, require
+from headwise.intercept.swap_forward import swap_forward
 from headwise.progress import progress_bar, shown_progress
 from headwise.runs.fingerprint import identity_of
+from headwise.shapes import Float
+
+Batch = dict[str, Any]
 
 
 def localize(
@@ -72,7 +80,9 @@ def localize(
         >>> with streaming.running(model):  # doctest: +SKIP
         ...     model.generate(**inputs, past_key_values=streaming.cache(model))
     """
-    _require_decoder(model)
+    config = getattr(require_module(model), "config", None)
+    if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
+        raise InputError("model", expected="a decoder of transformers", got=type(model).__name__)
     finite_number("budget", budget, above=0.0)
     window, first = whole_number("window", window, least=1), whole_number("first", first, least=0)
     require_loss(loss)
@@ -81,45 +91,30 @@ def localize(
         _require_token_ids(batches)
         modules = _attention_modules(model, batches[0])
         selection, report = divided(batches, documents_of(dataset), window + first)
-        modules = _scored(model, modules, window, first, selection, loss)
+        candidates = [module for module in modules if module.own_window is None]
+        effects = measure_effects(model, candidates, window, first, selection, loss)
+        modules = tuple(
+            replace(
+                module,
+                outside=tuple((effect.outside / effect.queries).tolist()),
+                scores=tuple(effect.scores.tolist()),
+            )
+            if (effect := effects.get(module.module))
+            else module
+            for module in modules
+        )
         with torch.no_grad():
             measured = partial(_mean_loss, model, window=window, first=first, loss=loss)
             modules, selection_losses = _within_budget(modules, budget, partial(measured, selection))
             losses = selection_losses
             if report is not selection:
                 losses = measured(report, ()), measured(report, modules)
+    chosen_by, measured_on = (sum(len(batch["input_ids"]) for batch in part) for part in (selection, report))
     return StreamingHeads(
-        modules, window, first, float(budget), selection_losses, losses, _count(selection), _count(report),
+        modules, window, first, float(budget), selection_losses, losses, chosen_by, measured_on,
         has_held_out=report is not selection, identity=identity_of(model),
         weights=weight_samples(model, [module.module for module in modules]),
     )  # fmt: skip
-
-
-def _count(batches: Sequence[Batch]) -> int:
-    """Return the number of texts."""
-    return sum(len(batch["input_ids"]) for batch in batches)
-
-
-def _scored(
-    model: nn.Module, modules: Sequence[LocalizedModule], window: int, first: int, batches: Sequence[Batch], loss: Loss
-) -> tuple[LocalizedModule, ...]:
-    """Return attention modules with the shares and scores of their heads, except for layers with a window."""
-    candidates = [module for module in modules if module.own_window is None]
-    effects = measure_effects(model, candidates, window, first, batches, loss)
-    scored = list(modules)
-    for index, module in enumerate(modules):
-        if module.module in effects:
-            measured = effects[module.module]
-            outside, scores = measured.outside / measured.queries, measured.scores
-            scored[index] = replace(module, outside=tuple(outside.tolist()), scores=tuple(scores.tolist()))
-    return tuple(scored)
-
-
-def _require_decoder(model: Any) -> None:
-    """Raise `InputError` unless a model is one of `transformers` without a separate encoder."""
-    config = getattr(require_module(model), "config", None)
-    if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
-        raise InputError("model", expected="a decoder of transformers", got=type(model).__name__)
 
 
 def _require_token_ids(batches: Sequence[Batch]) -> None:
@@ -246,3 +241,180 @@ def _with_streaming(
         replace(module, streaming=tuple(head for head in range(module.num_kv_heads) if (module.layer, head) in chosen))
         for module in modules
     )
+
+
+def divided(batches: Sequence[Batch], documents: Sequence[int] | None, tokens: int) -> tuple[list[Batch], list[Batch]]:
+    """Return the batches for the choice of heads, and those for the report of the loss.
+
+    The texts of every second document are for the choice. If documents are not known, each batch counts as a document
+    or, of a single batch, each text. Equal texts count as texts of one document. If there is one document only, both
+    parts are the same.
+
+    Args:
+        batches: the batches, with `input_ids` and, with padding, `attention_mask`.
+        documents: number of the document of each text; None if they are not known.
+        tokens: number of tokens that some text of each part must exceed.
+
+    Raises:
+        InputError: no text of a part is long enough.
+    """
+    if documents is None:
+        documents = [number for number, batch in enumerate(batches) for _ in batch["input_ids"]]
+        documents = documents if len(batches) > 1 else list(range(len(documents)))
+    first_with: dict[tuple[int, ...], int] = {}
+    documents = [
+        first_with.setdefault(text, document) for text, document in zip(_texts(batches), documents, strict=True)
+    ]
+    ranks = {document: rank for rank, document in enumerate(sorted(set(documents)))}
+    halves = torch.tensor([ranks[document] % 2 for document in documents])
+    of_batches = torch.split(halves, [len(batch["input_ids"]) for batch in batches])
+    selection, report = (
+        [
+            select_examples(batch, own == half)
+            for batch, own in zip(batches, of_batches, strict=True)
+            if (own == half).any()
+        ]
+        for half in (0, 1)
+    )
+    report = report or selection
+    for part in (selection, report):
+        longest = max(
+            int(batch["attention_mask"].sum(1).max()) if "attention_mask" in batch else batch["input_ids"].shape[1]
+            for batch in part
+        )
+        if longest <= tokens:
+            expected = f"texts of more than {tokens} tokens, the window and the first tokens"
+            raise InputError("dataset", expected=expected, got=f"at most {longest}", remedy="choose a smaller window")
+    return selection, report
+
+
+def _texts(batches: Sequence[Batch]) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens of each text, without padding."""
+    for batch in batches:
+        ids = batch["input_ids"]
+        is_real = batch.get("attention_mask", torch.ones_like(ids)).bool()
+        for row, real in zip(ids, is_real, strict=True):
+            yield tuple(row[real].tolist())
+
+
+class WindowEffects:
+    """Handler of the attention calls of one module, which computes them as the model does, and measures each key/value
+    head.
+
+    With g_t the derivative of the loss with respect to the outputs of the query heads at token t, and e_t the change of
+    these outputs if the head sees only its window, the score is the sum of `(g_t . e_t)^2` over all tokens. This is the
+    change of the loss to second order with the empirical Fisher matrix, without its terms between tokens.
+
+    Args:
+        module: the module.
+        width: number of tokens of the window.
+        first: number of first tokens.
+        reader: reader of the masks of all modules.
+
+    Attributes:
+        is_recomputed: True while a backward pass computes layers again, of which nothing is measured.
+        outside: sum of the shares of attention outside of the window, for each key/value head.
+        queries: number of queries and query heads in each sum.
+        scores: score of each key/value head.
+    """
+
+    def __init__(self, module: LocalizedModule, width: int, first: int, reader: PositionReader) -> None:
+        self._module, self._width, self._first, self._reader = module, width, first, reader
+        self.outside = torch.zeros(module.num_kv_heads, dtype=torch.float64)
+        self.scores = torch.zeros(module.num_kv_heads, dtype=torch.float64)
+        self.queries = 0
+        self.is_recomputed = False
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Compute a call as the model does, and let the gradient of its output add to the scores."""
+        out = call.dense()
+        if not out.requires_grad:
+            out = out.detach().requires_grad_()
+        if self.is_recomputed:
+            return out
+        change, share, counts = self._change(call, out)
+
+        def add(gradient: Tensor) -> None:
+            effects = (gradient.transpose(1, 2).double() * change.double()).sum(-1).where(counts[:, None], 0.0)
+            self.scores += _by_kv_head(effects, self._module).square().sum((0, 2)).cpu()
+            self.outside += share
+            self.queries += int(counts.sum()) * self._module.num_heads // self._module.num_kv_heads
+
+        out.register_hook(add)  # type: ignore[no-untyped-call]
+        return out
+
+    @torch.no_grad()
+    def _change(self, call: AttentionCall, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the change of head outputs `(batch, heads, queries, value_dim)`, the sum of the shares of attention
+        outside of the window for each key/value head, and a mask `(batch, queries)` of the queries with such keys.
+        """
+        batch, heads, queries, _ = call.q.shape
+        positions = self._reader.read(call.path, call.mask, batch, queries, queries, call.is_causal).positions
+        q, k, v = (tensor.detach() for tensor in (call.q, call.k, call.v))
+        (dense, dense_lse), (streaming, lse) = (
+            call.attend(q, k, v, list(range(heads)), mask=mask, positions=positions, return_lse=True)
+            for mask in (causal(), streaming_mask(self._width, self._first))
+        )
+        own = torch.arange(queries, device=q.device).expand(batch, -1) if positions is None else positions
+        _require_equal(call, dense, out.detach().transpose(1, 2), own >= 0)
+        counts = own >= self._width + self._first
+        shares = 1.0 - (lse.double() - dense_lse.double()).exp()
+        share = _by_kv_head(shares.where(counts[:, None], 0.0), self._module).sum((0, 2)).cpu()
+        return streaming - dense, share, counts
+
+
+def _by_kv_head(values: Tensor, module: LocalizedModule) -> Float[Tensor, "batch kv_heads queries"]:
+    """Return the sum of values `(batch, heads, queries)` over the query heads of each key/value head."""
+    batch, _, queries = values.shape
+    return values.reshape(batch, module.num_kv_heads, -1, queries).sum(2)
+
+
+def _require_equal(call: AttentionCall, computed: Tensor, own: Tensor, is_real: Tensor) -> None:
+    """Raise `InputError` if attention as headwise states it is not what the model computes."""
+    error = (computed - own).abs().amax(-1).where(is_real[:, None], 0.0).max()
+    precision = torch.finfo(own.dtype).eps
+    if call.implementation == "eager":  # which computes the softmax in float32 in many models, whatever their dtype
+        precision = max(precision, torch.finfo(torch.float32).eps)
+    if not float(error) <= precision**0.5 * float(own.abs().max()):
+        expected = f"softmax attention with the options of its call in {call.path}"
+        raise InputError("model", expected=expected, got=f"another output, by {float(error):.2g}")
+
+
+def measure_effects(
+    model: nn.Module, modules: Sequence[LocalizedModule], width: int, first: int, batches: Sequence[dict[str, Any]],
+    loss: Loss,
+) -> dict[str, WindowEffects]:  # fmt: skip
+    """Run a model forwards and backwards on batches, and return the effects in each module, by path."""
+    reader = PositionReader()
+    effects = {module.module: WindowEffects(module, width, first, reader) for module in modules}
+    bar = progress_bar("window effects", len(batches), "batches")
+    with without_parameter_gradients(model), torch.enable_grad(), answered(model, effects), bar as progress:
+        for batch in progress.track(batches, step=1):
+            with _checkpointed(model, list(effects)):
+                losses = loss_per_example(loss, model, batch)
+                if not losses.requires_grad:
+                    expected = "a differentiable function of the model's output"
+                    raise InputError("loss", expected=expected, got="a loss without a gradient")
+                for each in effects.values():
+                    each.is_recomputed = True
+                losses.nansum().backward()  # type: ignore[no-untyped-call]
+                for each in effects.values():
+                    each.is_recomputed = False
+    return effects
+
+
+@contextmanager
+def _checkpointed(model: nn.Module, sites: Sequence[str]) -> Iterator[None]:
+    """Let the layers around attention modules store only their inputs for the backward pass, and compute the rest again
+    (Chen et al. 2016, arXiv:1604.06174).
+    """
+    modules: Mapping[str, nn.Module] = dict(model.named_modules())
+    with ExitStack() as stack:
+        for path in dict.fromkeys(layer_of_site(modules, site, sites) for site in sites):
+            layer = modules[path]
+
+            def forward(*args: Any, _forward: Any = layer.forward, **kwargs: Any) -> Any:
+                return checkpoint.checkpoint(_forward, *args, use_reentrant=False, **kwargs)
+
+            stack.enter_context(swap_forward(layer, forward))
+        yield

@@ -39,39 +39,32 @@ class LocalizedModule:
     outside: tuple[float, ...] = ()
     scores: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.torch_dtype, torch.dtype):
+            raise ValueError(f"{self.dtype} is no dtype")
+
     def require_consistent(self) -> None:
         """Raise `InputError` unless values have their types and fit each other."""
         lists = [len(each) in (0, self.num_kv_heads) for each in (self.outside, self.scores)]
+        are_numbers = is_whole(self.num_heads, 1) and is_whole(self.num_kv_heads, 1)
+        is_multiple = are_numbers and self.num_heads % self.num_kv_heads == 0
+        are_heads = all(is_whole(head, 0) and head < self.num_kv_heads for head in self.streaming)
+        are_different = len(set(self.streaming)) == len(self.streaming)
         values = (
             (self.layer, is_whole(self.layer, 0), "a number of a layer"),
             (self.module, isinstance(self.module, str), "the path of a module"),
             (self.num_kv_heads, is_whole(self.num_kv_heads, 1), "a number of key/value heads"),
             (self.num_heads, is_whole(self.num_heads, 1), "a number of heads"),
-            (self.num_heads, not self._remainder, f"a multiple of {self.num_kv_heads} heads"),
+            (self.num_heads, is_multiple, f"a multiple of {self.num_kv_heads} heads"),
             (self.features_per_token, is_whole(self.features_per_token, 1), "a number of features"),
             (self.dtype, self.torch_dtype.is_floating_point, "a floating-point dtype"),
-            (
-                self.own_window,
-                self.own_window is None or is_whole(self.own_window, 1),
-                "a window, or null",
-            ),
-            (self.streaming, self._are_heads(self.streaming), f"different heads of {self.num_kv_heads}"),
+            (self.own_window, self.own_window is None or is_whole(self.own_window, 1), "a window, or null"),
+            (self.streaming, are_heads and are_different, f"different heads of {self.num_kv_heads}"),
             (self.streaming, not self.streaming or self.own_window is None, "no streaming heads in its window"),
             ("other lists", all(lists), f"{self.num_kv_heads} numbers in `outside` and `scores`"),
             ((*self.outside, *self.scores), all(map(is_number, (*self.outside, *self.scores))), "numbers"),
         )
         require_each("streaming", ((value, is_right, f"{text} for {self.module}") for value, is_right, text in values))
-
-    @property
-    def _remainder(self) -> int:
-        """Number of query heads that remain if the key/value heads are served equally."""
-        are_numbers = is_whole(self.num_heads, 1) and is_whole(self.num_kv_heads, 1)
-        return self.num_heads % self.num_kv_heads if are_numbers else 0
-
-    def _are_heads(self, heads: tuple[int, ...]) -> bool:
-        """Return True for different numbers of key/value heads."""
-        is_each = all(is_whole(head, 0) and head < self.num_kv_heads for head in heads)
-        return is_each and len(set(heads)) == len(heads)
 
     @property
     def full(self) -> tuple[int, ...]:

@@ -61,7 +61,15 @@ class StreamingAttention:
         for keys, kv_heads, mask in parts:
             if keys is not None:
                 query_heads = module.query_heads(kv_heads)
-                out[:, :, query_heads] = _attend(call, keys, query_heads, mask).transpose(1, 2)
+                attended = call.attend(
+                    call.q[:, query_heads],
+                    keys.keys,
+                    keys.values,
+                    query_heads,
+                    mask=None if keys.sees_all else mask,
+                    positions=keys.positions,
+                )
+                out[:, :, query_heads] = attended.transpose(1, 2)
         return out
 
     def forget_cache(self, *_: Any) -> None:
@@ -77,14 +85,6 @@ class StreamingAttention:
             for heads, sees_all in ((self._module.full, is_one), (self._module.streaming, False))
         )
         return (full if self._module.full else None), streaming
-
-
-def _attend(call: AttentionCall, keys: HeadKeys, heads: list[int], mask: Mask) -> Tensor:
-    """Return the attention of some query heads to their keys, `(batch, heads, queries, value_dim)`."""
-    out: Tensor = call.attend(
-        call.q[:, heads], keys.keys, keys.values, heads, mask=None if keys.sees_all else mask, positions=keys.positions
-    )
-    return out
 
 
 @contextmanager

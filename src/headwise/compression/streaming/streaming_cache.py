@@ -193,7 +193,8 @@ class StreamingStorage:
             self.keys, self.values = _joined(self.keys, keys[:, heads]), _joined(self.values, values[:, heads])
             full = HeadKeys(self.keys, self.values, positions, new == 1 and positions is None)
         heads = list(self.module.streaming)
-        slots = torch.cat([self._slot_positions(self._tokens - new), self._new_positions(new)], 1)
+        in_batch = torch.arange(self._tokens - new, self._tokens, device=self.device)
+        slots = torch.cat([self._slot_positions(self._tokens - new), self._relative(in_batch)], 1)
         keys = _joined(self.window_keys, keys[:, heads])
         values = _joined(self.window_values, values[:, heads])
         self.window_keys, self.window_values = self._trimmed(slots, keys), self._trimmed(slots, values)
@@ -219,10 +220,6 @@ class StreamingStorage:
             if not bool(((now == old) | ((old == before) & (now >= old))).all()):
                 raise InputError("attention_mask", expected="the same padding in each call", got="another")
         self._starts = starts
-
-    def _new_positions(self, new: int) -> Int[Tensor, "#batch new"]:
-        """Return the positions of the last `new` tokens."""
-        return self._relative(torch.arange(self._tokens - new, self._tokens, device=self.device))
 
     def _slot_positions(self, tokens: int) -> Int[Tensor, "#batch slots"]:
         """Return the position of each slot of a streaming head after so many tokens, -1 for padding and empty slots."""

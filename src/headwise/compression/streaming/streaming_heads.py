@@ -1,8 +1,9 @@
 """Streaming heads of a decoder: which key/value heads attend to the first tokens and a window only."""
 
 import json
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from headwise.checks import float_dtype, is_whole, require_module, whole_number
 from headwise.compression.streaming.localized_module import LocalizedModule
 from headwise.compression.streaming.streaming_attention import restricted
 from headwise.compression.streaming.streaming_cache import streaming_cache
-from headwise.compression.streaming.weight_samples import are_rounded, has_integers, weight_samples
 from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity, is_identity
 from headwise.runs.files import write_atomically
@@ -210,14 +210,14 @@ class StreamingHeads(JsonResult):
         for module in self.modules:
             if module.module not in paths:
                 raise InputError("model", expected=f"one with a module {module.module}", got=type(model).__name__)
-        if self.identity is not None and self.identity.is_other(identity_of(model)):
-            raise InputError("model", expected="the model of these streaming heads", got="one with other weights")
         samples = weight_samples(model, [module.module for module in self.modules])
         weight_dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
         is_packed = any(has_integers(model.get_submodule(module.module)) for module in self.modules)
-        if self.weights and len(samples) != len(self.weights) and not is_packed:
-            raise InputError("model", expected="the model of these streaming heads", got="one with other weights")
-        if not are_rounded(self.weights, samples, weight_dtypes | {module.torch_dtype for module in self.modules}):
+        is_other = self.identity is not None and self.identity.is_other(identity_of(model))
+        is_other |= bool(self.weights) and len(samples) != len(self.weights) and not is_packed
+        if is_other or not are_rounded(
+            self.weights, samples, weight_dtypes | {module.torch_dtype for module in self.modules}
+        ):
             raise InputError("model", expected="the model of these streaming heads", got="one with other weights")
 
     def __repr__(self) -> str:
@@ -264,27 +264,46 @@ class StreamingHeads(JsonResult):
         ]
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows)
 
-    def content(self) -> dict[str, Any]:
-        """Return the content as values that JSON can express."""
-        return asdict(self) | {"identity": None if self.identity is None else self.identity.as_json()}
-
-    @classmethod
-    def of_content(cls, content: dict[str, Any]) -> "StreamingHeads":
-        """Return the streaming heads that have this content."""
-        lists = ("streaming", "outside", "scores")
-        modules = tuple(
-            LocalizedModule(**{**module, **{name: tuple(module[name]) for name in lists}})
-            for module in content.pop("modules")
-        )
-        losses: dict[str, Any] = {name: tuple(content.pop(name)) for name in ("selection_losses", "losses")}
-        identity = content.pop("identity")
-        identity = None if identity is None else ModelIdentity(*identity)
-        weights = tuple(content.pop("weights"))
-        if not all(isinstance(module.torch_dtype, torch.dtype) for module in modules):
-            raise ValueError("an unknown dtype")
-        return cls(modules, **losses, **content, identity=identity, weights=weights)
-
 
 def _is_loss(value: Any) -> bool:
     """Return True for a number above 0."""
     return is_number(value, 0.0) and value > 0
+
+
+SAMPLES = 2
+"""Number of weights of each parameter."""
+
+
+def weight_samples(model: nn.Module, paths: Iterable[str]) -> tuple[float, ...]:
+    """Return some weights of each floating-point parameter of a model's modules, at positions that depend on the
+    parameters' sizes only.
+    """
+    samples: list[float] = []
+    for path in paths:
+        for weight in model.get_submodule(path).parameters():
+            if weight.is_floating_point() and weight.numel():
+                generator = torch.Generator().manual_seed(0)
+                positions = torch.randint(weight.numel(), (SAMPLES,), generator=generator)
+                samples += weight.detach().flatten()[positions.to(weight.device)].tolist()
+    return tuple(samples)
+
+
+def has_integers(module: nn.Module) -> bool:
+    """Return True if a module has weights that are whole numbers, as quantised ones are, as parameters or buffers."""
+    tensors = (*module.parameters(), *module.buffers())
+    return any(not each.is_floating_point() and each.dtype != torch.bool for each in tensors)
+
+
+def are_rounded(samples: Sequence[float], others: Sequence[float], dtypes: Iterable[torch.dtype]) -> bool:
+    """Return True if samples are those of the same weights in other dtypes, or if they cannot be compared, since there
+    are different numbers of them, as in a quantized model.
+    """
+    if len(samples) != len(others):
+        return True
+    infos = [torch.finfo(dtype) for dtype in dtypes]
+    relative = max(info.eps for info in infos)
+    absolute = max(info.smallest_normal * info.eps for info in infos)  # the smallest number that is not 0
+    return all(
+        abs(one - other) <= relative * max(abs(one), abs(other)) + absolute
+        for one, other in zip(samples, others, strict=True)
+    )

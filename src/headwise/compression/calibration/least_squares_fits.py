@@ -1,21 +1,182 @@
-"""Output projections that lack columns, fitted again with the damping that cross-validation chooses.
+"""Output projections that are fitted by least squares, from second moments of their inputs and targets.
 
-For each damping, the projection is fitted to all folds but one and judged on that one, for each fold (Stone 1974). The
-damping with the least error on the folds left out is taken.
+    x   input of the output projection: the outputs of all heads side by side, `(tokens, width)`
+    y   output that the projection shall have, `(tokens, out)`
+
+The weight of some columns S of x that minimises the mean of `|y - W x_S - b|^2` is `W = E[y x_S^T] E[x_S x_S^T]^-1`,
+with moments about the means if there is a bias. With a damping d, the minimised number has one more term,
+`d m |W - W_dense|^2`, where m is the mean square of the columns of x (ridge regression, Hoerl and Kennard 1970).
+
+All means are weighted means over tokens, see `derivatives`.
+
+The damping is chosen by cross-validation: for each damping, the projection is fitted to all folds but one and judged on
+that one, for each fold (Stone 1974). The damping with the least error on the folds left out is taken.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.compression.calibration.folds import FoldedMoments
-from headwise.compression.calibration.output_moments import Fit, OutputMoments
+from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
 DAMPINGS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 """Dampings among which cross-validation chooses. The largest one leaves weights nearly as they are."""
+
+ROUNDING = 1e-12
+"""Part of a sum of squares below which the sum about the mean is rounding of float64."""
+
+
+class Fit(NamedTuple):
+    """Output projection that is fitted to targets.
+
+    Attributes:
+        weight: weight of the columns that remain.
+        bias: the bias; 0 if the projection has none.
+        inverse: inverse of the damped mean of x x^T over these columns.
+    """
+
+    weight: Float[Tensor, "out kept"]
+    bias: Float[Tensor, " out"]
+    inverse: Float[Tensor, "kept kept"]
+
+
+@dataclass
+class OutputMoments:
+    """Weighted sums over tokens of x, y and their products, in float64.
+
+    Attributes:
+        tokens: number of tokens.
+        mass: sum of the weights of the tokens.
+        x: sum of x.
+        y: sum of y.
+        xx: sum of x x^T.
+        yx: sum of y x^T.
+        yy: sum of |y|^2.
+    """
+
+    tokens: int
+    mass: float
+    x: Float[Tensor, " width"]
+    y: Float[Tensor, " out"]
+    xx: Float[Tensor, "width width"]
+    yx: Float[Tensor, "out width"]
+    yy: float
+
+    @staticmethod
+    def of(
+        x: Float[Tensor, "tokens width"],
+        y: Float[Tensor, "tokens out"],
+        weights: Float[Tensor, " tokens"] | None = None,
+    ) -> "OutputMoments":
+        """Return the sums over some tokens. Each token has the weight 1 by default."""
+        x, y = x.double(), y.double()
+        weights = x.new_ones(len(x)) if weights is None else weights.double()
+        weighted = weights[:, None] * x
+        squares = float(weights @ y.square().sum(1))
+        mass = float(weights.sum())
+        return OutputMoments(len(x), mass, weighted.sum(0), weights @ y, weighted.mT @ x, y.mT @ weighted, squares)
+
+    def __add__(self, other: "OutputMoments") -> "OutputMoments":
+        sums = (getattr(self, name) + getattr(other, name) for name in ("tokens", "mass", "x", "y", "xx", "yx", "yy"))
+        return OutputMoments(*sums)
+
+    def about_mean(self) -> "OutputMoments":
+        """Return the moments about the means of x and y, for a projection with a bias."""
+        x, y = self.x / self.mass, self.y / self.mass
+        xx = self.xx - self.mass * torch.outer(x, x)
+        yx = self.yx - self.mass * torch.outer(y, x)
+        yy = self.yy - self.mass * float(y.square().sum())
+        if float(xx.trace()) <= ROUNDING * float(self.xx.trace()):
+            xx, yx = torch.zeros_like(xx), torch.zeros_like(yx)
+        return OutputMoments(self.tokens, self.mass, self.x, self.y, xx, yx, yy if yy > ROUNDING * self.yy else 0.0)
+
+    def damped(self, damping: float) -> Float[Tensor, "width width"]:
+        """Return the mean of x x^T, with a part of its mean diagonal added to the diagonal; the identity if x is 0."""
+        mean = self.xx / self.mass
+        added = damping * mean.diagonal().mean() if bool(mean.any()) else 1.0
+        return mean + added * torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
+
+    def fits(
+        self, weight: Float[Tensor, "out width"], kept: Int[Tensor, " kept"], has_bias: bool, dampings: Sequence[float]
+    ) -> Iterator["Fit"]:
+        """Yield the fit of the targets by an output projection whose input columns `kept` remain, for each damping. The
+        damping draws the weight to the dense one, so that columns without data keep theirs.
+
+        Args:
+            weight: weight of the dense projection.
+            kept: remaining columns.
+            has_bias: True if the projection has a bias, which is fitted too; otherwise the bias is 0.
+            dampings: strengths of the damping.
+        """
+        centred = self.about_mean() if has_bias else self
+        dense = weight.double()[:, kept]
+        missing = (centred.yx[:, kept] - dense @ centred.xx[kept][:, kept]) / self.mass
+        for damping in dampings:
+            inverse = torch.linalg.inv(centred.damped(damping)[kept][:, kept])
+            fitted = dense + missing @ inverse
+            bias = (self.y - fitted @ self.x[kept]) / self.mass
+            yield Fit(fitted, bias if has_bias else torch.zeros_like(bias), inverse)
+
+    def error(
+        self, weight: Float[Tensor, "out kept"], bias: Float[Tensor, " out"], kept: Int[Tensor, " kept"]
+    ) -> float:
+        """Return the sum over tokens of `|y - W x - b|^2`, for some columns of x."""
+        x, xx = self.x[kept], self.xx[kept][:, kept]
+        about_bias = self.yy - 2 * bias @ self.y + self.mass * bias @ bias
+        of_weight = (weight @ xx - 2 * (self.yx[:, kept] - torch.outer(bias, x))) * weight
+        return float(about_bias + of_weight.sum())
+
+
+class FoldedMoments:
+    """Moments of an output projection in each fold.
+
+    Args:
+        path: path of the projection, for errors.
+
+    Attributes:
+        folds: moments by fold.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.folds: dict[int, OutputMoments] = {}
+        self._path = path
+
+    def add(self, fold: int, moments: OutputMoments) -> None:
+        """Add moments to those of a fold."""
+        if moments.mass:
+            self.folds[fold] = self.folds[fold] + moments if fold in self.folds else moments
+
+    def checked(self) -> "FoldedMoments":
+        """Return these moments.
+
+        Raises:
+            InputError: the projection ran on no data, on padding alone or in one fold alone, or on numbers that are NaN
+                or infinite.
+        """
+        expected = f"texts for which inputs and outputs of {self._path} are finite numbers"
+        if not self.folds:
+            raise InputError("calibration", expected=expected, got="padding alone")
+        if any(not bool(each.xx.isfinite().all() and each.yx.isfinite().all()) for each in self.folds.values()):
+            raise InputError("calibration", expected=expected, got="NaN or infinity")
+        if len(self.folds) == 1:
+            expected = f"at least 2 sequences or batches on which {self._path} runs"
+            raise InputError("calibration", expected=expected, got="1", remedy="use more batches")
+        return self
+
+    @property
+    def total(self) -> OutputMoments:
+        """Moments of all folds."""
+        return reduce(add, self.folds.values())
+
+    def without(self, fold: int) -> OutputMoments:
+        """Return the moments of all folds but one."""
+        return reduce(add, (moments for number, moments in self.folds.items() if number != fold))
 
 
 def reconstructed(
@@ -149,14 +310,8 @@ def unfitted_removals(
     has_bias: bool,
 ) -> list[BlockRemoval]:
     """Return for each block of columns what happens if it is removed in addition to the columns `removed`, and nothing
-    is fitted.
-
-    Args:
-        moments: of all columns, with the targets.
-        weight: weight of the dense projection.
-        blocks: columns of each block, none of them removed.
-        removed: columns that were removed before.
-        has_bias: True if the projection has a bias; errors are then in units of the targets' variance.
+    is fitted. The arguments are those of `fitted_removals`; if there is a bias, errors are in units of the targets'
+    variance.
     """
     weight, total = weight.double(), moments.total
     residual = weight[:, removed] @ total.xx[removed]

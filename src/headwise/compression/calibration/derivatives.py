@@ -1,0 +1,222 @@
+"""Derivatives with respect to output projections: of what a model returns, and of a loss.
+
+Weights of tokens are the effect that a change of an attention module's output at a token has on what the model returns.
+A sum of squares over tokens in which all count equally hides an error that everything depends on. In most decoders,
+all later tokens attend to the first one, and its state is formed in the first layers: there a small error at the first
+token of a text changes the outputs at all others. A token's weight in the fit of an output projection, and in scores by
+least squares, is therefore the mean squared derivative of the model's output with respect to the module's output there:
+
+    w_t = E |d (u . f) / d y_t|^2
+
+y_t is the output of the projection at token t, and f is what the model returns, at all tokens except padding. The
+expectation is over directions u of random signs; for logits, they are multiplied by a square root of the Fisher matrix
+of the predicted distribution. To second order, the weighted squared error is then that of the model's output, or twice
+the Kullback-Leibler divergence from the dense model, if errors at different tokens and in different directions of y do
+not depend on each other.
+
+One direction for each batch is drawn, with a fixed seed: the weights cost one backward pass for each batch. They need
+no labels, and no loss.
+"""
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.losses import Loss, loss_per_example, require_loss
+from headwise.compression.calibration.recording import (
+    padding_mask,
+    projection_slopes,
+    stated_padding,
+    with_slopes,
+)
+from headwise.data.batches import call_model, copied, count_sequences_and_tokens, floating_tensors
+from headwise.errors import InputError
+from headwise.intercept.module_calls import module_calls
+from headwise.progress import progress_bar
+from headwise.shapes import Bool, Float
+
+TokenWeights = list[list[Tensor]]
+"""Weights `(tokens,)` of the tokens of each sequence of each batch, in the order of `projection_inputs`."""
+
+
+def token_weights(
+    model: nn.Module, paths: Collection[str], batches: Sequence[dict[str, Any]]
+) -> dict[str, TokenWeights | None]:
+    """Return the weights of tokens for the output projections at some paths, by path; None for weights of 1, if the
+    model's output does not depend on the projection.
+
+    Warns:
+        UserWarning: the model's output has no derivatives, so that all tokens have the weight 1.
+    """
+    weights: dict[str, TokenWeights] = {path: [] for path in paths}
+    with progress_bar("weights of tokens", len(batches), "batches") as bar:
+        for batch in bar.track(batches, step=1):
+            slopes_of_batch = projection_slopes(model, paths, batch)
+            with torch.enable_grad(), without_parameter_gradients(model), slopes_of_batch as slopes:
+                problem = _backward(call_model(model, copied(batch)), batch)
+            if problem:
+                reason = f"the output of {type(model).__name__} has no derivatives: {problem}"
+                warnings.warn(f"all tokens have the same weight in scores and fits, because {reason}", stacklevel=2)
+                return dict.fromkeys(paths)
+            for path, calls in slopes.items():
+                weights[path].append([x.double().square().sum(-1) for call in calls for _, x in call])
+    return {path: own if _are_usable(own) else None for path, own in weights.items()}
+
+
+def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tensor) -> Tensor | None:
+    """Return the weights of the tokens of one recorded sequence of a batch; None for weights of 1.
+
+    Raises:
+        InputError: the projection has other tokens than in the backward pass.
+    """
+    if weights is None:
+        return None
+    own = weights[batch]
+    if sequence >= len(own) or len(own[sequence]) != len(x):
+        got = "another number with derivatives than without"
+        raise InputError("model", expected="output projections with the same number of tokens", got=got)
+    return own[sequence]
+
+
+def _backward(output: Any, batch: Mapping[str, Any]) -> str:
+    """Compute the derivatives of a random direction of a model's output, and return why it has none; otherwise ""."""
+    logits, hidden = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
+    tensors = [tensor for tensor in floating_tensors([logits, hidden, output]) if tensor.requires_grad]
+    if not tensors:
+        return "no tensor of it requires a gradient"
+    compared = tensors[0]
+    direction = _direction(compared.detach(), is_logits=compared is logits and compared.ndim == 3)
+    mask = stated_padding(compared.shape[:2], batch) if compared.ndim == 3 else None
+    if mask is not None:
+        direction = direction * mask[..., None].to(direction)
+    try:
+        compared.backward(direction.to(compared))  # type: ignore[no-untyped-call]
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _direction(output: Float[Tensor, "..."], *, is_logits: bool) -> Float[Tensor, "..."]:
+    """Return a direction of random signs. For the logits of a distribution p, it is multiplied by the matrix
+    `B = diag(sqrt p) - p sqrt(p)^T`, so that `B B^T = diag(p) - p p^T` is the Fisher matrix of the logits.
+    """
+    signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    direction = signs.to(output).mul_(2).sub_(1)
+    if not is_logits or output.shape[-1] == 1:
+        return direction
+    probabilities = output.softmax(-1)
+    rooted = probabilities.sqrt() * direction
+    return rooted - probabilities * rooted.sum(-1, keepdim=True)
+
+
+def _are_usable(weights: TokenWeights) -> bool:
+    """Return True if weights are finite, and some are not 0."""
+    flat = [own for of_batch in weights for own in of_batch]
+    return bool(flat) and all(bool(own.isfinite().all()) for own in flat) and any(bool(own.any()) for own in flat)
+
+
+@dataclass
+class WeightGradients:
+    """Derivatives of the loss of each sequence with respect to the weight and the bias of an output projection.
+
+    Attributes:
+        weight: derivatives with respect to the weight, `(sequences, out, width)`.
+        bias: derivatives with respect to the bias, or to one that the projection could have, `(sequences, out)`.
+    """
+
+    weight: Float[Tensor, "sequences out width"]
+    bias: Float[Tensor, "sequences out"]
+
+    def __add__(self, other: "WeightGradients") -> "WeightGradients":
+        return WeightGradients(self.weight + other.weight, self.bias + other.bias)
+
+    def effects(
+        self,
+        chosen: Bool[Tensor, " sequences"],
+        left: Float[Tensor, "out block"],
+        right: Float[Tensor, "block width"],
+        centre: Float[Tensor, " width"],
+    ) -> Float[Tensor, " chosen"]:
+        """Return the change of the loss of each chosen sequence, to first order, if the weight changes by
+        `left @ right`, and the bias such that outputs of the input `centre` stay the same.
+        """
+        left, right, centre = (each.to(self.weight) for each in (left, right, centre))
+        weight = torch.einsum("sow,ob,bw->s", self.weight[chosen], left, right)
+        return weight - torch.einsum("so,ob,b->s", self.bias[chosen], left, right @ centre)
+
+
+def require_slope(loss: Any) -> None:
+    """Raise `InputError` if a loss is no loss, or a distance from the unchanged model, where its derivatives are 0."""
+    require_loss(loss)
+    if hasattr(loss, "prepare"):
+        expected = "a loss whose derivatives in the unchanged model are not 0, such as hw.next_token_loss"
+        raise InputError("loss", expected=expected, got=f"the distance {type(loss).__name__}")
+
+
+def weight_gradients(
+    model: nn.Module, paths: Collection[str], batches: Sequence[dict[str, Any]], loss: Loss
+) -> dict[str, WeightGradients]:
+    """Return the derivatives of the loss of each sequence with respect to the output projections at some paths, by
+    path.
+
+    Raises:
+        InputError: the inputs of a projection are not `(sequences, tokens, width)`, or the loss does not depend on it.
+    """
+    with progress_bar("gradients", len(batches), "batches") as bar:
+        parts = [_of_batch(model, paths, batch, loss) for batch in bar.track(batches, step=1)]
+    return {
+        path: WeightGradients(
+            *(torch.cat([getattr(part[path], kind) for part in parts]) for kind in ("weight", "bias"))
+        )
+        for path in paths
+    }
+
+
+def _of_batch(
+    model: nn.Module, paths: Collection[str], batch: dict[str, Any], loss: Loss
+) -> dict[str, WeightGradients]:
+    """Return the derivatives of the loss of each sequence of one batch."""
+    sums: dict[str, WeightGradients] = {}
+    sequences = count_sequences_and_tokens(batch)[0]
+
+    def record(path: str, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+        inputs = arguments[0].detach()
+        if inputs.ndim != 3 or len(inputs) != sequences:
+            expected = f"inputs of shape ({sequences}, tokens, width) for {path}"
+            raise InputError("model", expected=expected, got=tuple(inputs.shape), remedy="leave out the loss")
+        mask = padding_mask(inputs, batch)
+        counted = inputs.new_ones(1) if mask is None else mask[..., None].to(inputs)
+
+        def add(slopes: Tensor) -> None:
+            slopes = slopes * counted
+            added = WeightGradients(torch.einsum("sto,stw->sow", slopes, inputs), slopes.sum(1))
+            sums[path] = sums[path] + added if path in sums else added
+
+        return with_slopes(output, add)
+
+    calls = module_calls({path: model.get_submodule(path) for path in paths}, record)
+    with torch.enable_grad(), without_parameter_gradients(model), calls:
+        losses = loss_per_example(loss, model, batch)
+        losses.nansum().backward()  # type: ignore[no-untyped-call]
+    missing = [path for path in paths if path not in sums]
+    if missing:
+        raise InputError("loss", expected="a loss that depends on all attention modules", got=f"none of {missing[0]}")
+    return sums
+
+
+@contextmanager
+def without_parameter_gradients(model: nn.Module) -> Iterator[None]:
+    """Let no parameter of a model require a gradient while the context is open."""
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in learned:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in learned:
+            parameter.requires_grad_(True)
