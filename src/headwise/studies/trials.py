@@ -284,8 +284,8 @@ class TrialStore:
         errors: list[BaseException] = []
 
         def claim_and_run(trial: "optuna.Trial") -> float:
-            """Run the training `key`, the argument of the enclosing method, as an Optuna trial, and return its loss, or
-            NaN if another process claims this training, or if it raises an error; Optuna marks such trials as failed.
+            """Run the training `key`, the argument of the enclosing method, as an Optuna trial, and return its loss; or
+            NaN if another process claims this training, so that Optuna marks the trial as failed.
             """
             nonlocal gave_up
             trial.set_user_attr(KEY, key.name)
@@ -299,7 +299,7 @@ class TrialStore:
                 raise
             except (Exception, KeyboardInterrupt) as error:
                 errors.append(error)
-                return math.nan
+                raise
             return loss
 
         with quiet():
@@ -308,8 +308,8 @@ class TrialStore:
                 study.sampler = samplers.TPESampler(seed=seed + key.number, n_startup_trials=1)
             else:
                 study.sampler = samplers.PartialFixedSampler({"rate": rate}, samplers.RandomSampler(seed=seed))
-            # Optuna raises either error if another process considered this one dead and failed its trial.
-            with suppress(exceptions.UpdateFinishedTrialError, ValueError):
+            # Optuna raises one of these errors if another process considered this one dead and failed its trial.
+            with suppress(exceptions.UpdateFinishedTrialError, ValueError, AssertionError):
                 study.optimize(claim_and_run, n_trials=1)
         if errors:
             raise errors[0]
