@@ -305,31 +305,19 @@ def test_an_unusable_database_is_refused_after_several_attempts(kind, tmp_path, 
 # -- claims -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def pauses(monkeypatch):
-    """Lengths of the pauses after lost claims, which are left out."""
-    lengths = []
-    clock = SimpleNamespace(time=time.time, sleep=lengths.append)
-    monkeypatch.setattr(trials, "time", clock)
-    return lengths
-
-
-def test_a_trial_that_another_process_claimed_is_not_run(store, tmp_path, pauses):
+def test_a_trial_that_another_process_claimed_is_not_run(store, tmp_path):
     rival = optuna_study(tmp_path).ask()
     rival.set_user_attr("key", "search 0")
     store.run_trial(FIRST, must_not_run, 0)
     assert (claimed(store), store.running(), store.finished()) == ({FIRST}, {FIRST}, [])
     assert [trial.state.name for trial in optuna_study(tmp_path).trials] == ["RUNNING", "FAIL"]
-    assert len(pauses) == 1
     numbers = []
     store.run_trial(SECOND, lambda _trial, rate: numbers.append(1) or (rate, {}), 0)
     assert numbers == [1]
     optuna_study(tmp_path).tell(rival.number, state=optuna.trial.TrialState.FAIL)
     store.run_trial(FIRST, lambda _trial, rate: numbers.append(0) or (rate, {}), 0)
     assert numbers == [1, 0]
-    assert len(pauses) == 1
     store.run_trial(FIRST, must_not_run, 0)  # a finished trial is claimed as well
-    assert len(pauses) == 2
 
 
 def before_naming(monkeypatch, action):
@@ -344,46 +332,55 @@ def before_naming(monkeypatch, action):
     monkeypatch.setattr(optuna.Trial, "set_user_attr", after_the_action)
 
 
-def test_a_trial_that_is_named_late_is_given_up_although_it_was_added_first(store, tmp_path, pauses, monkeypatch):
+def test_a_trial_that_is_named_late_is_given_up_although_it_was_added_first(store, tmp_path, monkeypatch):
     runs, rival = [], open_store(tmp_path)
     before_naming(monkeypatch, lambda: rival.run_trial(FIRST, lambda _trial, rate: runs.append(1) or (rate, {}), 0))
     store.run_trial(FIRST, must_not_run, 0)
-    assert (runs, len(pauses)) == ([1], 1)
+    assert runs == [1]
     assert [trial.state.name for trial in optuna_study(tmp_path).trials] == ["FAIL", "COMPLETE"]
 
 
-def test_two_claims_at_the_same_moment_are_both_given_up_and_repeated_after_a_pause(
-    store, tmp_path, pauses, monkeypatch
-):
-    """The rival adds and names its trial, and looks for others only when the other process has named its trial."""
+def test_of_two_claims_at_the_same_moment_the_first_counts(store, tmp_path):
+    """The rival adds its trial first, and looks for others when the other process has given its trial up."""
     rival = open_store(tmp_path)
-    look, looks = rival._living, []
+    look = rival._living
 
     def look_late():
-        if not looks:
-            looks.append(store.run_trial(FIRST, must_not_run, 0))
+        rival._living = look
+        store.run_trial(FIRST, must_not_run, 0)
         return look()
 
     rival._living = look_late
-    # The first claim is given up before the rival looks, so the rival sees a failed trial and runs its own.
     rival.run_trial(FIRST, loss_is_rate, 0)
     assert [trial.state.name for trial in optuna_study(tmp_path).trials] == ["COMPLETE", "FAIL"]
 
-    def claims_as_well():
-        other = optuna_study(tmp_path).ask()
-        other.set_user_attr("key", "search 1")
-        others.append(other.number)
 
-    others = []
-    before_naming(monkeypatch, claims_as_well)
-    store.run_trial(SECOND, must_not_run, 0)
-    optuna_study(tmp_path).tell(others[0], state=optuna.trial.TrialState.FAIL)
-    assert claimed(store) == {FIRST}
-    store.run_trial(SECOND, loss_is_rate, 0)
-    assert claimed(store) == {FIRST, SECOND}
-    assert len(pauses) == 2
-    assert all(0.0 <= pause <= trials.MAX_PAUSE for pause in pauses)
-    assert pauses[0] != pauses[1]
+@pytest.mark.parametrize("end", ["begins", "gives up"])
+def test_a_later_claim_that_is_undecided_is_waited_for(end, store, tmp_path, monkeypatch):
+    """A later claim begins if its process looked for others before the earlier claim was named."""
+    study, sleeps = optuna_study(tmp_path), []
+    before_naming(monkeypatch, lambda: later.append(study.ask()))
+
+    def sleep(seconds):
+        sleeps.append(seconds)
+        if end == "begins":
+            later[0].suggest_float("rate", *RATES, log=True)
+        else:
+            study.tell(later[0], state=optuna.trial.TrialState.FAIL)
+
+    later, look = [], store._living
+    monkeypatch.setattr(trials, "time", SimpleNamespace(time=time.time, sleep=sleep))
+
+    def look_late():
+        later[0].set_user_attr("key", "search 0")
+        store._living = look
+        return look()
+
+    store._living = look_late
+    store.run_trial(FIRST, must_not_run if end == "begins" else loss_is_rate, 0)
+    states = ["FAIL", "RUNNING"] if end == "begins" else ["COMPLETE", "FAIL"]
+    assert [trial.state.name for trial in optuna_study(tmp_path).trials] == states
+    assert len(sleeps) == 1
 
 
 def test_a_trial_without_a_name_hinders_no_other(store, tmp_path):

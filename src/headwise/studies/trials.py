@@ -2,14 +2,13 @@
 
 Optuna stores the trials, searches learning rates, stops unpromising trials early, and detects trials whose process
 died. Processes on one machine or many divide the trials of a study without a coordinator. A process that wants to run a
-trial adds an Optuna trial and writes the trial's name to it. It gives the trial up if another Optuna trial of this name
-is running or has finished. Because each process writes the name before it looks for others, no two processes run the
-same trial. Two processes that write a name at the same moment may both give up; each tries again after a random pause.
+trial adds an Optuna trial, writes the trial's name to it, and then looks for other Optuna trials of this name. The
+process gives its trial up if another one has begun or has finished, or has a lower number. Because each process writes
+the name before it looks, no two processes run the same trial.
 """
 
 import logging
 import math
-import random
 import time
 import uuid
 import warnings
@@ -33,9 +32,6 @@ LOCK_TIMEOUT = 60.0
 
 ATTEMPTS = 5
 """Number of attempts to open a database: of several processes that create its tables at once, all but one fail."""
-
-MAX_PAUSE = 0.5
-"""Longest pause, in seconds, of a process that gave up a trial because another process claimed it as well."""
 
 SESSION_INTERVAL = 1.0
 """Least seconds between two writes of this process's working time to the database."""
@@ -210,7 +206,8 @@ class TrialStore:
         life in the last 10 seconds and did not record that they have stopped.
         """
         now = time.time()
-        return max(1, sum(len(session) == 2 and now - session[1] < 2 * HEARTBEAT for session in self._sessions()))
+        active = [session for session in self._sessions() if len(session) == 2 and now - session[1] < 2 * HEARTBEAT]
+        return max(1, len(active))
 
     def _sessions(self) -> list[Any]:
         """Return the working time of each process: `[start, last sign of life]`, followed by "left" if the process has
@@ -280,18 +277,21 @@ class TrialStore:
             rate = math.exp(low + (high - low) * SPREAD[key.number])
         else:
             rate = None
-        gave_up = False
+        study = self._studies[key.setting]
         errors: list[BaseException] = []
 
         def claim_and_run(trial: "optuna.Trial") -> float:
             """Run the training `key`, the argument of the enclosing method, as an Optuna trial, and return its loss; or
             NaN if another process claims this training, so that Optuna marks the trial as failed.
             """
-            nonlocal gave_up
             trial.set_user_attr(KEY, key.name)
-            if any(other_key == key and other.number != trial.number for other_key, other in self._living()):
-                gave_up = True
-                return math.nan
+            while others := [
+                other for other_key, other in self._living() if other_key == key and other.number != trial.number
+            ]:
+                if any(other.params or other.number < trial.number for other in others):
+                    return math.nan
+                time.sleep(0.05)  # the others give up, unless they looked before this process wrote the name
+                self._optuna.storages.fail_stale_trials(study)
             try:
                 loss, measured = objective(trial, trial.suggest_float("rate", *self.rates, log=True))
                 trial.set_user_attr("measured", measured)
@@ -303,7 +303,6 @@ class TrialStore:
             return loss
 
         with quiet():
-            study = self._studies[key.setting]
             if rate is None:
                 study.sampler = samplers.TPESampler(seed=seed + key.number, n_startup_trials=1)
             else:
@@ -313,8 +312,6 @@ class TrialStore:
                 study.optimize(claim_and_run, n_trials=1)
         if errors:
             raise errors[0]
-        if gave_up:
-            time.sleep(random.SystemRandom().uniform(0.0, MAX_PAUSE))
 
     def _living(self) -> Iterator[tuple[TrialKey, Any]]:
         """Yield the key and the Optuna trial of each trial that is running, complete or was stopped early, in the order
