@@ -15,7 +15,7 @@ import tiny
 from headwise.data.batches import call_model
 from headwise.progress import progress_bar
 from headwise.runs.data_pass import tokenize
-from headwise.studies.study_progress import study_progress
+from headwise.studies.study import study_progress
 from profile_runs import texts
 
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -195,8 +195,7 @@ def test_texts_are_tokenized_once_if_model_and_tokenizer_have_the_same_limit():
 @pytest.mark.parametrize("budget", [hw.StudyBudget(60.0), hw.StudyBudget(tokens=7, trials=13, seeds=2)])
 def test_the_bar_of_a_finished_study_is_full(budget, capsys):
     """The last trainings end before the time limit, because no other one fits into it."""
-    sessions = SimpleNamespace(seconds_spent=lambda: 57.3)
-    store = SimpleNamespace(settings=range(3), sessions=sessions, finished=lambda: range(41))
+    store = SimpleNamespace(settings=range(3), seconds_spent=lambda: 57.3, finished=lambda: range(41))
     with study_progress(store, budget, shown=True) as update:
         update()
     expected = "60/60 s" if budget.seconds else "45/45 trainings"

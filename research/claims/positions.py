@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.studies.model import WEIGHT_STD, Transformer
-from headwise.studies.model_shape import ModelShape
+from headwise.studies.model import WEIGHT_STD, ModelShape, Transformer
 from headwise.studies.space import Setting
 
 SCHEMES = ("none", "learned", "rotary", "spread")

@@ -20,7 +20,7 @@ from torch import nn
 
 import headwise as hw
 from headwise.analysis.losses import Loss
-from headwise.studies.model_shape import ModelShape
+from headwise.studies.model import ModelShape
 from headwise.studies.space import Setting
 from research.claims import generated_tasks
 from research.claims.corpora import CORPORA, Batches, Corpus

@@ -149,7 +149,6 @@ from headwise.nn.options import QKNorm as QKNorm
 from headwise.nn.options import Scores as Scores
 from headwise.statistics.weight_capture import WeightCapture as WeightCapture
 from headwise.studies.budget import StudyBudget as StudyBudget
-from headwise.studies.optuna_storage import OptunaOptions as OptunaOptions
 from headwise.studies.space import Setting as Setting
 from headwise.studies.space import Space as Space
 from headwise.studies.study import study as study
@@ -157,6 +156,7 @@ from headwise.studies.study_result import Study as Study
 from headwise.studies.text_options import TextOptions as TextOptions
 from headwise.studies.text_study import study_texts as study_texts
 from headwise.studies.training import Recipe as Recipe
+from headwise.studies.trials import OptunaOptions as OptunaOptions
 
 __version__: str
 __all__: list[str]

@@ -14,7 +14,7 @@ import pytest
 import headwise as hw
 from command_lines import replacing
 from headwise.cli import app as cli
-from headwise.studies import optuna_storage, study_result, text_study
+from headwise.studies import study_result, text_study, trials
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "slept", "day"]
 SIZES = ("--heads", "1,2", "--params", "20k", "--embed-dim", 16, "--layers", 1, "--context", 16, "--vocabulary", 300)
@@ -100,8 +100,8 @@ def test_study_writes_table_plot_database_and_models(finished_study):
 @pytest.mark.usefixtures("as_user")
 def test_a_finished_study_prints_the_same_again_without_training(finished_study, texts, monkeypatch):
     out, printed, _ = finished_study
-    monkeypatch.setattr("headwise.studies.objective.train", None)
-    monkeypatch.setattr("headwise.studies.plan.train", None)
+    monkeypatch.setattr("headwise.studies.definition.train", None)
+    monkeypatch.setattr("headwise.studies.scheduler.train", None)
     before = {path: path.read_bytes() for path in (out / "models").rglob("*") if path.is_file()}
     again = call("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
     assert again[:2] == (0, printed)
@@ -176,7 +176,7 @@ def test_a_time_limit_and_the_tokenizer_of_another_model(finished_study, texts, 
 
 @pytest.mark.usefixtures("as_user")
 def test_a_time_limit_that_ends_before_the_first_training_leaves_an_empty_table(texts, tmp_path, monkeypatch):
-    def no_training(definition, *_arguments, title, baseline, left_out):
+    def no_training(definition, _budget, *, title, baseline, left_out, **_options):
         parameters = {setting.name: 20_000 for setting in definition.settings}
         metadata = {"model": {"name": title}, "left_out": left_out, "steps": 20}
         return study_result.collect_results((), definition.settings, parameters, metadata, 2, baseline)
@@ -293,7 +293,7 @@ def test_a_time_limit_that_is_too_short_is_refused(texts, tmp_path):
 
 @pytest.mark.usefixtures("as_user")
 def test_an_unusable_database_is_refused(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(optuna_storage.time, "sleep", lambda _seconds: None)
+    monkeypatch.setattr(trials.time, "sleep", lambda _seconds: None)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "study.db").write_bytes(b"not a database, and longer than the header of one: " * 9)
     status, out, err = call("study", "--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, *SHORT)

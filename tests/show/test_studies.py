@@ -8,7 +8,7 @@ from rich.console import Console
 import headwise as hw
 from headwise.show.studies import print_study
 from headwise.studies.study_result import collect_results
-from headwise.studies.trial_store import FinishedTrial, TrialKey
+from headwise.studies.trials import FinishedTrial, TrialKey
 
 ONE, TWO, FOUR, SHARED = hw.Setting(1, 16, 1), hw.Setting(2, 8, 2), hw.Setting(4, 4, 4), hw.Setting(4, 4, 2)
 

@@ -11,7 +11,7 @@ import headwise as hw
 from headwise.runs.rows import MeanEstimate
 from headwise.studies.conclusions import dominates, significant_difference
 from headwise.studies.study_result import SettingRow, collect_results
-from headwise.studies.trial_store import FinishedTrial, TrialKey
+from headwise.studies.trials import FinishedTrial, TrialKey
 
 pytestmark = pytest.mark.usefixtures("as_user")
 

@@ -9,10 +9,8 @@ import torch
 
 import headwise as hw
 import tiny
-from headwise.studies.classification import accuracy, class_loss
-from headwise.studies.corpus import MAX_HELD_OUT, make_corpus
+from headwise.studies.corpus import MAX_HELD_OUT, accuracy, class_loss, make_corpus, train_tokenizer
 from headwise.studies.text_options import TextOptions
-from headwise.studies.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("as_user")
 

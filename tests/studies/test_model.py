@@ -13,8 +13,7 @@ import tiny
 from headwise.attention.caches.growing import DynamicCache
 from headwise.studies import export
 from headwise.studies.export import as_transformers, save_model
-from headwise.studies.model import Transformer
-from headwise.studies.model_shape import ModelShape
+from headwise.studies.model import ModelShape, Transformer
 
 pytestmark = pytest.mark.usefixtures("as_user")
 

@@ -15,7 +15,7 @@ from torch import nn
 import headwise as hw
 from headwise.analysis.losses import loss_per_example
 from headwise.studies import budget as budget_module
-from headwise.studies import objective, optuna_storage, plan, scheduler, sessions, training, trial_store
+from headwise.studies import definition, scheduler, training, trials
 from headwise.studies.study import split_batches
 
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -103,7 +103,7 @@ def study(space=(ONE, TWO), data=None, seconds=None, steps=STEPS, trials=TRIALS,
 def study_in_memory(*arguments, **options):
     """A study whose trials are in memory instead of a database, for tests in which nothing is read back from it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial_store, "open_storage", lambda url: optuna.storages.InMemoryStorage())
+        patch.setattr(trials, "open_storage", lambda url: optuna.storages.InMemoryStorage())
         return study(*arguments, **options)
 
 
@@ -410,7 +410,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    for module in (trial_store, sessions, optuna_storage, plan, training, scheduler, objective):
+    for module in (trials, training, scheduler, definition):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=made.time, perf_counter=made.time, sleep=made.sleep))
     return made
 
@@ -495,7 +495,7 @@ def test_a_time_limit_that_is_too_short_is_refused(clock):
     final training 3 evaluated batches more."""
     clock.seconds = 4.0
     spent, needed = 2 * (7 + 1 / 3) * 4, ((2 + 0.85 * 3) * 2 * (20 + 3 / 3) + 2 * 2 * 3 / 3) * 4
-    least = round(spent + needed / plan.MARGIN)
+    least = round(spent + needed / scheduler.MARGIN)
     for limit in (100.0, least - 2.0):
         expected = f"at least {least} s for trainings of 20 steps of 2 settings"
         sentence = f"budget: expected {expected}, got {limit:g} s; {REMEDY}"

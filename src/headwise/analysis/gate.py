@@ -89,7 +89,7 @@ def gate(
     interceptor.require_intercepted(model, [site.path for site in sites])
 
 
-def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> dict[str, list[HeadGate]]:
+def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> "dict[str, list[HeadGate]]":
     """Check the mapping `values`, from heads `(layer, head)` or whole layers to gates (factors or replacements of head
     outputs). Return the gates of each attention module by its path. If several modules may have a layer number, each of
     them has the gate.
@@ -119,7 +119,7 @@ def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> dict[
     return gates
 
 
-def _prepared(gates: Mapping[str, list[HeadGate]], model: nn.Module) -> dict[str, list[HeadGate]]:
+def _prepared(gates: "Mapping[str, list[HeadGate]]", model: nn.Module) -> "dict[str, list[HeadGate]]":
     """Return the gates (factors or replacements of head outputs) of each module, by path. Each replacement among them
     is exchanged for the result of its method `prepare`, which may run the model. A replacement that several gates share
     is prepared once, for all modules that use it.

@@ -133,7 +133,7 @@ class Mean(Replacement):
         means: mean outputs of the model's heads; None before `prepare`.
     """
 
-    def __init__(self, dataset: Texts | Iterable[Any], means: MeanOutputs | None = None) -> None:
+    def __init__(self, dataset: Texts | Iterable[Any], means: "MeanOutputs | None" = None) -> None:
         self.dataset, self.means = dataset, means
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":

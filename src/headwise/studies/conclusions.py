@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headwise.errors import require
@@ -111,7 +111,13 @@ def recommend(losses: Losses, step_ms: Mapping[Setting, float], baseline: Settin
     mean = {setting: statistics.fmean(compared[setting]) if compared.get(setting) else math.inf for setting in trained}
     settings, margin = tuple(sorted(mean, key=mean.__getitem__)), significant_difference(losses)
     if math.isnan(margin):
-        return Recommendation(None, settings, margin, _reason_undecided(trained, compared))
+        sentence = "undecided: one seed shows no variation; use two or more (--seeds, seeds=)"
+        if len(trained) < 2:
+            sentence = "nothing to compare: fewer than two settings were trained to the end"
+        elif len(compared) < 2:
+            names = ", ".join(setting.name for setting in trained if setting not in compared)
+            sentence = f"undecided: the loss of {names} was not finite, and fewer than two settings are left"
+        return Recommendation(None, settings, margin, sentence)
     equivalent = tuple(setting for setting in settings if mean[setting] - mean[settings[0]] <= margin)
     others = ", ".join(setting.name for setting in equivalent if setting != baseline)
     significant = f"differences above {margin:.4f} are significant"
@@ -130,15 +136,3 @@ def recommend(losses: Losses, step_ms: Mapping[Setting, float], baseline: Settin
         behind = f"the next, {following}, is {mean[following] - mean[settings[0]]:.4f} worse than the best"
         return Recommendation(chosen, equivalent, margin, f"{chosen}{among}: {behind}; {significant}")
     return Recommendation(None, equivalent, margin, sentence)
-
-
-def _reason_undecided(trained: Sequence[Setting], compared: Mapping[Setting, Sequence[float]]) -> str:
-    """Return one sentence that states why differences between settings cannot be tested: fewer than two settings in
-    `trained`, fewer than two settings with finite losses (in `compared`), or only one seed.
-    """
-    if len(trained) < 2:
-        return "nothing to compare: fewer than two settings were trained to the end"
-    if len(compared) < 2:
-        names = ", ".join(setting.name for setting in trained if setting not in compared)
-        return f"undecided: the loss of {names} was not finite, and fewer than two settings are left"
-    return "undecided: one seed shows no variation; use two or more (--seeds, seeds=)"

@@ -1,6 +1,8 @@
-"""Definition of a study: the models and data it trains on, and the loss and measurements it compares."""
+"""Definition of a study: the models and data it trains on, the loss and measurements it compares, and one training."""
 
 import json
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +13,14 @@ from headwise.analysis.losses import Loss
 from headwise.data.batches import digest_of
 from headwise.studies.budget import StudyBudget
 from headwise.studies.space import Setting
-from headwise.studies.training import Batches, Recipe, build_seeded
+from headwise.studies.training import Batches, Recipe, build_seeded, evaluate, train
+from headwise.studies.trials import TrialKey, require_optuna
+
+PRUNING_BATCHES = 8
+"""Number of held-out batches on which a learning-rate trial is evaluated before its end."""
+
+PRUNING_POINTS = (0.5, 0.75)
+"""Shares of the steps after which a learning-rate trial may be stopped."""
 
 Measure = Callable[[nn.Module], float]
 """Function that returns a number for a trained model."""
@@ -55,11 +64,9 @@ class StudyDefinition:
         return build_seeded(lambda: self.build_model(setting), seed)
 
     def fingerprint(self, budget: StudyBudget) -> dict[str, Any]:
-        """Return the values that identify a study (such as settings, parameter shapes, data, loss, recipe and seed) as
-        plain JSON values by name. A stored study can be resumed only if all of them are equal.
-
-        They identify the settings, the shapes of the parameters, the contents of the batches, the loss, the recipe, the
-        seed, and the steps and trials of the budget.
+        """Return the values that identify a study as plain JSON values by name: the settings, the shapes of the
+        parameters, the contents of the batches, the loss, the recipe, the seed, and the steps and trials of the budget.
+        A stored study can be resumed only if all of them are equal.
         """
         parts = [
             part for batch in (*self.training, {"": None}, *self.held_out) for item in batch.items() for part in item
@@ -80,3 +87,59 @@ class StudyDefinition:
         }
         as_read_back: dict[str, Any] = json.loads(json.dumps(fingerprint))
         return as_read_back
+
+    def run_trial(
+        self, key: TrialKey, steps: int, after_step: Callable[[], None], trial: Any, rate: float
+    ) -> tuple[float, dict[str, Any]]:
+        """Train the model of a trial. Return its held-out loss (infinite if training diverged) and further measurements
+        by name: the trial's seconds and, for a final training, training loss, milliseconds per step and the measures of
+        the study. A model from a final training is also passed to `on_trained`.
+
+        A learning-rate trial is evaluated on some held-out batches at half and at three quarters of its steps; Optuna's
+        pruner may stop it there, and it is stopped if its loss is not finite.
+
+        Args:
+            key: the trial.
+            steps: number of training steps.
+            after_step: called after each training step.
+            trial: the trial as Optuna's object.
+            rate: peak learning rate.
+
+        Raises:
+            optuna.TrialPruned: the trial is stopped early.
+        """
+        start = time.perf_counter()
+        seed = self.seed + (key.number if key.final else 0)
+        model = self.build(key.setting, seed)
+        pruning_steps = set() if key.final else {math.ceil(share * steps) for share in PRUNING_POINTS} - {steps}
+
+        def after_each_step(step: int) -> None:
+            """Call `after_step`; at some steps of a learning-rate trial, stop the trial if its loss is too high."""
+            after_step()
+            if step in pruning_steps:
+                loss = evaluate(model, self.held_out[:PRUNING_BATCHES], self.loss)
+                if math.isfinite(loss):
+                    trial.report(loss, step)
+                if not math.isfinite(loss) or trial.should_prune():
+                    raise require_optuna().TrialPruned
+
+        result = train(
+            model,
+            self.training,
+            self.loss,
+            steps=steps,
+            rate=rate,
+            seed=seed,
+            recipe=self.recipe,
+            after_step=after_each_step,
+        )
+        loss = evaluate(model.eval(), self.held_out, self.loss)
+        measured: dict[str, Any] = {}
+        if key.final:
+            measured["train_loss"] = evaluate(model, self.training[: len(self.held_out)], self.loss)
+            measured["step_ms"] = 1000 * result.step_seconds
+            measured |= {name: float(measure(model)) for name, measure in self.measures.items()}
+            if self.on_trained is not None:
+                self.on_trained(model, key.setting, key.number)
+        measured["seconds"] = time.perf_counter() - start
+        return loss if math.isfinite(loss) else math.inf, measured

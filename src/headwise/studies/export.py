@@ -62,40 +62,31 @@ def as_transformers(model: Transformer, tokenizer: Any, *, context: int) -> Any:
     }
     if shape.causal and shape.classes is None:
         converted = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    elif not hasattr(transformers, "EuroBertConfig"):
+        got = f"transformers {transformers.__version__}"
+        raise InputError("task", expected="lm, or for an encoder a transformers version with EuroBERT", got=got)
     else:
-        converted = _encoder(transformers, sizes, shape.classes, tokenizer.mask_token_id)
+        sizes["classifier_pooling"] = "late"
+        if tokenizer.mask_token_id is not None:
+            sizes["mask_token_id"] = tokenizer.mask_token_id
+        if shape.classes is None:
+            converted = transformers.EuroBertForMaskedLM(transformers.EuroBertConfig(**sizes))
+        else:
+            config = transformers.EuroBertConfig(**sizes, num_labels=shape.classes)
+            converted = transformers.EuroBertForSequenceClassification(config)
     with torch.no_grad():
         for layer, converted_layer in zip(model.layers, converted.model.layers, strict=True):
             to_transformers(layer.self_attn, converted_layer.self_attn)  # type: ignore[arg-type]
         state = {
-            _converted_name(name): tensor for name, tensor in model.state_dict().items() if ".self_attn." not in name
+            name.removeprefix("top.") if name.startswith("top.") else f"model.{name}": tensor
+            for name, tensor in model.state_dict().items()
+            if ".self_attn." not in name
         }
         unexpected = set(converted.load_state_dict(state, strict=False).unexpected_keys)
     if unexpected:
         got = f"additional parameters {', '.join(sorted(unexpected))}"
         raise InputError("model", expected="a Transformer without changes", got=got)
     return converted.eval()
-
-
-def _converted_name(name: str) -> str:
-    """Return the name that a parameter of a study model has in the converted `transformers` model, for parameters
-    outside the attention layers.
-    """
-    return name.removeprefix("top.") if name.startswith("top.") else f"model.{name}"
-
-
-def _encoder(transformers: Any, sizes: dict[str, Any], classes: int | None, mask_id: int | None) -> Any:
-    """Return an untrained EuroBERT encoder of the given `sizes` (options of its configuration, by name): a sequence
-    classifier with `classes` classes or, if `classes` is None, a masked language model. `mask_id` is the id of the mask
-    token, if there is one. Raise `InputError` if this version of transformers has no EuroBERT.
-    """
-    if not hasattr(transformers, "EuroBertConfig"):
-        got = f"transformers {transformers.__version__}"
-        raise InputError("task", expected="lm, or for an encoder a transformers version with EuroBERT", got=got)
-    sizes |= {"classifier_pooling": "late"} | ({} if mask_id is None else {"mask_token_id": mask_id})
-    if classes is None:
-        return transformers.EuroBertForMaskedLM(transformers.EuroBertConfig(**sizes))
-    return transformers.EuroBertForSequenceClassification(transformers.EuroBertConfig(**sizes, num_labels=classes))
 
 
 def require_transformers() -> Any:

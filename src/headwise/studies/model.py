@@ -10,8 +10,13 @@ x (batch, length, embed)
 """
 
 import math
+import statistics
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,9 +24,10 @@ from headwise.attention.caches.base import Cache
 from headwise.attention.caches.growing import DynamicCache
 from headwise.attention.masks.factories import causal, dense
 from headwise.attention.rotary import Rotary
+from headwise.data.batches import device_of, evaluation_mode
+from headwise.errors import InputError
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.shapes import Bool, Float, Int
-from headwise.studies.model_shape import ModelShape
 from headwise.studies.space import Setting
 
 NORM_EPS = 1e-5
@@ -30,6 +36,102 @@ NORM_EPS = 1e-5
 WEIGHT_STD = 0.02
 """Initial standard deviation of weights. Projections that add to the residual stream have a smaller one, by the square
 root of their number (Radford et al. 2019)."""
+
+MAX_COMMON_MULTIPLE = 96
+"""Largest common multiple of the numbers of heads to which the width of a model is rounded."""
+
+WIDTH_PER_LAYER = 40
+"""embed_dim / layers of a model of which only the number of parameters is given. GPT-2 small has 64; deeper models have
+less."""
+
+DECODED_TOKENS = 48
+"""Number of tokens that are decoded and timed."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Properties that all models of a study share: width, depth, vocabulary, intended number of parameters, and the
+    kind (decoder, encoder or classifier).
+
+    Attributes:
+        vocabulary: number of tokens.
+        embed_dim: width of the model.
+        layers: number of layers.
+        parameters: intended number of parameters, which the width of the MLP is chosen to match.
+        causal: True for a decoder, False for an encoder.
+        classes: number of classes of a classifier; None for logits over the vocabulary.
+    """
+
+    vocabulary: int
+    embed_dim: int
+    layers: int
+    parameters: int
+    causal: bool = True
+    classes: int | None = None
+
+    def mlp_dim(self, setting: Setting) -> int:
+        """Return the hidden width of each layer's MLP with which a model with the heads of `setting` comes closest to
+        the intended number of parameters.
+
+        Raises:
+            InputError: the heads leave no parameters for the MLP.
+        """
+        attention = 2 * self.embed_dim * setting.head_dim * (setting.num_heads + setting.num_kv_heads)
+        norms = self.embed_dim * (2 * self.layers + 1)
+        top = 0 if self.classes is None else self.embed_dim**2 + self.embed_dim + (self.embed_dim + 1) * self.classes
+        outside_mlp = self.vocabulary * self.embed_dim + self.layers * attention + norms + top
+        parameters_per_unit = 3 * self.embed_dim * self.layers
+        width = round((self.parameters - outside_mlp) / parameters_per_unit)
+        if width < 1:
+            expected = f"at least {outside_mlp + parameters_per_unit:,} for {setting} at this width and depth"
+            raise InputError("params", expected=expected, got=f"{self.parameters:,}")
+        return width
+
+    @staticmethod
+    def of_size(
+        parameters: int,
+        vocabulary: int,
+        heads: Sequence[int],
+        *,
+        embed_dim: int | None = None,
+        layers: int | None = None,
+        **other: Any,
+    ) -> "ModelShape":
+        """Return the shape whose depth (1 to 48 layers) and width give a number of parameters closest to `parameters`.
+        The width is about 40 features per layer, divisible by all numbers of heads where possible. `layers` or
+        `embed_dim`, if set, is used unchanged.
+
+        With heads of `embed_dim / heads`, a layer has about 12 embed_dim^2 parameters, and its MLP a width of 2.7
+        embed_dim (Shazeer 2020).
+
+        Args:
+            parameters: intended number of parameters.
+            vocabulary: number of tokens.
+            heads: numbers of query heads that are compared.
+            embed_dim: width of the model, if it is given.
+            layers: number of layers, if it is given.
+            other: further attributes of the shape.
+        """
+        common = 2 * math.lcm(*heads)
+        step = common if common <= MAX_COMMON_MULTIPLE else 2
+
+        shapes = [
+            ModelShape(
+                vocabulary,
+                embed_dim or step * max(1, round(WIDTH_PER_LAYER * number / step)),
+                number,
+                parameters,
+                **other,
+            )
+            for number in ((layers,) if layers else range(1, 49))
+        ]
+
+        def deviation(shape: ModelShape) -> float:
+            """Return |log(estimated parameters / intended parameters)|."""
+            usual = vocabulary * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2
+            return abs(math.log(usual / parameters))
+
+        return min(shapes, key=deviation)
 
 
 class Transformer(nn.Module):
@@ -169,3 +271,29 @@ class ClassifierHead(nn.Module):
         if is_token is None:
             return logits.mean(1)
         return (logits * is_token[..., None]).sum(1) / is_token.sum(1, keepdim=True)
+
+
+def decode_speed(model: Transformer, context: int) -> float:
+    """Return the decoding speed of a model in tokens per second: 1 / the median time of 48 steps. Each step processes
+    one token at batch size 1, with a key/value cache that contains `context` tokens before the first step.
+    """
+    device = device_of(model)
+    ids = torch.arange(context, device=device)[None] % model.shape.vocabulary
+    caches, seconds = model.caches(), []
+    with evaluation_mode(model), torch.no_grad():
+        model(ids, caches=caches)
+        for _ in range(DECODED_TOKENS):
+            start = time.perf_counter()
+            logits = model(ids[:, -1:], caches=caches)
+            logits[0, -1, 0].item()  # waits for the device
+            seconds.append(time.perf_counter() - start)
+    return 1 / statistics.median(seconds)
+
+
+def cache_bytes_per_token(model: nn.Module) -> float:
+    """Return the number of bytes that one token takes in the key/value caches of all attention layers together, in the
+    data type of the model's parameters.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
+    size = next(model.parameters()).element_size()
+    return float(sum(size * layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers))

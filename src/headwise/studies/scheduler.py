@@ -1,16 +1,36 @@
-"""Scheduler of a study: which trial runs next, and when the search and the study end."""
+"""Plan of a study, and the order of its trials: how long to train, what to train next, and when to stop."""
 
 import itertools
+import statistics
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from headwise.errors import InputError
 from headwise.studies.budget import StudyBudget
 from headwise.studies.definition import StudyDefinition
-from headwise.studies.durations import DurationEstimate
-from headwise.studies.objective import TrialObjective
-from headwise.studies.plan import SEARCH_COST, StudyPlan
 from headwise.studies.space import Setting
-from headwise.studies.trial_store import TrialKey, TrialStore
+from headwise.studies.training import UNTIMED_STEPS, evaluate, train
+from headwise.studies.trials import FinishedTrial, TrialKey, TrialStore
+
+SEARCH_COST = 0.85
+"""Expected cost of a learning-rate trial, in complete trainings: the pruner stops some of them early."""
+
+MAX_EPOCHS = 4.0
+"""Largest number of passes over the data when the time limit sets the number of steps: up to four passes are nearly as
+good as new data (Muennighoff et al. 2023)."""
+
+MIN_STEPS = 20
+"""Smallest number of steps of a training: with fewer, nothing is learned."""
+
+TIMED_STEPS = 5
+"""Steps that are timed for each setting."""
+
+MARGIN = 0.8
+"""Share of the remaining time that is planned for. The learning-rate search uses time that is left over, and gives way
+when time is short."""
 
 RESERVE = 1.05
 """Time that the search leaves to the final trainings, as a multiple of their expected duration."""
@@ -20,6 +40,176 @@ OVERRUN = 1.05
 
 POLL_SECONDS = 0.5
 """Seconds between two checks of the trials of other processes, which may die."""
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """Number of steps of each training of a study and, for each head setting, the number of parameters of its models
+    and the expected seconds of a training step, of an evaluation and of further measurements. A plan is computed once
+    and stored in the database, so that all processes of a study use the same values.
+
+    Attributes:
+        steps: steps of each training.
+        step_seconds: seconds per training step, by setting name; empty without a time limit.
+        judge_seconds: seconds to evaluate a trained model on the held-out batches, by setting name.
+        more_seconds: seconds of the additional measurements of a compared model, by setting name.
+        parameters: number of parameters, by setting name.
+        spec: fingerprint of the study.
+    """
+
+    steps: int
+    step_seconds: dict[str, float]
+    judge_seconds: dict[str, float]
+    more_seconds: dict[str, float]
+    parameters: dict[str, int]
+    spec: dict[str, Any]
+
+    def seconds(self, key: TrialKey) -> float:
+        """Return the planned seconds of a trial that is not stopped early: training, evaluation and, for a final
+        training, additional measurements; 0 without a time limit.
+        """
+        name = key.setting.name
+        if name not in self.step_seconds:
+            return 0.0
+        more = self.more_seconds[name] if key.final else 0.0
+        return self.steps * self.step_seconds[name] + self.judge_seconds[name] + more
+
+
+def make_plan(
+    definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget, seconds_spent: Callable[[], float]
+) -> StudyPlan:
+    """Return the plan of a study: the number of steps of each training, the expected durations (of a training step, an
+    evaluation and further measurements), and the number of parameters of each model. With a time limit, a few steps of
+    each head setting are timed. If the budget does not set the number of steps, it is the largest number that the time
+    limit allows, but at most four passes over the training batches. A time limit that is too short raises `InputError`.
+
+    Args:
+        definition: models and data of the study.
+        spec: fingerprint of the study, stored in the plan.
+        budget: limits of the study; without `seconds` nothing is timed.
+        seconds_spent: returns the seconds that the study has used so far.
+
+    Raises:
+        InputError: the time limit is too short for the trainings.
+    """
+    limit, held_out = budget.seconds, definition.held_out
+    step_seconds, judge_seconds, more_seconds, parameters = {}, {}, {}, {}
+
+    def too_short(expected: str, steps: int) -> InputError:
+        """Return the error for a time limit that is too short for trainings of `steps` steps."""
+        number = f"{len(definition.settings)} setting{'s' * (len(definition.settings) > 1)}"
+        expected = f"{expected} for trainings of {steps} steps of {number}"
+        remedy = "fewer settings or seeds, or smaller models, need less time"
+        return InputError("budget", expected=expected, got=f"{limit:g} s", remedy=remedy)
+
+    def check_time(_step: int) -> None:
+        """Raise `InputError` if the study has used up its time limit."""
+        if limit is not None and seconds_spent() > limit:
+            raise too_short("more time", MIN_STEPS)
+
+    for setting in definition.settings:
+        model, name = definition.build(setting, definition.seed), setting.name
+        parameters[name] = sum(parameter.numel() for parameter in model.parameters())
+        if limit is None:
+            continue
+        result = train(
+            model,
+            definition.training,
+            definition.loss,
+            steps=UNTIMED_STEPS + TIMED_STEPS,
+            rate=1e-4,
+            seed=definition.seed,
+            recipe=definition.recipe,
+            after_step=check_time,
+        )
+        step_seconds[name] = result.step_seconds
+        start = time.perf_counter()
+        evaluate(model, held_out[:1], definition.loss)
+        judge_seconds[name] = (time.perf_counter() - start) * len(held_out)
+        start = time.perf_counter()
+        for measure in definition.measures.values():
+            measure(model)
+        # A compared model is also evaluated on as many training batches.
+        more_seconds[name] = judge_seconds[name] + time.perf_counter() - start
+    steps = budget.steps
+    if limit is not None:
+        trainings = budget.seeds + SEARCH_COST * budget.min_trials
+        fixed = trainings * sum(judge_seconds.values()) + budget.seeds * sum(more_seconds.values())
+        per_step = trainings * sum(step_seconds.values())
+        left, needed = MARGIN * (limit - seconds_spent()), fixed + (steps or MIN_STEPS) * per_step
+        if left < needed:
+            raise too_short(f"at least {seconds_spent() + needed / MARGIN:.0f} s", steps or MIN_STEPS)
+        steps = steps or min(int((left - fixed) / per_step), round(MAX_EPOCHS * len(definition.training)))
+    assert steps is not None
+    return StudyPlan(steps, step_seconds, judge_seconds, more_seconds, parameters, spec)
+
+
+def duration_estimate(finished: Iterable[FinishedTrial], plan: StudyPlan) -> Callable[[TrialKey], float]:
+    """Return a function that predicts the seconds of a trial: its planned seconds times the median slowdown (measured
+    seconds divided by planned seconds) of similar finished trials. Similar trials are those of the same head setting
+    and stage (learning-rate search or final training) or, if none of these has finished, those of the same stage or, if
+    none of these either, all. Pruned trials are ignored.
+    """
+
+    def groups(key: TrialKey) -> tuple[Any, ...]:
+        """Return dictionary keys of the three groups of similar trials to which a trial belongs, narrowest first."""
+        return (key.setting, key.final), key.final, None
+
+    slowdowns: dict[Any, list[float]] = {}
+    for trial in finished:
+        if not trial.pruned and (planned := plan.seconds(trial.key)):
+            for group in groups(trial.key):
+                slowdowns.setdefault(group, []).append(trial.measured["seconds"] / planned)
+
+    def expected_seconds(key: TrialKey) -> float:
+        """Return the expected seconds of a trial."""
+        similar = next((slowdowns[group] for group in groups(key) if group in slowdowns), [1.0])
+        return plan.seconds(key) * statistics.median(similar)
+
+    return expected_seconds
+
+
+def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], budget: StudyBudget) -> TrialKey | None:
+    """Return the trial that this process should run next, or None if no trial can start now. Learning-rate trials come
+    first, then final trainings with the best learning rates. Once the budget allows no further learning-rate trial, the
+    learning-rate search is closed for all processes: the number of learning-rate trials of each setting is stored in
+    the database.
+
+    With a time limit, the search ends when the remaining time is needed for the final trainings.
+    """
+    running, finished, spent = store.running(), store.finished(), store.seconds_spent()
+    claimed = running | {trial.key for trial in finished}
+    expected_seconds = duration_estimate(finished, plan)
+    finals = [TrialKey(setting, True, 1 + seed) for seed in range(budget.seeds) for setting in settings]
+    finals = [key for key in finals if key not in claimed]
+    reserved = RESERVE * sum(expected_seconds(key) for key in finals) / store.active_processes()
+
+    def is_in_time(key: TrialKey) -> bool:
+        """Return True if the time limit, if there is one, allows a trial to start. A final training must be expected to
+        end at most 5 % after the limit. A learning-rate trial must leave time for the final trainings, unless it is the
+        first of its setting.
+        """
+        if budget.seconds is None:
+            return True
+        if key.final:
+            return spent + expected_seconds(key) <= OVERRUN * budget.seconds
+        return key.number == 0 or spent + reserved + SEARCH_COST * expected_seconds(key) <= budget.seconds
+
+    searches = [
+        next(key for number in itertools.count() if (key := TrialKey(setting, False, number)) not in claimed)
+        for setting in settings
+    ]
+    if store.search_sizes is None:
+        key = min(searches, key=lambda key: key.number)
+        if key.number < budget.max_trials and is_in_time(key):
+            return key
+        store.close_search({key.setting: key.number for key in searches})
+    sizes = store.search_sizes or {}
+    for key in searches:
+        if key.number < sizes[key.setting.name] and is_in_time(key):  # the process that ran it died
+            return key
+    searching = {key.setting for key in running if not key.final}
+    return next((key for key in finals if key.setting not in searching and is_in_time(key)), None)
 
 
 def run_trials(
@@ -36,67 +226,17 @@ def run_trials(
 
     def after_step() -> None:
         """Record in the database that this process is still working on the study, and update the progress bar."""
-        store.sessions.update()
+        store.update_session()
         show_progress()
 
     while True:
         show_progress()
-        store.sessions.update()
+        store.update_session()
         store.fail_stale_trials()
         key = next_trial(store, plan, definition.settings, budget)
         if key is not None:
-            store.run_trial(key, TrialObjective(definition, plan.steps, key, after_step), definition.seed)
+            store.run_trial(key, partial(definition.run_trial, key, plan.steps, after_step), definition.seed)
         elif store.running():
             time.sleep(POLL_SECONDS)
         else:
             return
-
-
-def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], budget: StudyBudget) -> TrialKey | None:
-    """Return the trial that this process should run next, or None if no trial can start now. Learning-rate trials come
-    first, then final trainings with the best learning rates. Once the budget allows no further learning-rate trial, the
-    learning-rate search is closed for all processes: the number of learning-rate trials of each setting is stored in
-    the database.
-
-    With a time limit, the search ends when the remaining time is needed for the final trainings.
-    """
-    claimed, spent = store.claimed(), store.sessions.seconds_spent()
-    expected_seconds = DurationEstimate(store.finished(), plan)
-    finals = [TrialKey(setting, True, 1 + seed) for seed in range(budget.seeds) for setting in settings]
-    finals = [key for key in finals if key.name not in claimed[key.setting]]
-    reserved = RESERVE * sum(expected_seconds(key) for key in finals) / store.sessions.active()
-
-    def is_in_time(key: TrialKey) -> bool:
-        """Return True if the time limit, if there is one, allows a trial to start. A final training must be expected to
-        end at most 5 % after the limit. A learning-rate trial must leave time for the final trainings, unless it is the
-        first of its setting.
-        """
-        if budget.seconds is None:
-            return True
-        if key.final:
-            return spent + expected_seconds(key) <= OVERRUN * budget.seconds
-        return key.number == 0 or spent + reserved + SEARCH_COST * expected_seconds(key) <= budget.seconds
-
-    searches = [_next_search(setting, claimed[setting]) for setting in settings]
-    if store.search_sizes is None:
-        key = min(searches, key=lambda key: key.number)
-        if key.number < budget.max_trials and is_in_time(key):
-            return key
-        store.close_search({key.setting: key.number for key in searches})
-    sizes = store.search_sizes or {}
-    for key in searches:
-        if key.number < sizes[key.setting.name] and is_in_time(key):  # the process that ran it died
-            return key
-    for key in finals:
-        is_searching = any(name.startswith("search") for name in store.running(key.setting))
-        if not is_searching and is_in_time(key):
-            return key
-    return None
-
-
-def _next_search(setting: Setting, claimed: Set[str]) -> TrialKey:
-    """Return the next learning-rate trial of a setting: the one with the lowest number whose name is not in `claimed`,
-    the names of the setting's running and finished trials.
-    """
-    keys = (TrialKey(setting, False, number) for number in itertools.count())
-    return next(key for key in keys if key.name not in claimed)

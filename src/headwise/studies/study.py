@@ -12,10 +12,12 @@ With a number of steps and of trials, and one process, equal seeds give equal lo
 decides how many steps and trials there are.
 """
 
+import math
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +26,23 @@ from torch import nn
 from headwise.analysis.losses import Loss, next_token_loss
 from headwise.data.batches import iterate_batches
 from headwise.errors import InputError, require
+from headwise.progress import progress_bar
 from headwise.runs.files import writable_folder
 from headwise.runs.table import require_parquet, table_path
 from headwise.studies.budget import StudyBudget
 from headwise.studies.definition import Measure, StudyDefinition, TrainedCallback
-from headwise.studies.optuna_storage import OptunaOptions, require_optuna
-from headwise.studies.plan import StudyPlan, make_plan
-from headwise.studies.scheduler import run_trials
+from headwise.studies.scheduler import StudyPlan, make_plan, run_trials
 from headwise.studies.space import Setting, Space
-from headwise.studies.study_progress import study_progress
 from headwise.studies.study_result import Study, collect_results
 from headwise.studies.training import DEFAULT_RECIPE, Batches, Recipe
-from headwise.studies.trial_store import TrialStore
+from headwise.studies.trials import OptunaOptions, TrialStore, require_optuna
 
 HELD_OUT = 10
 """By default, one batch in this many is held out."""
 
-FORCE = "--force (force=True) starts again"
+REFRESH_SECONDS = 1.0
+"""Least seconds between two updates of the progress bar: each reads the database."""
+
 DEFAULT_OPTUNA = OptunaOptions()
 
 
@@ -100,27 +102,17 @@ def study(
     definition = StudyDefinition(
         build_model, settings, training, judged, loss, recipe, measures or {}, on_trained, seed
     )
-    left_out = space.left_out() if isinstance(space, Space) else ()
-    options = RunOptions(out, optuna, progress, force)
-    return run_study(definition, budget, options, title=optuna.name, baseline=baseline, left_out=left_out)
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Output folder, Optuna database, progress bar, and deletion of an existing study: options that do not determine a
-    study's losses.
-
-    Attributes:
-        out: folder for the table and, without `optuna.storage`, for an SQLite database; None to save nothing.
-        optuna: database, name and pruner of the Optuna study.
-        progress: True to show a progress bar on standard error.
-        force: True to delete an existing study and start again, False to resume it.
-    """
-
-    out: str | Path | None
-    optuna: OptunaOptions
-    progress: bool
-    force: bool
+    return run_study(
+        definition,
+        budget,
+        title=optuna.name,
+        baseline=baseline,
+        left_out=space.left_out() if isinstance(space, Space) else (),
+        out=out,
+        optuna=optuna,
+        progress=progress,
+        force=force,
+    )
 
 
 def check_requirements(budget: Any) -> None:
@@ -139,42 +131,87 @@ def check_requirements(budget: Any) -> None:
 def run_study(
     definition: StudyDefinition,
     budget: StudyBudget,
-    options: RunOptions,
     *,
     title: str,
     baseline: Setting | None,
     left_out: Sequence[str],
+    out: str | Path | None,
+    optuna: OptunaOptions,
+    progress: bool,
+    force: bool,
 ) -> Study:
-    """Train and compare the models of a study, or resume an interrupted study, and return the table of results. The
-    table is also saved in the folder `options.out`, unless that is None. Stored with the table are `title` (name of the
-    data or model), `baseline` (the setting in use) and `left_out` (sentences that state why settings are invalid).
+    """Train and compare the models of a study, or resume an interrupted study, and return the table of results.
 
     Args:
         definition: models and data of the study.
         budget: limits of the study.
-        options: output folder, database and progress bar.
-        title: name of the data or model, shown above the table.
-        baseline: the setting in use, if there is one.
+        title: name of the data or model, stored with the table and shown above it.
+        baseline: the setting in use, if there is one, stored with the table.
         left_out: one sentence for each invalid setting with the reason, stored with the table.
+        out: folder for the table and, without `optuna.storage`, for an SQLite database; None to save nothing.
+        optuna: database, name and pruner of the Optuna study.
+        progress: True to show a progress bar on standard error.
+        force: True to delete an existing study and start again, False to resume it.
+
+    Raises:
+        InputError: the folder or database has a study with other arguments; the time limit is too short.
     """
-    spec, out = definition.fingerprint(budget), options.out
+    spec = definition.fingerprint(budget)
     if out is not None:
         require_parquet(Study.NAME)
         out = writable_folder(out)
-    with _database_url(out, options.optuna.storage, force=options.force) as url:
-        store = TrialStore(url, options.optuna, definition.settings, definition.recipe.rates, force=options.force)
-        try:
-            with study_progress(store, budget, shown=options.progress) as show_progress:
-                plan = _agreed_plan(store, definition, spec, budget)
-                run_trials(store, definition, plan, budget, show_progress)
-            metadata = {"model": {"name": title}, "settings": spec, "steps": plan.steps, "left_out": left_out}
-            trials = store.finished()
-            result = collect_results(trials, definition.settings, plan.parameters, metadata, budget.seeds, baseline)
-        finally:
-            store.sessions.close()
+    with (
+        _database_url(out, optuna.storage, force=force) as url,
+        closing(TrialStore(url, optuna, definition.settings, definition.recipe.rates, force=force)) as store,
+    ):
+
+        def seconds_spent() -> float:
+            """Record that this process is still working, and return the seconds that the study has used so far."""
+            store.update_session()
+            return store.seconds_spent()
+
+        with study_progress(store, budget, shown=progress) as show_progress:
+            plan = StudyPlan(**store.agree_on_plan(lambda: asdict(make_plan(definition, spec, budget, seconds_spent))))
+            for name, value in spec.items():
+                if plan.spec.get(name) != value:
+                    expected = f"a study that was started with the same {name}"
+                    raise InputError(
+                        "out", expected=expected, got="another", remedy="--force (force=True) starts again"
+                    )
+            run_trials(store, definition, plan, budget, show_progress)
+        metadata = {"model": {"name": title}, "settings": spec, "steps": plan.steps, "left_out": left_out}
+        trials = store.finished()
+    result = collect_results(trials, definition.settings, plan.parameters, metadata, budget.seeds, baseline)
     if out is not None:
         result.save(out, force=True)
     return result
+
+
+@contextmanager
+def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """Context manager that shows a progress bar of a study and yields the function that updates it. The bar counts
+    seconds if the budget has a time limit, otherwise finished trainings. It is full at the end of a study, also if no
+    further training fits into the time limit. If not `shown`, there is no bar and the function does nothing.
+    """
+    limit = budget.seconds
+    total = len(store.settings) * (budget.max_trials + budget.seeds) if limit is None else round(limit)
+    unit, shown_units, last_update = "trainings" if limit is None else "s", 0, -math.inf
+    with progress_bar("study", total, unit, shown=shown) as bar:
+
+        def update() -> None:
+            """Set the progress bar to the study's progress in the database, at most once per second: the seconds spent
+            so far if the study has a time limit, otherwise the number of finished trainings.
+            """
+            nonlocal shown_units, last_update
+            if time.monotonic() - last_update < REFRESH_SECONDS:
+                return
+            last_update = time.monotonic()
+            units = min(total, len(store.finished()) if limit is None else int(store.seconds_spent()))
+            (bar.advance if shown_units else bar.resume)(units - shown_units)
+            shown_units = units
+
+        yield update if shown else lambda: None
+        bar.advance(total - shown_units)
 
 
 def settings_to_compare(space: Any, baseline: Setting | None) -> tuple[Setting, ...]:
@@ -226,30 +263,3 @@ def _database_url(out: Path | None, storage: str | None, *, force: bool) -> Iter
     else:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             yield f"sqlite:///{folder}/{Study.NAME}.db"
-
-
-def _agreed_plan(
-    store: TrialStore, definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget
-) -> StudyPlan:
-    """Return the plan of a study: number of steps, expected durations and numbers of parameters. If the database
-    contains a plan, that one is returned, so that all processes of the study use the same plan; otherwise a new plan is
-    computed and stored. Raise `InputError` if the stored plan is that of a study with other arguments.
-
-    Raises:
-        InputError: the stored plan belongs to a study with other arguments.
-    """
-
-    def seconds_spent() -> float:
-        """Record in the database that this process is still working, and return the seconds that the study has used so
-        far.
-        """
-        store.sessions.update()
-        return store.sessions.seconds_spent()
-
-    plan = StudyPlan(**store.agree_on_plan(lambda: make_plan(definition, spec, budget, seconds_spent).packed()))
-    for name, value in spec.items():
-        if plan.spec.get(name) != value:
-            raise InputError(
-                "out", expected=f"a study that was started with the same {name}", got="another", remedy=FORCE
-            )
-    return plan

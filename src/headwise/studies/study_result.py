@@ -1,20 +1,27 @@
 """Result of a study: a table with one row per setting, and the conclusions from it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headwise.errors import InputError
+from headwise.plots.canvas import LINE_COLOURS, axes_for, set_title, without_upper_frame
 from headwise.plots.kinds import Kind, plot_kind
 from headwise.runs.rows import MeanEstimate, Row
 from headwise.runs.table import Table, require_statistic
 from headwise.studies.conclusions import Recommendation, dominates, recommend, significant_difference
 from headwise.studies.space import Setting
-from headwise.studies.study_plot import PlottedSetting, draw_by_heads, draw_by_time
-from headwise.studies.trial_store import FinishedTrial
+from headwise.studies.trials import FinishedTrial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+FRONTIER, OTHERS = "#0072b2", "0.6"
+"""Colours of settings on the Pareto frontier and of other settings in plots."""
+
+LABELS = {"loss": "held-out loss"}
+"""Labels in plots of statistics whose names are too short."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -135,44 +142,66 @@ class Study(Table[SettingRow]):
         return plot_kind(kinds, kind, ax, statistic=statistic)
 
     def _draw_by_heads(self, statistic: Any = "loss", *, ax: Any = None) -> "Axes":
-        """Draw a statistic against the number of heads."""
-        points, is_one_width = self._plotted(statistic), len({row.num_heads * row.head_dim for row in self.rows}) == 1
-        return draw_by_heads(points, self._label(statistic), title=self.model_name, one_width=is_one_width, ax=ax)
+        """Draw a statistic against the number of heads, with a dot for each seed and lines through the means. One line
+        joins the settings with the same heads x head_dim if that is the same for all settings, otherwise those with the
+        same head_dim. Each number of shared key/value heads has a line of its own.
+        """
+        rows = self._rows_with(statistic)
+        axes = axes_for(ax, 5.0, 3.8)
+        is_one_width = len({row.num_heads * row.head_dim for row in self.rows}) == 1
+        lines: dict[str, list[SettingRow]] = {}
+        for row in rows:
+            width = row.num_heads * row.head_dim
+            label = f"heads x head_dim = {width}" if is_one_width else f"head_dim {row.head_dim}"
+            shared = "" if row.num_kv_heads == row.num_heads else f", {row.num_kv_heads} key/value heads"
+            lines.setdefault(label + shared, []).append(row)
+        for index, (label, members) in enumerate(lines.items()):
+            heads, means = [row.num_heads for row in members], [row.statistics[statistic].value for row in members]
+            colour = LINE_COLOURS[index % len(LINE_COLOURS)]
+            axes.plot(heads, means, marker="_", markersize=12, label=label, color=colour)
+            for row in members:
+                runs = [run for run in self.metadata["runs"] if Setting(*run["setting"]) == row.setting]
+                of_seeds = [run[statistic] for run in runs if math.isfinite(run.get(statistic, math.nan))]
+                axes.plot([row.num_heads] * len(of_seeds), of_seeds, ".", color=colour, alpha=0.6)
+        counts = sorted({row.num_heads for row in rows})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.set(xlabel="heads", ylabel=LABELS.get(statistic, statistic))
+        without_upper_frame(axes)
+        if len(lines) > 1:
+            axes.legend(fontsize=8, frameon=False)
+        set_title(axes, self.model_name, "one point per seed")
+        return axes
 
     def _draw_by_time(self, statistic: Any = "loss", *, ax: Any = None) -> "Axes":
-        """Draw a statistic against the time per training step."""
-        return draw_by_time(self._plotted(statistic), self._label(statistic), title=self.model_name, ax=ax)
+        """Draw a statistic against the time per training step: a point for each setting with its standard errors and
+        its name, blue if it is on the Pareto frontier.
+        """
+        rows = self._rows_with(statistic)
+        axes, frontier = axes_for(ax, 5.0, 3.8), self.frontier
+        for row in rows:
+            x, y = row.statistics["step_ms"], row.statistics[statistic]
+            xerr, yerr = (0.0 if math.isnan(measured.sem) else measured.sem for measured in (x, y))
+            colour = FRONTIER if row.setting in frontier else OTHERS
+            axes.errorbar(x.value, y.value, xerr=xerr, yerr=yerr, fmt="o", color=colour, capsize=2)
+            axes.annotate(row.name, (x.value, y.value), textcoords="offset points", xytext=(5, 4), fontsize=8)
+        axes.set(xlabel="time per step, ms", ylabel=LABELS.get(statistic, statistic))
+        without_upper_frame(axes)
+        set_title(axes, self.model_name, "Pareto frontier blue, bars: ±1 standard error")
+        return axes
 
-    def _label(self, statistic: str) -> str:
-        """Return the label of a statistic in plots."""
-        return "held-out loss" if statistic == "loss" else statistic
-
-    def _plotted(self, statistic: Any) -> list[PlottedSetting]:
-        """Return the values of one statistic for every setting that has one.
+    def _rows_with(self, statistic: Any) -> list[SettingRow]:
+        """Return the rows that have a value of a statistic.
 
         Raises:
             InputError: the study has no such statistic, or no setting has a value of it.
         """
         require_statistic(statistic, self.statistics)
-        frontier = self.frontier
-        of_seeds: dict[Setting, list[float]] = {row.setting: [] for row in self.rows}
-        for run in self.metadata["runs"]:
-            if statistic in run:
-                of_seeds[Setting(*run["setting"])].append(run[statistic])
-        points = [
-            PlottedSetting(
-                setting=row.setting,
-                value=row.statistics[statistic],
-                step_ms=row.statistics["step_ms"],
-                seed_values=tuple(of_seeds[row.setting]),
-                on_frontier=row.setting in frontier,
-            )
-            for row in self.rows
-            if row.statistics[statistic].n
-        ]
-        if not points:
+        rows = [row for row in self.rows if row.statistics[statistic].n]
+        if not rows:
             raise InputError("statistic", expected="a statistic that some setting has", got=repr(statistic))
-        return points
+        return rows
 
 
 def collect_results(

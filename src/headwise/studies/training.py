@@ -150,8 +150,9 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = rate * recipe.rate_factor(step, steps)
             batch = to_device(batches[next(order)], device)
+            step_loss: Loss = loss.reseeded(step) if hasattr(loss, "reseeded") else loss
             optimizer.zero_grad(set_to_none=True)
-            mean = loss_per_example(_loss_at_step(loss, step), model, batch).mean()
+            mean = loss_per_example(step_loss, model, batch).mean()
             mean.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
             optimizer.step()
@@ -184,11 +185,3 @@ def batch_order(number: int, seed: int) -> Iterator[int]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(number, generator=generator).tolist()
-
-
-def _loss_at_step(loss: Any, step: int) -> Loss:
-    """Return the loss function of one training step: `loss.reseeded(step)` if the loss has this method, as losses with
-    random masking do; otherwise `loss`.
-    """
-    step_loss: Loss = loss.reseeded(step) if hasattr(loss, "reseeded") else loss
-    return step_loss

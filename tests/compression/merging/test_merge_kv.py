@@ -308,8 +308,7 @@ def test_similar_heads_come_into_one_group():
 
 
 def test_a_trained_study_model_is_merged():
-    from headwise.studies.model import Transformer
-    from headwise.studies.model_shape import ModelShape
+    from headwise.studies.model import ModelShape, Transformer
     from headwise.studies.space import Setting
 
     shape = ModelShape(vocabulary=97, embed_dim=32, layers=2, parameters=40_000)

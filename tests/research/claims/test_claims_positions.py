@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.studies.model_shape import ModelShape
+from headwise.studies.model import ModelShape
 from headwise.studies.training import build_seeded
 from research.claims.positions import SCHEMES, PositionedTransformer, SpreadRotary
 

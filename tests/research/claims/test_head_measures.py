@@ -9,8 +9,7 @@ from scipy.spatial.distance import jensenshannon
 from torch import nn
 
 import headwise as hw
-from headwise.studies.model import Transformer
-from headwise.studies.model_shape import ModelShape
+from headwise.studies.model import ModelShape, Transformer
 from research.claims import head_measures
 
 

@@ -62,7 +62,7 @@ class HeldOutText:
     """
 
     def __init__(self, texts: Texts) -> None:
-        self.sequences: Sequence[Int[Tensor, _]] = sorted(texts.sequences, key=len, reverse=True)
+        self.sequences: Sequence[Int[Tensor, " tokens"]] = sorted(texts.sequences, key=len, reverse=True)
         self.documents, self._batch = texts.document_numbers(), texts.batch
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
