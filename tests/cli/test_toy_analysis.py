@@ -21,8 +21,11 @@ def command(monkeypatch):
     return "reach"
 
 
-def test_the_command_runs_the_analysis(command, headwise, folder, tmp_path):
-    options = ("--model", folder / "decoder", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
+def test_the_command_runs_the_analysis(command, headwise, tmp_path):
+    tiny.model("decoder").save_pretrained(tmp_path / "model")
+    tiny.tokenizer("decoder").save_pretrained(tmp_path / "model")
+    (tmp_path / "data.txt").write_text("\n\n".join(tiny.texts(11, 5, 23)))
+    options = ("--model", tmp_path / "model", "--data", tmp_path / "data.txt", "--out", tmp_path / "out")
     status, out, err = headwise(command, *options)
     assert status == 0, err
     assert "standard errors" in out
@@ -41,6 +44,6 @@ def test_the_table_is_tested_drawn_and_shown_on_a_page(tmp_path):
     for row, of_profile in zip(table.rows, expected.rows, strict=True):
         assert row.statistics["reach"].value == pytest.approx(of_profile.statistics["distance"].value - 1, abs=1e-6)
     assert list(table.tests()) == ["reach_p", "reach_q"]
-    assert table.plot(kind="ranking").get_xlabel().startswith("reach, tokens")
+    assert table.plot(kind="ranking").get_ylabel().startswith("reach (tokens)")
     hw.write_page(tmp_path / "page.html", table)
     assert "Mean distance of the attention, minus 1." in (tmp_path / "page.html").read_text()
