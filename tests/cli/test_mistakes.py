@@ -197,7 +197,7 @@ def test_another_run_in_the_folder_is_refused_before_the_model_is_loaded(
 
 def test_only_commands_that_resume_say_so(headwise):
     for command, resumes in (("circuits", False), ("patch", False), ("retrieval", True), ("ablate", True)):
-        assert ("An interrupted run" in headwise(command, "--help")[1]) == resumes
+        assert ("An interrupted run" in " ".join(headwise(command, "--help")[1].split())) == resumes
 
 
 def test_a_very_long_word_is_cut(headwise, folder, tmp_path):
