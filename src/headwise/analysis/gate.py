@@ -28,6 +28,22 @@ GateValue = float | Tensor | Replacement
 POSITIONS = "whole numbers, or a boolean tensor (queries,) or (batch, queries)"
 
 
+class HeadGate(NamedTuple):
+    """Gate of one head, of one key/value group, or of all heads of an attention module: a factor of their outputs, or a
+    replacement of their outputs.
+
+    Attributes:
+        head: zero-based index of the head or group; None for all heads.
+        value: factor of the output, or the replacement of the output.
+        layer: layer number by which the user named the module; None if it was named by its path. If several modules
+            have a gate with this number, it applies to the first one that attends.
+    """
+
+    head: int | None
+    value: GateValue
+    layer: int | None = None
+
+
 @contextmanager
 def gate(
     model: Any,
@@ -163,22 +179,6 @@ def _positions_tensor(positions: Any) -> Tensor | None:
     if tensor.is_floating_point() or tensor.is_complex() or not 1 <= tensor.ndim <= most_axes:
         raise InputError("positions", expected=POSITIONS, got=f"{tensor.dtype} of shape {tuple(tensor.shape)}")
     return tensor
-
-
-class HeadGate(NamedTuple):
-    """Gate of one head, of one key/value group, or of all heads of an attention module: a factor of their outputs, or a
-    replacement of their outputs.
-
-    Attributes:
-        head: zero-based index of the head or group; None for all heads.
-        value: factor of the output, or the replacement of the output.
-        layer: layer number by which the user named the module; None if it was named by its path. If several modules
-            have a gate with this number, it applies to the first one that attends.
-    """
-
-    head: int | None
-    value: GateValue
-    layer: int | None = None
 
 
 class GateInterceptor(Interceptor):

@@ -123,39 +123,6 @@ class Uniform(Replacement):
         return attended.uniform_output()
 
 
-class Mean(Replacement):
-    """Object that replaces a head's output by the mean of this head's output over a data set. The function `mean`
-    creates such objects, still without means. The method `prepare` runs the model over the data set and returns an
-    object with means.
-
-    Attributes:
-        dataset: `Texts` or batches.
-        means: mean outputs of the model's heads; None before `prepare`.
-    """
-
-    def __init__(self, dataset: Texts | Iterable[Any], means: "MeanOutputs | None" = None) -> None:
-        self.dataset, self.means = dataset, means
-
-    def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Run the model over the data set, and return a replacement that contains the mean output of each head of the
-        attention modules at the paths `modules`. If this object already contains these means, return it without a run.
-        """
-        if self.means is not None and self.means.modules is not None and set(modules) <= set(self.means.modules):
-            return self
-        means = MeanOutputs(set(modules))
-        dataset = self.dataset.within(model) if isinstance(self.dataset, Texts) else self.dataset
-        if not _run_batches(model, dataset, means):
-            raise InputError("dataset", expected="at least one batch", got="none")
-        return Mean(self.dataset, means)
-
-    def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return each head's mean output over the data set in the attention calls that correspond to `call`: those of
-        the same module, the same kind (self- or cross-attention) and the same number within a run of the model.
-        """
-        assert self.means is not None
-        return self.means.mean_of_call(call.site, call.index)[None, :, None, :]
-
-
 class MeanOutputs(OutputReader):
     """Interceptor that averages the output of each head over all tokens of a data set that are not padding. If a module
     attends several times in a run of the model, each of these calls has means of its own.
@@ -209,6 +176,39 @@ class MeanOutputs(OutputReader):
             raise InputError("dataset", expected=expected, got="none")
         total, tokens = self._sums[site, index]
         return total / max(tokens, 1.0)
+
+
+class Mean(Replacement):
+    """Object that replaces a head's output by the mean of this head's output over a data set. The function `mean`
+    creates such objects, still without means. The method `prepare` runs the model over the data set and returns an
+    object with means.
+
+    Attributes:
+        dataset: `Texts` or batches.
+        means: mean outputs of the model's heads; None before `prepare`.
+    """
+
+    def __init__(self, dataset: Texts | Iterable[Any], means: MeanOutputs | None = None) -> None:
+        self.dataset, self.means = dataset, means
+
+    def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
+        """Run the model over the data set, and return a replacement that contains the mean output of each head of the
+        attention modules at the paths `modules`. If this object already contains these means, return it without a run.
+        """
+        if self.means is not None and self.means.modules is not None and set(modules) <= set(self.means.modules):
+            return self
+        means = MeanOutputs(set(modules))
+        dataset = self.dataset.within(model) if isinstance(self.dataset, Texts) else self.dataset
+        if not _run_batches(model, dataset, means):
+            raise InputError("dataset", expected="at least one batch", got="none")
+        return Mean(self.dataset, means)
+
+    def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
+        """Return each head's mean output over the data set in the attention calls that correspond to `call`: those of
+        the same module, the same kind (self- or cross-attention) and the same number within a run of the model.
+        """
+        assert self.means is not None
+        return self.means.mean_of_call(call.site, call.index)[None, :, None, :]
 
 
 class Patch(Replacement):
