@@ -320,7 +320,7 @@ class CallContext:
         if tile.pattern is not None and key in self._visibilities:
             return self._visibilities[key]
         of_call = (self.real_queries, self.real_keys, self.is_special, self.is_repeat, self.first_keys)
-        of_sequences = (None if each is None else each[tile.sequences] for each in of_call)
+        of_sequences: Any = (None if each is None else each[tile.sequences] for each in of_call)
         visibility = TileVisibility(tile, grid if self.positions is None else self.positions, *of_sequences)
         if tile.pattern is not None:
             visibility = self._visibilities[key] = visibility.without_mask()

@@ -78,6 +78,10 @@ in them.
 _fragments: list[torch.library.Library] = []
 
 
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""Queries, keys, values, bias and sinks of a call."""
+
+
 def _call_of(
     q: Tensor,
     k: Tensor,
@@ -93,7 +97,7 @@ def _call_of(
     seed: Tensor | None = None,
     first_query: int = 0,
     _first_key: int = 0,
-) -> tuple[tuple[Tensor | None, ...], Tensor | None, CallOptions]:
+) -> tuple[Tensors, Tensor | None, CallOptions]:
     """Return the call of an operator with these arguments in the form of blockwise attention: q, k, v, bias and sinks,
     in float32 and with scales that differ between heads multiplied into q; these scales, or None; and the options, with
     the plan of blocks. A call may be a part of a larger one, from query `first_query` on; each part has a seed of its
@@ -128,7 +132,7 @@ def _attend_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     of its sum.
     """
     tensors, _, options = _call_of(*arguments)
-    results: Any = BlockwiseAttention.forward(*tensors, options)  # type: ignore[arg-type]
+    results: Any = BlockwiseAttention.forward(*tensors, options)
     out, lse, shifts, sums = results
     return out.to(arguments[0].dtype), lse, torch.cat([shifts, 1 / sums], -1)
 
@@ -170,7 +174,7 @@ def _gradients(
     """
     tensors, head_scale, options = _call_of(*arguments)
     if needs_exact_output and out.dtype != torch.float32:
-        results: Any = BlockwiseAttention.forward(*tensors, options)  # type: ignore[arg-type]
+        results: Any = BlockwiseAttention.forward(*tensors, options)
         out = results[0]
     shifts, inverse_sums = normalizers[..., :1], normalizers[..., 1:]
     out_gradient, out = out_gradient.float(), out.float()
