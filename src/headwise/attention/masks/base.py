@@ -244,8 +244,9 @@ class PerHead(OfParts):
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         one_head = replace(grid, heads=1)
         masks = [self.for_head(head) for head in range(len(self.parts))]
-        if h.ndim:  # the heads of a block
-            allowed = [with_batch_and_heads(mask.allows(one_head, b, h[:1] * 0, i, j)) for mask in masks]
+        if h.ndim:  # the heads of a block, of which the first is 0
+            first = h[:1]
+            allowed = [with_batch_and_heads(mask.allows(one_head, b, first, i, j)) for mask in masks]
             return torch.cat(torch.broadcast_tensors(*allowed), dim=1)  # type: ignore[no-untyped-call]
         allows = masks[0].allows(one_head, b, h * 0, i, j) & (h == 0)
         for head, mask in enumerate(masks[1:], start=1):

@@ -230,6 +230,7 @@ def test_kernels_of_a_gpu_are_refused_on_a_cpu(backend):
     assert hw.why_not(backend, *tensors()) == reason
 
 
+@pytest.mark.usefixtures("as_user")
 def test_flex_takes_the_names_of_kernels():
     with pytest.raises(hw.InputError, match="kernel: expected one of auto, triton, flash, got 'fa4'"):
         hw.Flex("fa4")
