@@ -196,7 +196,8 @@ def test_another_run_in_the_folder_is_refused_before_the_model_is_loaded(
 
 
 def test_only_commands_that_resume_say_so(headwise):
-    for command, resumes in (("retrieval", False), ("dependencies", False), ("sinks", True), ("ablate", True)):
+    resuming = dict.fromkeys(("sinks", "rollout", "profile", "ablate"), True)
+    for command, resumes in (resuming | dict.fromkeys(("circuits", "dependencies"), False)).items():
         assert ("An interrupted run" in headwise(command, "--help")[1]) == resumes
 
 
