@@ -17,7 +17,7 @@ KERNEL_TESTS := tests/attention/backends tests/attention/test_attend.py tests/at
   --ignore=tests/attention/backends/test_scores_bf16.py -k "not in_triton_kernels"
 IN_USE = $(BIN)/python -c "from headwise.attention.backends.native import library as l; print(l.load() or l.instruction_set())"
 
-# Tests start hundreds of processes; without cached bytecode, each compiles all modules of torch again.
+# Without cached bytecode, each of the hundreds of processes that the tests start compiles all modules of torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: plain-models demo test test-native drawn-problems wheel readme sanitize test-slow test-research coverage lint pictures tables census findings formation check-errors pruning claims bench bench-quick gpu gpu-kernels statistics-operator clean

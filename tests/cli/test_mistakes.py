@@ -196,7 +196,8 @@ def test_another_run_in_the_folder_is_refused_before_the_model_is_loaded(
 
 
 def test_only_commands_that_resume_say_so(headwise):
-    for command, resumes in (("circuits", False), ("patch", False), ("retrieval", True), ("ablate", True)):
+    resuming = dict.fromkeys(("sinks", "rollout", "profile", "ablate", "retrieval"), True)
+    for command, resumes in (resuming | dict.fromkeys(("circuits", "patch"), False)).items():
         assert ("An interrupted run" in " ".join(headwise(command, "--help")[1].split())) == resumes
 
 
