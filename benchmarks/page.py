@@ -78,7 +78,7 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=flags)
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium-headless-shell", args=flags)
         for name, loaded, text in cases:
             start = time.perf_counter()
             seen = hw.view(loaded.model, loaded.tokenizer, text, title=loaded.title, truncate=True)

@@ -40,7 +40,7 @@ def draw_page(seen: hw.View) -> None:
         path = Path(folder) / "page.html"
         hw.write_page(path, seen, foci=foci)
         browser = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
+            executable_path="/usr/bin/chromium-headless-shell", args=["--no-sandbox", "--disable-gpu"]
         )
         for theme in ("light", "dark"):
             size: Any = {"width": 1240, "height": 1330}

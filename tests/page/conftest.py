@@ -11,7 +11,7 @@ import pytest
 from headwise.page.contents import Contents
 from headwise.page.write import page_html
 
-CHROMIUM = "/usr/bin/chromium"
+CHROMIUM = "chromium-headless-shell"
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -32,7 +32,7 @@ def browser() -> Iterator[Any]:
     except ImportError:
         pytest.fail("The tests of the page need Playwright. Run: pip install playwright")
     if not (chromium := shutil.which(CHROMIUM)):
-        pytest.fail(f"The tests of the page need {CHROMIUM}. Run: apt-get install chromium")
+        pytest.fail(f"The tests of the page need {CHROMIUM}. Run: apt-get install {CHROMIUM}")
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         yield started
