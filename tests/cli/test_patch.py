@@ -8,7 +8,7 @@ import pytest
 
 import headwise as hw
 import tiny
-from headwise.cli.patch import PairFlags
+from headwise.cli.circuits import PairFlags
 
 pytestmark = pytest.mark.usefixtures("as_user")
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("as_user")
 def command(monkeypatch):
     """The command of the analysis, which the application has during a test."""
     monkeypatch.setattr(app, "registered_commands", [*app.registered_commands])
-    add_command(toy_analysis.reach, "headwise reach --data corpus.jsonl --out reach")
+    add_command(toy_analysis.reach)
     return "reach"
 
 

@@ -4,6 +4,7 @@ The modules of all commands are imported at the start, also for help and complet
 what imports it, inside of the functions that compute.
 """
 
+import inspect
 import os
 import sys
 import warnings
@@ -12,35 +13,8 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from headwise.cli import (
-    ablate,
-    circuits,
-    compare,
-    compress,
-    curve,
-    dependencies,
-    distances,
-    doctor,
-    importance,
-    in_context,
-    kernels,
-    localize,
-    merge,
-    monitor,
-    name_movers,
-    norm_weighted,
-    patch,
-    positions,
-    profile,
-    prune,
-    retrieval,
-    rollout,
-    sinks,
-    study,
-    view,
-)
-from headwise.cli.option_groups import expand_option_groups
-from headwise.cli.single_use import SingleUseCommand
+from headwise.cli import attention, circuits, compression, doctor, effects, head_tests, training, view
+from headwise.cli.commands import SingleUseCommand, expand_option_groups
 from headwise.errors import HeadwiseError
 
 app = typer.Typer(
@@ -134,40 +108,29 @@ def headwise(
     print this help.
     """
     if version:
-        typer.echo(kernels.version_text())
+        typer.echo(doctor.version_text())
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-def add_command(command: Callable[..., None], examples: str) -> None:
-    """Add a command to the application. Its function has the options as parameters, or as fields of dataclasses, and
-    the help as its docstring; the help ends with `examples`, one on each line.
+def add_command(command: Callable[..., None]) -> None:
+    """Add a command to the application. Its function has the options as parameters, or as fields of dataclasses. The
+    docstring of the function is the help; it ends with examples, one on each line below the line `Examples:`.
     """
+    described, _, examples = (inspect.getdoc(command) or "").partition("\n\nExamples:\n")
     keep_lines = "\b"  # to typer
-    epilog = f"{keep_lines}\nExamples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines())
-    app.command(cls=SingleUseCommand, epilog=epilog)(expand_option_groups(command))
+    epilog = f"{keep_lines}\nExamples:\n" + "\n".join(f"  {line}" for line in examples.splitlines())
+    app.command(cls=SingleUseCommand, help=described, epilog=epilog)(expand_option_groups(command))
 
 
-_MODULES = (
-    *(
-        view,
-        profile,
-        positions,
-        distances,
-        norm_weighted,
-        rollout,
-        compare,
-        ablate,
-        importance,
-        curve,
-        in_context,
-        circuits,
-        patch,
-    ),
-    *(retrieval, sinks, name_movers, dependencies),
-    *(prune, merge, compress, localize, study, monitor),
-    *(kernels, doctor),
+COMMANDS = (
+    *(view.view, attention.profile, attention.positions, attention.distances, attention.norm_weighted),
+    *(attention.rollout, attention.compare, effects.ablate, effects.importance, effects.curve, effects.in_context),
+    *(circuits.circuits, circuits.patch, head_tests.retrieval, attention.sinks, head_tests.name_movers),
+    *(head_tests.dependencies, compression.prune, compression.merge, compression.compress, compression.localize),
+    *(training.study, training.monitor, doctor.kernels, doctor.doctor),
 )
+"""Functions of the commands, in the order of the help."""
 
-for _module in _MODULES:
-    add_command(getattr(_module, _module.__name__.rpartition(".")[2]), _module.EXAMPLES)
+for _command in COMMANDS:
+    add_command(_command)

@@ -10,7 +10,6 @@ from typing import Any, TextIO
 
 from headwise.analysis.compare import Comparison
 from headwise.analysis.view_result import Focus, HeadView, View, ViewSet
-from headwise.runs.table import Table
 from headwise.studies.study_result import Study
 
 LONGEST_WORD = 300
@@ -22,7 +21,9 @@ LINKS = 6
 
 @dataclass(frozen=True)
 class Records:
-    """A result as rows of columns, with a description.
+    """A result as rows of columns, with a description. Rows of a table have the columns of its Parquet file: those that
+    identify the row, then the mean, standard error (`_sem`), sample size (`_n`) and degrees of freedom (`_df`) of each
+    statistic.
 
     Attributes:
         rows: one mapping from column names to values per row; all rows have the same columns.
@@ -31,13 +32,6 @@ class Records:
 
     rows: Sequence[Mapping[str, Any]]
     metadata: Mapping[str, Any]
-
-
-def table_records(table: Table[Any]) -> Records:
-    """Return all rows of a table in its own order, with the columns of its Parquet file: those that identify the row,
-    then the mean, standard error (`_sem`), sample size (`_n`) and degrees of freedom (`_df`) of each statistic.
-    """
-    return Records(table.records(), table.metadata)
 
 
 def study_records(study: Study) -> Records:

@@ -1,4 +1,4 @@
-"""The command `headwise study`."""
+"""The commands about trainings: `headwise study`, which makes them, and `monitor`, which shows the state of one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,16 +8,11 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import quiet_libraries, resumable
-from headwise.cli.options import Column, Data, Force
+from headwise.cli.options import Column, Data, Force, amount, choice, numbers, path, seconds
 from headwise.cli.output import OutputFlags
-from headwise.cli.quantities import amount, choice, numbers, path, seconds
+from headwise.errors import InputError
+from headwise.monitoring.alarms import AlarmLimits
 from headwise.studies.text_options import TASKS, TextOptions
-
-EXAMPLES = """
-headwise study --data corpus.txt --out how-many --budget 2h
-headwise study --data corpus.txt --heads 4,8,16 --kv-heads 1,2,4 --baseline 8 --out shared-heads
-headwise study --data labels.jsonl --task classify --tokens 1M --trials 4 --out classifier --json > study.json
-"""
 
 DEFAULT_SECONDS = 30 * 60.0
 """Time limit of a study if neither --budget nor --tokens is given."""
@@ -148,6 +143,11 @@ def study(
     """Find out how many heads suit your data. Trains small models of equal size that differ in the number, dimension
     and sharing of their heads. Prints a table that compares the models' losses, and saves the table and the models in
     --out.
+
+    Examples:
+    headwise study --data corpus.txt --out how-many --budget 2h
+    headwise study --data corpus.txt --heads 4,8,16 --kv-heads 1,2,4 --baseline 8 --out shared-heads
+    headwise study --data labels.jsonl --task classify --tokens 1M --trials 4 --out classifier --json > study.json
     """
     from headwise.show.records import study_records
     from headwise.show.studies import print_study
@@ -170,3 +170,50 @@ def study(
             force=force,
         )
     output.show(lambda: study_records(result), lambda console: print_study(result, console), written=out)
+
+
+def monitor(
+    *,
+    folder: Annotated[Path, typer.Argument(parser=path, metavar="FOLDER", help="Run folder of a monitored training.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=path, metavar="FOLDER", help="Folder for the pictures. Default: the run folder."),
+    ] = None,
+    pictures: Annotated[bool, typer.Option(help="Write a picture of each statistic.")] = True,
+    changed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Number of heads to name for each statistic that changed most.")
+    ] = 5,
+    max_logit: Annotated[
+        float | None, typer.Option(metavar="X", help="Alarm above this attention logit.", show_default=True)
+    ] = AlarmLimits.max_logit,
+    entropy: Annotated[
+        float | None, typer.Option(metavar="X", help="Alarm below this mean entropy, in nats.")
+    ] = AlarmLimits.entropy,
+    output_share: Annotated[
+        float | None, typer.Option(metavar="X", help="Alarm below this share of the layer's median output norm.")
+    ] = AlarmLimits.output_share,
+    output: OutputFlags,
+) -> None:
+    """Show the state of a training that `hw.monitor` observes, also while it runs. Prints the last observed step; for
+    each statistic the heads with the smallest, the median and the largest value, and those that changed most since the
+    first step; and the alarms of the last step. Writes a picture of each statistic over all steps.
+
+    Examples:
+    headwise monitor run
+    headwise monitor run --changed 10 --max-logit 50 --out pictures
+    headwise monitor run --no-pictures --json > state.json
+    """
+    from headwise.show.monitoring import history_records, print_history
+
+    limits = AlarmLimits(max_logit, entropy, output_share)
+    history = hw.History.load(folder)
+    if not history.steps:
+        raise InputError("folder", expected="a run folder with observed steps", got=f"{str(folder)!r} without steps")
+    if pictures:
+        history.save_pictures(folder if out is None else out)
+    written = (folder if out is None else out) if pictures else None
+    output.show(
+        lambda: history_records(history, limits),
+        lambda console: print_history(history, limits, console, changed),
+        written=written,
+    )
