@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.analysis.view_result import Link
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.page.contents import AllWeights, HeadAttention, LargestWeights, VisibleKeys
-from headwise.page.page_json import LISTED_KEYS
+from headwise.page.write import LISTED_KEYS
 from headwise.shapes import Bool, Float, Int
 
 TOP = 8

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.checks import folder_path
 from headwise.errors import InputError, require
+from headwise.plots.curves import draw_history
 from headwise.runs.files import replaced_file, writable_folder, write_atomically
+from headwise.statistics.registry import unit_of
 from headwise.wording import counted
 
 if TYPE_CHECKING:
@@ -203,10 +205,9 @@ class History:
             InputError: there is no such statistic or head.
             MissingExtra: matplotlib is not installed.
         """
-        from headwise.monitoring.history_plot import draw_history
-
         self._require_statistic(statistic)
-        return draw_history(self.series(statistic), statistic, str(self.settings.get("model", "")), heads, ax)
+        model = str(self.settings.get("model", ""))
+        return draw_history(self.series(statistic), statistic, unit_of(statistic), model, heads, ax)
 
     def save_pictures(self, folder: str | Path) -> list[Path]:
         """Write the plot of each statistic to a file in a folder, which is created if it does not exist, and return the

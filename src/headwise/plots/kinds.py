@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
 from headwise.plots.canvas import axis_label
-from headwise.plots.matrices import draw_heatmap
+from headwise.plots.grids import draw_heatmap, draw_role_counts, draw_role_grid
 from headwise.plots.points import PlottedNumbers, draw_ranking, draw_scatter
-from headwise.plots.roles import draw_role_counts, draw_role_grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

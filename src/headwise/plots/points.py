@@ -18,7 +18,7 @@ from headwise.plots.canvas import (
     set_title,
     without_upper_frame,
 )
-from headwise.plots.roles import in_legend_order, role_style
+from headwise.plots.grids import in_legend_order, role_style
 from headwise.wording import counted
 
 if TYPE_CHECKING:
