@@ -104,8 +104,12 @@ class Viewer(SiteRegistry):
             return (target, source) if target and (grid.queries, grid.keys) == (lengths[-1], lengths[0]) else None
         fitting = [index for index, length in enumerate(lengths) if grid.queries == grid.keys == length]
         if len(fitting) > 1:
-            ids = call.tokens
-            fitting = [index for index in fitting if ids is not None and _are_equal(ids, self._texts[index].ids)]
+            texts = {index: self._texts[index].ids for index in fitting}
+            fitting = [
+                index
+                for index, ids in texts.items()
+                if ids is not None and call.tokens is not None and torch.equal(ids.cpu(), call.tokens.cpu())
+            ]
         return (fitting[0], fitting[0]) if len(fitting) == 1 else None
 
     def head_views(self) -> Iterator[HeadView]:
@@ -165,11 +169,6 @@ def _head_views(
             received=of_words[head],
             attention=tokens.of_head(head, *sides),
         )
-
-
-def _are_equal(ids: Tensor, others: Tensor | None) -> bool:
-    """Return True if two tensors of token ids are equal."""
-    return others is not None and ids.shape == others.shape and bool((ids.cpu() == others.cpu()).all())
 
 
 def require_agreement(path: str, row_block: RowBlock, out: Float[Tensor, "batch heads rows value_dim"]) -> None:

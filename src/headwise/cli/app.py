@@ -50,12 +50,14 @@ def run() -> int:
         # typer and rich end the process after a BrokenPipeError
         if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
             raise
-        return _discard_output()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be written
+        return CLOSED_PIPE_STATUS
     except Exception as error:
         message = _message(error)
         if message is None:
             raise
-        return _report(message)
+        typer.echo(f"headwise: {message}", err=True)
+        return USAGE_STATUS
     return status
 
 
@@ -73,14 +75,6 @@ def _message(error: Exception) -> str | None:
     return None
 
 
-def _report(message: str) -> int:
-    """Print an error message, preceded by `headwise: `, to standard error, and return 2, the exit status after a
-    mistake of the user.
-    """
-    typer.echo(f"headwise: {message}", err=True)
-    return USAGE_STATUS
-
-
 def _show_warning(
     message: Warning | str,
     category: type[Warning],
@@ -91,12 +85,6 @@ def _show_warning(
 ) -> None:
     """Print a warning to standard error in one sentence, preceded by `headwise: warning: `."""
     typer.echo(f"headwise: warning: {' '.join(str(message).split())}", err=True)
-
-
-def _discard_output() -> int:
-    """Let nothing more be written to standard output, whose reader has closed it, and return the exit status."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return CLOSED_PIPE_STATUS
 
 
 @app.callback(invoke_without_command=True)

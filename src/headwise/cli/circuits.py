@@ -108,14 +108,24 @@ class PairFlags:
         """Return the texts of all pairs by part: those of the file, or those of the single pair.
 
         Raises:
-            InputError: neither or both are given, or a part is missing.
+            InputError: neither or both are given, a part is missing, or the file is not UTF-8 or not JSON lines.
         """
         single = {part: getattr(self, part) for part in PARTS}
         given = [part for part, text in single.items() if text is not None]
         if self.pairs is not None:
             if given:
                 raise InputError("pairs", expected="a file or the texts of one pair", got=f"both, with --{given[0]}")
-            return _read_pairs(self.pairs)
+            texts: dict[str, list[str]] = {part: [] for part in PARTS}
+            for pair, location in read_json_lines(self.pairs):
+                for part in PARTS:
+                    text = pair.get(part) if isinstance(pair, dict) else None
+                    if not isinstance(text, str):
+                        expected = f"a JSON object with the texts {', '.join(PARTS)} in {location}"
+                        raise InputError("pairs", expected=expected, got=f"no text {part}")
+                    texts[part].append(text)
+            if not texts["clean"]:
+                raise InputError("pairs", expected="at least one pair", got=f"none in {str(self.pairs)!r}")
+            return texts
         missing = [f"--{part}" for part in PARTS if part not in given]
         if missing:
             expected = "--clean, --corrupted, --answer and --wrong, or --pairs FILE"
@@ -206,22 +216,3 @@ def patch(
     if out is not None:
         result.save(out, force=force)
     output.show_table(result, out, top=top, title=source.title)
-
-
-def _read_pairs(file: Path) -> dict[str, list[str]]:
-    """Return the texts of all pairs of a file of JSON lines, by part.
-
-    Raises:
-        InputError: the file is not UTF-8, a line is no JSON object with the texts of all parts, or there is none.
-    """
-    texts: dict[str, list[str]] = {part: [] for part in PARTS}
-    for pair, location in read_json_lines(file):
-        for part in PARTS:
-            text = pair.get(part) if isinstance(pair, dict) else None
-            if not isinstance(text, str):
-                expected = f"a JSON object with the texts {', '.join(PARTS)} in {location}"
-                raise InputError("pairs", expected=expected, got=f"no text {part}")
-            texts[part].append(text)
-    if not texts["clean"]:
-        raise InputError("pairs", expected="at least one pair", got=f"none in {str(file)!r}")
-    return texts

@@ -67,8 +67,14 @@ class SingleUseCommand(TyperCommand):
             for parameter, count in Counter(order).items():
                 if count > 1 and not parameter.multiple:
                     ctx.fail(f"{parameter.opts[0]}: expected once, got {count} times")
+            names = [parameter.name for parameter in self.params if parameter.param_type_name == "argument"]
+            if further and not names:
+                words = " ".join(shlex.quote(word) for word in further)
+                ctx.fail(f"expected options alone, got {words}; put quotes around a value with spaces")
             if further:
-                ctx.fail(self._advice(values, further))
+                quoted = " ".join([str(values[names[-1]]), *further]).replace('"', '\\"')
+                remedy = f'put quotes around a value with spaces: "{quoted}"'
+                ctx.fail(f"{names[-1]}: expected one, got {1 + len(further)}; {remedy}")
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -76,12 +82,3 @@ class SingleUseCommand(TyperCommand):
         is_first = os.environ.get("RANK", "0") == "0"
         with shown_progress(is_first and not ctx.params.get("quiet", True)):
             return super().invoke(ctx)
-
-    def _advice(self, values: dict[str, Any], further: list[str]) -> str:
-        """Return the sentence for arguments that the command has no place for."""
-        names = [parameter.name for parameter in self.params if parameter.param_type_name == "argument"]
-        if not names:
-            words = " ".join(shlex.quote(word) for word in further)
-            return f"expected options alone, got {words}; put quotes around a value with spaces"
-        quoted = " ".join([str(values[names[-1]]), *further]).replace('"', '\\"')
-        return f'{names[-1]}: expected one, got {1 + len(further)}; put quotes around a value with spaces: "{quoted}"'

@@ -1,8 +1,8 @@
 """The commands that make models smaller: `headwise prune`, `merge`, `localize` and `compress`."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -12,11 +12,6 @@ from headwise.cli.options import Data, DecoderFlags, Force, ModelFlags, ModelFol
 from headwise.cli.output import OutputFlags
 from headwise.errors import InputError
 from headwise.settings import CONSTRAINTS, PRUNING_SCORES, MergeGrouping, MergeMethod
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from headwise.analysis.losses import Loss
 
 PLAN_FILE = "plan.json"
 """File in the folder of the pruned model with the plan."""
@@ -61,25 +56,6 @@ class PlanFlags:
         if self.keep is not None and not 0 < self.keep <= 1:
             raise InputError("keep", expected="a share above 0 and at most 1", got=self.keep)
 
-    def make(
-        self, model: "nn.Module", texts: "hw.Texts", loss: "Loss", *, fitted: bool, shown: bool
-    ) -> "hw.PruningPlan":
-        """Return a new plan for a model, whose output projections will be `fitted`; if `shown`, show progress bars."""
-        from headwise.compression.scores.named_scores import plan_by_name
-
-        assert self.keep is not None  # checked above, without a saved plan
-        return plan_by_name(
-            self.scores,
-            model,
-            texts,
-            loss,
-            keep=self.keep,
-            constraint=self.constraint,
-            fitted=fitted,
-            rounds=self.rounds,
-            progress=shown,
-        )
-
 
 def prune(
     *,
@@ -103,9 +79,9 @@ def prune(
     from headwise.compression.parameter_counts import parameters_before_and_after
     from headwise.compression.recipe.inputs import load_whole_model
     from headwise.compression.saving import write_model
-    from headwise.compression.scores.named_scores import require_scores
+    from headwise.compression.scores.named_scores import plan_by_name, require_scores
     from headwise.runs.files import new_folder, require_new_folder, require_outside_data
-    from headwise.show.smaller_models import plan_records, print_plan
+    from headwise.show.smaller_models import plan_records, print_smaller
 
     require_outside_data(out, data)
     require_new_folder(out, force=force)
@@ -117,14 +93,22 @@ def prune(
         require_scores(heads.scores, heads.constraint, loss)
     dense = load_whole_model(source, model.torch_dtype).to(device)
     dataset = dataset.within(dense)
-    plan = saved or heads.make(dense, dataset, loss, fitted=fit, shown=not output.quiet)
+    if saved is None:
+        assert heads.keep is not None  # required without a saved plan
+        options: Any = {"keep": heads.keep, "constraint": heads.constraint, "rounds": heads.rounds}
+        options |= {"fitted": fit, "progress": not output.quiet}
+        plan = plan_by_name(heads.scores, dense, dataset, loss, **options)
+    else:
+        plan = saved
     smaller = hw.prune(dense, plan, calibration=dataset if fit else None)
     with new_folder(out, force=force) as part:
         write_model(smaller, dataset.tokenizer, part)
         plan.save(part / PLAN_FILE)
     sizes = parameters_before_and_after(dense, smaller)
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}, **sizes}
-    output.show(lambda: plan_records(plan, metadata), lambda console: print_plan(plan, console, sizes), written=out)
+    output.show(
+        lambda: plan_records(plan, metadata), lambda console: print_smaller(f"{plan}\n", sizes, console), written=out
+    )
 
 
 def merge(
@@ -154,7 +138,8 @@ def merge(
     from headwise.compression.parameter_counts import parameters_before_and_after
     from headwise.compression.recipe.inputs import load_whole_model
     from headwise.runs.files import require_new_folder, require_outside_data
-    from headwise.show.smaller_models import merge_records, print_merge
+    from headwise.show.records import Records
+    from headwise.show.smaller_models import print_smaller
 
     require_outside_data(out, data)
     require_new_folder(out, force=force)
@@ -167,8 +152,8 @@ def merge(
     sizes = parameters_before_and_after(dense, merged)
     metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}}
     output.show(
-        lambda: merge_records(kv_heads, sizes, metadata),
-        lambda console: print_merge(kv_heads, sizes, console),
+        lambda: Records([{"kv_heads": kv_heads, **sizes}], metadata),
+        lambda console: print_smaller(f"key/value heads in each layer: {kv_heads}", sizes, console),
         written=out,
     )
 
@@ -195,7 +180,7 @@ def localize(
     headwise localize --model smollm2 --data corpus.txt --documents cut --window 128 --first 1 --out streaming.json
     headwise localize --model smaller --data corpus.txt --documents cut --out streaming.json --json
     """
-    from headwise.show.smaller_models import localization_records
+    from headwise.show.records import Records
 
     if out.exists() and not (force and out.is_file()):
         remedy = "--force replaces it" if out.is_file() else None
@@ -206,8 +191,10 @@ def localize(
     loaded = source.model("causal", model.torch_dtype).to(device)
     result = hw.localize(loaded, dataset.within(loaded), budget, window=window, first=first)
     result.save(out)
-    metadata = {"model": {"name": source.title}, "data": {"source": dataset.name}}
-    output.show(lambda: localization_records(result, metadata), lambda console: console.print(str(result)), written=out)
+    metadata: dict[str, Any] = {"model": {"name": source.title}, "data": {"source": dataset.name}}
+    metadata |= {name: value for name, value in asdict(result).items() if name != "modules"}
+    rows = asdict(result)["modules"]
+    output.show(lambda: Records(rows, metadata), lambda console: console.print(str(result)), written=out)
 
 
 def compress(

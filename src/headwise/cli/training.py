@@ -21,8 +21,7 @@ DEFAULT_SECONDS = 30 * 60.0
 @dataclass(frozen=True)
 class TextStudyFlags:
     """Command-line options of `headwise study` that describe the training data: the task (what the models learn), the
-    tokenizer, the size of sequences and batches, and the columns with text and label. The method `options` converts
-    them to `hw.TextOptions`.
+    tokenizer, the size of sequences and batches, and the columns with text and label.
     """
 
     task: Annotated[
@@ -40,22 +39,12 @@ class TextStudyFlags:
     column: Column = TextOptions.column
     label: Annotated[str, typer.Option(help="Column with the label, for --task classify.")] = TextOptions.label
 
-    def options(self) -> TextOptions:
-        """Return these command-line options as `hw.TextOptions`. If --tokenizer names a model, that model's tokenizer
-        is loaded here; otherwise the options contain no tokenizer, and the study trains one on its data later.
-        """
-        from headwise.data.models import find_model
-
-        tokenizer = None if self.tokenizer is None else find_model(self.tokenizer, argument="tokenizer").tokenizer()
-        sizes = (self.context, self.batch)
-        return TextOptions(self.task, *sizes, tokenizer, self.vocabulary, self.column, self.label)
-
 
 @dataclass(frozen=True)
 class SpaceFlags:
     """Command-line options of `headwise study` that describe the models: the head settings to compare (numbers of
     heads, head dimensions and numbers of key/value heads), the setting that the user has now (the baseline), and the
-    size of the models. The method `space` returns the head settings as `hw.Space`.
+    size of the models.
     """
 
     heads: Annotated[Any, typer.Option(parser=numbers, metavar="N,N,...", help="Numbers of heads to compare.")] = (
@@ -79,19 +68,11 @@ class SpaceFlags:
     ] = None
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers. Default: derived from --params.")] = None
 
-    def space(self) -> "hw.Space":
-        """Return the head settings to compare as `hw.Space`: the numbers of heads, head dimensions and numbers of
-        key/value heads to combine, the width of the models, and the number of tensor-parallel ranks that must be able
-        to share the heads equally.
-        """
-        return hw.Space(self.embed_dim, self.heads, self.head_dim, self.kv_heads, self.tensor_parallel)
-
 
 @dataclass(frozen=True)
 class BudgetFlags:
     """Command-line options of `headwise study` that limit its work: the time, the number of tokens in each training,
     the number of learning rates tried for each head setting, and the number of final trainings (seeds) of each setting.
-    The method `limits` converts them to `hw.StudyBudget`.
     """
 
     budget: Annotated[
@@ -107,13 +88,6 @@ class BudgetFlags:
         int | None, typer.Option(min=1, help="Learning rates per setting. Default: as the budget allows.")
     ] = None
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each setting with its best learning rate.")] = 3
-
-    def limits(self) -> "hw.StudyBudget":
-        """Return these command-line options as `hw.StudyBudget`. The time limit is 30 minutes if neither --budget nor
-        --tokens is used.
-        """
-        limit = DEFAULT_SECONDS if self.budget is None and self.tokens is None else self.budget
-        return hw.StudyBudget(limit, tokens=self.tokens, trials=self.trials, seeds=self.seeds)
 
 
 def study(
@@ -149,17 +123,24 @@ def study(
     headwise study --data corpus.txt --heads 4,8,16 --kv-heads 1,2,4 --baseline 8 --out shared-heads
     headwise study --data labels.jsonl --task classify --tokens 1M --trials 4 --out classifier --json > study.json
     """
+    from headwise.data.models import find_model
     from headwise.show.records import study_records
     from headwise.show.studies import print_study
 
     quiet_libraries()
+    limit = DEFAULT_SECONDS if budget.budget is None and budget.tokens is None else budget.budget
+    limits = hw.StudyBudget(limit, tokens=budget.tokens, trials=budget.trials, seeds=budget.seeds)
+    tokenizer = None if text.tokenizer is None else find_model(text.tokenizer, argument="tokenizer").tokenizer()
+    sizes = (text.context, text.batch)
+    options = TextOptions(text.task, *sizes, tokenizer, text.vocabulary, text.column, text.label)
+    compared = hw.Space(space.embed_dim, space.heads, space.head_dim, space.kv_heads, space.tensor_parallel)
     with resumable(out):
         result = hw.study_texts(
             data,
             out,
-            budget=budget.limits(),
-            text=text.options(),
-            space=space.space(),
+            budget=limits,
+            text=options,
+            space=compared,
             baseline=space.baseline,
             params=space.params,
             layers=space.layers,

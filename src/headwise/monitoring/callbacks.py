@@ -53,7 +53,17 @@ class TrainingCallback:
         self._options: dict[str, Any] = {"every": every, "statistics": statistics, "sequences": sequences}
         self._options |= {"layers": layers, "out": out, "alarms": alarms, "on_alarm": on_alarm}
         monitor(nn.Identity(), **self._options)  # raises an error for options that cannot be used
-        self._log_heads = _heads_to_log(log_heads)
+        if isinstance(log_heads, int):
+            self._log_heads: int | tuple[tuple[int, int], ...] = whole_number("log_heads", log_heads, least=0)
+        else:
+            heads = collection_of("log_heads", log_heads, of="heads (layer, head), or their number")
+            pairs = tuple(head_pair("log_heads", head, of="a collection of (layer, head)") for head in heads)
+            for pair in pairs:
+                if not all(is_whole(number, 0) for number in pair):
+                    raise InputError(
+                        "log_heads", expected="heads (layer, head) with whole numbers from 0", got=repr(pair)
+                    )
+            self._log_heads = pairs
         self._monitor: Monitor | None = None
         self._is_open = False
         self._next_step = 0
@@ -261,18 +271,6 @@ def _object_with_bases(derived: type, bases: tuple[type, ...]) -> Any:
     if (derived, *bases) not in _MADE:
         _MADE[derived, *bases] = type(derived.__name__, (derived, *bases), names)
     return object.__new__(_MADE[derived, *bases])
-
-
-def _heads_to_log(log_heads: Any) -> int | tuple[tuple[int, int], ...]:
-    """Return the argument `log_heads` of a callback, checked."""
-    if isinstance(log_heads, int):
-        return whole_number("log_heads", log_heads, least=0)
-    heads = collection_of("log_heads", log_heads, of="heads (layer, head), or their number")
-    pairs = tuple(head_pair("log_heads", head, of="a collection of (layer, head)") for head in heads)
-    for pair in pairs:
-        if not all(is_whole(number, 0) for number in pair):
-            raise InputError("log_heads", expected="heads (layer, head) with whole numbers from 0", got=repr(pair))
-    return pairs
 
 
 def step_scalars(

@@ -1,8 +1,8 @@
 """`monitor`: statistics of every head during training, at the cost of the steps that are observed."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -106,25 +106,6 @@ class _ForcedEager:
 
 forced_eager = _ForcedEager()
 """Context in which compiled modules run without compilation; the monitors of several models share it."""
-
-
-@contextmanager
-def observed_training(
-    model: nn.Module, heads: Heads, statistics: Collection[str], sequences: int | None
-) -> Iterator[TrainingObserver]:
-    """Add the statistics of the training forward passes of `model` within the context to `heads`, and yield their
-    observer. Compiled modules run without compilation there.
-
-    Args:
-        model: the model.
-        heads: results to add to.
-        statistics: names of the statistics to compute.
-        sequences: as for `TrainingObserver`.
-    """
-    observer = TrainingObserver(model, heads, statistics, sequences)
-    with forced_eager, intercepted(model, observer, context="hw.monitor", runs_eagerly=True):
-        yield observer
-    observer.finish()
 
 
 BY_DEFAULT = ("max_logit", "entropy", "first", "output_norm")
@@ -303,17 +284,19 @@ class Monitor:
     def _observe_if_due(self) -> None:
         """Start to observe, if the next step is to be observed."""
         if self._next % self._every == 0:
-            heads = Heads(self._model)
-            context = observed_training(self._model, heads, self._recorded, self._sequences)
-            self._observer = self._of_step.enter_context(context)
-            self._heads = heads
+            self._heads = Heads(self._model)
+            self._observer = TrainingObserver(self._model, self._heads, self._recorded, self._sequences)
+            self._of_step.enter_context(forced_eager)
+            interception = intercepted(self._model, self._observer, context="hw.monitor", runs_eagerly=True)
+            self._of_step.enter_context(interception)
 
     def _record(self, heads: Heads) -> list[Alarm]:
         """Stop to observe, add the statistics of all processes to the history, and return the alarms."""
         self._heads = None
         self._of_step.close()
-        self.inputs = None if self._observer is None else self._observer.inputs
-        self._observer = None
+        if self._observer is not None:
+            self._observer.finish()
+            self.inputs, self._observer = self._observer.inputs, None
         registry: SiteRegistry = heads
         if rank_and_world_size()[1] > 1:
             registry = SiteRegistry(self._model)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headwise.errors import require
 from headwise.page.columns import Columns
-from headwise.page.contents import AllWeights, Contents, HeadAttention, LargestWeights, Passage, Side
+from headwise.page.contents import AllWeights, Contents, HeadAttention, LargestWeights, Passage
 from headwise.shapes import Float
 from headwise.wording import counted
 
@@ -103,23 +103,21 @@ def _passage_json(
                 "storage": storage,
                 "rows": name,
             }
-    sides = [_side_json(side) for side in passage.sides]
+    sides = [
+        {
+            "name": side.name,
+            "tokens": side.tokens,
+            "space": [int(follows) for follows in side.follows_blank],
+            "break": side.line_starts,
+            "special": [int(special) for special in side.special],
+            "words": side.words,
+            "wordOf": side.word_of,
+            "generated": side.first_generated,
+            "image": None if side.picture is None else asdict(side.picture),
+        }
+        for side in passage.sides
+    ]
     return {"title": passage.title, "sides": sides, "heads": models, "visibility": list(visibility.values())}
-
-
-def _side_json(side: Side) -> dict[str, Any]:
-    """Return a side of a passage as JSON values."""
-    return {
-        "name": side.name,
-        "tokens": side.tokens,
-        "space": [int(follows) for follows in side.follows_blank],
-        "break": side.line_starts,
-        "special": [int(special) for special in side.special],
-        "words": side.words,
-        "wordOf": side.word_of,
-        "generated": side.first_generated,
-        "image": None if side.picture is None else asdict(side.picture),
-    }
 
 
 def stored_rows(heads: Sequence[HeadAttention]) -> list[tuple[str, bytes]]:

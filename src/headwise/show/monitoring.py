@@ -42,7 +42,7 @@ def print_history(history: History, limits: AlarmLimits, console: Console, chang
             (row[statistic], row["layer"], row["head"]) for row in rows if math.isfinite(row.get(statistic, math.nan))
         )
         places = [values[0], values[(len(values) - 1) // 2], values[-1]] if values else []
-        cells = [_with_head(*place) for place in places] or [UNKNOWN] * 3
+        cells = [f"{number(value, 'z.4g')} ({layer}.{head})" for value, layer, head in places] or [UNKNOWN] * 3
         changes = history.changes(statistic)[:changed] if last > first else []
         moved = ", ".join(f"{layer}.{head} {number(change, '+.3g')}" for layer, head, change in changes)
         shown.add_row(statistic, *cells, *([moved] if last > first and changed else []))
@@ -70,11 +70,6 @@ def history_records(history: History, limits: AlarmLimits) -> Records:
         rows.append(record)
     alarms = [alarm._asdict() for alarm in limits.alarms(history.rows(last))]
     return Records(rows, {**history.settings, "steps": history.steps, "alarms": alarms})
-
-
-def _with_head(value: float, layer: int, head: int) -> str:
-    """Return a number with the name of its head."""
-    return f"{number(value, 'z.4g')} ({layer}.{head})"
 
 
 def _alarm_line(alarms: Sequence[Alarm], step: int) -> str:
