@@ -25,8 +25,7 @@ def profile(
     repeats: Annotated[bool, typer.Option(help="Also measure induction on repeated random tokens.")] = True,
     html: Html = None,
     statistic: Annotated[
-        str | None,
-        typer.Option(help="Statistic by which the page of --html colours and sorts heads.", **choice(ROW_STATISTICS)),
+        str | None, choice(ROW_STATISTICS, "Statistic by which the page of --html colours and sorts heads.")
     ] = None,
 ) -> None:
     """Measure the attention statistics of every head on a data set. Assigns a role to each head (such as previous
@@ -93,7 +92,7 @@ def positions(
         str | None,
         typer.Option(metavar="N,N,...", help="First position of each bin, and the end. Default: powers of two."),
     ] = None,
-    by: Annotated[str, typer.Option(help="Statistic that is printed.", **choice(ROW_STATISTICS))] = "entropy",
+    by: Annotated[str, choice(ROW_STATISTICS, "Statistic that is printed.")] = "entropy",
     top: Annotated[int, typer.Option(min=1, help="Number of heads to print, steepest slope first.")] = 20,
 ) -> None:
     """Measure the attention statistics of every head against the position of the query: in bins of positions, and their
@@ -136,7 +135,7 @@ def distances(
 def norm_weighted(
     *,
     run: RunFlags,
-    by: Annotated[str, typer.Option(help="Statistic that is printed.", **choice(NORMED_STATISTICS))] = "first",
+    by: Annotated[str, choice(NORMED_STATISTICS, "Statistic that is printed.")] = "first",
     top: Annotated[int, typer.Option(min=1, help="Number of heads to print, those that differ most first.")] = 20,
 ) -> None:
     """Measure where every head reads from by the norms of the vectors that it adds up, instead of by attention weights
@@ -157,9 +156,7 @@ def rollout(
     residual: Annotated[
         float, typer.Option(metavar="X", help="Share of the residual connection in each layer, below 1.")
     ] = ROLLOUT_RESIDUAL,
-    by: Annotated[
-        str, typer.Option(help="Statistic of heads that is printed.", **choice(ROLLOUT_STATISTICS))
-    ] = "first",
+    by: Annotated[str, choice(ROLLOUT_STATISTICS, "Statistic of heads that is printed.")] = "first",
     top: Annotated[int, typer.Option(min=1, help="Number of heads to print, those that differ most first.")] = 20,
 ) -> None:
     """Measure where the attention of every layer and head goes in the input, if attention is multiplied over layers.

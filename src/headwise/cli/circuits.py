@@ -9,7 +9,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import find_causal, quiet_libraries
-from headwise.cli.options import DecoderFlags, Force, ModelFlags, TableFolder, Top, choice, path
+from headwise.cli.options import DecoderFlags, Force, ModelFlags, TableFolder, Top, choice, path_option
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.data.documents import read_json_lines
 from headwise.errors import InputError
@@ -20,10 +20,7 @@ def circuits(
     *,
     model: ModelFlags,
     composition: Annotated[
-        str,
-        typer.Option(
-            help="Kind of composition of which pairs of heads are printed.", **choice((*COMPOSITION_KINDS, "none"))
-        ),
+        str, choice((*COMPOSITION_KINDS, "none"), "Kind of composition of which pairs of heads are printed.")
     ] = "k",
     distance: Annotated[
         int, typer.Option(min=0, metavar="N", help="Tokens from the key to the query, for rotary positions.")
@@ -98,10 +95,7 @@ class PairFlags:
     answer: Annotated[str | None, typer.Option(metavar="TEXT", help="Right answer of the clean prompt.")] = None
     wrong: Annotated[str | None, typer.Option(metavar="TEXT", help="Right answer of the corrupted prompt.")] = None
     pairs: Annotated[
-        Path | None,
-        typer.Option(
-            parser=path, metavar="FILE", help="JSON lines, each with the texts clean, corrupted, answer and wrong."
-        ),
+        Path | None, path_option("FILE", "JSON lines, each with the texts clean, corrupted, answer and wrong.")
     ] = None
 
     def texts(self) -> dict[str, list[str]]:
@@ -153,7 +147,7 @@ class MethodFlags:
     input: Annotated[
         str | None, typer.Option(metavar="LETTERS", help="path: inputs of the receivers: q, k, v or several of them.")
     ] = None
-    mlps: Annotated[str | None, typer.Option(help="path: what MLPs do along the paths.", **choice(MLP_MODES))] = None
+    mlps: Annotated[str | None, choice(MLP_MODES, "path: what MLPs do along the paths.")] = None
 
     def options(self, method: str) -> dict[str, Any]:
         """Return the options of a method that are given, by the names of its function's arguments.
@@ -181,13 +175,10 @@ def patch(
     model: DecoderFlags,
     prompts: PairFlags,
     method: Annotated[
-        str, typer.Option(help="Patch each head, estimate this from derivatives, or patch paths.", **choice(METHODS))
+        str, choice(METHODS, "Patch each head, estimate this from derivatives, or patch paths.")
     ] = "activation",
     direction: Annotated[
-        str,
-        typer.Option(
-            help="Patch into the run on the corrupted prompts, or into the clean one.", **choice(PATCH_DIRECTIONS)
-        ),
+        str, choice(PATCH_DIRECTIONS, "Patch into the run on the corrupted prompts, or into the clean one.")
     ] = PATCH_DIRECTIONS[0],
     method_options: MethodFlags,
     out: TableFolder = None,

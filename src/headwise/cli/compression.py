@@ -8,7 +8,18 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import find_causal, find_inputs, find_loss, quiet_libraries
-from headwise.cli.options import Data, DecoderFlags, Force, ModelFlags, ModelFolder, Out, TextFlags, choice, path
+from headwise.cli.options import (
+    Data,
+    DecoderFlags,
+    Force,
+    ModelFlags,
+    ModelFolder,
+    Out,
+    TextFlags,
+    choice,
+    path,
+    path_option,
+)
 from headwise.cli.output import OutputFlags
 from headwise.errors import InputError
 from headwise.settings import CONSTRAINTS, PRUNING_SCORES, MergeGrouping, MergeMethod
@@ -34,20 +45,13 @@ class PlanFlags:
         float | None, typer.Option(help="Share of the heads that remain, above 0 and at most 1. A new plan needs it.")
     ] = None
     constraint: Annotated[
-        str,
-        typer.Option(
-            help="Equally many heads in each layer (uniform), equally many groups, or any heads.", **choice(CONSTRAINTS)
-        ),
+        str, choice(CONSTRAINTS, "Equally many heads in each layer (uniform), equally many groups, or any heads.")
     ] = "uniform"
-    scores: Annotated[str, typer.Option(help="What decides which heads remain.", **choice(PRUNING_SCORES))] = (
-        "least-squares"
-    )
+    scores: Annotated[str, choice(PRUNING_SCORES, "What decides which heads remain.")] = "least-squares"
     rounds: Annotated[int | None, typer.Option(min=1, help="Number of times that the remaining heads are scored.")] = (
         None
     )
-    plan: Annotated[
-        Path | None, typer.Option(parser=path, metavar="FILE", help="Apply this plan instead of making one.")
-    ] = None
+    plan: Annotated[Path | None, path_option("FILE", "Apply this plan instead of making one.")] = None
 
     def __post_init__(self) -> None:
         if (self.keep is None) == (self.plan is None):
@@ -117,12 +121,8 @@ def merge(
     out: ModelFolder,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads of each layer that remain.")],
     model: DecoderFlags,
-    method: Annotated[
-        str, typer.Option(help="How heads are merged; see hw.merge_kv.", **choice(get_args(MergeMethod)))
-    ] = "procrustes",
-    grouping: Annotated[
-        str, typer.Option(help="Which heads become one; see hw.merge_kv.", **choice(get_args(MergeGrouping)))
-    ] = "adjacent",
+    method: Annotated[str, choice(get_args(MergeMethod), "How heads are merged; see hw.merge_kv.")] = "procrustes",
+    grouping: Annotated[str, choice(get_args(MergeGrouping), "Which heads become one; see hw.merge_kv.")] = "adjacent",
     texts: TextFlags,
     force: Force = False,
     output: OutputFlags,
@@ -161,7 +161,7 @@ def merge(
 def localize(
     *,
     data: Data,
-    out: Annotated[Path, typer.Option(parser=path, metavar="FILE", help="JSON file for the result.")],
+    out: Annotated[Path, path_option("FILE", "JSON file for the result.")],
     model: DecoderFlags,
     budget: Annotated[
         float, typer.Option(min=0.0, help="Largest relative rise of the loss, such as 0.01 for one percent.")

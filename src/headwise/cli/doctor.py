@@ -292,7 +292,7 @@ def _shown(value: Any) -> str:
 
 def kernels(
     action: Annotated[
-        str, typer.Argument(help="`show` the state of the kernels, or `build` them.", **choice(("show", "build")))
+        str, choice(("show", "build"), "`show` the state of the kernels, or `build` them.", option=typer.Argument)
     ] = "show",
 ) -> None:
     """Show whether the native kernels for the CPU are in use, and if not, why; or compile them into this installation

@@ -8,7 +8,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import DecoderRunFlags, RunFlags, find_causal, find_loss, require_same_run
-from headwise.cli.options import Html, LossName, Top, choice, path
+from headwise.cli.options import Html, LossName, Top, choice, path_option
 from headwise.cli.output import require_new_tables, require_writable_page
 from headwise.errors import InputError
 from headwise.settings import IMPORTANCE_METHODS, IN_CONTEXT_REPLACEMENTS, UNIT_KINDS
@@ -22,16 +22,11 @@ def ablate(
     run: RunFlags,
     loss: LossName = None,
     replacement: Annotated[
-        str,
-        typer.Option(
-            help="What replaces a head's output: zero, uniform (attention), or mean (over the data).",
-            **choice(REPLACEMENTS),
-        ),
+        str, choice(REPLACEMENTS, "What replaces a head's output: zero, uniform (attention), or mean (over the data).")
     ] = "zero",
-    units: Annotated[str, typer.Option(help="What is removed at a time.", **choice((*UNIT_KINDS, "roles")))] = "heads",
+    units: Annotated[str, choice((*UNIT_KINDS, "roles"), "What is removed at a time.")] = "heads",
     roles: Annotated[
-        Path | None,
-        typer.Option(parser=path, metavar="FOLDER", help="Profile of the same model, required by --units roles."),
+        Path | None, path_option("FOLDER", "Profile of the same model, required by --units roles.")
     ] = None,
     top: Top = 20,
     html: Html = None,
@@ -100,8 +95,7 @@ def importance(
     run: RunFlags,
     loss: LossName = None,
     method: Annotated[
-        str | None,
-        typer.Option(help="Default: gradient, or ablation with the embedding loss.", **choice(IMPORTANCE_METHODS)),
+        str | None, choice(IMPORTANCE_METHODS, "Default: gradient, or ablation with the embedding loss.")
     ] = None,
     normalise: Annotated[
         bool, typer.Option("--normalise", help="Divide the scores of a layer by their l2 norm.")
@@ -141,10 +135,7 @@ def curve(
     *,
     run: RunFlags,
     loss: LossName = None,
-    scores: Annotated[
-        list[Path],
-        typer.Option(parser=path, metavar="FOLDER", help="Result of importance or ablate; can be repeated."),
-    ],
+    scores: Annotated[list[Path], path_option("FOLDER", "Result of importance or ablate; can be repeated.")],
     random: Annotated[int, typer.Option(min=0, metavar="N", help="Number of random orders.")] = 10,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the random orders.")] = 0,
 ) -> None:
@@ -185,9 +176,8 @@ def in_context(
     sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Number of sequences to measure on.")] = 3,
     replacement: Annotated[
         str,
-        typer.Option(
-            help="What replaces a head's output: zero, mean (over the data), or both.",
-            **choice((*IN_CONTEXT_REPLACEMENTS, "both")),
+        choice(
+            (*IN_CONTEXT_REPLACEMENTS, "both"), "What replaces a head's output: zero, mean (over the data), or both."
         ),
     ] = "zero",
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the choice of sequences.")] = 0,

@@ -9,7 +9,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import find_causal, quiet_libraries, require_same_run
-from headwise.cli.options import DecoderFlags, Force, ModelFlags, TableOut, Top, choice, numbers, path
+from headwise.cli.options import DecoderFlags, Force, ModelFlags, TableOut, Top, choice, numbers, path_option
 from headwise.cli.output import OutputFlags
 from headwise.settings import (
     CONTINUATIONS,
@@ -85,16 +85,14 @@ def retrieval(
     *,
     test: DecoderTestFlags,
     haystack: Annotated[
-        Path | None,
-        typer.Option(parser=path, metavar="PATH", help="Text that hides needles. Default: the help topics of Python."),
+        Path | None, path_option("PATH", "Text that hides needles. Default: the help topics of Python.")
     ] = None,
     lengths: Annotated[str, typer.Option(metavar="N,N", help="Numbers of tokens of the texts, about.")] = ",".join(
         map(str, NEEDLE_LENGTHS)
     ),
     needles: Annotated[int, typer.Option(min=1, metavar="N", help="Number of needles.")] = NEEDLES,
     continuation: Annotated[
-        str,
-        typer.Option(help="Whether the model generates its answers, or reads the right ones.", **choice(CONTINUATIONS)),
+        str, choice(CONTINUATIONS, "Whether the model generates its answers, or reads the right ones.")
     ] = "generated",
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of needles and texts.")] = 0,
     top: Top = 20,
@@ -135,9 +133,7 @@ def name_movers(
 
 def dependencies(
     *,
-    treebank: Annotated[
-        Path, typer.Option(parser=path, metavar="PATH", help="File in CoNLL-U format, or folder with such files.")
-    ],
+    treebank: Annotated[Path, path_option("PATH", "File in CoNLL-U format, or folder with such files.")],
     test: HeadTestFlags,
     limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="Use only this many sentences.")] = None,
     fewest: Annotated[

@@ -28,9 +28,14 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def choice(names: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of `typer.Option` for an option whose value is one of `names`: its parser, its completion
-    and its placeholder in the help.
+def path_option(metavar: str, description: str) -> Any:
+    """Return the option of typer for a path, called `metavar` in the help."""
+    return typer.Option(parser=path, metavar=metavar, help=description)
+
+
+def choice(names: Iterable[str], description: str, *flags: str, option: Any = typer.Option) -> Any:
+    """Return the option of typer for one of `names`, which are checked, completed, and listed in the help; or the
+    argument, if `option` is `typer.Argument`.
     """
     allowed = tuple(names)
 
@@ -40,7 +45,8 @@ def choice(names: Iterable[str]) -> dict[str, Any]:
             raise typer.BadParameter(f"expected one of {', '.join(allowed)}, got {text!r}")
         return text
 
-    return {"parser": parse, "autocompletion": lambda: list(allowed), "metavar": "|".join(allowed)}
+    completed: dict[str, Any] = {"autocompletion": lambda: list(allowed), "metavar": "|".join(allowed)}
+    return option(*flags, parser=parse, help=description, **completed)
 
 
 def head_name(text: str) -> int | str:
@@ -98,39 +104,20 @@ def _scaled(text: str, units: dict[str, float], expected: str) -> float:
 
 # -- options ----------------------------------------------------------------------------------------------------------
 
-Data = Annotated[
-    Path, typer.Option(parser=path, metavar="PATH", help="Data, a file or folder: text, JSON lines, CSV or Parquet.")
-]
+Data = Annotated[Path, path_option("PATH", "Data, a file or folder: text, JSON lines, CSV or Parquet.")]
 Out = Annotated[
-    Path,
-    typer.Option(
-        parser=path,
-        metavar="FOLDER",
-        help="Folder for the results. An interrupted run resumes when you repeat the command.",
-    ),
+    Path, path_option("FOLDER", "Folder for the results. An interrupted run resumes when you repeat the command.")
 ]
 TableOut = Annotated[
     Path | None,
-    typer.Option(
-        parser=path,
-        metavar="FOLDER",
-        help="Also save the table in this folder. An interrupted run resumes when you repeat the command.",
+    path_option(
+        "FOLDER", "Also save the table in this folder. An interrupted run resumes when you repeat the command."
     ),
 ]
-TableFolder = Annotated[
-    Path | None, typer.Option(parser=path, metavar="FOLDER", help="Also save the table in this folder.")
-]
-ModelFolder = Annotated[
-    Path, typer.Option(parser=path, metavar="FOLDER", help="Folder for the smaller model. It must not exist yet.")
-]
-Html = Annotated[
-    Path | None,
-    typer.Option(parser=path, metavar="FILE", help="Also write an interactive page to this file. It works offline."),
-]
-LossName = Annotated[
-    str | None,
-    typer.Option("--loss", help="Default: a language model's own loss, otherwise embedding.", **choice(LOSSES)),
-]
+TableFolder = Annotated[Path | None, path_option("FOLDER", "Also save the table in this folder.")]
+ModelFolder = Annotated[Path, path_option("FOLDER", "Folder for the smaller model. It must not exist yet.")]
+Html = Annotated[Path | None, path_option("FILE", "Also write an interactive page to this file. It works offline.")]
+LossName = Annotated[str | None, choice(LOSSES, "Default: a language model's own loss, otherwise embedding.", "--loss")]
 Column = Annotated[str, typer.Option(help="Column with the text, in JSON lines, CSV and Parquet.")]
 Device = Annotated[
     str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1. Default: a GPU if there is one.")
@@ -139,7 +126,7 @@ Top = Annotated[int, typer.Option(min=1, help="Number of rows to print, largest 
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing run in the output folder.")]
 
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]
-DataType = Annotated[str | None, typer.Option(help="Data type of the weights. Default: as saved.", **choice(DTYPES))]
+DataType = Annotated[str | None, choice(DTYPES, "Data type of the weights. Default: as saved.")]
 
 
 @dataclass(frozen=True)
@@ -214,9 +201,8 @@ class TextFlags:
     ] = None
     documents: Annotated[
         str,
-        typer.Option(
-            help="Documents become sequences: whole (error if too long), truncate, cut (in pieces), or pack.",
-            **choice(DOCUMENT_MODES),
+        choice(
+            DOCUMENT_MODES, "Documents become sequences: whole (error if too long), truncate, cut (in pieces), or pack."
         ),
     ] = "whole"
     batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 8

@@ -8,7 +8,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import quiet_libraries, resumable
-from headwise.cli.options import Column, Data, Force, amount, choice, numbers, path, seconds
+from headwise.cli.options import Column, Data, Force, amount, choice, numbers, path, path_option, seconds
 from headwise.cli.output import OutputFlags
 from headwise.errors import InputError
 from headwise.monitoring.alarms import AlarmLimits
@@ -25,10 +25,7 @@ class TextStudyFlags:
     """
 
     task: Annotated[
-        str,
-        typer.Option(
-            help="What the models learn: the next token, masked tokens, or the label of a text.", **choice(TASKS)
-        ),
+        str, choice(TASKS, "What the models learn: the next token, masked tokens, or the label of a text.")
     ] = TextOptions.task
     context: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = TextOptions.context
     batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = TextOptions.batch
@@ -94,12 +91,7 @@ def study(
     *,
     data: Data,
     out: Annotated[
-        Path,
-        typer.Option(
-            parser=path,
-            metavar="FOLDER",
-            help="Folder for table, plot, database and models. An interrupted study resumes there.",
-        ),
+        Path, path_option("FOLDER", "Folder for table, plot, database and models. An interrupted study resumes there.")
     ],
     text: TextStudyFlags,
     space: SpaceFlags,
@@ -156,10 +148,7 @@ def study(
 def monitor(
     *,
     folder: Annotated[Path, typer.Argument(parser=path, metavar="FOLDER", help="Run folder of a monitored training.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(parser=path, metavar="FOLDER", help="Folder for the pictures. Default: the run folder."),
-    ] = None,
+    out: Annotated[Path | None, path_option("FOLDER", "Folder for the pictures. Default: the run folder.")] = None,
     pictures: Annotated[bool, typer.Option(help="Write a picture of each statistic.")] = True,
     changed: Annotated[
         int, typer.Option(min=0, metavar="N", help="Number of heads to name for each statistic that changed most.")

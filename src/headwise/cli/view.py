@@ -15,10 +15,7 @@ from headwise.settings import FOCUS_KINDS
 
 FocusKind = Annotated[
     str | None,
-    typer.Option(
-        help="Attention that the words of --focus receive from others (the default), or exchange.",
-        **choice(FOCUS_KINDS),
-    ),
+    choice(FOCUS_KINDS, "Attention that the words of --focus receive from others (the default), or exchange."),
 ]
 
 
