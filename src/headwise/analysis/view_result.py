@@ -441,19 +441,8 @@ class View:
 
     def find(self, focus: Sequence[Any], *, kind: str = "received", name: str | None = None) -> Focus:
         """Rank the heads by how much more attention given words receive, or exchange, than under uniform attention over
-        the same keys.
-
-        `Focus` has the formulas, and the rule by which a head has a focus.
-
-        Args:
-            focus: words, each with all its occurrences in the text, or indices of words. Of an encoder-decoder, words
-                of the source.
-            kind: "received" from other words, or "exchanged" between the words.
-            name: name of the focus, for display; by default the words.
-
-        Raises:
-            InputError: a word does not occur, no word is left to compare with, or the weights of a long text were not
-                kept.
+        the same keys, as `ViewSet.find` does for several texts. A word stands for all its occurrences in the text; of
+        an encoder-decoder, words are those of the source.
 
         Example:
             >>> seen = headwise.view(model, tokenizer, "Do you like coffee or tea?")  # doctest: +SKIP
@@ -712,15 +701,10 @@ class ViewSet:
     def _repr_html_(self) -> str:
         """Return a table of the heads and their page for a notebook."""
         columns = self.columns()
-        contents = page.Contents(
-            title=columns.model,
-            notes=(),
-            roles=page_roles(columns.roles, title_role_word(self.views)),
-            statistics=columns.statistics,
-            models=(page.PageModel(columns.model, columns.page_heads(), columns.estimates),),
-            passages=passages_of([(self.views, columns.source)], columns.statistics),
-        )
-        return notebook_html(f"{len(columns.places)} heads of {columns.model}", columns, contents)
+        passages = passages_of([(self.views, columns.source)], columns.statistics)
+        contents = columns.contents(page_roles(columns.roles, title_role_word(self.views)))
+        caption = f"{len(columns.places)} heads of {columns.model}"
+        return notebook_html(caption, columns, replace(contents, passages=passages))
 
 
 def _word_indices(text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:

@@ -84,13 +84,6 @@ def draw_curves(
         title: end of the title, such as the model.
         errors: length of the error bars to each side, in standard errors; 0 draws none.
         ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: there is no finite number, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> draw_curves([Curve("gradient", [0, 1], [2.0, 2.5], [0.1, 0.1])])  # doctest: +SKIP
     """
     length = standard_errors(errors)
     require_finite(y, [value for curve in curves for value in curve.values] + list(band.middle if band else ()))
@@ -126,13 +119,6 @@ def draw_received(
         words: word at each position, for labels; positions are numbered by default.
         title: end of the title, such as the model.
         ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: there are no heads, no finite number, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> draw_received({(0, 0): [0.7, 0.2, 0.1]}, words=["[CLS]", "hello", "[SEP]"])  # doctest: +SKIP
     """
     require_finite("received", [value for line in received.values() for value in line])
     positions = max(len(line) for line in received.values())
@@ -244,8 +230,7 @@ def draw_history(
         ax: matplotlib axes to draw on; those of a new figure by default.
 
     Raises:
-        InputError: there is no such head, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
+        InputError: there is no such head.
     """
     lines = [
         Line(head, steps, [value if math.isfinite(value) else math.nan for value in values])

@@ -56,13 +56,6 @@ def draw_heatmap(
         title: title after the name, such as that of the model.
         centred: use colours around 0, for effects and differences; they are also used if a number is negative.
         ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: there are no heads, no finite number, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> draw_heatmap({(0, 0): 0.5, (0, 1): 1.5}, statistic="entropy").figure.savefig("x.svg")  # doctest: +SKIP
     """
     require_finite(statistic, list(values.values()))
     layers = sorted({layer for layer, _ in values})
@@ -101,13 +94,6 @@ def draw_similarity(
         title: end of the title, such as the model.
         centred: use colours around 0; they are also used if a number is negative.
         ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: there is no finite number, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> draw_similarity(torch.eye(4), [0, 0, 1, 1], measure="cka")  # doctest: +SKIP
     """
     numbers = values.flatten().tolist()
     require_finite(measure, numbers)
@@ -210,13 +196,6 @@ def draw_role_grid(roles: Mapping[tuple[int, int], str], *, title: str = "", ax:
         roles: name of each head's role by `(layer, head)`, zero-based.
         title: title of the plot, such as the model.
         ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: there are no heads, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> draw_role_grid({(0, 0): "induction", (0, 1): "mixed"})  # doctest: +SKIP
     """
     require_finite("role", [0.0] * len(roles))
     layers, heads = sorted({layer for layer, _ in roles}), 1 + max(head for _, head in roles)
@@ -251,13 +230,6 @@ def draw_role_counts(roles: Mapping[tuple[int, int], str], *, title: str = "", a
         roles: name of each head's role by `(layer, head)`, zero-based.
         title: title of the plot, such as the model.
         ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: there are no heads, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> draw_role_counts({(0, 0): "induction", (0, 1): "mixed"})  # doctest: +SKIP
     """
     require_finite("role", [0.0] * len(roles))
     layers = sorted({layer for layer, _ in roles})

@@ -54,10 +54,6 @@ def plot_kind(kinds: Mapping[str, Kind], kind: Any, ax: Any, **options: Any) -> 
 
     Raises:
         InputError: the result has no such kind of plot, or the kind has no such option.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> plot_kind({"heatmap": Kind(draw, ("statistic",))}, "heatmap", None, statistic="cost")  # doctest: +SKIP
     """
     chosen = kinds[require_name("kind", kind, kinds, OTHER_RESULTS)]
     given = {name: value for name, value in options.items() if value is not None}

@@ -76,11 +76,7 @@ def draw_pattern(
         ax: matplotlib axes to draw on; those of a new figure by default.
 
     Raises:
-        InputError: there is no weight, there are fewer words than rows or columns, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> draw_pattern(torch.eye(2), ["hello", "world"], title="head 0.0")  # doctest: +SKIP
+        InputError: there are fewer words than rows or columns.
     """
     rows, columns = weights.shape
     keys = queries if keys is None else keys
@@ -119,8 +115,7 @@ def draw_word_lines(heads: Sequence[ViewedHead], *, ax: Any = None) -> "Axes":
         ax: matplotlib axes to draw on; those of a new figure by default.
 
     Raises:
-        InputError: there are no heads, the numbers of words differ, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
+        InputError: the numbers of words differ.
     """
     if not heads:
         raise InputError("heads", expected="at least one head to plot", got="none")

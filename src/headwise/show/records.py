@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from headwise.analysis.compare import Comparison
-from headwise.analysis.view_result import Focus, HeadView, View, ViewSet
+from headwise.analysis.view_result import Focus, View, ViewSet
 from headwise.studies.study_result import Study
 
 LONGEST_WORD = 300
@@ -59,35 +59,45 @@ def view_records(seen: View | ViewSet, foci: Sequence[Focus] = ()) -> Records:
     """Return one row per head of a view, with foci among the metadata. Rows of one text have layer, head, module, kind,
     role, the mean of every statistic, and the strongest links as a list of objects with the words `query` and `key`,
     their positions among all words (from 1), the attention weight, and the weight back or None. Rows of several texts
-    have layer, head, module, kind, and for every statistic its mean over texts, standard error and number of texts.
+    have layer, head, module, kind, and for every statistic its mean over texts, standard error and number of texts. Very
+    long words of the texts are cut.
     """
-    views = [seen] if isinstance(seen, View) else list(seen)
-    metadata = {
-        "model": {"name": seen.title},
-        "texts": [_text_metadata(view) for view in views],
-        "foci": [
-            {"name": focus.name, "kind": focus.kind, "verdict": focus.verdict, "heads": focus.rows()} for focus in foci
-        ],
-    }
-    if isinstance(seen, View):
-        return Records([_view_row(seen, head) for head in seen.heads], metadata)
-    return Records(seen.records(), metadata)
-
-
-def _text_metadata(view: View) -> dict[str, Any]:
-    """Return the text of a view, its words, and what was cut off or generated; the target of an encoder-decoder too.
-    Very long words are cut.
-    """
-    parts = [
-        {"name": text.name, "words": [cut(word.text) for word in text.words], "first_generated": text.first_generated}
-        for text in view.texts
+    texts = [
+        {
+            "text": re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: cut(word[0]), view.text),
+            "truncated": view.truncated,
+            "tokens": view.tokens,
+            "parts": [
+                {
+                    "name": part.name,
+                    "words": [cut(word.text) for word in part.words],
+                    "first_generated": part.first_generated,
+                }
+                for part in view.texts
+            ],
+        }
+        for view in ([seen] if isinstance(seen, View) else seen)
     ]
-    return {
-        "text": re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: cut(word[0]), view.text),
-        "truncated": view.truncated,
-        "tokens": view.tokens,
-        "parts": parts,
-    }
+    described = [{"name": each.name, "kind": each.kind, "verdict": each.verdict, "heads": each.rows()} for each in foci]
+    metadata = {"model": {"name": seen.title}, "texts": texts, "foci": described}
+    if not isinstance(seen, View):
+        return Records(seen.records(), metadata)
+    rows = []
+    for head in seen.heads:
+        queries, keys = seen.query_words(head), seen.key_words(head)
+        links = [
+            {
+                "query": cut(queries[link.query].text),
+                "query_position": link.query + 1,
+                "key": cut(keys[link.key].text),
+                "key_position": link.key + 1,
+                "weight": link.weight,
+                "back": link.back,
+            }
+            for link in seen.strongest_links(head, LINKS)
+        ]
+        rows.append({**head.identifiers, "role": head.role.name, **head.means, "links": links})
+    return Records(rows, metadata)
 
 
 def cut(word: str) -> str:
@@ -112,23 +122,6 @@ def write_csv(records: Records, stream: TextIO) -> None:
     columns = list(records.rows[0]) if records.rows else []
     writer.writerow(columns)
     writer.writerows([_cell(row[column]) for column in columns] for row in records.rows)
-
-
-def _view_row(view: View, head: HeadView) -> dict[str, Any]:
-    """Return the row of one head of a view: layer, head, module, kind, role, the mean of every statistic, and links."""
-    queries, keys = view.query_words(head), view.key_words(head)
-    links = [
-        {
-            "query": cut(queries[link.query].text),
-            "query_position": link.query + 1,
-            "key": cut(keys[link.key].text),
-            "key_position": link.key + 1,
-            "weight": link.weight,
-            "back": link.back,
-        }
-        for link in view.strongest_links(head, LINKS)
-    ]
-    return {**head.identifiers, "role": head.role.name, **head.means, "links": links}
 
 
 def _finite(value: Any) -> Any:

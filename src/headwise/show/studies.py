@@ -33,7 +33,18 @@ def print_study(study: Study, console: Console) -> None:
     seeds = max((row.statistics["loss"].n for row in study.rows), default=0)
     settings, steps = counted(len(study.rows), "setting"), counted(metadata["steps"], "step")
     print_title(console, f"{metadata['model']['name']}: {settings}, {counted(seeds, 'seed')}, {steps} each")
-    _print_settings(study, console)
+    frontier = study.frontier
+    names = [name for name in COLUMNS if any(name in row.statistics for row in study.rows)]
+
+    def cells(row: SettingRow) -> list[str]:
+        values = [row.statistics.get(name, NO_ESTIMATE).text(f"z,.{COLUMNS[name][1]}f") for name in names]
+        rate, parameters = row.statistics["rate"].value, row.statistics["parameters"].value
+        name = f"{row.name} (baseline)" if row.setting == study.baseline else row.name
+        mark = "frontier" if row.setting in frontier else ""
+        return [name, *values, number(rate, ".2g"), number(parameters, ",.0f"), mark]
+
+    columns = ("heads", *(COLUMNS[name][0] for name in names), "learning rate", "parameters", "")
+    print_table(console, columns, map(cells, study.rows))
     console.print(
         "\nloss: on held-out data, ± standard error over seeds\n"
         "frontier: no other setting is as good in loss, time per step, decoding and cache, and better in one of them",
@@ -50,21 +61,3 @@ def print_study(study: Study, console: Console) -> None:
         console.print(f"the time limit ended the study: fewer than {planned} for {', '.join(incomplete)}")
     console.print()
     console.print(Text(study.recommendation.sentence, style="bold"), soft_wrap=True)
-
-
-def _print_settings(study: Study, console: Console) -> None:
-    """Print a table with one line per head setting: the mean of each measured statistic over seeds, the learning rate,
-    the number of parameters, and a mark if the setting is on the Pareto frontier.
-    """
-    frontier = study.frontier
-    names = [name for name in COLUMNS if any(name in row.statistics for row in study.rows)]
-
-    def cells(row: SettingRow) -> list[str]:
-        values = [row.statistics.get(name, NO_ESTIMATE).text(f"z,.{COLUMNS[name][1]}f") for name in names]
-        rate, parameters = row.statistics["rate"].value, row.statistics["parameters"].value
-        name = f"{row.name} (baseline)" if row.setting == study.baseline else row.name
-        mark = "frontier" if row.setting in frontier else ""
-        return [name, *values, number(rate, ".2g"), number(parameters, ",.0f"), mark]
-
-    columns = ("heads", *(COLUMNS[name][0] for name in names), "learning rate", "parameters", "")
-    print_table(console, columns, map(cells, study.rows))
