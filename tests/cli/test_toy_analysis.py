@@ -22,8 +22,7 @@ def command(monkeypatch):
 
 
 def test_the_command_runs_the_analysis(command, headwise, tmp_path):
-    tiny.model("decoder").save_pretrained(tmp_path / "model")
-    tiny.tokenizer("decoder").save_pretrained(tmp_path / "model")
+    tiny.save(tmp_path / "model", "decoder")
     (tmp_path / "data.txt").write_text("\n\n".join(tiny.texts(11, 5, 23)))
     options = ("--model", tmp_path / "model", "--data", tmp_path / "data.txt", "--out", tmp_path / "out")
     status, out, err = headwise(command, *options)
