@@ -9,10 +9,12 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 
+import headwise
+from headwise.attention.backends.native import installed
 from headwise.cli import attention, circuits, compression, doctor, effects, head_tests, training, view
 from headwise.cli.commands import SingleUseCommand, expand_option_groups
 from headwise.errors import HeadwiseError
@@ -43,7 +45,9 @@ def run() -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without arrows still shows the numbers
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: typer.echo(
+                f"headwise: warning: {' '.join(str(message).split())}", err=True
+            )
             status: int = app(prog_name="headwise", standalone_mode=False) or 0
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as error:
@@ -75,20 +79,8 @@ def _message(error: Exception) -> str | None:
     return None
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Print a warning to standard error in one sentence, preceded by `headwise: warning: `."""
-    typer.echo(f"headwise: warning: {' '.join(str(message).split())}", err=True)
-
-
 @app.callback(invoke_without_command=True)
-def headwise(
+def main(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
@@ -96,7 +88,7 @@ def headwise(
     print this help.
     """
     if version:
-        typer.echo(doctor.version_text())
+        typer.echo(f"headwise {headwise.__version__}\n{installed.state()}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

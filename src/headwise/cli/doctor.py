@@ -305,12 +305,3 @@ def kernels(
     if action == "build":
         installed.compile_kernels()
     typer.echo(installed.state())
-
-
-def version_text() -> str:
-    """Return the text of `headwise --version`, two lines: the version, and the instruction set of the native kernels or
-    the reason why they are not used. torch is not imported.
-    """
-    from headwise import __version__
-
-    return f"headwise {__version__}\n{installed.state()}"

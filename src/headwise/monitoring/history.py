@@ -95,19 +95,19 @@ class History:
         """
         return require("pandas", purpose="a table", extra="tables").DataFrame(self.rows(step))
 
-    def changes(self, statistic: str) -> list[tuple[int, int, float]]:
+    def changes(self, statistic: str, step: int | None = None) -> list[tuple[int, int, float]]:
         """Return `(layer, head, change)` of each head, the largest absolute change first: the value of `statistic` in
-        the last observed step minus that in the first.
+        an observed step, by default the last one, minus that in the first.
 
         Raises:
             InputError: there is no such statistic, or fewer than two steps were observed.
         """
         self._require_statistic(statistic)
-        if len(self.steps) < 2:
+        if step is None and len(self.steps) < 2:
             raise InputError("history", expected="at least 2 observed steps", got=len(self.steps))
         first, last = (
             {head_of(row): row for row in self._rows[step] if row.get(statistic) is not None}
-            for step in (self.steps[0], self.steps[-1])
+            for step in (self.steps[0], self.steps[-1] if step is None else step)
         )
         changes = [
             (row["layer"], row["head"], row[statistic] - first[head][statistic])
