@@ -117,7 +117,7 @@ def study(
     """
     from headwise.data.models import find_model
     from headwise.show.records import study_records
-    from headwise.show.studies import print_study
+    from headwise.show.trainings import print_study
 
     quiet_libraries()
     limit = DEFAULT_SECONDS if budget.budget is None and budget.tokens is None else budget.budget
@@ -173,7 +173,7 @@ def monitor(
     headwise monitor run --changed 10 --max-logit 50 --out pictures
     headwise monitor run --no-pictures --json > state.json
     """
-    from headwise.show.monitoring import history_records, print_history
+    from headwise.show.trainings import history_records, print_history
 
     limits = AlarmLimits(max_logit, entropy, output_share)
     history = hw.History.load(folder)
