@@ -80,15 +80,7 @@ PARTS = ("clean", "corrupted", "answer", "wrong")
 
 @dataclass(frozen=True)
 class PairFlags:
-    """Command-line options for the texts: those of one pair of prompts and its answers, or a file with several pairs.
-
-    Attributes:
-        clean: prompt that the model answers correctly.
-        corrupted: prompt with another answer.
-        answer: right answer of the clean prompt.
-        wrong: right answer of the corrupted prompt.
-        pairs: file with the texts of several pairs.
-    """
+    """Command-line options for the texts: those of one pair of prompts and its answers, or a file with several pairs."""
 
     clean: Annotated[str | None, typer.Option(metavar="TEXT", help="A prompt that the model answers correctly.")] = None
     corrupted: Annotated[str | None, typer.Option(metavar="TEXT", help="A prompt with another answer.")] = None
@@ -131,12 +123,6 @@ class PairFlags:
 class MethodFlags:
     """Command-line options of `headwise patch` that apply to one method. A field is None if its option is not used;
     the method then uses its own default value.
-
-    Attributes:
-        steps: number of points of the method attribution.
-        receiver: receiving heads of the method path.
-        input: inputs of the receivers that are patched.
-        mlps: what MLPs do along the paths.
     """
 
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="attribution: number of points.")] = None

@@ -32,13 +32,6 @@ PLAN_FILE = "plan.json"
 class PlanFlags:
     """Command-line options of `headwise prune` that say which heads remain: those of a saved plan, or of a new one with
     a share of the heads, a constraint on their numbers, and scores.
-
-    Attributes:
-        keep: share of the heads that remain; None with a saved plan.
-        constraint: constraint on the numbers of heads.
-        scores: name of the scores.
-        rounds: number of times that the remaining heads are scored; None for the default of the scores.
-        plan: file with a saved plan; None for a new one.
     """
 
     keep: Annotated[

@@ -76,11 +76,6 @@ class MethodFlags:
     """Command-line options of `headwise importance` that apply to one method only: `steps` to the method "integrated",
     and `sparsity` and `epochs` to "hard_concrete". A field is None if its option is not used on the command line; the
     method then uses its own default value.
-
-    Attributes:
-        steps: number of gate values of the method integrated.
-        sparsity: penalty of an open gate of the method hard_concrete.
-        epochs: passes over the data of the method hard_concrete.
     """
 
     steps: Annotated[int | None, typer.Option(min=1, help="integrated: number of gate values between 0 and 1.")] = None

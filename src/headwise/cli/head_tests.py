@@ -26,14 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTestFlags:
-    """Command-line options of every test of heads.
-
-    Attributes:
-        model: options that name the model.
-        out: folder for the table; None to print it alone.
-        force: replace another run in the folder.
-        output: format of the output.
-    """
+    """Command-line options of every test of heads."""
 
     model: ModelFlags
     out: TableOut = None

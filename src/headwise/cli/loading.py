@@ -27,16 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Command-line options of a command that runs a model over data, and stores the results in a folder.
-
-    Attributes:
-        data: file or folder with the data.
-        out: folder for the results.
-        model: options that name the model.
-        texts: options that cut the data into sequences.
-        force: replace another run in the folder.
-        output: format of the output.
-    """
+    """Command-line options of a command that runs a model over data, and stores the results in a folder."""
 
     data: Data
     out: Out

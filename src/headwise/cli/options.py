@@ -133,12 +133,6 @@ DataType = Annotated[str | None, choice(DTYPES, "Data type of the weights. Defau
 class ModelFlags:
     """Command-line options that name a model, and say how it is loaded: its name, its revision on the hub, the data
     type of its weights, and its device.
-
-    Attributes:
-        model: name of the model.
-        revision: branch, tag or commit on the hub; None for the main branch.
-        dtype: name of the data type of the weights; None for the saved one.
-        device: name of the device; None for a GPU if there is one.
     """
 
     model: Annotated[str, typer.Option(help="minilm, smollm2, a folder in Hugging Face format, or a hub id.")] = (
@@ -187,13 +181,6 @@ class TextFlags:
     """Command-line options that determine how a data set is cut into sequences and batches for a model: tokens per
     sequence, the way from documents to sequences (whole, truncated, cut into pieces or packed), sequences per batch,
     number of sequences, and the column with the text.
-
-    Attributes:
-        context: largest number of tokens per sequence.
-        documents: treatment of documents that are longer than the context.
-        batch: sequences per batch.
-        limit: number of sequences to use.
-        column: column with the text.
     """
 
     context: Annotated[

@@ -20,13 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """Command-line options for the output: its format, and silence on standard error.
-
-    Attributes:
-        json: print the result as JSON.
-        csv: print the result as CSV.
-        quiet: show no progress, and no note of written files.
-    """
+    """Command-line options for the output: its format, and silence on standard error."""
 
     json: Annotated[bool, typer.Option("--json", help="Print all rows as JSON, and nothing else.")] = False
     csv: Annotated[bool, typer.Option("--csv", help="Print all rows as CSV, and nothing else.")] = False
