@@ -80,7 +80,7 @@ PARTS = ("clean", "corrupted", "answer", "wrong")
 
 @dataclass(frozen=True)
 class PairFlags:
-    """Command-line options for the texts: those of one pair of prompts and its answers, or a file with several pairs."""
+    """Command-line options for the texts: those of one pair of prompts and answers, or a file with several pairs."""
 
     clean: Annotated[str | None, typer.Option(metavar="TEXT", help="A prompt that the model answers correctly.")] = None
     corrupted: Annotated[str | None, typer.Option(metavar="TEXT", help="A prompt with another answer.")] = None
