@@ -284,11 +284,13 @@ class Monitor:
     def _observe_if_due(self) -> None:
         """Start to observe, if the next step is to be observed."""
         if self._next % self._every == 0:
-            self._heads = Heads(self._model)
-            self._observer = TrainingObserver(self._model, self._heads, self._recorded, self._sequences)
-            self._of_step.enter_context(forced_eager)
-            interception = intercepted(self._model, self._observer, context="hw.monitor", runs_eagerly=True)
-            self._of_step.enter_context(interception)
+            heads = Heads(self._model)
+            observer = TrainingObserver(self._model, heads, self._recorded, self._sequences)
+            with ExitStack() as stack:
+                stack.enter_context(forced_eager)
+                stack.enter_context(intercepted(self._model, observer, context="hw.monitor", runs_eagerly=True))
+                self._of_step = stack.pop_all()
+            self._heads, self._observer = heads, observer
 
     def _record(self, heads: Heads) -> list[Alarm]:
         """Stop to observe, add the statistics of all processes to the history, and return the alarms."""
