@@ -1,5 +1,7 @@
 """Tiny random models and a tokenizer of a hundred words, shared by tests."""
 
+import json
+
 import tokenizers
 import torch
 import transformers
@@ -39,6 +41,17 @@ def texts(*lengths: int) -> list[str]:
     """Return texts of these numbers of words, some of which repeat."""
     generator = torch.Generator().manual_seed(7)
     return [" ".join(WORDS[i] for i in torch.randint(0, 23, (n,), generator=generator)) for n in lengths]
+
+
+def save(folder, kind: str, seed: int = 0, top: str = "", **options) -> None:
+    """Save a model of a kind with its tokenizer in a folder."""
+    model(kind, seed, top, **options).save_pretrained(folder)
+    tokenizer(kind).save_pretrained(folder)
+
+
+def write_texts(file, *lengths: int) -> None:
+    """Write texts of these numbers of words to a file of JSON lines."""
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(*lengths)))
 
 
 def with_distinct_heads(model):

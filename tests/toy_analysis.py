@@ -42,9 +42,9 @@ def mean_reach(model, dataset, *, out: str | Path | None = None, force=False, pr
 
 
 def reach(*, run: RunFlags, top: Top = 20) -> None:
-    """Measure how much farther than one token each head attends."""
-    from headwise.show.results import print_scores
+    """Measure how much farther than one token each head attends.
 
-    with run.open(shared=True) as opened:
-        table = mean_reach(opened.load(Reach), opened.dataset, **opened.options)
-        opened.show(table, print_scores, "reach", top)
+    Examples:
+    headwise reach --data corpus.jsonl --out reach
+    """
+    run.measure(mean_reach, Reach, {}, top=top)

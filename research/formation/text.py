@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from headwise.shapes import Bool, Int
-from headwise.studies.corpus import train_tokenizer
+from headwise.studies.text_study import train_tokenizer
 from research.claims.corpora import Corpus, bible
 
 VOCABULARY, LENGTH = 512, 64

@@ -148,9 +148,9 @@ from headwise.nn.multihead import ProjectedContext as ProjectedContext
 from headwise.nn.options import QKNorm as QKNorm
 from headwise.nn.options import Scores as Scores
 from headwise.statistics.weight_capture import WeightCapture as WeightCapture
-from headwise.studies.budget import StudyBudget as StudyBudget
 from headwise.studies.space import Setting as Setting
 from headwise.studies.space import Space as Space
+from headwise.studies.space import StudyBudget as StudyBudget
 from headwise.studies.study import study as study
 from headwise.studies.study_result import Study as Study
 from headwise.studies.text_options import TextOptions as TextOptions

@@ -6,7 +6,7 @@ import transformers
 
 import headwise as hw
 import tiny
-from headwise.analysis.view_weights import TokensOfWords, VisibleWeights, WordWeights, largest
+from headwise.analysis.viewer import TokensOfWords, VisibleWeights, WordWeights, largest
 from headwise.page.contents import AllWeights, LargestWeights
 
 

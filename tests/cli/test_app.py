@@ -27,12 +27,8 @@ from headwise.cli import app as cli
 from headwise.runs import checkpoint
 
 COMMANDS = ("view", "profile", "compare", "ablate", "importance", "prune", "compress", "study")
-NEW_COMMANDS = (
-    *("merge", "localize", "circuits", "curve", "patch", "positions", "distances", "in-context"),
-    *("retrieval", "sinks", "name-movers", "dependencies", "norm-weighted", "rollout"),
-    "monitor",
-)
-"""Commands whose functions are tested elsewhere."""
+DESCRIBED = tuple(command.__name__.replace("_", "-") for command in cli.COMMANDS[:-2])
+"""Commands with three examples and a place on the page of the command line: all but `kernels` and `doctor`."""
 
 RECIPE = """
 model = "model"
@@ -93,7 +89,7 @@ def command_line(name, folder, out):
 # -- help -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", COMMANDS + NEW_COMMANDS)
+@pytest.mark.parametrize("command", DESCRIBED)
 def test_the_help_of_a_command_has_examples_that_can_be_parsed(command, headwise, monkeypatch):
     status, out, err = headwise(command, "-h")
     assert (status, err) == (0, "")
@@ -110,7 +106,7 @@ def test_the_help_of_a_command_has_examples_that_can_be_parsed(command, headwise
     assert all(parsed)
 
 
-@pytest.mark.parametrize("command", COMMANDS + NEW_COMMANDS)
+@pytest.mark.parametrize("command", DESCRIBED)
 def test_the_page_describes_every_option_and_example(command, headwise):
     _, out, _ = headwise(command, "-h")
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", out.split("Examples:")[0])) - {"--help"}:
@@ -168,12 +164,12 @@ for line in {completed}:
 def test_help_mistakes_and_completion_do_not_import_torch():
     lines = ["headwise", "headwise --help", "headwise --version", "headwise viw", "headwise view --hlep"]
     lines += ["headwise profile", "headwise ablate --units none", "headwise view hi --json --csv"]
-    lines += [f"headwise {command} -h" for command in COMMANDS + NEW_COMMANDS]
+    lines += [f"headwise {command} -h" for command in DESCRIBED]
     completed = ["headwise ", "headwise vi", "headwise ablate --un", "headwise ablate --units ", "headwise patch --"]
     code = WITHOUT_TORCH.format(lines=lines, completed=completed)
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("Examples:") == len(COMMANDS + NEW_COMMANDS)
+    assert result.stdout.count("Examples:") == len(DESCRIBED)
     assert "--units" in result.stdout.split("ablate\n")[-1]
     assert "json and --csv, got both" in result.stderr
 
@@ -360,8 +356,7 @@ def test_a_truncated_profile_is_refused(size, headwise, folder, tmp_path):
 
 def test_roles_of_another_model_are_refused(headwise, folder, tmp_path):
     """The other model has heads of the same sizes, and a folder of the same name."""
-    tiny.model("decoder", seed=1, top="ForCausalLM").save_pretrained(tmp_path / "model")
-    tiny.tokenizer("decoder").save_pretrained(tmp_path / "model")
+    tiny.save(tmp_path / "model", "decoder", seed=1, top="ForCausalLM")
     roles = ("--units", "roles", "--roles", folder / "a")
     data = ("--data", folder / "data.jsonl", "--out", tmp_path / "out")
     status, _, err = headwise("ablate", "--model", tmp_path / "model", *data, *roles)

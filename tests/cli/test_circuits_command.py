@@ -17,8 +17,7 @@ def folders(tmp_path_factory):
     """Folder with a tiny decoder and a tiny encoder."""
     path = tmp_path_factory.mktemp("models")
     for kind, top in (("decoder", "ForCausalLM"), ("encoder", "ForMaskedLM")):
-        tiny.model(kind, top=top).save_pretrained(path / kind)
-        tiny.tokenizer(kind).save_pretrained(path / kind)
+        tiny.save(path / kind, kind, top=top)
     return path
 
 

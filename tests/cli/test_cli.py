@@ -206,8 +206,7 @@ def test_a_full_output_device_of_a_new_process_is_one_sentence_and_status_2():
 
 
 def test_a_truncated_text_is_reported(in_process, tmp_path):
-    tiny.model("encoder").save_pretrained(tmp_path)
-    tiny.tokenizer("encoder").save_pretrained(tmp_path)
+    tiny.save(tmp_path, "encoder")
     result = in_process("view", tiny.texts(600)[0], "--truncate", "--layer", "0", "--model", str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "128 tokens (the text was cut there), 6 heads" in result.stdout.decode()

@@ -35,8 +35,7 @@ SENTENCES = [
 def folder(tmp_path_factory):
     """Folder with a tiny encoder, its tokenizer, and texts as JSON lines."""
     path = tmp_path_factory.mktemp("tiny")
-    tiny.model("encoder").save_pretrained(path / "model")
-    tiny.tokenizer("encoder").save_pretrained(path / "model")
+    tiny.save(path / "model", "encoder")
     lines = [json.dumps({"text": text, "body": text}) + "\n" for text in tiny.texts(11, 5, 23, 7, 11, 2, 11, 61)]
     (path / "data.jsonl").write_text("".join(lines))
     return path
@@ -86,8 +85,7 @@ def arguments(folder, *more):
 
 
 def test_two_checkpoints_are_compared(headwise, folder, tmp_path):
-    tiny.model("encoder", seed=1).save_pretrained(tmp_path / "other")
-    tiny.tokenizer("encoder").save_pretrained(tmp_path / "other")
+    tiny.save(tmp_path / "other", "encoder", seed=1)
     assert headwise("profile", *arguments(folder), "--out", tmp_path / "a")[0] == 0
     more = ("--model", tmp_path / "other", "--out", tmp_path / "b")
     assert headwise("profile", *arguments(folder, *more))[0] == 0

@@ -25,8 +25,7 @@ constraint = "groups"
 def folder(tmp_path_factory):
     """Folder with a tiny decoder, texts, and a recipe."""
     path = tmp_path_factory.mktemp("compression")
-    tiny.model("decoder", top="ForCausalLM").save_pretrained(path / "model")
-    tiny.tokenizer("decoder").save_pretrained(path / "model")
+    tiny.save(path / "model", "decoder", top="ForCausalLM")
     lines = [json.dumps({"text": text}) + "\n" for text in tiny.texts(11, 5, 23, 7, 12, 9)]
     (path / "data.jsonl").write_text("".join(lines[:4]))
     (path / "held-out.jsonl").write_text("".join(lines[4:]))
@@ -147,8 +146,7 @@ def test_a_plan_for_another_model_is_refused(prune, tmp_path):
 
 
 def test_scores_that_need_a_loss_are_refused_for_encoders(headwise, folder, tmp_path):
-    tiny.model("encoder").save_pretrained(tmp_path / "encoder")
-    tiny.tokenizer("encoder").save_pretrained(tmp_path / "encoder")
+    tiny.save(tmp_path / "encoder", "encoder")
     data = ("--model", tmp_path / "encoder", "--data", folder / "data.jsonl", "--out", tmp_path / "out", "--keep", 0.5)
     for options in (("--scores", "importance"), ("--constraint", "free")):
         status, _, err = headwise("prune", *data, *options)
@@ -251,8 +249,7 @@ def test_mistakes_in_a_merge_are_one_sentence(options, sentence, headwise, folde
 
 
 def test_localize_refuses_an_encoder(headwise, folder, tmp_path):
-    tiny.model("encoder", top="ForMaskedLM").save_pretrained(tmp_path / "encoder")
-    tiny.tokenizer("encoder").save_pretrained(tmp_path / "encoder")
+    tiny.save(tmp_path / "encoder", "encoder", top="ForMaskedLM")
     data = ("--model", tmp_path / "encoder", "--data", folder / "data.jsonl", "--out", tmp_path / "heads.json")
     status, _, err = headwise("localize", *data)
     assert status == 2

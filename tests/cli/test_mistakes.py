@@ -17,8 +17,7 @@ def folder(tmp_path_factory):
     """Folder with a tiny decoder, a tiny encoder, and texts in several formats."""
     path = tmp_path_factory.mktemp("mistakes")
     for kind, top in (("decoder", "ForCausalLM"), ("encoder", "")):
-        tiny.model(kind, top=top).save_pretrained(path / kind)
-        tiny.tokenizer(kind).save_pretrained(path / kind)
+        tiny.save(path / kind, kind, top=top)
     texts = tiny.texts(11, 5, 23)
     (path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (path / "data.csv").write_text("id,body\n" + "".join(f'{number},"{text}"\n' for number, text in enumerate(texts)))

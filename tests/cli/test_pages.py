@@ -20,8 +20,7 @@ def folder(tmp_path_factory):
         tiny.tokenizer("decoder").save_pretrained(path / name)
         texts = hw.Texts(tiny.texts(4, 9, 6), tiny.tokenizer("decoder"))
         hw.profile(model.model, texts, repeats=False, out=path / f"{name}-profile", title=name)
-    lines = [json.dumps({"text": text}) + "\n" for text in tiny.texts(11, 5, 23, 7)]
-    (path / "data.jsonl").write_text("".join(lines))
+    tiny.write_texts(path / "data.jsonl", 11, 5, 23, 7)
     (path / "lines.txt").write_text("w5 w6 w7\n\n   \nw7 w5 w8 w9\n")
     return path
 

@@ -8,7 +8,7 @@ import pytest
 
 import headwise as hw
 import tiny
-from headwise.cli.patch import PairFlags
+from headwise.cli.circuits import PairFlags
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -18,8 +18,7 @@ def folder(tmp_path_factory):
     """Folder with a tiny decoder, a tiny encoder, and a file of two pairs of prompts."""
     path = tmp_path_factory.mktemp("models")
     for kind, top in (("decoder", "ForCausalLM"), ("encoder", "ForMaskedLM")):
-        tiny.model(kind, top=top).save_pretrained(path / kind)
-        tiny.tokenizer(kind).save_pretrained(path / kind)
+        tiny.save(path / kind, kind, top=top)
     pairs = [
         {"clean": "w13 w14 w5", "corrupted": "w6 w14 w5", "answer": " w7", "wrong": " w8"},
         {"clean": "w11 w12 w19 w13", "corrupted": "w11 w15 w19 w13", "answer": " w12", "wrong": " w8"},

@@ -17,13 +17,12 @@ pytestmark = pytest.mark.usefixtures("as_user")
 def command(monkeypatch):
     """The command of the analysis, which the application has during a test."""
     monkeypatch.setattr(app, "registered_commands", [*app.registered_commands])
-    add_command(toy_analysis.reach, "headwise reach --data corpus.jsonl --out reach")
+    add_command(toy_analysis.reach)
     return "reach"
 
 
 def test_the_command_runs_the_analysis(command, headwise, tmp_path):
-    tiny.model("decoder").save_pretrained(tmp_path / "model")
-    tiny.tokenizer("decoder").save_pretrained(tmp_path / "model")
+    tiny.save(tmp_path / "model", "decoder")
     (tmp_path / "data.txt").write_text("\n\n".join(tiny.texts(11, 5, 23)))
     options = ("--model", tmp_path / "model", "--data", tmp_path / "data.txt", "--out", tmp_path / "out")
     status, out, err = headwise(command, *options)

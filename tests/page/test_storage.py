@@ -13,10 +13,9 @@ import torch
 import headwise as hw
 import tiny
 from headwise.analysis.page import page_contents
-from headwise.page import page_json as page_json_module
+from headwise.page import write
 from headwise.page.contents import AllWeights, HeadAttention, LargestWeights, VisibleKeys
-from headwise.page.page_json import angular, page_json, stored_rows
-from headwise.page.write import page_html
+from headwise.page.write import angular, page_html, page_json, stored_rows
 
 
 def decoded(weights, steps):
@@ -82,8 +81,8 @@ def test_all_weights_are_stored_if_there_are_few():
 
 @pytest.mark.parametrize("keys", [None, 70_000])
 def test_the_largest_weights_are_stored_if_there_are_many(monkeypatch, keys):
-    monkeypatch.setattr(page_json_module, "DENSE_WEIGHTS", 1)
-    monkeypatch.setattr(page_json_module, "LISTED_WEIGHTS", 3 * 5 * 4)
+    monkeypatch.setattr(write, "DENSE_WEIGHTS", 1)
+    monkeypatch.setattr(write, "LISTED_WEIGHTS", 3 * 5 * 4)
     weights = (torch.rand(3, 5, 47) * 4).softmax(-1)
     weights[1, 2] = 0  # a row without a visible key
     stored = stored_rows(heads_with(weights, keys))
@@ -106,7 +105,7 @@ def test_listed_and_dense_weights_of_a_view_are_the_same_page_numbers(monkeypatc
     model, tokenizer = tiny.model("decoder"), tiny.tokenizer("decoder")
     (text,) = tiny.texts(53)
     dense, listed = (hw.view(model, tokenizer, text, keep_all=keep) for keep in (64, 0))
-    monkeypatch.setattr(page_json_module, "DENSE_WEIGHTS", 1)
+    monkeypatch.setattr(write, "DENSE_WEIGHTS", 1)
     for seen in (dense, listed):
         values, arrays = page_json(page_contents([seen]))
         for index, head in enumerate(dense.heads):

@@ -13,9 +13,16 @@ from matplotlib.figure import Figure
 import headwise as hw
 from headwise.plots.canvas import LINE_COLOURS, layer_colours, tick_step
 from headwise.plots.curves import draw_received
-from headwise.plots.matrices import draw_heatmap, draw_similarity
+from headwise.plots.grids import (
+    ROLE_STYLES,
+    UNKNOWN_ROLE,
+    draw_heatmap,
+    draw_role_counts,
+    draw_role_grid,
+    draw_similarity,
+    role_style,
+)
 from headwise.plots.points import PlottedNumbers, draw_ranking, draw_scatter
-from headwise.plots.roles import ROLE_STYLES, UNKNOWN_ROLE, draw_role_counts, draw_role_grid, role_style
 from headwise.plots.words import draw_pattern
 
 NAN, INF = math.nan, math.inf

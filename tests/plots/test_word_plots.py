@@ -6,7 +6,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import headwise as hw
-from headwise.plots.roles import role_style
+from headwise.plots.grids import role_style
 from headwise.plots.words import MIN_WEIGHT, ViewedHead, draw_pattern, draw_word_lines, group_labels
 
 WORDS = ["[CLS]", "a", "$x$ and $y$", "[SEP]", "a word that is longer than eighteen"]
@@ -42,20 +42,8 @@ def test_rows_of_a_pooled_pattern_are_labelled_by_their_first_words():
 
 def lines(title: str, keys: list[list[int]], weights: list[list[float]]) -> ViewedHead:
     """Return an induction head with these strongest weights."""
-    return ViewedHead(
-        layer=0,
-        head=0,
-        title=title,
-        role="induction",
-        means={},
-        queries=WORDS[:3],
-        keys=WORDS[:4],
-        special=[True, False, False],
-        picture=torch.zeros(3, 4),
-        top_keys=torch.tensor(keys),
-        top_weights=torch.tensor(weights),
-        received=torch.zeros(4),
-    )
+    strongest = torch.tensor(keys), torch.tensor(weights)
+    return ViewedHead(title, "induction", WORDS[:3], WORDS[:4], *strongest, special=[True, False, False])
 
 
 def test_lines_connect_words_with_weights_of_3_percent_or_more():

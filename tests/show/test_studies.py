@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import headwise as hw
-from headwise.show.studies import print_study
+from headwise.show.trainings import print_study
 from headwise.studies.study_result import collect_results
 from headwise.studies.trials import FinishedTrial, TrialKey
 

@@ -9,8 +9,7 @@ import scipy.stats
 
 import headwise as hw
 from headwise.runs.rows import MeanEstimate
-from headwise.studies.conclusions import dominates, significant_difference
-from headwise.studies.study_result import SettingRow, collect_results
+from headwise.studies.study_result import SettingRow, collect_results, dominates, significant_difference
 from headwise.studies.trials import FinishedTrial, TrialKey
 
 pytestmark = pytest.mark.usefixtures("as_user")

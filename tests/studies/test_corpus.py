@@ -9,8 +9,8 @@ import torch
 
 import headwise as hw
 import tiny
-from headwise.studies.corpus import MAX_HELD_OUT, accuracy, class_loss, make_corpus, train_tokenizer
 from headwise.studies.text_options import TextOptions
+from headwise.studies.text_study import MAX_HELD_OUT, accuracy, class_loss, make_corpus, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("as_user")
 

@@ -11,9 +11,8 @@ from torch import nn
 import headwise as hw
 import tiny
 from headwise.attention.caches.growing import DynamicCache
-from headwise.studies import export
-from headwise.studies.export import as_transformers, save_model
-from headwise.studies.model import ModelShape, Transformer
+from headwise.studies import model as models
+from headwise.studies.model import ModelShape, Transformer, as_transformers, save_model
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -186,7 +185,7 @@ def test_a_model_with_additional_parameters_is_not_exported():
 
 
 def test_an_encoder_needs_a_transformers_version_with_eurobert(monkeypatch):
-    monkeypatch.setattr(export, "require_transformers", lambda: types.SimpleNamespace(__version__="4.47.1"))
+    monkeypatch.setattr(models, "require_transformers", lambda: types.SimpleNamespace(__version__="4.47.1"))
     sentence = "task: expected lm, or for an encoder a transformers version with EuroBERT, got transformers 4.47.1"
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         as_transformers(random_model("encoder"), tiny.tokenizer("decoder"), context=8)

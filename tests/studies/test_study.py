@@ -14,8 +14,8 @@ from torch import nn
 
 import headwise as hw
 from headwise.analysis.losses import loss_per_example
-from headwise.studies import budget as budget_module
-from headwise.studies import definition, scheduler, training, trials
+from headwise.studies import scheduler, training, trials
+from headwise.studies.space import MAX_TRIALS
 from headwise.studies.study import split_batches
 
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -410,7 +410,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    for module in (trials, training, scheduler, definition):
+    for module in (trials, training, scheduler):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=made.time, perf_counter=made.time, sleep=made.sleep))
     return made
 
@@ -437,7 +437,7 @@ def test_a_study_uses_its_time(budget, speed, clock):
     assert all(len(result.losses[setting]) == SEEDS for setting in (ONE, TWO))
     assert result.metadata["steps"] >= 20
     searches = Counter(each["setting"] for each in result.metadata["search"])
-    assert all(2 <= number <= budget_module.MAX_TRIALS for number in searches.values())
+    assert all(2 <= number <= MAX_TRIALS for number in searches.values())
 
 
 def test_slower_settings_are_planned_for(clock):
@@ -454,8 +454,8 @@ def test_a_time_limit_allows_four_passes_over_the_data_at_most(clock):
     result = timed(clock, 5_000.0, data=sequences(7))
     assert result.metadata["steps"] == 28
     assert Counter(each["setting"] for each in result.metadata["search"]) == {
-        "1x8": budget_module.MAX_TRIALS,
-        "2x4": budget_module.MAX_TRIALS,
+        "1x8": MAX_TRIALS,
+        "2x4": MAX_TRIALS,
     }
     assert clock.now - start < 200.0
 

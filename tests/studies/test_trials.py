@@ -16,8 +16,8 @@ import pytest
 
 import headwise as hw
 from headwise.studies import trials
-from headwise.studies.budget import StudyBudget
 from headwise.studies.scheduler import StudyPlan, next_trial
+from headwise.studies.space import StudyBudget
 from headwise.studies.trials import OptunaOptions, TrialKey, TrialStore, quiet
 
 pytestmark = pytest.mark.usefixtures("as_user")

@@ -11,7 +11,7 @@ from headwise.analysis.page import page_contents
 from headwise.analysis.profile import Profile, ProfiledHead
 from headwise.checks import collection_of
 from headwise.errors import InputError, require
-from headwise.page.notebook import notebook_html
+from headwise.page.write import notebook_html
 from headwise.plots.kinds import HeadNumbers, Kind, plot_kind
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.significance import ROUNDING, false_discovery_rates, has_no_variance, p_values

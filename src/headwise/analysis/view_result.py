@@ -18,14 +18,14 @@ from headwise.data.tokenization import Token, Word, character_spans
 from headwise.errors import InputError, require
 from headwise.page import contents as page
 from headwise.page.columns import Columns, HeadPlace, ModelIdentity, estimates_of
-from headwise.page.notebook import notebook_html
-from headwise.plots.kinds import plot_kind
-from headwise.plots.words import ViewedHead, ViewedHeads
+from headwise.page.write import notebook_html
+from headwise.plots.curves import chosen_heads, draw_received
+from headwise.plots.kinds import HeadNumbers, Kind, plot_kind, require_heads
+from headwise.plots.words import ViewedHead, draw_pattern, draw_word_lines
 from headwise.runs.rows import MeanEstimate
 from headwise.settings import FOCUS_KINDS
 from headwise.shapes import Float, Int
 from headwise.statistics.columns import column_named
-from headwise.statistics.registry import STATISTICS
 from headwise.wording import counted, number
 
 if TYPE_CHECKING:
@@ -441,19 +441,8 @@ class View:
 
     def find(self, focus: Sequence[Any], *, kind: str = "received", name: str | None = None) -> Focus:
         """Rank the heads by how much more attention given words receive, or exchange, than under uniform attention over
-        the same keys.
-
-        `Focus` has the formulas, and the rule by which a head has a focus.
-
-        Args:
-            focus: words, each with all its occurrences in the text, or indices of words. Of an encoder-decoder, words
-                of the source.
-            kind: "received" from other words, or "exchanged" between the words.
-            name: name of the focus, for display; by default the words.
-
-        Raises:
-            InputError: a word does not occur, no word is left to compare with, or the weights of a long text were not
-                kept.
+        the same keys, as `ViewSet.find` does for several texts. A word stands for all its occurrences in the text; of
+        an encoder-decoder, words are those of the source.
 
         Example:
             >>> seen = headwise.view(model, tokenizer, "Do you like coffee or tea?")  # doctest: +SKIP
@@ -510,27 +499,62 @@ class View:
         Example:
             >>> seen.plot(kind="pattern", heads=[(0, 2)]).figure.savefig("pattern.svg")  # doctest: +SKIP
         """
-        heads_to_draw = [
-            ViewedHead(
-                layer=head.layer,
-                head=head.head,
-                title=f"{head.name}  {self.role_title(head.role)}",
-                role=head.role.name,
-                means=head.means,
-                queries=[word.text for word in self.query_words(head)],
-                keys=[word.text for word in self.key_words(head)],
-                special=[word.special for word in self.query_words(head)],
-                picture=head.picture,
-                top_keys=head.top_keys,
-                top_weights=head.top_weights,
-                received=head.received,
-            )
-            for head in self.heads
-        ]
-        units = {name: definition.unit for name, definition in STATISTICS.items()}
-        meanings = {name: column_named(name).meaning for name in units}
-        drawn = ViewedHeads(heads_to_draw, self.title, units, meanings).kinds()
-        return plot_kind(drawn, kind, ax, statistic=statistic, against=against, heads=heads, top=top)
+        names = dict.fromkeys(name for head in self.heads for name in head.means)
+        numbers = HeadNumbers(
+            heads=[(head.layer, head.head) for head in self.heads],
+            values={name: [head.means.get(name, math.nan) for head in self.heads] for name in names},
+            roles=[head.role.name for head in self.heads],
+            title=self.title,
+            units={name: column_named(name).unit for name in names},
+            meanings={name: column_named(name).meaning for name in names},
+        )
+        kinds = numbers.kinds() | {
+            "pattern": Kind(self._draw_pattern, ("heads",)),
+            "lines": Kind(self._draw_lines, ("heads",)),
+            "received": Kind(self._draw_received, ("heads",)),
+        }
+        return plot_kind(kinds, kind, ax, statistic=statistic, against=against, heads=heads, top=top)
+
+    def _drawn(self, heads: Any) -> list[tuple[HeadView, ViewedHead]]:
+        """Return the heads `(layer, head)` in the collection `heads`, each also in the form that plots take.
+
+        Raises:
+            InputError: `heads` is empty or None, or there is no such head.
+        """
+        by_place = {(head.layer, head.head): head for head in self.heads}
+        pairs = [] if heads is None else require_heads(heads, by_place, "of this view")
+        if not pairs:
+            expected = "a collection of (layer, head)"
+            raise InputError("heads", expected=expected, got="none", remedy="such as heads=[(0, 2)]")
+        drawn = []
+        for head in map(by_place.__getitem__, pairs):
+            queries, keys = self.query_words(head), self.key_words(head)
+            words = [word.text for word in queries], [word.text for word in keys]
+            title = f"{head.name}  {self.role_title(head.role)}"
+            special = [word.special for word in queries]
+            drawn.append((head, ViewedHead(title, head.role.name, *words, head.top_keys, head.top_weights, special)))
+        return drawn
+
+    def _draw_pattern(self, heads: Any = None, *, ax: Any = None) -> "Axes":
+        """Draw the weights of one head between words."""
+        drawn = self._drawn(heads)
+        if len(drawn) > 1:
+            remedy = "ax= draws each on axes of its own"
+            raise InputError("heads", expected="one head for the kind 'pattern'", got=len(drawn), remedy=remedy)
+        head, described = drawn[0]
+        return draw_pattern(head.picture, described.queries, described.keys, title=described.title, ax=ax)
+
+    def _draw_lines(self, heads: Any = None, *, ax: Any = None) -> "Axes":
+        """Draw lines from each word to the words that it attends to most, with a panel for each of the heads."""
+        return draw_word_lines([described for _, described in self._drawn(heads)], ax=ax)
+
+    def _draw_received(self, heads: Any = None, *, ax: Any = None) -> "Axes":
+        """Draw the attention that each word receives, for all or some heads."""
+        lines = {(head.layer, head.head): head.received.tolist() for head in self.heads}
+        chosen = chosen_heads(lines, heads)
+        shown = [head for head in self.heads if (head.layer, head.head) in chosen]
+        keys = {tuple(word.text for word in self.key_words(head)) for head in shown}
+        return draw_received(chosen, words=keys.pop() if len(keys) == 1 else (), title=self.title, ax=ax)
 
 
 @dataclass(frozen=True, eq=False)
@@ -677,15 +701,10 @@ class ViewSet:
     def _repr_html_(self) -> str:
         """Return a table of the heads and their page for a notebook."""
         columns = self.columns()
-        contents = page.Contents(
-            title=columns.model,
-            notes=(),
-            roles=page_roles(columns.roles, title_role_word(self.views)),
-            statistics=columns.statistics,
-            models=(page.PageModel(columns.model, columns.page_heads(), columns.estimates),),
-            passages=passages_of([(self.views, columns.source)], columns.statistics),
-        )
-        return notebook_html(f"{len(columns.places)} heads of {columns.model}", columns, contents)
+        passages = passages_of([(self.views, columns.source)], columns.statistics)
+        contents = columns.contents(page_roles(columns.roles, title_role_word(self.views)))
+        caption = f"{len(columns.places)} heads of {columns.model}"
+        return notebook_html(caption, columns, replace(contents, passages=passages))
 
 
 def _word_indices(text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:

@@ -1,15 +1,21 @@
-"""Interceptor of `view`: statistics, links and attention weights of every head that attends over given texts."""
+"""Interceptor of `view`: statistics, links and attention weights of every head that attends over given texts.
 
+Attention weights between tokens and between words are added up from blocks of query rows. Both are kept as a picture of
+bounded size for each head, and as the largest weights of each query.
+"""
+
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headwise.analysis.roles import role_of
-from headwise.analysis.view_result import HeadView, ViewedText
-from headwise.analysis.view_weights import Runs, TokensOfWords, TokenWeights, VisibleWeights, WordWeights
+from headwise.analysis.view_result import HeadView, Link, ViewedText
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
@@ -17,8 +23,371 @@ from headwise.errors import InputError
 from headwise.intercept.call_contexts import OF_COMMON_POSITIONS
 from headwise.intercept.interceptor import Call, Observation, SiteKey
 from headwise.intercept.sites import SiteRegistry
-from headwise.shapes import Float
+from headwise.page.contents import AllWeights, HeadAttention, LargestWeights, VisibleKeys
+from headwise.page.write import LISTED_KEYS
+from headwise.shapes import Bool, Float, Int
 from headwise.statistics.tally import Tally
+
+TOP = 8
+"""Number of keys that are kept for each word."""
+
+PICTURE = 64
+"""Largest number of rows and columns of a head's picture; longer texts are pooled."""
+
+Runs = tuple[Int[Tensor, " queries"], Int[Tensor, " runs"], Int[Tensor, " runs"]]
+"""Runs of neighbouring visible keys of some queries: the number of runs of each query, the first key of each run, and
+the key after the last one of each run."""
+
+
+@dataclass(frozen=True, eq=False)
+class VisibleWeights:
+    """Attention weights of some query rows of some heads, on the CPU in float32. Keys after the last one that has a
+    weight or is visible to one of these rows, such as later tokens in a decoder, are left out.
+
+    Attributes:
+        weights: the weights.
+        heads: the heads.
+        rows: the query rows.
+        keys: index of the key of each column.
+        is_visible: True where a row may attend to the key of a column; for one head if all heads have the same mask.
+        all_keys: number of keys of the call.
+    """
+
+    weights: Float[Tensor, "heads rows columns"]
+    heads: slice
+    rows: range
+    keys: Int[Tensor, " columns"]
+    is_visible: Bool[Tensor, "#heads rows columns"]
+    all_keys: int
+
+    @staticmethod
+    def of(row_block: RowBlock) -> "VisibleWeights":
+        """Return the weights of a row block of a call with one sequence."""
+
+        def columns_in_use(values: Tensor) -> int:
+            """Return the number of columns up to the last one with a value that is True or not 0."""
+            columns = values.any(0).any(0).nonzero()
+            return int(columns[-1]) + 1 if len(columns) else 0
+
+        is_visible = row_block.tile.is_visible[0].cpu()
+        if len(is_visible) > 1 and is_visible.eq(is_visible[:1]).all():
+            is_visible = is_visible[:1]
+        weights = row_block.weights[0].float().cpu()
+        stop = max(columns_in_use(is_visible), 1)
+        stop += columns_in_use(weights[..., stop:])  # weights that are not where the mask states that they are
+        return VisibleWeights(
+            weights[..., :stop],
+            row_block.sequences_and_heads[1],
+            row_block.rows,
+            row_block.visibility.key_indices[:stop].cpu(),
+            is_visible[..., :stop],
+            row_block.grid.keys,
+        )
+
+
+def largest(
+    weights: Float[Tensor, "heads rows columns"], count: int
+) -> tuple[Float[Tensor, "heads rows count"], Int[Tensor, "heads rows count"]]:
+    """Return the `count` largest weights of each row, largest first, and their columns.
+
+    The columns are split into groups. The largest weights are in the `count` groups with the largest maxima, so only
+    these are sorted, which takes a fraction of the time of `topk` of all columns.
+    """
+    columns = weights.shape[-1]
+    size = round((columns / count) ** 0.5)
+    groups = columns // max(size, 1)
+    if groups <= 2 * count:
+        chosen = _columns_of_largest(weights, count)
+        return weights.gather(-1, chosen), chosen
+    maxima = weights[..., : size * groups].reshape(*weights.shape[:2], size, groups).amax(-2)
+    of_groups = _columns_of_largest(maxima, count)
+    candidates = (of_groups[..., None, :] + groups * torch.arange(size)[:, None]).flatten(-2)
+    remaining = torch.arange(size * groups, columns).expand(*candidates.shape[:-1], -1)
+    candidates = torch.cat([candidates, remaining], -1)
+    chosen = candidates.gather(-1, _columns_of_largest(weights.gather(-1, candidates), count))
+    return weights.gather(-1, chosen), chosen
+
+
+def _columns_of_largest(values: Float[Tensor, "heads rows columns"], count: int) -> Int[Tensor, "heads rows count"]:
+    """Return the columns of the `count` largest values of each row, largest first.
+
+    numpy partitions integers, made of a value and its column, in a third of the time of `topk`.
+    """
+    columns = values.shape[-1]
+    bits = values.contiguous().view(torch.int32)
+    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative numbers are in descending order
+    pairs = ((ascending.long() << 32) | torch.arange(columns - 1, -1, -1)).numpy()
+    pairs.partition(columns - count, axis=-1)
+    top = torch.from_numpy(np.sort(pairs[..., columns - count :])[..., ::-1].copy())
+    return columns - 1 - (top & 0xFFFFFFFF)
+
+
+def _cells(count: int) -> Int[Tensor, " count"]:
+    """Return the row (or column) of a head's picture in which each of `count` queries (or keys) is."""
+    return torch.arange(count) * min(count, PICTURE) // count
+
+
+def _add_to_pictures(
+    pictures: Float[Tensor, "heads rows columns"],
+    weights: Float[Tensor, "heads queries keys"],
+    row_of: Int[Tensor, " all_queries"],
+    queries: slice,
+    column_of: Int[Tensor, " keys"],
+) -> None:
+    """Add the weights of the queries in a slice to the pictures of heads: means over the queries of a row of sums over
+    the keys of a column.
+
+    Args:
+        pictures: a picture of each head, which is changed.
+        weights: the weights.
+        row_of: row of each query, also of those outside of the slice.
+        queries: the queries.
+        column_of: column of each key.
+    """
+    first, last = int(row_of[queries.start]), int(row_of[queries.stop - 1])
+    # Rows are contiguous in memory: summed first, they leave few numbers to be summed over columns.
+    by_row = weights.new_zeros(len(weights), last + 1 - first, weights.shape[-1])
+    by_row.index_add_(1, row_of[queries] - first, weights)
+    by_row /= torch.bincount(row_of)[first : last + 1, None]
+    sums = torch.zeros(*by_row.shape[:2], pictures.shape[2]).index_add_(2, column_of, by_row)
+    pictures[:, first : last + 1] += sums
+
+
+class TokenWeights:
+    """Attention weights between the tokens of a passage for each head: pictures ("tiles"), the visible keys, and all
+    weights of a short passage or the largest weights of each query of a long one.
+
+    Args:
+        heads: number of heads.
+        queries: number of query tokens.
+        keys: number of key tokens.
+        keeps_all: True to keep all weights.
+        known_runs: by the rows of a block, the latest mask of these rows, its keys, and its runs of visible keys for
+            each head, or once if all heads have the same. Calls over the same tokens share this dictionary. Most layers
+            of a model have the same mask, whose runs are computed once.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        queries: int,
+        keys: int,
+        keeps_all: bool,
+        known_runs: dict[range, tuple[Tensor, Tensor, list[Runs]]],
+    ) -> None:
+        self.queries, self.keys, self._known_runs = queries, keys, known_runs
+        self._row_of, self._column_of = _cells(queries), _cells(keys)
+        self._tiles = torch.zeros(heads, min(queries, PICTURE), min(keys, PICTURE))
+        self._all = torch.zeros(heads, queries, keys) if keeps_all else None
+        listed = min(LISTED_KEYS, keys)
+        self._largest = torch.zeros(heads, queries, listed)
+        self._largest_keys = torch.zeros(heads, queries, listed, dtype=torch.int32)
+        self._totals = torch.zeros(heads, queries)
+        self._runs: dict[int, dict[int, Runs]] = defaultdict(dict)
+
+    def add(self, block: VisibleWeights) -> None:
+        """Add the attention weights of some query rows, for some of the heads."""
+        weights, heads, keys, selected = (
+            block.weights,
+            block.heads,
+            block.keys,
+            slice(block.rows.start, block.rows.stop),
+        )
+        self._totals[heads, selected] = weights.sum(-1)
+        _add_to_pictures(self._tiles[heads], weights, self._row_of, selected, self._column_of[keys])
+        if self._all is not None:
+            self._all[heads, selected, keys] = weights
+        else:
+            count = min(LISTED_KEYS, len(keys))
+            self._largest[heads, selected, :count], columns = largest(weights, count)
+            self._largest_keys[heads, selected, :count] = keys.int()[columns]
+        runs = self._runs_of(block)
+        for place, head in enumerate(range(self._tiles.shape[0])[heads]):
+            self._runs[head][selected.start] = runs[place if len(runs) > 1 else 0]
+
+    def _runs_of(self, block: VisibleWeights) -> list[Runs]:
+        """Return the runs of visible keys of some query rows for each head, or once if all heads have the same."""
+        latest = self._known_runs.get(block.rows)
+        if latest is not None and torch.equal(latest[0], block.is_visible) and torch.equal(latest[1], block.keys):
+            return latest[2]
+        runs = []
+        for is_visible in block.is_visible:
+            padded = torch.zeros(len(is_visible), block.all_keys + 2, dtype=torch.int8)
+            padded[:, block.keys + 1] = is_visible.to(torch.int8)
+            change = padded.diff()
+            starts, stops = (change == 1).nonzero(), (change == -1).nonzero()
+            runs.append((torch.bincount(starts[:, 0], minlength=len(is_visible)), starts[:, 1], stops[:, 1]))
+        self._known_runs[block.rows] = block.is_visible, block.keys, runs
+        return runs
+
+    def of_head(self, head: int, queries: int, keys: int) -> HeadAttention:
+        """Return the attention of one head, after all rows were added. Queries that were not added see no key.
+
+        Args:
+            head: index of the head.
+            queries: index of the passage's side with the queries.
+            keys: index of the side with the keys.
+        """
+        weights: AllWeights | LargestWeights
+        if self._all is not None:
+            weights = AllWeights(self._all[head])
+        else:
+            weights = LargestWeights(self._largest_keys[head], self._largest[head], self._totals[head])
+        counts, empty = torch.zeros(self.queries, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        starts, stops = [empty], [empty]
+        for first_row, (of_rows, first_keys, stop_keys) in sorted(self._runs[head].items()):
+            counts[first_row : first_row + len(of_rows)] = of_rows
+            starts.append(first_keys)
+            stops.append(stop_keys)
+        visible = VisibleKeys(counts, torch.cat(starts), torch.cat(stops))
+        return HeadAttention(queries, keys, self.keys, self._tiles[head], weights, visible)
+
+
+@dataclass(frozen=True, eq=False)
+class TokensOfWords:
+    """Words of one side of attention, the queries or the keys.
+
+    Attributes:
+        word_of: index of each token's word.
+        is_lexical: True for the words that a link may join.
+    """
+
+    word_of: Int[Tensor, " tokens"]
+    is_lexical: Bool[Tensor, " words"]
+
+    @property
+    def count(self) -> int:
+        """Number of words."""
+        return len(self.is_lexical)
+
+
+class WordWeights:
+    """Attention weights between words for each head. They are reduced to the strongest link of each word to another
+    word, the words that each word attends to most, and a picture of the weight matrix.
+
+    Weights to the tokens of a word are summed, and those from its tokens averaged, so that each word's weights still
+    add up to 1 (Clark et al. 2019, section 4.1). The row blocks of a head come in the order of the rows; a word may
+    begin in one block and end in another.
+
+    Args:
+        heads: number of heads.
+        queries: words of the queries.
+        keys: words of the keys; the same object in self-attention.
+
+    Attributes:
+        leaves_out_first: True if no link goes to the first word, because the first token sees no other token. Such a
+            token is the attention sink of most decoders (Xiao et al. 2023), and would be the end of nearly all links.
+    """
+
+    def __init__(self, heads: int, queries: TokensOfWords, keys: TokensOfWords) -> None:
+        self.queries, self.keys = queries, keys
+        self.is_self_attention = queries is keys
+        self.token_counts = torch.bincount(queries.word_of, minlength=queries.count)
+        self._row_of, self._column_of = _cells(queries.count), _cells(keys.count)
+        top = min(TOP, keys.count)
+        self.picture = torch.zeros(heads, min(queries.count, PICTURE), min(keys.count, PICTURE))
+        self.top_keys = torch.zeros(heads, queries.count, top, dtype=torch.int64)
+        self.top_weights = torch.zeros(heads, queries.count, top)
+        self.best_key = torch.zeros(heads, queries.count, dtype=torch.int64)
+        self.best_weight = torch.full((heads, queries.count), -1.0)
+        self.leaves_out_first = False
+        self._unfinished = torch.zeros(heads, keys.count)  # weights of the word whose last rows are still to come
+        self._has_unfinished = torch.zeros(heads, dtype=torch.bool)
+
+    def add(self, block: VisibleWeights) -> None:
+        """Add the attention weights of one block of token rows. The weights of a word enter the strongest links, the
+        lists of most attended words and the picture once the rows of all tokens of the word have been added.
+        """
+        part, rows, word_of = block.heads, block.rows, self.queries.word_of
+        if self.is_self_attention and rows.start == 0 and len(word_of) > 1:
+            self.leaves_out_first = int(block.is_visible[:, 0].sum(-1).max()) == 1
+        word_of_rows = word_of[rows.start : rows.stop]
+        word_of_columns = self.keys.word_of[block.keys]
+        first, last = int(word_of_rows[0]), int(word_of_rows[-1])
+        # Words after the last visible key have no weight, except in rows of a word that began in the block before.
+        words = self.keys.count if self._has_unfinished[part].any() else int(word_of_columns[-1]) + 1
+        sums = _sums_of_words(block.weights, word_of_rows - first, word_of_columns, words)
+        if self._has_unfinished[part].any():
+            sums[:, 0] += self._unfinished[part]
+        self._unfinished[part], self._has_unfinished[part] = 0.0, False
+        if rows.stop < len(word_of) and int(word_of[rows.stop]) == last:
+            self._unfinished[part, :words], self._has_unfinished[part] = sums[:, -1], True
+            sums, last = sums[:, :-1], last - 1
+        if last < first:
+            return
+        selected, queries = slice(first, last + 1), torch.arange(first, last + 1)
+        weights = sums / self.token_counts[selected, None]
+        _add_to_pictures(self.picture[part], weights, self._row_of, selected, self._column_of[:words])
+        top_weights, top_keys = largest(weights, min(TOP, words))
+        self.top_weights[part, selected, : top_keys.shape[-1]] = top_weights
+        self.top_keys[part, selected, : top_keys.shape[-1]] = top_keys
+        is_eligible = self._is_eligible(queries[:, None], top_keys)
+        best = top_weights.masked_fill(~is_eligible, -1.0).max(-1)
+        best_weight, best_key = best.values, top_keys.gather(-1, best.indices[..., None])[..., 0]
+        # Rarely none of a word's most attended words may be linked.
+        head, row = (best_weight < 0).logical_and_(self.queries.is_lexical[queries]).nonzero().unbind(-1)
+        if words > TOP and len(row):
+            is_eligible = self._is_eligible(queries[row, None], torch.arange(words))
+            best_weight[head, row], best_key[head, row] = weights[head, row].masked_fill(~is_eligible, -1.0).max(-1)
+        self.best_weight[part, selected], self.best_key[part, selected] = best_weight, best_key
+
+    def _is_eligible(self, queries: Int[Tensor, "*#pairs"], keys: Int[Tensor, "*#pairs"]) -> Bool[Tensor, "*pairs"]:
+        """Return True for each pair of words that a link may join."""
+        is_eligible = self.queries.is_lexical[queries] & self.keys.is_lexical[keys]
+        if self.is_self_attention:
+            is_eligible &= keys != queries  # a link joins two words
+            if self.leaves_out_first:
+                is_eligible &= keys != 0
+        return is_eligible
+
+    def links(self, head: int) -> tuple[Link, ...]:
+        """Return the links of one head, strongest first. A link joins a word to the other word that it attends to most,
+        special tokens and punctuation aside. Two words that attend most to each other, both with more than uniform
+        weight (1 / number of words), share one link.
+        """
+        weights, keys = self.best_weight[head], self.best_key[head]
+        queries = torch.arange(len(weights))
+        is_listed, back = weights >= 0, torch.full_like(weights, torch.nan)  # no other word is eligible for the others
+        if self.is_self_attention:
+            is_mutual = (keys[keys] == queries) & (torch.minimum(weights, weights[keys]) > 1 / self.keys.count)
+            back = weights[keys].where(is_mutual, torch.nan)
+            # A mutual link is listed from the word with the larger weight.
+            is_weaker = (back > weights) | ((back == weights) & (queries > keys))
+            is_listed &= ~is_weaker
+        strength = (weights.double() * 1e4).round()  # links of equal rounded weight are in the order of the text
+        order = strength.masked_fill(~is_listed, -1.0).sort(descending=True, stable=True).indices
+        order = order[: int(is_listed.sum())]
+        columns = [each[order].tolist() for each in (queries, keys, weights, back)]
+        columns[-1] = [None if math.isnan(weight) else weight for weight in columns[-1]]
+        return tuple(map(Link, *columns))
+
+
+def _sums_of_words(
+    weights: Float[Tensor, "heads rows columns"],
+    word_of_rows: Int[Tensor, " rows"],
+    word_of_columns: Int[Tensor, " columns"],
+    words: int,
+) -> Float[Tensor, "heads row_words words"]:
+    """Return the sums of weights over the rows and columns of each pair of words. The words of the rows are counted
+    from 0, and `words` is the number of words of the columns. A word's rows, and its columns, are neighbours.
+
+    Sums over columns cost many times as much as sums over rows, which are contiguous in memory, so the rows come first,
+    and the first column of each word is copied instead of added.
+    """
+    row_words = int(word_of_rows[-1]) + 1
+    if row_words < len(word_of_rows):
+        weights = weights.new_zeros(len(weights), row_words, weights.shape[-1]).index_add_(1, word_of_rows, weights)
+    is_first = word_of_columns.diff(prepend=word_of_columns.new_full((1,), -1)) != 0
+    first, further = is_first.nonzero()[:, 0], (~is_first).nonzero()[:, 0]
+    # `gather` takes a third of the time of `index_select`.
+    sums = weights.gather(2, first.expand(*weights.shape[:2], -1))
+    if len(first) < words:
+        sums = weights.new_zeros(*weights.shape[:2], words).index_copy_(2, word_of_columns[first], sums)
+    if len(further):
+        added = weights.gather(2, further.expand(*weights.shape[:2], -1))
+        sums.index_add_(2, word_of_columns[further], added)
+    return sums
+
 
 DISAGREEMENT = 1e-3
 """Largest accepted difference between a head's output and the product of its weights and values.
@@ -104,8 +473,12 @@ class Viewer(SiteRegistry):
             return (target, source) if target and (grid.queries, grid.keys) == (lengths[-1], lengths[0]) else None
         fitting = [index for index, length in enumerate(lengths) if grid.queries == grid.keys == length]
         if len(fitting) > 1:
-            ids = call.tokens
-            fitting = [index for index in fitting if ids is not None and _are_equal(ids, self._texts[index].ids)]
+            texts = {index: self._texts[index].ids for index in fitting}
+            fitting = [
+                index
+                for index, ids in texts.items()
+                if ids is not None and call.tokens is not None and torch.equal(ids.cpu(), call.tokens.cpu())
+            ]
         return (fitting[0], fitting[0]) if len(fitting) == 1 else None
 
     def head_views(self) -> Iterator[HeadView]:
@@ -165,11 +538,6 @@ def _head_views(
             received=of_words[head],
             attention=tokens.of_head(head, *sides),
         )
-
-
-def _are_equal(ids: Tensor, others: Tensor | None) -> bool:
-    """Return True if two tensors of token ids are equal."""
-    return others is not None and ids.shape == others.shape and bool((ids.cpu() == others.cpu()).all())
 
 
 def require_agreement(path: str, row_block: RowBlock, out: Float[Tensor, "batch heads rows value_dim"]) -> None:

@@ -4,43 +4,19 @@ The modules of all commands are imported at the start, also for help and complet
 what imports it, inside of the functions that compute.
 """
 
+import inspect
 import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 
-from headwise.cli import (
-    ablate,
-    circuits,
-    compare,
-    compress,
-    curve,
-    dependencies,
-    distances,
-    doctor,
-    importance,
-    in_context,
-    kernels,
-    localize,
-    merge,
-    monitor,
-    name_movers,
-    norm_weighted,
-    patch,
-    positions,
-    profile,
-    prune,
-    retrieval,
-    rollout,
-    sinks,
-    study,
-    view,
-)
-from headwise.cli.option_groups import expand_option_groups
-from headwise.cli.single_use import SingleUseCommand
+import headwise
+from headwise.attention.backends.native import installed
+from headwise.cli import attention, circuits, compression, doctor, effects, head_tests, training, view
+from headwise.cli.commands import SingleUseCommand, expand_option_groups
 from headwise.errors import HeadwiseError
 
 app = typer.Typer(
@@ -69,19 +45,23 @@ def run() -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without arrows still shows the numbers
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: typer.echo(
+                f"headwise: warning: {' '.join(str(message).split())}", err=True
+            )
             status: int = app(prog_name="headwise", standalone_mode=False) or 0
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as error:
         # typer and rich end the process after a BrokenPipeError
         if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
             raise
-        return _discard_output()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be written
+        return CLOSED_PIPE_STATUS
     except Exception as error:
         message = _message(error)
         if message is None:
             raise
-        return _report(message)
+        typer.echo(f"headwise: {message}", err=True)
+        return USAGE_STATUS
     return status
 
 
@@ -99,34 +79,8 @@ def _message(error: Exception) -> str | None:
     return None
 
 
-def _report(message: str) -> int:
-    """Print an error message, preceded by `headwise: `, to standard error, and return 2, the exit status after a
-    mistake of the user.
-    """
-    typer.echo(f"headwise: {message}", err=True)
-    return USAGE_STATUS
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Print a warning to standard error in one sentence, preceded by `headwise: warning: `."""
-    typer.echo(f"headwise: warning: {' '.join(str(message).split())}", err=True)
-
-
-def _discard_output() -> int:
-    """Let nothing more be written to standard output, whose reader has closed it, and return the exit status."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return CLOSED_PIPE_STATUS
-
-
 @app.callback(invoke_without_command=True)
-def headwise(
+def main(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
@@ -134,40 +88,29 @@ def headwise(
     print this help.
     """
     if version:
-        typer.echo(kernels.version_text())
+        typer.echo(f"headwise {headwise.__version__}\n{installed.state()}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-def add_command(command: Callable[..., None], examples: str) -> None:
-    """Add a command to the application. Its function has the options as parameters, or as fields of dataclasses, and
-    the help as its docstring; the help ends with `examples`, one on each line.
+def add_command(command: Callable[..., None]) -> None:
+    """Add a command to the application. Its function has the options as parameters, or as fields of dataclasses. The
+    docstring of the function is the help; it ends with examples, one on each line below the line `Examples:`.
     """
+    described, _, examples = (inspect.getdoc(command) or "").partition("\n\nExamples:\n")
     keep_lines = "\b"  # to typer
-    epilog = f"{keep_lines}\nExamples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines())
-    app.command(cls=SingleUseCommand, epilog=epilog)(expand_option_groups(command))
+    epilog = f"{keep_lines}\nExamples:\n" + "\n".join(f"  {line}" for line in examples.splitlines())
+    app.command(cls=SingleUseCommand, help=described, epilog=epilog)(expand_option_groups(command))
 
 
-_MODULES = (
-    *(
-        view,
-        profile,
-        positions,
-        distances,
-        norm_weighted,
-        rollout,
-        compare,
-        ablate,
-        importance,
-        curve,
-        in_context,
-        circuits,
-        patch,
-    ),
-    *(retrieval, sinks, name_movers, dependencies),
-    *(prune, merge, compress, localize, study, monitor),
-    *(kernels, doctor),
+COMMANDS = (
+    *(view.view, attention.profile, attention.positions, attention.distances, attention.norm_weighted),
+    *(attention.rollout, attention.compare, effects.ablate, effects.importance, effects.curve, effects.in_context),
+    *(circuits.circuits, circuits.patch, head_tests.retrieval, attention.sinks, head_tests.name_movers),
+    *(head_tests.dependencies, compression.prune, compression.merge, compression.compress, compression.localize),
+    *(training.study, training.monitor, doctor.kernels, doctor.doctor),
 )
+"""Functions of the commands, in the order of the help."""
 
-for _module in _MODULES:
-    add_command(getattr(_module, _module.__name__.rpartition(".")[2]), _module.EXAMPLES)
+for _command in COMMANDS:
+    add_command(_command)

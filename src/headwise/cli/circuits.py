@@ -1,32 +1,26 @@
-"""The command `headwise circuits`."""
+"""The commands that find circuits: `headwise circuits` in the weights, and `patch` in the answers to prompts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import headwise as hw
-from headwise.cli.loading import quiet_libraries
-from headwise.cli.options import Force, ModelFlags, TableFolder, Top
+from headwise.cli.loading import find_causal, quiet_libraries
+from headwise.cli.options import DecoderFlags, Force, ModelFlags, TableFolder, Top, choice, path_option
 from headwise.cli.output import OutputFlags, require_new_tables
-from headwise.cli.quantities import choice
-from headwise.settings import COMPOSITION_KINDS
-
-EXAMPLES = """
-headwise circuits --model smollm2 --out smollm2-circuits
-headwise circuits --model smollm2 --composition v --top 30
-headwise circuits --model smollm2 --composition none --json > circuits.json
-"""
+from headwise.data.documents import read_json_lines
+from headwise.errors import InputError
+from headwise.settings import COMPOSITION_KINDS, MLP_MODES, PATCH_DIRECTIONS
 
 
 def circuits(
     *,
     model: ModelFlags,
     composition: Annotated[
-        str,
-        typer.Option(
-            help="Kind of composition of which pairs of heads are printed.", **choice((*COMPOSITION_KINDS, "none"))
-        ),
+        str, choice((*COMPOSITION_KINDS, "none"), "Kind of composition of which pairs of heads are printed.")
     ] = "k",
     distance: Annotated[
         int, typer.Option(min=0, metavar="N", help="Tokens from the key to the query, for rotary positions.")
@@ -39,9 +33,13 @@ def circuits(
     """Read the circuits of every head from the weights of a model, without data: how much the head copies what it
     attends to, whether it attends to equal tokens, and how much it reads from heads of earlier layers. Prints the heads
     with the largest copying scores, and the pairs with the largest composition scores.
+
+    Examples:
+    headwise circuits --model smollm2 --out smollm2-circuits
+    headwise circuits --model smollm2 --composition v --top 30
+    headwise circuits --model smollm2 --composition none --json > circuits.json
     """
     from headwise.analysis.circuits.circuits import SCORES
-    from headwise.show.results import print_circuits
 
     require_new_tables(out, "circuits", "composition", force=force)
     quiet_libraries()
@@ -58,11 +56,7 @@ def circuits(
         scores.save(out, force=force)
         if pairs is not None:
             pairs.save(out, force=force)
-
-    def print_text(console: Any) -> None:
-        print_circuits(scores, pairs, composition, console, top)
-
-    output.show(scores, print_text, written=out)
+    output.show_table(scores, out, composition=pairs, kind=composition, top=top)
 
 
 def _available(found: "hw.Circuits", names: Sequence[str], plural: str) -> list[str]:
@@ -72,3 +66,130 @@ def _available(found: "hw.Circuits", names: Sequence[str], plural: str) -> list[
         missing = ", ".join(name for name in names if reasons[name] == reason)
         typer.echo(f"headwise: warning: the {plural} {missing} are left out: the model has {reason}", err=True)
     return [name for name in names if reasons[name] is None]
+
+
+METHODS: dict[str, tuple[str, str]] = {
+    "activation": ("Patching", "activation_patching"),
+    "attribution": ("AttributionPatching", "attribution_patching"),
+    "path": ("PathPatching", "path_patching"),
+}
+"""Names of the table and the function of each method."""
+
+PARTS = ("clean", "corrupted", "answer", "wrong")
+
+
+@dataclass(frozen=True)
+class PairFlags:
+    """Command-line options for the texts: those of one pair of prompts and answers, or a file with several pairs."""
+
+    clean: Annotated[str | None, typer.Option(metavar="TEXT", help="A prompt that the model answers correctly.")] = None
+    corrupted: Annotated[str | None, typer.Option(metavar="TEXT", help="A prompt with another answer.")] = None
+    answer: Annotated[str | None, typer.Option(metavar="TEXT", help="Right answer of the clean prompt.")] = None
+    wrong: Annotated[str | None, typer.Option(metavar="TEXT", help="Right answer of the corrupted prompt.")] = None
+    pairs: Annotated[
+        Path | None, path_option("FILE", "JSON lines, each with the texts clean, corrupted, answer and wrong.")
+    ] = None
+
+    def texts(self) -> dict[str, list[str]]:
+        """Return the texts of all pairs by part: those of the file, or those of the single pair.
+
+        Raises:
+            InputError: neither or both are given, a part is missing, or the file is not UTF-8 or not JSON lines.
+        """
+        single = {part: getattr(self, part) for part in PARTS}
+        given = [part for part, text in single.items() if text is not None]
+        if self.pairs is not None:
+            if given:
+                raise InputError("pairs", expected="a file or the texts of one pair", got=f"both, with --{given[0]}")
+            texts: dict[str, list[str]] = {part: [] for part in PARTS}
+            for pair, location in read_json_lines(self.pairs):
+                for part in PARTS:
+                    text = pair.get(part) if isinstance(pair, dict) else None
+                    if not isinstance(text, str):
+                        expected = f"a JSON object with the texts {', '.join(PARTS)} in {location}"
+                        raise InputError("pairs", expected=expected, got=f"no text {part}")
+                    texts[part].append(text)
+            if not texts["clean"]:
+                raise InputError("pairs", expected="at least one pair", got=f"none in {str(self.pairs)!r}")
+            return texts
+        missing = [f"--{part}" for part in PARTS if part not in given]
+        if missing:
+            expected = "--clean, --corrupted, --answer and --wrong, or --pairs FILE"
+            raise InputError("clean", expected=expected, got=f"no {' and no '.join(missing)}")
+        return {part: [text] for part, text in single.items()}
+
+
+@dataclass(frozen=True)
+class MethodFlags:
+    """Command-line options of `headwise patch` that apply to one method. A field is None if its option is not used;
+    the method then uses its own default value.
+    """
+
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="attribution: number of points.")] = None
+    receiver: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HEAD", help="path: a receiving head, such as 9.6. Can be repeated. Default: the logits."),
+    ] = None
+    input: Annotated[
+        str | None, typer.Option(metavar="LETTERS", help="path: inputs of the receivers: q, k, v or several of them.")
+    ] = None
+    mlps: Annotated[str | None, choice(MLP_MODES, "path: what MLPs do along the paths.")] = None
+
+    def options(self, method: str) -> dict[str, Any]:
+        """Return the options of a method that are given, by the names of its function's arguments.
+
+        Raises:
+            InputError: an option of another method is given.
+        """
+        from headwise.checks import head_pair
+
+        receivers = [head_pair("receiver", name, of="a layer and a head, such as 9.6") for name in self.receiver or ()]
+        of_methods: dict[str, dict[str, Any]] = {
+            "attribution": {"steps": self.steps},
+            "path": {"receivers": receivers or None, "input": self.input, "mlps": self.mlps},
+        }
+        for other, options in of_methods.items():
+            for name, value in options.items():
+                if other != method and value is not None:
+                    option = "receiver" if name == "receivers" else name
+                    raise InputError(option, expected=f"--method {other}", got=f"--method {method}")
+        return {name: value for name, value in of_methods.get(method, {}).items() if value is not None}
+
+
+def patch(
+    *,
+    model: DecoderFlags,
+    prompts: PairFlags,
+    method: Annotated[
+        str, choice(METHODS, "Patch each head, estimate this from derivatives, or patch paths.")
+    ] = "activation",
+    direction: Annotated[
+        str, choice(PATCH_DIRECTIONS, "Patch into the run on the corrupted prompts, or into the clean one.")
+    ] = PATCH_DIRECTIONS[0],
+    method_options: MethodFlags,
+    out: TableFolder = None,
+    top: Top = 20,
+    force: Force = False,
+    output: OutputFlags,
+) -> None:
+    """Find the heads behind an answer of a causal language model: replace the output of one head at a time, in the run
+    on one prompt, by its output in the run on another prompt with another answer. Prints the heads with the largest
+    effect on the difference between the logits of the two answers.
+
+    Examples:
+    headwise patch --model smollm2 --clean "Paris is in" --corrupted "Rome is in" --answer " France" --wrong " Italy"
+    headwise patch --model smollm2 --pairs pairs.jsonl --method path --receiver 23.3 --input q --out patching
+    headwise patch --model smollm2 --pairs pairs.jsonl --method attribution --steps 4 --json > patching.json
+    """
+    texts, options = prompts.texts(), method_options.options(method)
+    table, function = (getattr(hw, name) for name in METHODS[method])
+    require_new_tables(out, table.NAME, force=force)
+    quiet_libraries()
+    source = find_causal(model)
+    pairs = hw.patching_prompts(source.tokenizer(), **texts)
+    loaded = source.model("causal", model.torch_dtype).to(model.torch_device)
+    options |= {"direction": direction, "progress": not output.quiet}
+    result = function(loaded, **pairs, **options)
+    if out is not None:
+        result.save(out, force=force)
+    output.show_table(result, out, top=top, title=source.title)

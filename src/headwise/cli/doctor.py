@@ -1,4 +1,4 @@
-"""The command `headwise doctor`: what is installed, what is in use, and what is broken."""
+"""The commands `headwise doctor` and `kernels`: what is installed, what is in use, and what is broken."""
 
 import base64
 import hashlib
@@ -15,14 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from headwise.attention.backends.native import installed
+from headwise.cli.options import choice
 from headwise.data.converted_models import CACHE_VARIABLE, cache_folder
 from headwise.errors import InputError, MissingExtra
 from headwise.packaged_models import PACKAGED, PackagedModel
-
-EXAMPLES = """
-headwise doctor
-headwise doctor --json > doctor.json
-"""
 
 DEVELOPMENT = ("all", "bench", "dev")
 """Extras that contain others, or that serve the development of headwise."""
@@ -40,6 +36,10 @@ def doctor(
 ) -> None:
     """Show versions, processor, native kernels, GPU, extras, packaged models, folders and environment variables of this
     installation, for a report of a bug. If a part of it is broken, name it and exit with status 1.
+
+    Examples:
+    headwise doctor
+    headwise doctor --json > doctor.json
     """
     report, problems = examine()
     if as_json:
@@ -288,3 +288,20 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return {"None": "none", "True": "yes", "False": "no"}.get(str(value), str(value))
+
+
+def kernels(
+    action: Annotated[
+        str, choice(("show", "build"), "`show` the state of the kernels, or `build` them.", option=typer.Argument)
+    ] = "show",
+) -> None:
+    """Show whether the native kernels for the CPU are in use, and if not, why; or compile them into this installation
+    with a C++ compiler. Processes that start afterwards use them.
+
+    Examples:
+    headwise kernels
+    headwise kernels build
+    """
+    if action == "build":
+        installed.compile_kernels()
+    typer.echo(installed.state())

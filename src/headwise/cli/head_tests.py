@@ -1,12 +1,24 @@
-"""Commands that test single heads of a model, on texts of the test's own."""
+"""The commands that test single heads on texts of their own: `retrieval`, `name-movers` and `dependencies`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+import headwise as hw
 from headwise.cli.loading import find_causal, quiet_libraries, require_same_run
-from headwise.cli.options import DecoderFlags, Force, ModelFlags, TableOut
+from headwise.cli.options import DecoderFlags, Force, ModelFlags, TableOut, Top, choice, numbers, path_option
 from headwise.cli.output import OutputFlags
+from headwise.settings import (
+    CONTINUATIONS,
+    COPIED_PROMPTS,
+    FEWEST_PAIRS,
+    NAME_PROMPTS,
+    NEEDLE_LENGTHS,
+    NEEDLES,
+)
 
 if TYPE_CHECKING:
     from headwise.runs.table import Table
@@ -14,14 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTestFlags:
-    """Command-line options of every test of heads.
-
-    Attributes:
-        model: options that name the model.
-        out: folder for the table; None to print it alone.
-        force: replace another run in the folder.
-        output: format of the output.
-    """
+    """Command-line options of every test of heads."""
 
     model: ModelFlags
     out: TableOut = None
@@ -32,22 +37,21 @@ class HeadTestFlags:
         self,
         test: Callable[..., Any],
         table: "type[Table[Any]]",
-        stored: Mapping[str, Any],
-        print_result: Callable[..., None],
+        settings: Mapping[str, Any],
         top: int,
         *arguments: Any,
-        **settings: Any,
+        **further: Any,
     ) -> None:
-        """Run a test, and print its result as text by `print_result(result, console, top)`.
+        """Run a test, and print its result.
 
         Args:
-            test: function of the model, the tokenizer, `arguments` and `settings`.
+            test: function of the model, the tokenizer, `arguments`, `settings` and `further`.
             table: class of its result.
-            stored: settings as the table stores them, by which another run in the folder is found early.
-            print_result: function that prints the result.
+            settings: options that the table stores under the same names, by which another run in the folder is found
+                before the model is loaded.
             top: number of rows to print.
             arguments: further arguments of the test.
-            settings: its options.
+            further: its other options.
         """
         from headwise.runs.files import require_writable
 
@@ -56,12 +60,11 @@ class HeadTestFlags:
         source = find_causal(self.model) if is_decoder else self.model.find()
         if self.out is not None:
             require_writable(self.out)
-            require_same_run(table, self.out, source, None, self.model, force=self.force, **stored)
+            require_same_run(table, self.out, source, None, self.model, force=self.force, **settings)
         tokenizer, device = source.tokenizer(), self.model.torch_device
         model = source.model("causal" if is_decoder else None, self.model.torch_dtype).to(device)
-        settings |= {"out": self.out, "force": self.force, "progress": not self.output.quiet, "title": source.title}
-        result = test(model, tokenizer, *arguments, **settings)
-        self.output.show(result, lambda console: print_result(result, console, top), written=self.out)
+        further |= {"out": self.out, "force": self.force, "progress": not self.output.quiet, "title": source.title}
+        self.output.show_table(test(model, tokenizer, *arguments, **settings, **further), self.out, top=top)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,3 +72,81 @@ class DecoderTestFlags(HeadTestFlags):
     """Command-line options of a test that needs a causal language model."""
 
     model: DecoderFlags
+
+
+def retrieval(
+    *,
+    test: DecoderTestFlags,
+    haystack: Annotated[
+        Path | None, path_option("PATH", "Text that hides needles. Default: the help topics of Python.")
+    ] = None,
+    lengths: Annotated[str, typer.Option(metavar="N,N", help="Numbers of tokens of the texts, about.")] = ",".join(
+        map(str, NEEDLE_LENGTHS)
+    ),
+    needles: Annotated[int, typer.Option(min=1, metavar="N", help="Number of needles.")] = NEEDLES,
+    continuation: Annotated[
+        str, choice(CONTINUATIONS, "Whether the model generates its answers, or reads the right ones.")
+    ] = "generated",
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of needles and texts.")] = 0,
+    top: Top = 20,
+) -> None:
+    """Measure how often each head attends most to the token that the model repeats from a sentence in a long text.
+    Prints the heads with the largest retrieval scores, and tests which scores are above 0.1.
+
+    Examples:
+    headwise retrieval --model smollm2 --out smollm2-retrieval
+    headwise retrieval --model smollm2 --haystack book.txt --lengths 512,1024 --needles 20
+    headwise retrieval --model smollm2 --continuation forced --json > retrieval.json
+    """
+    settings: dict[str, Any] = {"continuation": continuation, "seed": seed, "lengths": sorted(set(numbers(lengths)))}
+    test.run(hw.retrieval_score, hw.Retrieval, settings, top, haystack=haystack, needles=needles)
+
+
+def name_movers(
+    *,
+    test: DecoderTestFlags,
+    prompts: Annotated[int, typer.Option(min=2, metavar="N", help="Number of prompts.")] = NAME_PROMPTS,
+    copied: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Number of prompts whose names test the weights of heads.")
+    ] = COPIED_PROMPTS,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the names.")] = 0,
+    top: Top = 20,
+) -> None:
+    """Find heads that move a name to the end of a prompt, and heads that do the opposite, on prompts with two names.
+    Prints the heads with the largest effects on the logits, and those that pass the tests.
+
+    Examples:
+    headwise name-movers --model smollm2 --out smollm2-name-movers
+    headwise name-movers --model smollm2 --prompts 320 --copied 0
+    headwise name-movers --model smollm2 --seed 1 --json > name-movers.json
+    """
+    settings = {"prompts": prompts, "copied": copied, "seed": seed}
+    test.run(hw.name_movers, hw.NameMovers, settings, top)
+
+
+def dependencies(
+    *,
+    treebank: Annotated[Path, path_option("PATH", "File in CoNLL-U format, or folder with such files.")],
+    test: HeadTestFlags,
+    limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="Use only this many sentences.")] = None,
+    fewest: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Leave out relations with fewer pairs in a half.")
+    ] = FEWEST_PAIRS,
+    subtypes: Annotated[bool, typer.Option("--subtypes", help="Keep subtypes of relations.")] = False,
+    start_token: Annotated[
+        int | None, typer.Option(min=0, metavar="ID", help="Token to put before each sentence.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the division into halves.")] = 0,
+    top: Top = 20,
+) -> None:
+    """Measure how often the word that a head attends to most is the governor or the dependent of a word. Compares each
+    head with the best fixed offset, and prints the heads with the largest gain.
+
+    Examples:
+    headwise dependencies --treebank en_ewt-ud-test.conllu --out minilm-dependencies
+    headwise dependencies --model smollm2 --treebank treebank --limit 300 --start-token 1
+    headwise dependencies --treebank en_ewt-ud-test.conllu --subtypes --json > dependencies.json
+    """
+    settings: dict[str, Any] = {"limit": limit, "fewest": fewest, "subtypes": subtypes, "seed": seed}
+    settings["start_token"] = start_token
+    test.run(hw.dependency_accuracy, hw.DependencyAccuracy, settings, top, treebank)

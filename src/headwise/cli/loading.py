@@ -1,7 +1,7 @@
 """Commands that run a model over data: all checks that do not need the weights come first."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+import headwise as hw
 from headwise.cli.options import Data, DecoderFlags, Force, ModelFlags, Out, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.data.documents import require_first_document
@@ -19,23 +20,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    import headwise as hw
     from headwise.data.models import ModelSource
+    from headwise.runs.head_table import HeadTable
     from headwise.runs.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Command-line options of a command that runs a model over data, and stores the results in a folder.
-
-    Attributes:
-        data: file or folder with the data.
-        out: folder for the results.
-        model: options that name the model.
-        texts: options that cut the data into sequences.
-        force: replace another run in the folder.
-        output: format of the output.
-    """
+    """Command-line options of a command that runs a model over data, and stores the results in a folder."""
 
     data: Data
     out: Out
@@ -55,6 +47,22 @@ class RunFlags:
             device, shown = process.device(self.model.device), process.is_first and not self.output.quiet
             source, dataset = find_inputs(self.model, self.data, self.texts, self.out, shown=shown)
             yield OpenRun(self, source, dataset, device, process.is_first)
+
+    def measure(
+        self, analysis: Callable[..., Any], table: "type[Table[Any]]", settings: Mapping[str, Any], **printed: Any
+    ) -> None:
+        """Run an analysis of a model without a language-model head, and print its result. The processes of torchrun
+        share the work.
+
+        Args:
+            analysis: function of the model, the data and `settings`.
+            table: class of its result.
+            settings: arguments of the analysis, which the table stores under the same names.
+            printed: options of `print_result`.
+        """
+        with self.open(shared=True) as opened:
+            model = opened.load(table, **settings)
+            opened.show(analysis(model, opened.dataset, **settings, **opened.options), **printed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +109,23 @@ class OpenRun:
         loaded: nn.Module = self.source.model(lm_head, flags.model.torch_dtype)
         return loaded.to(self.device)
 
-    def show(
-        self, result: Any, print_result: Callable[..., None], *arguments: Any, page: Path | None = None, **options: Any
-    ) -> None:
-        """Print a result in the first process, as text by `print_result(result, console, *arguments, **options)`, and
-        state that the results and the page were written.
+    def show(self, result: Any, page: Path | None = None, **printed: Any) -> None:
+        """Print a result in the first process, with the options `printed` of `print_result`, and state that the results
+        and the page were written.
         """
         if self.is_first:
-            self.flags.output.show(
-                result,
-                lambda console: print_result(result, console, *arguments, **options),
-                written=self.flags.out,
-                page=page,
-            )
+            self.flags.output.show_table(result, self.flags.out, page, **printed)
+
+    def write_page(
+        self, html: Path | None, table: "HeadTable[Any]", model: "nn.Module", statistic: str | None = None
+    ) -> None:
+        """Write a page to the path `html` in the first process, with a table of heads, and the attention of these heads
+        on some of the texts; do nothing if `html` is None. The page opens on `statistic`, by default as `hw.write_page`
+        states.
+        """
+        if html is not None and self.is_first:
+            examples = hw.view_examples(model, self.dataset, title=self.source.title)
+            hw.write_page(html, examples, table, statistic=statistic)
 
 
 def find_inputs(

@@ -1,12 +1,13 @@
-"""Command-line options that several commands share."""
+"""Options of commands: values such as 1.5M or 30m, options that several commands share, and groups of options."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.quantities import choice, path
 from headwise.settings import DOCUMENT_MODES, DTYPES, LOSSES
 
 if TYPE_CHECKING:
@@ -15,39 +16,108 @@ if TYPE_CHECKING:
     import headwise as hw
     from headwise.data.models import ModelSource
 
-Data = Annotated[
-    Path, typer.Option(parser=path, metavar="PATH", help="Data, a file or folder: text, JSON lines, CSV or Parquet.")
-]
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def path(text: str) -> Path:
+    """Return a path; raise `typer.BadParameter` for an empty text, which would mean the current folder, and for a null
+    character.
+    """
+    if not text.strip() or "\0" in text:
+        raise typer.BadParameter(f"expected a path, got {text!r}")
+    return Path(text)
+
+
+def path_option(metavar: str, description: str) -> Any:
+    """Return the option of typer for a path, called `metavar` in the help."""
+    return typer.Option(parser=path, metavar=metavar, help=description)
+
+
+def choice(names: Iterable[str], description: str, *flags: str, option: Any = typer.Option) -> Any:
+    """Return the option of typer for one of `names`, which are checked, completed, and listed in the help; or the
+    argument, if `option` is `typer.Argument`.
+    """
+    allowed = tuple(names)
+
+    def parse(text: str) -> str:
+        """Return the text if it is an allowed name; otherwise raise `typer.BadParameter`."""
+        if text not in allowed:
+            raise typer.BadParameter(f"expected one of {', '.join(allowed)}, got {text!r}")
+        return text
+
+    completed: dict[str, Any] = {"autocompletion": lambda: list(allowed), "metavar": "|".join(allowed)}
+    return option(*flags, parser=parse, help=description, **completed)
+
+
+def head_name(text: str) -> int | str:
+    """Return the index of a head, such as 11, as a number, or the name of a head, such as 5.11, unchanged. A text of
+    another form raises `typer.BadParameter`.
+    """
+    if not re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII):
+        raise typer.BadParameter(f"expected a head such as 5.11 (layer 5, head 11) or 11, got {text!r}")
+    return text if "." in text else int(text)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Parse integers separated by commas, such as 1,2,4, and return them as a tuple. A text of another form raises
+    `typer.BadParameter`.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"expected numbers such as 1,2,4, got {text!r}") from None
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Parse numbers separated by commas, such as 0.5,0.9, and return them as a tuple. A text of another form raises
+    `typer.BadParameter`.
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"expected numbers such as 0.5,0.9, got {text!r}") from None
+
+
+def amount(text: str) -> int:
+    """Parse a positive amount such as 300k or 1.5M (k = 1e3, M = 1e6, G or B = 1e9), and return it rounded to an
+    integer. A text of another form raises `typer.BadParameter`.
+    """
+    return round(_scaled(text, {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}, "an amount such as 1.5M or 300k"))
+
+
+def seconds(text: str) -> float:
+    """Parse a positive duration such as 90s, 30m, 2h or 1d, and return it in seconds; a number without a unit is in
+    seconds. A text of another form raises `typer.BadParameter`.
+    """
+    return _scaled(text, {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}, "a time such as 30m, 90s or 2h")
+
+
+def _scaled(text: str, units: dict[str, float], expected: str) -> float:
+    """Parse a positive number that may be followed by a one-letter unit, and return the number times the unit's factor
+    in `units`. A text of another form raises `typer.BadParameter`, with `expected` in its message.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([a-z]?)", text.strip().lower())
+    if match is None or match[2] not in units or not float(match[1]):
+        raise typer.BadParameter(f"expected {expected}, got {text!r}")
+    return float(match[1]) * units[match[2]]
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+Data = Annotated[Path, path_option("PATH", "Data, a file or folder: text, JSON lines, CSV or Parquet.")]
 Out = Annotated[
-    Path,
-    typer.Option(
-        parser=path,
-        metavar="FOLDER",
-        help="Folder for the results. An interrupted run resumes when you repeat the command.",
-    ),
+    Path, path_option("FOLDER", "Folder for the results. An interrupted run resumes when you repeat the command.")
 ]
 TableOut = Annotated[
     Path | None,
-    typer.Option(
-        parser=path,
-        metavar="FOLDER",
-        help="Also save the table in this folder. An interrupted run resumes when you repeat the command.",
+    path_option(
+        "FOLDER", "Also save the table in this folder. An interrupted run resumes when you repeat the command."
     ),
 ]
-TableFolder = Annotated[
-    Path | None, typer.Option(parser=path, metavar="FOLDER", help="Also save the table in this folder.")
-]
-ModelFolder = Annotated[
-    Path, typer.Option(parser=path, metavar="FOLDER", help="Folder for the smaller model. It must not exist yet.")
-]
-Html = Annotated[
-    Path | None,
-    typer.Option(parser=path, metavar="FILE", help="Also write an interactive page to this file. It works offline."),
-]
-LossName = Annotated[
-    str | None,
-    typer.Option("--loss", help="Default: a language model's own loss, otherwise embedding.", **choice(LOSSES)),
-]
+TableFolder = Annotated[Path | None, path_option("FOLDER", "Also save the table in this folder.")]
+ModelFolder = Annotated[Path, path_option("FOLDER", "Folder for the smaller model. It must not exist yet.")]
+Html = Annotated[Path | None, path_option("FILE", "Also write an interactive page to this file. It works offline.")]
+LossName = Annotated[str | None, choice(LOSSES, "Default: a language model's own loss, otherwise embedding.", "--loss")]
 Column = Annotated[str, typer.Option(help="Column with the text, in JSON lines, CSV and Parquet.")]
 Device = Annotated[
     str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1. Default: a GPU if there is one.")
@@ -56,19 +126,13 @@ Top = Annotated[int, typer.Option(min=1, help="Number of rows to print, largest 
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing run in the output folder.")]
 
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]
-DataType = Annotated[str | None, typer.Option(help="Data type of the weights. Default: as saved.", **choice(DTYPES))]
+DataType = Annotated[str | None, choice(DTYPES, "Data type of the weights. Default: as saved.")]
 
 
 @dataclass(frozen=True)
 class ModelFlags:
     """Command-line options that name a model, and say how it is loaded: its name, its revision on the hub, the data
     type of its weights, and its device.
-
-    Attributes:
-        model: name of the model.
-        revision: branch, tag or commit on the hub; None for the main branch.
-        dtype: name of the data type of the weights; None for the saved one.
-        device: name of the device; None for a GPU if there is one.
     """
 
     model: Annotated[str, typer.Option(help="minilm, smollm2, a folder in Hugging Face format, or a hub id.")] = (
@@ -117,13 +181,6 @@ class TextFlags:
     """Command-line options that determine how a data set is cut into sequences and batches for a model: tokens per
     sequence, the way from documents to sequences (whole, truncated, cut into pieces or packed), sequences per batch,
     number of sequences, and the column with the text.
-
-    Attributes:
-        context: largest number of tokens per sequence.
-        documents: treatment of documents that are longer than the context.
-        batch: sequences per batch.
-        limit: number of sequences to use.
-        column: column with the text.
     """
 
     context: Annotated[
@@ -131,9 +188,8 @@ class TextFlags:
     ] = None
     documents: Annotated[
         str,
-        typer.Option(
-            help="Documents become sequences: whole (error if too long), truncate, cut (in pieces), or pack.",
-            **choice(DOCUMENT_MODES),
+        choice(
+            DOCUMENT_MODES, "Documents become sequences: whole (error if too long), truncate, cut (in pieces), or pack."
         ),
     ] = "whole"
     batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 8

@@ -1,5 +1,6 @@
-"""Output of a command: a text for people, or JSON or CSV for programs."""
+"""Output of a command: a text for people, JSON or CSV for programs, and pages; and checks that it can be written."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """Command-line options for the output: its format, and silence on standard error.
-
-    Attributes:
-        json: print the result as JSON.
-        csv: print the result as CSV.
-        quiet: show no progress, and no note of written files.
-    """
+    """Command-line options for the output: its format, and silence on standard error."""
 
     json: Annotated[bool, typer.Option("--json", help="Print all rows as JSON, and nothing else.")] = False
     csv: Annotated[bool, typer.Option("--csv", help="Print all rows as CSV, and nothing else.")] = False
@@ -39,21 +34,20 @@ class OutputFlags:
 
     def show(
         self,
-        result: "Table[Any] | Callable[[], Records]",
+        make_records: "Callable[[], Records]",
         print_text: "Callable[[Console], None]",
         written: Path | None = None,
         page: Path | None = None,
     ) -> None:
-        """Print a result on standard output: as JSON or CSV from the rows of a table, or from the records that the
-        function `result` returns, or as text by `print_text(console)`. Then say, unless `quiet`, that the file or
-        folder `written` and the file `page` were written; below JSON or CSV, on standard error.
+        """Print a result on standard output: as JSON or CSV from its records, or as text by `print_text(console)`. Then
+        say, unless `quiet`, that the file or folder `written` and the file `page` were written; below JSON or CSV, on
+        standard error.
         """
-        from headwise.show.records import table_records, write_csv, write_json
+        from headwise.show.records import write_csv, write_json
         from headwise.show.terminal import make_console
 
         if self.json or self.csv:
-            records = result() if callable(result) else table_records(result)
-            (write_json if self.json else write_csv)(records, sys.stdout)
+            (write_json if self.json else write_csv)(make_records(), sys.stdout)
         else:
             print_text(make_console())
         paths = [str(path) for path in (written, page) if path is not None]
@@ -61,6 +55,20 @@ class OutputFlags:
             is_text = not (self.json or self.csv)
             note = f"wrote {' and '.join(paths)}"
             typer.echo(f"\n{note}" if is_text else note, err=not is_text)
+
+    def show_table(
+        self, table: "Table[Any]", written: Path | None = None, page: Path | None = None, **options: Any
+    ) -> None:
+        """Print a table as `show` does, where `print_result` prints it as text with the options."""
+        from headwise.show.records import Records
+        from headwise.show.results import print_result
+
+        self.show(
+            lambda: Records(table.records(), table.metadata),
+            lambda console: print_result(table, console, **options),
+            written,
+            page,
+        )
 
 
 def require_new_tables(out: Path | None, *names: str, force: bool) -> None:
@@ -77,3 +85,14 @@ def require_new_tables(out: Path | None, *names: str, force: bool) -> None:
     if existing and not force:
         expected, remedy = f"a folder without {existing[0]}.parquet", "--force (force=True) replaces it"
         raise InputError("out", expected=expected, got=repr(str(out)), remedy=remedy)
+
+
+def require_writable_page(html: Path | None) -> None:
+    """Raise `InputError` if no page can be written to the path `html`; do nothing if it is None."""
+    if html is None:
+        return
+    from headwise.page.write import require_jinja
+
+    require_jinja()
+    if html.is_dir() or not html.parent.is_dir() or not os.access(html if html.exists() else html.parent, os.W_OK):
+        raise InputError("html", expected="a file in an existing, writable folder", got=repr(str(html)))

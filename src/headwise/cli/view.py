@@ -8,25 +8,14 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import quiet_libraries
-from headwise.cli.options import Html, ModelFlags
-from headwise.cli.output import OutputFlags
-from headwise.cli.pages import require_writable_page
-from headwise.cli.quantities import choice, head_name
+from headwise.cli.options import Html, ModelFlags, choice, head_name
+from headwise.cli.output import OutputFlags, require_writable_page
 from headwise.errors import InputError
 from headwise.settings import FOCUS_KINDS
 
-EXAMPLES = """
-headwise view "Which do you like better, coffee or tea?" --focus object=you,coffee,tea --html page.html
-headwise view "Once upon a time" --model smollm2 --generate 40 --html story.html
-cat notes.txt | headwise view - --layer 0 --head 9
-"""
-
 FocusKind = Annotated[
     str | None,
-    typer.Option(
-        help="Attention that the words of --focus receive from others (the default), or exchange.",
-        **choice(FOCUS_KINDS),
-    ),
+    choice(FOCUS_KINDS, "Attention that the words of --focus receive from others (the default), or exchange."),
 ]
 
 
@@ -69,6 +58,11 @@ def view(
     """Show what every head does with a text. Prints each head's role (what the head mostly attends to), its attention
     statistics averaged over the text, and its strongest attention from one word to another. With --html, also writes an
     interactive page.
+
+    Examples:
+    headwise view "Which do you like better, coffee or tea?" --focus object=you,coffee,tea --html page.html
+    headwise view "Once upon a time" --model smollm2 --generate 40 --html story.html
+    cat notes.txt | headwise view - --layer 0 --head 9
     """
     from headwise.data.models import find_model
     from headwise.data.tokenization import require_text

@@ -11,7 +11,7 @@ from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.model_name import model_name
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.page.columns import Columns, HeadPlace, estimates_of
-from headwise.page.notebook import notebook_html
+from headwise.page.write import notebook_html
 from headwise.plots.curves import chosen_heads, draw_received
 from headwise.plots.kinds import HeadNumbers, Kind, plot_kind
 from headwise.shapes import Float

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from headwise.errors import InputError
-
 
 class Alarm(NamedTuple):
     """One head whose statistic was outside of its limit in one step.
@@ -86,12 +84,3 @@ class AlarmLimits:
             yield "low entropy", "entropy", self.entropy
         if self.output_share is not None and row.get("output_norm", math.inf) <= self.output_share * usual_norm:
             yield "dead head", "output_norm", self.output_share * usual_norm
-
-
-def limits_of(argument: Any) -> AlarmLimits:
-    """Return the limits in the argument `alarms` of `monitor`: those by default for None."""
-    if argument is None:
-        return AlarmLimits()
-    if not isinstance(argument, AlarmLimits):
-        raise InputError("alarms", expected="headwise.AlarmLimits or None", got=type(argument).__name__)
-    return argument

@@ -16,7 +16,7 @@ from torch import nn
 from headwise.checks import collection_of, head_pair, is_whole, whole_number
 from headwise.errors import InputError, MissingExtra, require
 from headwise.monitoring.alarms import Alarm, AlarmLimits
-from headwise.monitoring.history import History, Row, head_of
+from headwise.monitoring.history import History, Row
 from headwise.monitoring.monitor import BY_DEFAULT, Monitor, OnAlarm, monitor
 
 MOST_ALARMS = 32
@@ -53,7 +53,17 @@ class TrainingCallback:
         self._options: dict[str, Any] = {"every": every, "statistics": statistics, "sequences": sequences}
         self._options |= {"layers": layers, "out": out, "alarms": alarms, "on_alarm": on_alarm}
         monitor(nn.Identity(), **self._options)  # raises an error for options that cannot be used
-        self._log_heads = _heads_to_log(log_heads)
+        if isinstance(log_heads, int):
+            self._log_heads: int | tuple[tuple[int, int], ...] = whole_number("log_heads", log_heads, least=0)
+        else:
+            heads = collection_of("log_heads", log_heads, of="heads (layer, head), or their number")
+            pairs = tuple(head_pair("log_heads", head, of="a collection of (layer, head)") for head in heads)
+            for pair in pairs:
+                if not all(is_whole(number, 0) for number in pair):
+                    raise InputError(
+                        "log_heads", expected="heads (layer, head) with whole numbers from 0", got=repr(pair)
+                    )
+            self._log_heads = pairs
         self._monitor: Monitor | None = None
         self._is_open = False
         self._next_step = 0
@@ -263,18 +273,6 @@ def _object_with_bases(derived: type, bases: tuple[type, ...]) -> Any:
     return object.__new__(_MADE[derived, *bases])
 
 
-def _heads_to_log(log_heads: Any) -> int | tuple[tuple[int, int], ...]:
-    """Return the argument `log_heads` of a callback, checked."""
-    if isinstance(log_heads, int):
-        return whole_number("log_heads", log_heads, least=0)
-    heads = collection_of("log_heads", log_heads, of="heads (layer, head), or their number")
-    pairs = tuple(head_pair("log_heads", head, of="a collection of (layer, head)") for head in heads)
-    for pair in pairs:
-        if not all(is_whole(number, 0) for number in pair):
-            raise InputError("log_heads", expected="heads (layer, head) with whole numbers from 0", got=repr(pair))
-    return pairs
-
-
 def step_scalars(
     history: History, step: int, alarms: Sequence[Alarm], log_heads: int | tuple[tuple[int, int], ...]
 ) -> dict[str, float]:
@@ -308,7 +306,9 @@ def step_scalars(
                 scalars[f"{name}_nonfinite"] = float(len(values) - len(finite))
     logged = [(alarm.layer, alarm.head, alarm.statistic) for alarm in alarms[:MOST_ALARMS]]
     if isinstance(log_heads, int):
-        logged = _most_changed(history, step, log_heads) + logged
+        of_statistics = [(statistic, history.changes(statistic, step)[:log_heads]) for statistic in history.statistics]
+        changed = [(layer, head, name) for name, changes in of_statistics for layer, head, change in changes if change]
+        logged = changed + logged
     else:
         logged = [(*head, statistic) for head in log_heads for statistic in history.statistics] + logged
     of_heads = {(row["layer"], row["head"]): row for row in rows}
@@ -317,19 +317,3 @@ def step_scalars(
         if value is not None:
             scalars[f"heads/{layer}.{head}/{statistic}"] = float(value)
     return scalars
-
-
-def _most_changed(history: History, step: int, count: int) -> list[tuple[int, int, str]]:
-    """Return layer, head and statistic of the `count` heads whose value of a statistic changed most between the first
-    observed step and this one, for each statistic.
-    """
-    before = {head_of(row): row for row in history.rows(history.steps[0])}
-    chosen = []
-    for statistic in history.statistics:
-        changes = []
-        for row in history.rows(step):
-            change = abs(row.get(statistic, math.nan) - before.get(head_of(row), {}).get(statistic, math.nan))
-            if change > 0:  # False for NaN, and in the first step
-                changes.append((-change, row["layer"], row["head"]))
-        chosen += [(layer, head, statistic) for _, layer, head in sorted(changes)[:count]]
-    return chosen

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.checks import folder_path
 from headwise.errors import InputError, require
+from headwise.plots.curves import draw_history
 from headwise.runs.files import replaced_file, writable_folder, write_atomically
+from headwise.statistics.registry import unit_of
 from headwise.wording import counted
 
 if TYPE_CHECKING:
@@ -93,19 +95,19 @@ class History:
         """
         return require("pandas", purpose="a table", extra="tables").DataFrame(self.rows(step))
 
-    def changes(self, statistic: str) -> list[tuple[int, int, float]]:
+    def changes(self, statistic: str, step: int | None = None) -> list[tuple[int, int, float]]:
         """Return `(layer, head, change)` of each head, the largest absolute change first: the value of `statistic` in
-        the last observed step minus that in the first.
+        an observed step, by default the last one, minus that in the first.
 
         Raises:
             InputError: there is no such statistic, or fewer than two steps were observed.
         """
         self._require_statistic(statistic)
-        if len(self.steps) < 2:
+        if step is None and len(self.steps) < 2:
             raise InputError("history", expected="at least 2 observed steps", got=len(self.steps))
         first, last = (
             {head_of(row): row for row in self._rows[step] if row.get(statistic) is not None}
-            for step in (self.steps[0], self.steps[-1])
+            for step in (self.steps[0], self.steps[-1] if step is None else step)
         )
         changes = [
             (row["layer"], row["head"], row[statistic] - first[head][statistic])
@@ -203,10 +205,9 @@ class History:
             InputError: there is no such statistic or head.
             MissingExtra: matplotlib is not installed.
         """
-        from headwise.monitoring.history_plot import draw_history
-
         self._require_statistic(statistic)
-        return draw_history(self.series(statistic), statistic, str(self.settings.get("model", "")), heads, ax)
+        model = str(self.settings.get("model", ""))
+        return draw_history(self.series(statistic), statistic, unit_of(statistic), model, heads, ax)
 
     def save_pictures(self, folder: str | Path) -> list[Path]:
         """Write the plot of each statistic to a file in a folder, which is created if it does not exist, and return the

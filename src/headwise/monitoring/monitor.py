@@ -1,23 +1,112 @@
 """`monitor`: statistics of every head during training, at the cost of the steps that are observed."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from headwise.checks import collection_of, is_whole, require_module, whole_number
 from headwise.errors import InputError
+from headwise.intercept.call_stack import call_stack
 from headwise.intercept.heads import Heads
+from headwise.intercept.install import intercepted
+from headwise.intercept.interceptor import Call, Observation
 from headwise.intercept.sites import SiteRegistry
-from headwise.monitoring.alarms import Alarm, AlarmLimits, limits_of
+from headwise.intercept.statistics_observer import StatisticsObserver
+from headwise.monitoring.alarms import Alarm, AlarmLimits
 from headwise.monitoring.history import History, Row
-from headwise.monitoring.observation import TrainingObserver, observed_training
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.files import locked_folder
 from headwise.statistics.registry import STATISTICS
+
+INDICATORS = frozenset({"entropy", "output_norm"})
+"""Statistics that show NaN and infinite numbers, and are always computed."""
+
+
+class TrainingObserver(StatisticsObserver):
+    """Interceptor that adds the statistics of the attention calls in a training forward pass to `heads`. The model's
+    own functions compute all outputs, so these have the same bits as without it. Calls of modules in evaluation mode,
+    and calls that activation checkpointing repeats, are not observed.
+
+    Args:
+        model: the model.
+        heads: results to add to.
+        statistics: names of the statistics to compute.
+        sequences: number of sequences of each module after which further calls of the model are not observed in it;
+            None for no limit. Calls of the model that have begun are observed to their end.
+
+    Attributes:
+        inputs: arguments of the latest call of the model, by name; None before the first one.
+    """
+
+    def __init__(self, model: nn.Module, heads: Heads, statistics: Collection[str], sequences: int | None) -> None:
+        measured = frozenset(statistics) | INDICATORS
+        super().__init__(model, heads, (), None, measured=measured, keeps_output=True)
+        self._modules = dict(model.named_modules())
+        self._most_sequences, self._observed_sequences = sequences, dict[str, int]()
+        self._of_thread = threading.local()
+        self.inputs: Mapping[str, Any] | None = None
+
+    def on_model_call(self) -> None:
+        """Begin a call of the model in this thread, and count the sequences of the previous one. They count only now,
+        since a module may attend several times to the same sequences in one call of the model.
+        """
+        super().on_model_call()
+        for path, sequences in vars(self._of_thread).pop("sequences", {}).items():
+            self._observed_sequences[path] = self._observed_sequences.get(path, 0) + sequences
+
+    def on_module_call(self, path: str) -> None:
+        """Record that a module in training mode ran. Attention of other modules is not missing in the results."""
+        if self._modules[path].training:
+            if not path:
+                self.inputs = call_stack.module_calls[-1].arguments
+            super().on_module_call(path)
+
+    def observe(self, call: Call) -> Observation | None:
+        """Return the functions that observe `call`; None if it is not part of training, repeats another, or if enough
+        sequences were observed.
+        """
+        path = call.site.path
+        if call.is_recomputation or not self._modules[path].training:
+            return None
+        if self._most_sequences is not None:
+            if self._observed_sequences.get(path, 0) >= self._most_sequences:
+                return None
+            of_call = vars(self._of_thread).setdefault("sequences", dict[str, int]())
+            of_call[path] = max(of_call.get(path, 0), call.grid.batch)
+        return super().observe(call)
+
+
+class _ForcedEager:
+    """Context in which compiled modules run without compilation, in all threads. It may be entered again before it is
+    left, in any order; the last exit restores the stance of the compiler.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._depth = threading.Lock(), 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._depth:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                self._stance.__exit__(None, None, None)
+
+
+forced_eager = _ForcedEager()
+"""Context in which compiled modules run without compilation; the monitors of several models share it."""
+
 
 BY_DEFAULT = ("max_logit", "entropy", "first", "output_norm")
 """Names of the statistics that are observed by default."""
@@ -75,18 +164,28 @@ def monitor(
                 monitor.step()
         monitor.history.table()
     """
-    every = whole_number("every", every, least=1)
-    if sequences is not None:
-        sequences = whole_number("sequences", sequences, least=1)
+    names = tuple(dict.fromkeys(collection_of("statistics", statistics, of="names of statistics")))
+    available = STATISTICS.keys() - OF_TOKENS
+    for name in names:
+        if name not in available:
+            raise InputError("statistics", expected=f"names among {', '.join(sorted(available))}", got=repr(name))
+    if not names:
+        raise InputError("statistics", expected="at least one name", got="none")
+    numbers = None if layers is None else frozenset(collection_of("layers", layers, of="numbers of layers"))
+    for number in numbers or ():
+        if not is_whole(number, 0):
+            raise InputError("layers", expected="whole numbers from 0", got=repr(number))
+    if alarms is not None and not isinstance(alarms, AlarmLimits):
+        raise InputError("alarms", expected="headwise.AlarmLimits or None", got=type(alarms).__name__)
     return Monitor(
         require_module(model),
-        every,
-        _names(statistics),
-        sequences,
-        _layers(layers),
+        whole_number("every", every, least=1),
+        names,
+        None if sequences is None else whole_number("sequences", sequences, least=1),
+        numbers,
         None if out is None else Path(out),
         None if start is None else whole_number("start", start, least=0),
-        limits_of(alarms),
+        AlarmLimits() if alarms is None else alarms,
         on_alarm,
     )
 
@@ -186,16 +285,20 @@ class Monitor:
         """Start to observe, if the next step is to be observed."""
         if self._next % self._every == 0:
             heads = Heads(self._model)
-            context = observed_training(self._model, heads, self._recorded, self._sequences)
-            self._observer = self._of_step.enter_context(context)
-            self._heads = heads
+            observer = TrainingObserver(self._model, heads, self._recorded, self._sequences)
+            with ExitStack() as stack:
+                stack.enter_context(forced_eager)
+                stack.enter_context(intercepted(self._model, observer, context="hw.monitor", runs_eagerly=True))
+                self._of_step = stack.pop_all()
+            self._heads, self._observer = heads, observer
 
     def _record(self, heads: Heads) -> list[Alarm]:
         """Stop to observe, add the statistics of all processes to the history, and return the alarms."""
         self._heads = None
         self._of_step.close()
-        self.inputs = None if self._observer is None else self._observer.inputs
-        self._observer = None
+        if self._observer is not None:
+            self._observer.finish()
+            self.inputs, self._observer = self._observer.inputs, None
         registry: SiteRegistry = heads
         if rank_and_world_size()[1] > 1:
             registry = SiteRegistry(self._model)
@@ -248,30 +351,6 @@ class Monitor:
         """Names of the statistics in the history."""
         further = {"max_logit_uncapped"} if "max_logit" in self._statistics else set()
         return frozenset(self._statistics) | further
-
-
-def _names(statistics: Any) -> tuple[str, ...]:
-    """Return the names of statistics in the argument `statistics`, each once."""
-    names = tuple(dict.fromkeys(collection_of("statistics", statistics, of="names of statistics")))
-    available = STATISTICS.keys() - OF_TOKENS
-    for name in names:
-        if name not in available:
-            raise InputError("statistics", expected=f"names among {', '.join(sorted(available))}", got=repr(name))
-    if not names:
-        raise InputError("statistics", expected="at least one name", got="none")
-    return names
-
-
-def _layers(layers: Any) -> frozenset[int] | None:
-    """Return the numbers of layers in the argument `layers`; None for all."""
-    if layers is None:
-        return None
-    numbers: Iterable[Any] = collection_of("layers", layers, of="numbers of layers")
-    chosen = frozenset(numbers)
-    for number in chosen:
-        if not is_whole(number, 0):
-            raise InputError("layers", expected="whole numbers from 0", got=repr(number))
-    return chosen
 
 
 def inner_model(model: Any) -> nn.Module:

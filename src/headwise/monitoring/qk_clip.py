@@ -13,8 +13,14 @@ from headwise.data.batches import arguments_of
 from headwise.errors import InputError
 from headwise.families.registry import softcap_of
 from headwise.intercept.layer_index import innermost_attention_modules, module_paths_of_layer
-from headwise.monitoring.derived_slices import derived_slices
-from headwise.monitoring.head_slices import HeadSlices, head_slices, is_known, require_scalable, scale_slices
+from headwise.monitoring.head_slices import (
+    HeadSlices,
+    derived_slices,
+    head_slices,
+    is_known,
+    require_scalable,
+    scale_slices,
+)
 from headwise.monitoring.history import History, Row
 from headwise.monitoring.monitor import Monitor, inner_model
 from headwise.wording import counted
@@ -35,16 +41,7 @@ class ClippedHead(NamedTuple):
     head: int
     module: str
     logit: float
-    factor: float
-
-
-class _HeadLogit(NamedTuple):
-    """Largest logit of one head."""
-
-    layer: int
-    head: int
-    module: str
-    logit: float
+    factor: float = 1.0
 
 
 _USED: WeakKeyDictionary[nn.Module, tuple[ReferenceType[History], int]] = WeakKeyDictionary()
@@ -98,60 +95,43 @@ def qk_clip(
     """
     model = inner_model(require_module(model))
     threshold = finite_number("threshold", threshold, above=0.0)
-    _require_own_parameters(model)
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        for path, module in model.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                got = f"FullyShardedDataParallel at {path or 'the model'}"
+                remedy = "fully_shard keeps single parameters"
+                raise InputError("model", expected="a model with its own parameters", got=got, remedy=remedy)
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the optimizer changes the sharded parameters, not the gathered ones
     history = logits.history if isinstance(logits, Monitor) else logits
-    used = _latest_step(history) if isinstance(history, History) else None
     if isinstance(history, History):
+        if history.latest is None and not history.begins_unobserved:
+            remedy = "call monitor.step() first, after the step of the optimizer"
+            raise InputError("logits", expected="a history with an observed step", got="none", remedy=remedy)
         other, used_step = _USED.get(model, (None, None))
-        is_used = other is not None and other() is history and used_step == used
-        if used is None or is_used:  # the logits were used for the model before
+        is_used = other is not None and other() is history and used_step == history.latest
+        # After a training resumed between observed steps, the logits in its folder were used before the checkpoint.
+        if history.latest is None or is_used:
             return []
-        head_logits = _of_rows(model, history.rows(used))
+        head_logits = _of_rows(model, history.rows(history.latest))
     else:
         head_logits = _of_mapping(model, logits)
     if isinstance(logits, Monitor) and inputs is None:
         inputs = logits.inputs
     slices_of = _slices_of_modules(model, head_logits, inputs, is_complete=isinstance(history, History))
-    clipped = [ClippedHead(*each, threshold / each.logit) for each in head_logits if each.logit > threshold]
+    above = (each for each in head_logits if each.logit > threshold)
+    clipped = [each._replace(factor=threshold / each.logit) for each in above]
     factors = {piece: each.factor**piece.exponent for each in clipped for piece in slices_of[each.module][each.head]}
     require_scalable(model, factors)
     scale_slices(model, factors)
-    if isinstance(history, History) and used is not None:
-        _USED[model] = ref(history), used
+    if isinstance(history, History) and history.latest is not None:
+        _USED[model] = ref(history), history.latest
     return clipped
 
 
-def _require_own_parameters(model: nn.Module) -> None:
-    """Raise `InputError` for a model whose parameters are stored in flat ones. In models that were sharded by
-    `fully_shard`, replace gathered parameters by the sharded ones, which the optimizer changes.
-    """
-    if not torch.distributed.is_available():
-        return
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-    for path, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            got = f"FullyShardedDataParallel at {path or 'the model'}"
-            remedy = "fully_shard keeps single parameters"
-            raise InputError("model", expected="a model with its own parameters", got=got, remedy=remedy)
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _latest_step(history: History) -> int | None:
-    """Return the number of the step that the training observed last. Return None after it resumed between observed
-    steps, until it observes one: the logits in its folder were used before the checkpoint.
-
-    Raises:
-        InputError: no step was observed.
-    """
-    if history.latest is None and not history.begins_unobserved:
-        remedy = "call monitor.step() first, after the step of the optimizer"
-        raise InputError("logits", expected="a history with an observed step", got="none", remedy=remedy)
-    return history.latest
-
-
-def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[_HeadLogit]:
+def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[ClippedHead]:
     """Return the largest logit of each head in the rows of one step, before a softcap. For a module with both
     self-attention and cross-attention, that is the largest of both.
 
@@ -159,7 +139,7 @@ def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[_HeadLogit]:
         InputError: logits of a head are missing or not finite.
     """
     modules = dict(model.named_modules())
-    logits: dict[tuple[str, int], _HeadLogit] = {}
+    logits: dict[tuple[str, int], ClippedHead] = {}
     for row in rows:
         place = f"head {row['head']} of {row['module'] or 'the model'}"
         is_capped = softcap_of(modules.get(row["module"])) is not None
@@ -174,11 +154,11 @@ def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[_HeadLogit]:
             raise InputError("logits", expected="finite numbers", got=got)
         other = logits.get((row["module"], row["head"]))
         if other is None or logit > other.logit:
-            logits[row["module"], row["head"]] = _HeadLogit(row["layer"], row["head"], row["module"], logit)
+            logits[row["module"], row["head"]] = ClippedHead(row["layer"], row["head"], row["module"], logit)
     return list(logits.values())
 
 
-def _of_mapping(model: nn.Module, logits: Any) -> list[_HeadLogit]:
+def _of_mapping(model: nn.Module, logits: Any) -> list[ClippedHead]:
     """Return the largest logit of each head in a mapping from `(layer, head)`.
 
     Raises:
@@ -198,7 +178,7 @@ def _of_mapping(model: nn.Module, logits: Any) -> list[_HeadLogit]:
             got = f"{value!r} for layer {key[0]}, head {key[1]}"
             raise InputError("logits", expected="finite numbers", got=got) from None
     paths = {layer: _path_of(model, layer) for layer in {layer for (layer, _), _ in of_heads}}
-    return [_HeadLogit(layer, head, paths[layer], logit) for (layer, head), logit in sorted(of_heads)]
+    return [ClippedHead(layer, head, paths[layer], logit) for (layer, head), logit in sorted(of_heads)]
 
 
 def _path_of(model: nn.Module, layer: int) -> str:
@@ -241,7 +221,7 @@ def _derived(model: nn.Module, heads: Mapping[str, int | None], inputs: Any) -> 
 
 
 def _slices_of_modules(
-    model: nn.Module, head_logits: Iterable[_HeadLogit], inputs: Any, *, is_complete: bool
+    model: nn.Module, head_logits: Iterable[ClippedHead], inputs: Any, *, is_complete: bool
 ) -> dict[str, HeadSlices]:
     """Return the slices of the parameters of each head, by the path of the attention module.
 

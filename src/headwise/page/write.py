@@ -1,19 +1,205 @@
 """Writer of a page: the contents as JSON and compressed numbers, with the page's style and script, in one HTML file.
 
+Notebooks show the file in a frame.
+
 The page loads nothing. Its content security policy allows the one style and the one script that it contains, by their
-hashes, and images inside the file.
+hashes, and images inside the file. `docs/architecture.md` describes the format of the JSON, which the script reads.
 """
 
+import gzip
 import hashlib
 import json
+import math
 import re
+import sys
 from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from html import escape
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from headwise.errors import require
-from headwise.page.contents import Contents
-from headwise.page.page_json import page_json
+from headwise.page.columns import Columns
+from headwise.page.contents import AllWeights, Contents, HeadAttention, LargestWeights, Passage
+from headwise.shapes import Float
+from headwise.wording import counted
+
+DENSE_WEIGHTS = 1 << 20
+"""Number of weights of a page up to which none is left out."""
+
+LISTED_WEIGHTS = 2_400_000
+"""Number of weights in pages that leave small weights out."""
+
+LISTED_KEYS = 32
+"""Largest number of keys that are listed for a query."""
+
+
+def page_json(contents: Contents) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the contents of a page as JSON values, and its arrays: compressed text by the names that the values have
+    for them.
+    """
+    estimates = [model.estimates for model in contents.models]
+    parts = ("means", "errors", "counts")
+    arrays = {"values": _float32(*(getattr(each, part) for part in parts for each in estimates))}
+    role_indices = {role.name: place for place, role in enumerate(contents.roles)} | {None: None}
+    rows = iter(
+        stored_rows([head for passage in contents.passages for heads in passage.heads for head in heads if head])
+    )
+    values = {
+        "title": contents.title,
+        "notes": contents.notes,
+        "opening": dict(contents.opening),
+        "roles": [asdict(role) for role in contents.roles],
+        "statistics": [asdict(statistic) for statistic in contents.statistics],
+        "models": [
+            {"name": model.name, "heads": [asdict(head) | {"role": role_indices[head.role]} for head in model.heads]}
+            for model in contents.models
+        ],
+        "passages": [_passage_json(passage, number, rows, arrays) for number, passage in enumerate(contents.passages)],
+        "foci": [asdict(focus) for focus in contents.foci],
+    }
+    return values, arrays
+
+
+def _passage_json(
+    passage: Passage, number: int, rows: Iterator[tuple[str, bytes]], arrays: dict[str, str]
+) -> dict[str, Any]:
+    """Return passage `number` as JSON values, and add its arrays to `arrays`. `rows` yields the stored weights of its
+    heads, model by model.
+    """
+    arrays[f"p{number}-values"] = _float32(*passage.means)
+    visibility: dict[bytes, str] = {}
+    models: list[list[dict[str, Any] | None]] = [[None] * len(heads) for heads in passage.heads]
+    for model, heads in enumerate(passage.heads):
+        tiles = [angular(head.tiles, torch.uint8) for head in heads if head is not None]
+        arrays[f"p{number}-tiles-{model}"] = compressed(as_bytes(*tiles))
+        for index, head in enumerate(heads):
+            if head is None:
+                continue
+            storage, data = next(rows)
+            arrays[name := f"r{number}-{model}-{index}"] = compressed(data)
+            # The number of runs; their number for each query; the first key of each run, and the key after its last.
+            visible = head.visible
+            runs = as_bytes(
+                torch.tensor([len(visible.starts)], dtype=torch.int32),
+                visible.runs.to(torch.uint16),
+                visible.starts.to(torch.uint32),
+                visible.stops.to(torch.uint32),
+            )
+            if runs not in visibility:
+                visibility[runs] = f"v{number}-{len(visibility)}"
+                arrays[visibility[runs]] = compressed(runs)
+            models[model][index] = {
+                "queries": head.queries,
+                "keys": head.keys,
+                "tiles": list(head.tiles.shape),
+                "visible": list(visibility).index(runs),
+                "storage": storage,
+                "rows": name,
+            }
+    sides = [
+        {
+            "name": side.name,
+            "tokens": side.tokens,
+            "space": [int(follows) for follows in side.follows_blank],
+            "break": side.line_starts,
+            "special": [int(special) for special in side.special],
+            "words": side.words,
+            "wordOf": side.word_of,
+            "generated": side.first_generated,
+            "image": None if side.picture is None else asdict(side.picture),
+        }
+        for side in passage.sides
+    ]
+    return {"title": passage.title, "sides": sides, "heads": models, "visibility": list(visibility.values())}
+
+
+def stored_rows(heads: Sequence[HeadAttention]) -> list[tuple[str, bytes]]:
+    """Return the weights of all heads of a page, on all passages, as bytes, each with its format: "dense" for all
+    weights, "sparse" for the largest ones.
+
+    If there are at most `DENSE_WEIGHTS` of them, all are stored, with 16 bits. Otherwise the `LISTED_WEIGHTS` largest
+    are stored, with 8 bits, rounded down: first the same number for every query, as far as half of the budget allows,
+    then the largest others.
+    """
+    dense = [head.weights.weights for head in heads if isinstance(head.weights, AllWeights)]
+    if len(dense) == len(heads) and sum(weights.numel() for weights in dense) <= DENSE_WEIGHTS:
+        return [("dense", as_bytes(angular(weights, torch.uint16))) for weights in dense]
+    listed = []
+    for head in heads:
+        if isinstance(head.weights, LargestWeights):
+            listed.append(head.weights)
+        else:
+            weights = head.weights.weights
+            top = weights.topk(min(LISTED_KEYS, weights.shape[-1]))
+            listed.append(LargestWeights(top.indices, top.values, weights.sum(-1)))
+    queries = sum(len(each.weights) for each in listed)
+    least = LISTED_WEIGHTS // 2 // max(queries, 1)
+    others = torch.cat([each.weights[:, least:].flatten() for each in listed])
+    excess = len(others) - (LISTED_WEIGHTS - least * queries)
+    threshold = float(others.kthvalue(excess).values) if excess > 0 else 0.0
+    return [
+        ("sparse", _sparse_bytes(each, head.number_of_keys, least, threshold))
+        for each, head in zip(listed, heads, strict=True)
+    ]
+
+
+def _sparse_bytes(listed: LargestWeights, number_of_keys: int, least: int, threshold: float) -> bytes:
+    """Return the stored weights of one head as bytes: their number; for each query their number and the sum of all its
+    weights; then the keys, ascending for each query, and the weights. Keys have two bytes if that is enough for
+    `number_of_keys`, otherwise four. The `least` largest weights of each query are stored, and those above `threshold`.
+    """
+    rank = torch.arange(listed.weights.shape[1])
+    is_stored = (listed.weights > 0) & ((rank < least) | (listed.weights > threshold))
+    past_all_keys = torch.iinfo(listed.keys.dtype).max
+    keys, order = listed.keys.masked_fill(~is_stored, past_all_keys).sort(dim=1)  # those that are stored come first
+    is_stored, weights = is_stored.gather(1, order), listed.weights.gather(1, order)
+    keys = keys[is_stored]
+    key_type = torch.uint16 if number_of_keys <= 1 << 16 else torch.uint32
+    return as_bytes(
+        torch.tensor([len(keys)], dtype=torch.int32),
+        is_stored.sum(1).to(torch.uint16),
+        angular(listed.totals, torch.uint16),
+        keys.to(key_type),
+        angular(weights[is_stored], torch.uint8, down=True),
+    )
+
+
+def angular(weights: Float[Tensor, "*shape"], dtype: torch.dtype, *, down: bool = False) -> Tensor:
+    """Return attention weights as integers of type `dtype`, uint8 or uint16: arcsin(sqrt(weight)) in units of a right
+    angle divided by the type's largest number Q.
+
+    The weight is sin(q / Q * pi / 2) squared. The rounding error is at most pi / 4 / Q, for a weight of 1/2, and
+    vanishes near 0 and 1, which are exact (variance-stabilising transform of a share). If `down`, weights are rounded
+    down, so that sums of them are lower bounds; the error is then at most twice as large.
+    """
+    largest = torch.iinfo(dtype).max
+    units = weights.double().clamp(0, 1).sqrt().asin() * (largest * 2 / math.pi)
+    # Without the small number, rounding in the arcsine would turn a weight of 1 into the next smaller one.
+    return (units + 1e-9).floor().to(dtype) if down else units.round().to(dtype)
+
+
+def as_bytes(*tensors: Tensor) -> bytes:
+    """Return the elements of tensors one after the other as little-endian bytes."""
+    parts = (tensor.detach().cpu().contiguous().numpy() for tensor in tensors)
+    return b"".join((part if sys.byteorder == "little" else part.byteswap()).tobytes() for part in parts)
+
+
+def compressed(data: bytes) -> str:
+    """Return bytes compressed with gzip, as base64. Equal bytes give equal text."""
+    return b64encode(gzip.compress(data, compresslevel=9, mtime=0)).decode("ascii")
+
+
+def _float32(*tensors: Tensor) -> str:
+    """Return tensors one after the other as compressed numbers of 32 bits."""
+    return compressed(as_bytes(*(tensor.float() for tensor in tensors)))
+
 
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w-]+\.js)";\n', re.MULTILINE)
 """Import statement of a module of the page's script."""
@@ -91,3 +277,69 @@ def joined_script() -> str:
 
     add(ENTRY)
     return "\n" + re.sub(COMMENTS_AND_INDENTS, "", "\n".join(sources.values())) + "\n"
+
+
+SHOWN_ROWS = 12
+"""Number of rows of the table."""
+
+SHOWN_STATISTICS = 8
+"""Number of columns of numbers."""
+
+LARGEST_PAGE = 4_000_000
+"""Number of characters of a page above which a notebook shows the table alone."""
+
+FRAME_HEIGHT = 760
+"""Height of the frame, in pixels."""
+
+
+def notebook_html(caption: str, columns: Columns, contents: Contents) -> str:
+    """Return the first rows of columns as an HTML table, followed by the page with `contents` in a sandboxed frame. A
+    page that is large, or that cannot be written because jinja2 is missing, is replaced by a sentence.
+
+    The frame contains the whole page as text, so it needs no server and no network.
+    """
+    table = _table(caption, columns)
+    if find_spec("jinja2") is None:
+        return table + "<p>To show the page of these heads, install jinja2.</p>"
+    page = page_html(contents)
+    if len(page) > LARGEST_PAGE:
+        size = f"{len(page) / 1e6:.0f} MB"
+        return table + f"<p>The page of these heads has {size}; headwise.write_page writes it to a file.</p>"
+    return table + (
+        f'<iframe title="{escape(caption)}" sandbox="allow-scripts allow-downloads" srcdoc="{escape(page)}" '
+        f'style="width: 100%; height: {FRAME_HEIGHT}px; border: 1px solid #8888; border-radius: 6px"></iframe>'
+    )
+
+
+def _table(caption: str, columns: Columns) -> str:
+    """Return the first rows of columns as an HTML table, with all text escaped."""
+    has_roles = any(role is not None for role in columns.roles)
+    statistics = columns.statistics[:SHOWN_STATISTICS]
+    names = ["head", *(["role"] if has_roles else []), *(statistic.name for statistic in statistics)]
+    lines = []
+    for index, head in enumerate(columns.page_heads()[:SHOWN_ROWS]):
+        numbers = [_number(value) for value in columns.estimates.means[: len(statistics), index].tolist()]
+        labels = [head.name, *([head.role or ""] if has_roles else [])]
+        text = "".join(f'<td style="text-align: left">{escape(label)}</td>' for label in labels)
+        lines.append(text + "".join(f'<td style="text-align: right">{number}</td>' for number in numbers))
+    hidden = [
+        counted(count, noun)
+        for count, noun in (
+            (len(columns.places) - SHOWN_ROWS, "more row"),
+            (len(columns.statistics) - SHOWN_STATISTICS, "more column"),
+        )
+        if count > 0
+    ]
+    more = f"<p>{' and '.join(hidden)} in the result's table().</p>" if hidden else ""
+    return (
+        f"<table><caption>{escape(caption)}</caption>"
+        f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in names)}</tr></thead>"
+        f"<tbody>{''.join(f'<tr>{line}</tr>' for line in lines)}</tbody></table>{more}"
+    )
+
+
+def _number(value: float) -> str:
+    """Return a number with two decimals, or with two significant digits if it is small; empty for NaN."""
+    if math.isnan(value):
+        return ""
+    return f"{value:.2f}" if value == 0 or abs(value) >= 0.01 else f"{value:.1e}"

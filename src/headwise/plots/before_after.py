@@ -57,11 +57,6 @@ def draw_before_after(changes: Sequence[PlottedChange], *, title: str = "") -> "
 
     Raises:
         InputError: there is no quantity to draw.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> draw_before_after([PlottedChange("weights", "size", 4.0, 2.0, 0.5, (None, None), ("4", "2"))]).axes
-        ... # doctest: +SKIP
     """
     ratios = [each for each in changes if each.kind in ("size", "time") and each.change is not None]
     losses, agreements = ([each for each in changes if each.kind == kind] for kind in ("loss", "agreement"))

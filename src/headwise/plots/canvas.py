@@ -35,6 +35,8 @@ def axes_for(ax: Any, width: float, height: float) -> "Axes":
     """Return the matplotlib axes `ax` if they are given, or the axes of a new figure of `width` by `height` inches if
     `ax` is None.
 
+    All functions that draw raise these errors, and `InputError` if there is nothing to draw.
+
     Raises:
         InputError: `ax` is not matplotlib axes.
         MissingExtra: matplotlib is not installed.

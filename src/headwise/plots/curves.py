@@ -1,11 +1,15 @@
-"""Lines of numbers: against a count, with error bars and a band, and the attention that each key receives, by head."""
+"""Lines of numbers: against a count, against the steps of a training, and the attention that each key receives."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headwise.errors import InputError
 from headwise.plots.canvas import (
+    INK,
     LINE_COLOURS,
+    SOFT,
     add_colour_bar,
     axes_for,
     label_ticks,
@@ -80,13 +84,6 @@ def draw_curves(
         title: end of the title, such as the model.
         errors: length of the error bars to each side, in standard errors; 0 draws none.
         ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: there is no finite number, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> draw_curves([Curve("gradient", [0, 1], [2.0, 2.5], [0.1, 0.1])])  # doctest: +SKIP
     """
     length = standard_errors(errors)
     require_finite(y, [value for curve in curves for value in curve.values] + list(band.middle if band else ()))
@@ -122,13 +119,6 @@ def draw_received(
         words: word at each position, for labels; positions are numbered by default.
         title: end of the title, such as the model.
         ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: there are no heads, no finite number, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> draw_received({(0, 0): [0.7, 0.2, 0.1]}, words=["[CLS]", "hello", "[SEP]"])  # doctest: +SKIP
     """
     require_finite("received", [value for line in received.values() for value in line])
     positions = max(len(line) for line in received.values())
@@ -169,3 +159,170 @@ def chosen_heads(received: Mapping[tuple[int, int], Sequence[float]], heads: Any
     if heads is None:
         return dict(received)
     return {head: received[head] for head in require_heads(heads, received, "with received attention")}
+
+
+# -- a statistic against the step of a training ------------------------------------------------------------------------
+
+HeadSeries = tuple[tuple[int, int], list[int], list[float]]
+"""Layer and number of a head, the steps in which a statistic has a value, and the values."""
+
+
+MOST_NAMED = 5
+"""Largest number of lines with a name."""
+
+LINE_SPACE = 0.05
+"""Smallest distance of two names, as a share of the height of the axes."""
+
+NON_FINITE_COLOUR = "#b34700"
+
+
+class Line(NamedTuple):
+    """Values of one head.
+
+    Attributes:
+        head: its layer and number.
+        steps: the steps.
+        values: its value in each step; NaN in place of an infinite one.
+    """
+
+    head: tuple[int, int]
+    steps: list[int]
+    values: list[float]
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """Steps with a finite value, with the value."""
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
+
+    @property
+    def change(self) -> float:
+        """Absolute difference of the last finite value and the first; 0 without two."""
+        points = self.points
+        return abs(points[-1][1] - points[0][1]) if points else 0.0
+
+    @property
+    def has_lone_points(self) -> bool:
+        """True if a finite value has no finite neighbour, so that no line leads to it."""
+        finite = [False, *(math.isfinite(value) for value in self.values), False]
+        pairs = list(pairwise(finite))
+        return any(not a and b and not d for (a, b), (_, d) in pairwise(pairs))
+
+
+def draw_history(
+    series: Iterable[HeadSeries],
+    statistic: str,
+    unit: str,
+    model: str,
+    heads: Sequence[tuple[int, int]] | None = None,
+    ax: Any = None,
+) -> "Axes":
+    """Draw a statistic of heads against the step, one line for each head, and return the axes. Lines have the colours
+    of their layers. The heads that changed most from their first to their last value are named; up to five lines are
+    all named. Both axes are linear. A cross at the lower end marks each step in which a head has a NaN or infinite
+    value, and lines have gaps there.
+
+    Args:
+        series: layer and number of each head, the steps in which the statistic has a value, and the values.
+        statistic: name of the statistic.
+        unit: its unit; empty if it has none.
+        model: name of the model.
+        heads: heads `(layer, head)` to draw; all by default.
+        ax: matplotlib axes to draw on; those of a new figure by default.
+
+    Raises:
+        InputError: there is no such head.
+    """
+    lines = [
+        Line(head, steps, [value if math.isfinite(value) else math.nan for value in values])
+        for head, steps, values in series
+    ]
+    if heads is not None:
+        chosen = require_heads(heads, {line.head for line in lines}, "of the history")
+        if not chosen:
+            raise InputError("heads", expected="at least one head to plot", got="none")
+        lines = [line for line in lines if line.head in chosen]
+    axes = axes_for(ax, 7.2, 3.8)
+    named = sorted(lines, key=lambda line: -line.change)[:MOST_NAMED]
+    if len(lines) > MOST_NAMED:
+        named = [line for line in named if line.change > 0]
+    axes.margins(x=0.02)
+    mappable = _draw_lines(axes, lines, {line.head for line in named})
+    without_value = {step for line in lines for step in {*line.steps} - {step for step, _ in line.points}}
+    if without_value:
+        style: dict[str, Any] = {"linestyle": "", "marker": "x", "color": NON_FINITE_COLOUR, "markersize": 5}
+        style |= {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 4}
+        axes.plot(sorted(without_value), [0.0] * len(without_value), label="NaN or infinite", **style)
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"{statistic} ({unit})" if unit else statistic, parse_math=False)
+    without_upper_frame(axes)
+    axes.locator_params(axis="x", integer=True)
+    if len({step for line in lines for step in line.steps}) == 1:
+        axes.set_xticks(lines[0].steps)
+    if not any(line.points for line in lines):
+        axes.set_yticks([])
+    names = _write_names(axes, named)
+    _add_layers(axes, lines, mappable, names)
+    missing = sum(len(line.points) < len(line.values) for line in lines)
+    left_out = f" ({missing} with NaN or infinite values)" if missing else ""
+    set_title(axes, f"{statistic} of {counted(len(lines), 'head')}{left_out}", model)
+    return axes
+
+
+def _draw_lines(axes: "Axes", lines: Sequence[Line], named: set[tuple[int, int]]) -> Any:
+    """Draw the lines, those of the `named` heads above the others, and return the scale of colours."""
+    layers = sorted({line.head[0] for line in lines})
+    mappable = layer_scale(layers)
+    few = len(layers) <= len(LINE_COLOURS)
+    is_dense = len(lines) > 50
+    for line in sorted(lines, key=lambda line: line.head[::-1]):  # so that no layer covers all others
+        layer = line.head[0]
+        colour = LINE_COLOURS[layers.index(layer)] if few else mappable.to_rgba(layer)
+        is_named = line.head in named
+        style: dict[str, Any] = {"linewidth": 1.6 if is_named else 0.6 if is_dense else 1.0}
+        style |= {"alpha": 1.0 if is_named or not is_dense else 0.5, "zorder": 3 if is_named else 2}
+        style |= {"marker": "." if line.has_lone_points else "", "markersize": 4}
+        axes.plot(line.steps, line.values, color=colour, **style)
+    return mappable
+
+
+def _write_names(axes: "Axes", named: Sequence[Line]) -> bool:
+    """Write the names of lines to the right of the axes, each with a thin line to the last finite value, in the order
+    of these values and without overlap. Return True if there is a name.
+    """
+    ends = sorted((line.points[-1][1], line.points[-1][0], line.head) for line in named if line.points)
+    low, high = axes.get_ylim()
+    heights: list[float] = []
+    for value, _, _ in ends:
+        wanted = (value - low) / (high - low)
+        heights.append(max(wanted, heights[-1] + LINE_SPACE) if heights else wanted)
+    excess = max(heights, default=0.0) - 1.0
+    for index in reversed(range(len(heights))):  # names that were moved above the upper end go down again
+        most = 1.0 if index == len(heights) - 1 else heights[index + 1] - LINE_SPACE
+        heights[index] = min(heights[index], most) if excess > 0 else heights[index]
+    for (value, step, (layer, head)), height in zip(ends, heights, strict=True):
+        style: dict[str, Any] = {"xycoords": "data", "textcoords": "axes fraction", "fontsize": 8, "color": INK}
+        style["arrowprops"] = {"arrowstyle": "-", "color": SOFT, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 0}
+        axes.annotate(f"{layer}.{head}", (step, value), (1.025, height), va="center", **style)
+    return bool(ends)
+
+
+def _add_layers(axes: "Axes", lines: Sequence[Line], mappable: Any, has_names: bool) -> None:
+    """Add a legend with the colour of each layer, or with many layers a colour bar."""
+    from matplotlib.lines import Line2D
+
+    layers = sorted({line.head[0] for line in lines})
+    handles: list[Any] = [line for line in axes.lines if line.get_label() == "NaN or infinite"]
+    if 1 < len(layers) <= len(LINE_COLOURS):
+        handles += [
+            Line2D([], [], color=colour, linewidth=1.6, label=f"layer {layer}")
+            for layer, colour in zip(layers, LINE_COLOURS, strict=False)
+        ]
+    if len(layers) > len(LINE_COLOURS):
+        add_colour_bar(axes, mappable, "layer")
+        if handles:
+            axes.legend(handles=handles, loc="best", frameon=False, fontsize=8)
+    elif handles:
+        put_legend_right(axes, handles)
+        legend = axes.get_legend()
+        if has_names and legend is not None:
+            legend.set_bbox_to_anchor((1.12, 1.0))

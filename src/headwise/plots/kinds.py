@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headwise.checks import collection_of, head_pair
 from headwise.errors import InputError
 from headwise.plots.canvas import axis_label
-from headwise.plots.matrices import draw_heatmap
+from headwise.plots.grids import draw_heatmap, draw_role_counts, draw_role_grid
 from headwise.plots.points import PlottedNumbers, draw_ranking, draw_scatter
-from headwise.plots.roles import draw_role_counts, draw_role_grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,10 +54,6 @@ def plot_kind(kinds: Mapping[str, Kind], kind: Any, ax: Any, **options: Any) -> 
 
     Raises:
         InputError: the result has no such kind of plot, or the kind has no such option.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> plot_kind({"heatmap": Kind(draw, ("statistic",))}, "heatmap", None, statistic="cost")  # doctest: +SKIP
     """
     chosen = kinds[require_name("kind", kind, kinds, OTHER_RESULTS)]
     given = {name: value for name, value in options.items() if value is not None}

@@ -18,7 +18,7 @@ from headwise.plots.canvas import (
     set_title,
     without_upper_frame,
 )
-from headwise.plots.roles import in_legend_order, role_style
+from headwise.plots.grids import in_legend_order, role_style
 from headwise.wording import counted
 
 if TYPE_CHECKING:
@@ -103,12 +103,7 @@ def draw_scatter(
         ax: matplotlib axes to draw on; those of a new figure by default.
 
     Raises:
-        InputError: `errors` or `top` is not a number of 0 or more, no head has two finite numbers, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> x, y = PlottedNumbers("entropy", [1.0, 2.0]), PlottedNumbers("distance", [3.0, 9.0])
-        >>> draw_scatter(x, y, heads=[(0, 0), (0, 1)], roles=["mixed", "broad"])  # doctest: +SKIP
+        InputError: `errors` or `top` is not a number of 0 or more.
     """
     errors, top = standard_errors(errors), whole_number("top", top, least=0)
     pairs = [a + b for a, b in zip(x.values, y.values, strict=True)]
@@ -172,12 +167,7 @@ def draw_ranking(
         ax: matplotlib axes to draw on; those of a new figure by default.
 
     Raises:
-        InputError: `errors` or `top` is not a number of 0 or more, there are no heads, no finite number, or `ax` is not
-            axes.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> draw_ranking(PlottedNumbers("cost", [0.1, 0.3], [0.01, 0.02]), ["0.0", "0.1"])  # doctest: +SKIP
+        InputError: `errors` or `top` is not a number of 0 or more.
     """
     errors, top = standard_errors(errors), whole_number("top", top, least=0)
     require_finite(numbers.statistic, numbers.values)

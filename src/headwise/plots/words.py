@@ -1,9 +1,7 @@
-"""Plots of the heads of one text: attention between words as a matrix or as lines, and every kind of plot of a view."""
+"""Attention of heads between the words of a text, as a matrix or as lines."""
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,9 +17,7 @@ from headwise.plots.canvas import (
     separate_cells,
     set_title,
 )
-from headwise.plots.curves import chosen_heads, draw_received
-from headwise.plots.kinds import HeadNumbers, Kind, require_heads
-from headwise.plots.roles import role_style
+from headwise.plots.grids import role_style
 from headwise.shapes import Float, Int
 from headwise.wording import counted
 
@@ -38,105 +34,26 @@ PANEL_WIDTH = 2.7
 """Distance between the panels of two heads, in units of the distance between the two columns of words."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ViewedHead:
-    """Attention of one head between the words of a text, or from those of one text to those of another, for plots.
+class ViewedHead(NamedTuple):
+    """Strongest attention of one head between the words of a text, or from those of one text to those of another.
 
     Attributes:
-        layer, head: zero-based numbers of the head.
         title: title of plots of the head, such as its name and role.
         role: name of the role.
-        means: value of every statistic, by name.
         queries: words that the head attends from.
         keys: words that the head attends to.
-        special: True for each special token among the queries; no word is special if it is empty.
-        picture: weights from queries to keys, pooled to groups of words if there are many.
         top_keys: indices of the keys that each query attends to most.
         top_weights: their weights.
-        received: attention that each key receives, the mean over the queries that may attend to it.
+        special: True for each special token among the queries; no word is special if it is empty.
     """
 
-    layer: int
-    head: int
     title: str
     role: str
-    means: Mapping[str, float]
     queries: Sequence[str]
     keys: Sequence[str]
-    special: Sequence[bool] = ()
-    picture: Float[Tensor, "rows columns"]
     top_keys: Int[Tensor, "queries top"]
     top_weights: Float[Tensor, "queries top"]
-    received: Float[Tensor, " keys"]
-
-
-@dataclass(frozen=True)
-class ViewedHeads:
-    """Heads of a model on one text, for plots.
-
-    Attributes:
-        heads: the heads.
-        title: end of titles, such as the model.
-        units: unit of each statistic that has one.
-        meanings: meaning of statistics in one sentence, for labels.
-    """
-
-    heads: Sequence[ViewedHead]
-    title: str = ""
-    units: Mapping[str, str] = field(default_factory=dict)
-    meanings: Mapping[str, str] = field(default_factory=dict)
-
-    def kinds(self) -> dict[str, Kind]:
-        """Return every kind of plot of these heads by name: those of a table of heads, and "pattern", "lines" and
-        "received".
-        """
-        names = dict.fromkeys(name for head in self.heads for name in head.means)
-        numbers = HeadNumbers(
-            heads=[(head.layer, head.head) for head in self.heads],
-            values={name: [head.means.get(name, math.nan) for head in self.heads] for name in names},
-            roles=[head.role for head in self.heads],
-            title=self.title,
-            units=self.units,
-            meanings=self.meanings,
-        )
-        return numbers.kinds() | {
-            "pattern": Kind(self._draw_pattern, ("heads",)),
-            "lines": Kind(self._draw_lines, ("heads",)),
-            "received": Kind(self._draw_received, ("heads",)),
-        }
-
-    def _chosen(self, heads: Any) -> list[ViewedHead]:
-        """Return the heads `(layer, head)` in the collection `heads`.
-
-        Raises:
-            InputError: `heads` is empty or None, or there is no such head.
-        """
-        by_place = {(head.layer, head.head): head for head in self.heads}
-        pairs = [] if heads is None else require_heads(heads, by_place, "of this view")
-        if not pairs:
-            expected = "a collection of (layer, head)"
-            raise InputError("heads", expected=expected, got="none", remedy="such as heads=[(0, 2)]")
-        return [by_place[pair] for pair in pairs]
-
-    def _draw_pattern(self, heads: Any = None, *, ax: Any = None) -> "Axes":
-        """Draw the weights of one head between words."""
-        chosen = self._chosen(heads)
-        if len(chosen) > 1:
-            remedy = "ax= draws each on axes of its own"
-            raise InputError("heads", expected="one head for the kind 'pattern'", got=len(chosen), remedy=remedy)
-        (head,) = chosen
-        return draw_pattern(head.picture, head.queries, head.keys, title=head.title, ax=ax)
-
-    def _draw_lines(self, heads: Any = None, *, ax: Any = None) -> "Axes":
-        """Draw lines from each word to the words that it attends to most, with a panel for each of the heads."""
-        return draw_word_lines(self._chosen(heads), ax=ax)
-
-    def _draw_received(self, heads: Any = None, *, ax: Any = None) -> "Axes":
-        """Draw the attention that each word receives, for all or some heads."""
-        lines = {(head.layer, head.head): head.received.tolist() for head in self.heads}
-        chosen = chosen_heads(lines, heads)
-        keys = {tuple(head.keys) for head in self.heads if (head.layer, head.head) in chosen}
-        return draw_received(chosen, words=next(iter(keys)) if len(keys) == 1 else (), title=self.title, ax=ax)
+    special: Sequence[bool] = ()
 
 
 def draw_pattern(
@@ -159,11 +76,7 @@ def draw_pattern(
         ax: matplotlib axes to draw on; those of a new figure by default.
 
     Raises:
-        InputError: there is no weight, there are fewer words than rows or columns, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
-
-    Example:
-        >>> draw_pattern(torch.eye(2), ["hello", "world"], title="head 0.0")  # doctest: +SKIP
+        InputError: there are fewer words than rows or columns.
     """
     rows, columns = weights.shape
     keys = queries if keys is None else keys
@@ -202,8 +115,7 @@ def draw_word_lines(heads: Sequence[ViewedHead], *, ax: Any = None) -> "Axes":
         ax: matplotlib axes to draw on; those of a new figure by default.
 
     Raises:
-        InputError: there are no heads, the numbers of words differ, or `ax` is not axes.
-        MissingExtra: matplotlib is not installed.
+        InputError: the numbers of words differ.
     """
     if not heads:
         raise InputError("heads", expected="at least one head to plot", got="none")

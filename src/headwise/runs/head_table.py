@@ -6,7 +6,7 @@ from headwise.errors import InputError
 from headwise.intercept.model_name import short_name
 from headwise.page.columns import Columns, HeadPlace, ModelIdentity, estimates_of
 from headwise.page.contents import Contents
-from headwise.page.notebook import notebook_html
+from headwise.page.write import notebook_html
 from headwise.plots.kinds import HeadNumbers, plot_kind
 from headwise.runs.table import HeadRowT, Table
 from headwise.wording import counted

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from headwise.analysis.compare import Comparison
-from headwise.analysis.view_result import Focus, HeadView, View, ViewSet
-from headwise.runs.table import Table
+from headwise.analysis.view_result import Focus, View, ViewSet
 from headwise.studies.study_result import Study
 
 LONGEST_WORD = 300
@@ -22,7 +21,9 @@ LINKS = 6
 
 @dataclass(frozen=True)
 class Records:
-    """A result as rows of columns, with a description.
+    """A result as rows of columns, with a description. Rows of a table have the columns of its Parquet file: those that
+    identify the row, then the mean, standard error (`_sem`), sample size (`_n`) and degrees of freedom (`_df`) of each
+    statistic.
 
     Attributes:
         rows: one mapping from column names to values per row; all rows have the same columns.
@@ -31,13 +32,6 @@ class Records:
 
     rows: Sequence[Mapping[str, Any]]
     metadata: Mapping[str, Any]
-
-
-def table_records(table: Table[Any]) -> Records:
-    """Return all rows of a table in its own order, with the columns of its Parquet file: those that identify the row,
-    then the mean, standard error (`_sem`), sample size (`_n`) and degrees of freedom (`_df`) of each statistic.
-    """
-    return Records(table.records(), table.metadata)
 
 
 def study_records(study: Study) -> Records:
@@ -66,34 +60,44 @@ def view_records(seen: View | ViewSet, foci: Sequence[Focus] = ()) -> Records:
     role, the mean of every statistic, and the strongest links as a list of objects with the words `query` and `key`,
     their positions among all words (from 1), the attention weight, and the weight back or None. Rows of several texts
     have layer, head, module, kind, and for every statistic its mean over texts, standard error and number of texts.
+    Very long words of the texts are cut.
     """
-    views = [seen] if isinstance(seen, View) else list(seen)
-    metadata = {
-        "model": {"name": seen.title},
-        "texts": [_text_metadata(view) for view in views],
-        "foci": [
-            {"name": focus.name, "kind": focus.kind, "verdict": focus.verdict, "heads": focus.rows()} for focus in foci
-        ],
-    }
-    if isinstance(seen, View):
-        return Records([_view_row(seen, head) for head in seen.heads], metadata)
-    return Records(seen.records(), metadata)
-
-
-def _text_metadata(view: View) -> dict[str, Any]:
-    """Return the text of a view, its words, and what was cut off or generated; the target of an encoder-decoder too.
-    Very long words are cut.
-    """
-    parts = [
-        {"name": text.name, "words": [cut(word.text) for word in text.words], "first_generated": text.first_generated}
-        for text in view.texts
+    texts = [
+        {
+            "text": re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: cut(word[0]), view.text),
+            "truncated": view.truncated,
+            "tokens": view.tokens,
+            "parts": [
+                {
+                    "name": part.name,
+                    "words": [cut(word.text) for word in part.words],
+                    "first_generated": part.first_generated,
+                }
+                for part in view.texts
+            ],
+        }
+        for view in ([seen] if isinstance(seen, View) else seen)
     ]
-    return {
-        "text": re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: cut(word[0]), view.text),
-        "truncated": view.truncated,
-        "tokens": view.tokens,
-        "parts": parts,
-    }
+    described = [{"name": each.name, "kind": each.kind, "verdict": each.verdict, "heads": each.rows()} for each in foci]
+    metadata = {"model": {"name": seen.title}, "texts": texts, "foci": described}
+    if not isinstance(seen, View):
+        return Records(seen.records(), metadata)
+    rows = []
+    for head in seen.heads:
+        queries, keys = seen.query_words(head), seen.key_words(head)
+        links = [
+            {
+                "query": cut(queries[link.query].text),
+                "query_position": link.query + 1,
+                "key": cut(keys[link.key].text),
+                "key_position": link.key + 1,
+                "weight": link.weight,
+                "back": link.back,
+            }
+            for link in seen.strongest_links(head, LINKS)
+        ]
+        rows.append({**head.identifiers, "role": head.role.name, **head.means, "links": links})
+    return Records(rows, metadata)
 
 
 def cut(word: str) -> str:
@@ -118,23 +122,6 @@ def write_csv(records: Records, stream: TextIO) -> None:
     columns = list(records.rows[0]) if records.rows else []
     writer.writerow(columns)
     writer.writerows([_cell(row[column]) for column in columns] for row in records.rows)
-
-
-def _view_row(view: View, head: HeadView) -> dict[str, Any]:
-    """Return the row of one head of a view: layer, head, module, kind, role, the mean of every statistic, and links."""
-    queries, keys = view.query_words(head), view.key_words(head)
-    links = [
-        {
-            "query": cut(queries[link.query].text),
-            "query_position": link.query + 1,
-            "key": cut(keys[link.key].text),
-            "key_position": link.key + 1,
-            "weight": link.weight,
-            "back": link.back,
-        }
-        for link in view.strongest_links(head, LINKS)
-    ]
-    return {**head.identifiers, "role": head.role.name, **head.means, "links": links}
 
 
 def _finite(value: Any) -> Any:

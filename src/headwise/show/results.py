@@ -1,6 +1,7 @@
-"""Results of analyses in a terminal: the most remarkable heads of each, and what was found in all of them."""
+"""Tables of analyses in a terminal: the most remarkable heads of each, and what was found in all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import singledispatch
 from typing import Any
 
 from rich.console import Console
@@ -8,6 +9,7 @@ from rich.text import Text
 
 from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.circuits.scores import CircuitScores, Composition
+from headwise.analysis.compare import Comparison
 from headwise.analysis.curves.attention_distances import AttentionDistances
 from headwise.analysis.curves.position_curves import SLOPE_SUFFIX, PositionCurves
 from headwise.analysis.flow.norm_weighted import NORM_PREFIX, NormWeighted
@@ -16,9 +18,12 @@ from headwise.analysis.head_tests.dependencies import DependencyAccuracy
 from headwise.analysis.head_tests.name_movers import NameMovers
 from headwise.analysis.head_tests.retrieval import THRESHOLD, Retrieval
 from headwise.analysis.head_tests.sinks import SinkRate
+from headwise.analysis.importance.importance import Importance
 from headwise.analysis.in_context_score import InContextScores
 from headwise.analysis.patching.activation_patching import Patching
+from headwise.analysis.profile import Profile, ProfiledHead
 from headwise.analysis.pruning_curve import RANDOM, PruningCurve
+from headwise.analysis.roles import MIXED, ROLES
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.significance import in_errors
@@ -33,10 +38,20 @@ from headwise.show.tables import (
     significant,
     signs,
 )
+from headwise.show.terminal import COLOURS
 from headwise.statistics.by_distance import WITH_FIRST
 from headwise.statistics.by_norm import MOVED, PREFERENCE
 from headwise.statistics.columns import CHANGE_SUFFIX
 from headwise.wording import counted, number, quotient
+
+
+@singledispatch
+def print_result(table: Table[Any], console: Console, top: int) -> None:
+    """Print a table: the `top` rows with the largest mean of the first statistic. A class of tables has a function of
+    its own where it has more to say.
+    """
+    print_title(console, run_title(table))
+    print_scores(table, console, table.statistics[0], top)
 
 
 def print_scores(
@@ -78,6 +93,7 @@ def print_scores(
     print_table(console, columns, map(cells, descending(range(len(table.rows)), order)), top=top)
 
 
+@print_result.register
 def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int) -> None:
     """Print the `top` heads, or sets of heads, whose removal increases the loss most. Then print how many removals
     increase, and how many decrease, the loss at a false discovery rate of 5 %, unless the loss is a distance, which
@@ -102,7 +118,8 @@ def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int)
     )
 
 
-def print_importance(importance: Table[Any], console: Console, top: int) -> None:
+@print_result.register
+def print_importance(importance: Importance, console: Console, top: int) -> None:
     """Print the `top` heads with the largest importance scores, below lines that state model, data, method, loss and
     normalisation.
     """
@@ -113,6 +130,7 @@ def print_importance(importance: Table[Any], console: Console, top: int) -> None
     print_scores(importance, console, importance.statistics[0], top)
 
 
+@print_result.register
 def print_in_context(scores: InContextScores, console: Console, top: int) -> None:
     """Print the in-context learning score of a model, and the `top` heads without which it rises most."""
     settings: Any = scores.metadata["settings"]
@@ -126,6 +144,7 @@ def print_in_context(scores: InContextScores, console: Console, top: int) -> Non
     print_scores(scores, console, scores.statistics[0], top)
 
 
+@print_result.register
 def print_patching(table: Patching, console: Console, top: int, *, title: str) -> None:
     """Print the `top` heads with the largest effect of patching, below the name of the model and the logit differences
     of the two runs without patches.
@@ -140,6 +159,7 @@ def print_patching(table: Patching, console: Console, top: int, *, title: str) -
     print_scores(table, console, "recovered", top, no_effect=table.no_effect("recovered"))
 
 
+@print_result.register
 def print_curve(curve: PruningCurve, console: Console) -> None:
     """Print the loss without each number of heads, one column for each order, and the range of the random orders."""
     print_title(console, run_title(curve))
@@ -158,6 +178,7 @@ def print_curve(curve: PruningCurve, console: Console) -> None:
     print_table(console, ("removed heads", "share", *names, "random (range)"), rows)
 
 
+@print_result.register
 def print_retrieval(table: Retrieval, console: Console, top: int) -> None:
     """Print the `top` heads with the largest retrieval scores, and the number of heads whose score is above 0.1."""
     measured: Any = table.metadata["measured"]
@@ -171,6 +192,7 @@ def print_retrieval(table: Retrieval, console: Console, top: int) -> None:
     console.print(f"\n{found} of {len(table.rows)} with a score above {THRESHOLD}, {AT_RATE}")
 
 
+@print_result.register
 def print_sinks(table: SinkRate, console: Console, top: int) -> None:
     """Print the `top` heads with the largest sink rates, and the rate of the model."""
     measured: Any = table.metadata["measured"]
@@ -183,6 +205,7 @@ def print_sinks(table: SinkRate, console: Console, top: int) -> None:
         console.print(f"{name} of the model: {MeanEstimate(**estimate).text()}")
 
 
+@print_result.register
 def print_name_movers(table: NameMovers, console: Console, top: int) -> None:
     """Print the `top` heads with the largest direct effects on the logits, and the heads that pass the tests."""
     measured: Any = table.metadata["measured"]
@@ -198,6 +221,7 @@ def print_name_movers(table: NameMovers, console: Console, top: int) -> None:
         console.print(Text(f"{title} {AT_RATE}: {names}"), soft_wrap=True)
 
 
+@print_result.register
 def print_dependencies(table: DependencyAccuracy, console: Console, top: int) -> None:
     """Print the `top` heads with the largest gain over the best fixed offset, each in the relation that was selected
     for it, and the number of heads with a gain.
@@ -229,6 +253,7 @@ def print_dependencies(table: DependencyAccuracy, console: Console, top: int) ->
     console.print(f"\n{counted(better, 'head')} of {len(best.rows)} better than the best fixed offset, {AT_RATE}")
 
 
+@print_result.register
 def print_norm_weighted(table: NormWeighted, console: Console, top: int, *, statistic: str) -> None:
     """Print the `top` heads in which the largest share of attention is on other keys by norm than by weight, with one
     statistic of norms, and the numbers of heads whose preference and change differ from zero.
@@ -236,11 +261,12 @@ def print_norm_weighted(table: NormWeighted, console: Console, top: int, *, stat
     print_title(console, run_title(table, head=len(table.rows)))
     change = statistic + CHANGE_SUFFIX
     columns = [name for name in (MOVED, PREFERENCE, NORM_PREFIX + statistic, change) if name in table.statistics]
-    _print_heads(table, console, columns, MOVED, top)
+    _print_means(table, console, columns, MOVED, top)
     for name in (PREFERENCE, change):
         _print_found(table, console, name)
 
 
+@print_result.register
 def print_rollout(table: Rollout, console: Console, top: int, *, statistic: str) -> None:
     """Print the rollout of each layer, the `top` heads in which a statistic differs most from that of their own
     attention, and the numbers of heads in which it differs from zero.
@@ -253,14 +279,16 @@ def print_rollout(table: Rollout, console: Console, top: int, *, statistic: str)
     if not columns:
         console.print(f"\n{statistic} was not measured")
         return
-    _print_heads(table, console, columns, change, top)
+    _print_means(table, console, columns, change, top)
     _print_found(table, console, change)
 
 
-def _print_heads(table: HeadTable[Any], console: Console, columns: Sequence[str], order: str, top: int) -> None:
-    """Print some columns of the `top` heads with the largest absolute values of one."""
+def _print_means(
+    table: HeadTable[Any], console: Console, columns: Sequence[str], order: str, top: int, form: str = "z.4f"
+) -> None:
+    """Print some columns of the `top` heads with the largest absolute values of the column `order`."""
     rows = descending(table.rows, lambda row: abs(row.statistics[order].value))
-    print_table(console, ("", *columns), ([row.name, *means(row, columns)] for row in rows), top=top)
+    print_table(console, ("", *columns), ([row.name, *means(row, columns, form)] for row in rows), top=top)
 
 
 def _print_found(table: HeadTable[Any], console: Console, name: str) -> None:
@@ -270,6 +298,7 @@ def _print_found(table: HeadTable[Any], console: Console, name: str) -> None:
         console.print(f"\n{name}: {above} of {len(table.rows)} heads above 0, {below} below, {AT_RATE}")
 
 
+@print_result.register
 def print_positions(curves: PositionCurves, console: Console, top: int, *, statistic: str) -> None:
     """Print the curves of a statistic, one column for each bin of positions, of the `top` heads with the largest slopes
     by absolute size; and the slopes with their standard errors and adjusted p-values.
@@ -297,18 +326,19 @@ def print_positions(curves: PositionCurves, console: Console, top: int, *, stati
     print_table(console, columns, rows, top=top)
 
 
+@print_result.register
 def print_distances(distances: AttentionDistances, console: Console, top: int) -> None:
     """Print the `top` heads with the longest distances that hold the largest share of their attention."""
     names = distances.statistics
     last = [name for name in names if not name.endswith(WITH_FIRST)][-1]
     print_title(console, run_title(distances, head=len(distances.rows)))
     console.print(f"distance in tokens that holds a percentage of the attention; heads by {last}")
-    rows = descending(distances.rows, lambda row: row.statistics[last].value)
-    print_table(console, ("", *names), ([row.name, *means(row, names, "z.1f")] for row in rows), top=top)
+    _print_means(distances, console, names, last, top, "z.1f")
 
 
+@print_result.register
 def print_circuits(
-    scores: CircuitScores, composition: Composition | None, kind: str, console: Console, top: int
+    scores: CircuitScores, console: Console, top: int, *, composition: Composition | None, kind: str
 ) -> None:
     """Print the `top` heads with the largest scores (copying scores if the table has them), and the `top` pairs of
     heads with the largest composition scores of a kind.
@@ -327,3 +357,65 @@ def print_circuits(
     scored = ((pair.name, pair.statistics[kind].value) for pair in pairs)
     cells = ([name, number(value), quotient(value / expected, ".1f")] for name, value in scored)
     print_table(console, ("", kind, "times random"), cells, top=top)
+
+
+@print_result.register
+def print_profile(profile: Profile, console: Console) -> None:
+    """Print the heads of a profile, one group per role (what a head mostly attends to). Each head is followed by the
+    mean of the statistic that decides its role. If this statistic was measured both on the data and on repeated random
+    tokens, the larger of the two means is printed. In each group the largest mean is first. Heads of the mixed role
+    have no number.
+    """
+    print_title(console, run_title(profile, head=len(profile.heads)))
+    heads_by_role = profile.roles()
+    for role in ROLES:
+        members = [profile.head(*layer_and_head) for layer_and_head in heads_by_role.get(role.name, ())]
+        if not members:
+            continue
+        if role is not MIXED:
+            members.sort(key=profile.role_share, reverse=True)
+        count = counted(len(members), "head")
+        console.print()
+        console.print(Text.assemble((role.name, f"bold {COLOURS[role.name]}"), f" · {count} · {role.rule}"))
+        share = {} if role is MIXED else {head.name: f" {number(profile.role_share(head), '.2f')}" for head in members}
+        console.print(Text("   ".join(head.name + share.get(head.name, "") for head in members)))
+
+
+def print_comparison(comparison: Comparison, console: Console, statistics: Collection[str], top: int) -> None:
+    """Print a table of the `top` largest differences between two profiles, sorted by absolute size in standard errors,
+    with one row per head and statistic. Only the statistics named in `statistics` are shown; all are shown if it is
+    empty. Then print the heads whose role differs, with both roles.
+
+    Args:
+        comparison: two profiles of the same heads.
+        console: where to print.
+        statistics: names of the statistics to show; all of them if empty.
+        top: number of rows.
+    """
+    for letter, profile in (("A", comparison.a), ("B", comparison.b)):
+        console.print(
+            Text.assemble((f"{letter}  ", "bold"), run_title(profile, head=len(profile.heads))), soft_wrap=True
+        )
+    rows = (
+        [
+            change.a.name,
+            change.statistic,
+            *(number(head.statistics[change.statistic].value, "z.3f") for head in (change.a, change.b)),
+            number(change.difference, "+z.3f"),
+            quotient(change.errors, "+z.1f"),
+            _role_text(change.a, change.b),
+        ]
+        for change in comparison.largest(statistics)[:top]
+    )
+    columns = ("head", "statistic", "A", "B", "difference", "in standard errors", "role")
+    print_table(console, columns, rows, left=("statistic", "role"))
+    changed = comparison.changed_roles()
+    verb = "has" if len(changed) == 1 else "have"
+    console.print(f"\n{len(changed)} of {counted(len(comparison.a.heads), 'head')} {verb} a different role")
+    for one, other in changed:
+        console.print(Text(f"{one.name}  {_role_text(one, other)}"))
+
+
+def _role_text(one: ProfiledHead, other: ProfiledHead) -> str:
+    """Return the role of a head in two profiles as text: the role, or `A → B` if the profiles differ."""
+    return one.role if one.role == other.role else f"{one.role} → {other.role}"

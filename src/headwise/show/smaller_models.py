@@ -14,11 +14,11 @@ from headwise.show.tables import print_table, print_title
 from headwise.wording import counted
 
 
-def print_plan(plan: PruningPlan, console: Console, sizes: Mapping[str, int]) -> None:
-    """Print a plan, and the number of parameters before and after."""
-    console.print(Text(str(plan)), soft_wrap=True)
-    console.print()
-    _print_parameters(console, sizes)
+def print_smaller(described: str, sizes: Mapping[str, int], console: Console) -> None:
+    """Print the description of a smaller model, and the number of parameters before and after."""
+    before, after = sizes["parameters_before"], sizes["parameters_after"]
+    parameters = f"parameters: {before:,} before, {after:,} after ({after / before:.1%})"
+    console.print(Text(f"{described}\n{parameters}"), soft_wrap=True)
 
 
 def plan_records(plan: PruningPlan, metadata: Mapping[str, Any]) -> Records:
@@ -26,29 +26,6 @@ def plan_records(plan: PruningPlan, metadata: Mapping[str, Any]) -> Records:
     rows = [{**asdict(each), "kept": list(each.kept), "kept_kv_heads": each.kept_kv_heads} for each in plan.modules]
     described = {name: getattr(plan, name) for name in ("constraint", "keep", "scores", "rounds", "loader")}
     return Records(rows, {**metadata, "plan": described})
-
-
-def print_merge(kv_heads: int, sizes: Mapping[str, int], console: Console) -> None:
-    """Print the number of key/value heads that remain, and the number of parameters before and after."""
-    console.print(f"key/value heads in each layer: {kv_heads}")
-    _print_parameters(console, sizes)
-
-
-def merge_records(kv_heads: int, sizes: Mapping[str, int], metadata: Mapping[str, Any]) -> Records:
-    """Return one row with the number of key/value heads that remain, and the numbers of parameters."""
-    return Records([{"kv_heads": kv_heads, **sizes}], metadata)
-
-
-def _print_parameters(console: Console, sizes: Mapping[str, int]) -> None:
-    """Print the number of parameters of a model, and that of a smaller one."""
-    before, after = sizes["parameters_before"], sizes["parameters_after"]
-    console.print(f"parameters: {before:,} before, {after:,} after ({after / before:.1%})")
-
-
-def localization_records(result: Any, metadata: Mapping[str, Any]) -> Records:
-    """Return one row per attention module, with its streaming heads, and the rest of the result among the metadata."""
-    fields = asdict(result)
-    return Records(fields.pop("modules"), {**metadata, **fields})
 
 
 def print_recipe(report: RecipeResult, console: Console) -> None:

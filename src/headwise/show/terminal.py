@@ -196,14 +196,9 @@ def _print_detail(view: View, head: HeadView, console: Console) -> None:
             for key, weight in list(keys)[:LINKS]
             if weight >= SMALLEST_SHOWN_WEIGHT
         )
-        shades = [_shade(head.picture[index].tolist())] if len(table.columns) == 3 else []
+        shades, steps = [], len(SHADES) - 1
+        if len(table.columns) == 3:  # darker for larger weights, on a square-root scale
+            weights = head.picture[index].tolist()
+            shades = ["".join(SHADES[min(steps, round(weight**0.5 * steps))] for weight in weights)]
         table.add_row(Text(shortened(word.text)), *shades, Text(strongest))
     console.print(table)
-
-
-def _shade(weights: list[float]) -> str:
-    """Return the attention weights of one query as text with one character per key, darker for larger weights (on a
-    square-root scale).
-    """
-    steps = len(SHADES) - 1
-    return "".join(SHADES[min(steps, round(weight**0.5 * steps))] for weight in weights)

@@ -9,10 +9,8 @@ from functools import partial
 from typing import Any
 
 from headwise.errors import InputError
-from headwise.studies.budget import StudyBudget
-from headwise.studies.definition import StudyDefinition
-from headwise.studies.space import Setting
-from headwise.studies.training import UNTIMED_STEPS, evaluate, train
+from headwise.studies.space import MIN_TRIALS, Setting, StudyBudget
+from headwise.studies.training import UNTIMED_STEPS, StudyDefinition, evaluate, train
 from headwise.studies.trials import FinishedTrial, TrialKey, TrialStore
 
 SEARCH_COST = 0.85
@@ -133,7 +131,7 @@ def make_plan(
         more_seconds[name] = judge_seconds[name] + time.perf_counter() - start
     steps = budget.steps
     if limit is not None:
-        trainings = budget.seeds + SEARCH_COST * budget.min_trials
+        trainings = budget.seeds + SEARCH_COST * (budget.trials or MIN_TRIALS)
         fixed = trainings * sum(judge_seconds.values()) + budget.seeds * sum(more_seconds.values())
         per_step = trainings * sum(step_seconds.values())
         left, needed = MARGIN * (limit - seconds_spent()), fixed + (steps or MIN_STEPS) * per_step

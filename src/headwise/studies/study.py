@@ -29,12 +29,10 @@ from headwise.errors import InputError, require
 from headwise.progress import progress_bar
 from headwise.runs.files import writable_folder
 from headwise.runs.table import require_parquet, table_path
-from headwise.studies.budget import StudyBudget
-from headwise.studies.definition import Measure, StudyDefinition, TrainedCallback
 from headwise.studies.scheduler import StudyPlan, make_plan, run_trials
-from headwise.studies.space import Setting, Space
+from headwise.studies.space import Setting, Space, StudyBudget
 from headwise.studies.study_result import Study, collect_results
-from headwise.studies.training import DEFAULT_RECIPE, Batches, Recipe
+from headwise.studies.training import DEFAULT_RECIPE, Batches, Measure, Recipe, StudyDefinition, TrainedCallback
 from headwise.studies.trials import OptunaOptions, TrialStore, require_optuna
 
 HELD_OUT = 10

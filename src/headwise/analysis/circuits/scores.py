@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headwise.checks import head_pair, whole_number
 from headwise.errors import InputError
+from headwise.plots.grids import draw_similarity
 from headwise.plots.kinds import Kind, plot_kind, require_name
-from headwise.plots.matrices import draw_similarity
 from headwise.plots.points import PlottedNumbers, draw_ranking
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, Row

@@ -25,8 +25,8 @@ from headwise.data.texts import Texts
 from headwise.errors import InputError, require
 from headwise.intercept.install import intercepted
 from headwise.intercept.model_name import short_name
+from headwise.plots.grids import draw_similarity
 from headwise.plots.kinds import require_name
-from headwise.plots.matrices import draw_similarity
 from headwise.progress import progress_bar
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.rows import MeanEstimate

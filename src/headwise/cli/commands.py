@@ -1,10 +1,20 @@
-"""Groups of command-line options: a dataclass whose fields are options of a command, or other groups."""
+"""Commands made of functions: their options, groups of options, and options that are used at most once.
+
+A group of options is a dataclass whose fields are options of a command, or other groups.
+"""
 
 import functools
 import inspect
+import os
+import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from typing import Any, get_type_hints
+
+from typer.core import TyperCommand
+
+from headwise.progress import shown_progress
 
 
 def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -44,3 +54,31 @@ def _grouped(owner: Callable[..., Any], options: dict[str, Any]) -> dict[str, An
         name: hints[name](**_grouped(hints[name], options)) if is_dataclass(hints[name]) else options[name]
         for name in inspect.signature(owner).parameters
     }
+
+
+class SingleUseCommand(TyperCommand):
+    """Command that refuses an option that is used twice, unless the option collects several values. Typer would ignore
+    all uses but the last. Further arguments are refused with the advice to quote values with spaces.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # completion parses an incomplete command line
+            values, further, order = self.make_parser(ctx).parse_args(args=list(args))
+            for parameter, count in Counter(order).items():
+                if count > 1 and not parameter.multiple:
+                    ctx.fail(f"{parameter.opts[0]}: expected once, got {count} times")
+            names = [parameter.name for parameter in self.params if parameter.param_type_name == "argument"]
+            if further and not names:
+                words = " ".join(shlex.quote(word) for word in further)
+                ctx.fail(f"expected options alone, got {words}; put quotes around a value with spaces")
+            if further:
+                quoted = " ".join([str(values[names[-1]]), *further]).replace('"', '\\"')
+                remedy = f'put quotes around a value with spaces: "{quoted}"'
+                ctx.fail(f"{names[-1]}: expected one, got {1 + len(further)}; {remedy}")
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, and show all progress bars unless --quiet is used, in the first of several processes."""
+        is_first = os.environ.get("RANK", "0") == "0"
+        with shown_progress(is_first and not ctx.params.get("quiet", True)):
+            return super().invoke(ctx)

@@ -1,4 +1,4 @@
-"""The command `headwise study`."""
+"""The commands about trainings: `headwise study`, which makes them, and `monitor`, which shows the state of one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,16 +8,11 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import quiet_libraries, resumable
-from headwise.cli.options import Column, Data, Force
+from headwise.cli.options import Column, Data, Force, amount, choice, numbers, path, path_option, seconds
 from headwise.cli.output import OutputFlags
-from headwise.cli.quantities import amount, choice, numbers, path, seconds
+from headwise.errors import InputError
+from headwise.monitoring.alarms import AlarmLimits
 from headwise.studies.text_options import TASKS, TextOptions
-
-EXAMPLES = """
-headwise study --data corpus.txt --out how-many --budget 2h
-headwise study --data corpus.txt --heads 4,8,16 --kv-heads 1,2,4 --baseline 8 --out shared-heads
-headwise study --data labels.jsonl --task classify --tokens 1M --trials 4 --out classifier --json > study.json
-"""
 
 DEFAULT_SECONDS = 30 * 60.0
 """Time limit of a study if neither --budget nor --tokens is given."""
@@ -26,15 +21,11 @@ DEFAULT_SECONDS = 30 * 60.0
 @dataclass(frozen=True)
 class TextStudyFlags:
     """Command-line options of `headwise study` that describe the training data: the task (what the models learn), the
-    tokenizer, the size of sequences and batches, and the columns with text and label. The method `options` converts
-    them to `hw.TextOptions`.
+    tokenizer, the size of sequences and batches, and the columns with text and label.
     """
 
     task: Annotated[
-        str,
-        typer.Option(
-            help="What the models learn: the next token, masked tokens, or the label of a text.", **choice(TASKS)
-        ),
+        str, choice(TASKS, "What the models learn: the next token, masked tokens, or the label of a text.")
     ] = TextOptions.task
     context: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = TextOptions.context
     batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = TextOptions.batch
@@ -45,22 +36,12 @@ class TextStudyFlags:
     column: Column = TextOptions.column
     label: Annotated[str, typer.Option(help="Column with the label, for --task classify.")] = TextOptions.label
 
-    def options(self) -> TextOptions:
-        """Return these command-line options as `hw.TextOptions`. If --tokenizer names a model, that model's tokenizer
-        is loaded here; otherwise the options contain no tokenizer, and the study trains one on its data later.
-        """
-        from headwise.data.models import find_model
-
-        tokenizer = None if self.tokenizer is None else find_model(self.tokenizer, argument="tokenizer").tokenizer()
-        sizes = (self.context, self.batch)
-        return TextOptions(self.task, *sizes, tokenizer, self.vocabulary, self.column, self.label)
-
 
 @dataclass(frozen=True)
 class SpaceFlags:
     """Command-line options of `headwise study` that describe the models: the head settings to compare (numbers of
     heads, head dimensions and numbers of key/value heads), the setting that the user has now (the baseline), and the
-    size of the models. The method `space` returns the head settings as `hw.Space`.
+    size of the models.
     """
 
     heads: Annotated[Any, typer.Option(parser=numbers, metavar="N,N,...", help="Numbers of heads to compare.")] = (
@@ -84,19 +65,11 @@ class SpaceFlags:
     ] = None
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers. Default: derived from --params.")] = None
 
-    def space(self) -> "hw.Space":
-        """Return the head settings to compare as `hw.Space`: the numbers of heads, head dimensions and numbers of
-        key/value heads to combine, the width of the models, and the number of tensor-parallel ranks that must be able
-        to share the heads equally.
-        """
-        return hw.Space(self.embed_dim, self.heads, self.head_dim, self.kv_heads, self.tensor_parallel)
-
 
 @dataclass(frozen=True)
 class BudgetFlags:
     """Command-line options of `headwise study` that limit its work: the time, the number of tokens in each training,
     the number of learning rates tried for each head setting, and the number of final trainings (seeds) of each setting.
-    The method `limits` converts them to `hw.StudyBudget`.
     """
 
     budget: Annotated[
@@ -113,24 +86,12 @@ class BudgetFlags:
     ] = None
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each setting with its best learning rate.")] = 3
 
-    def limits(self) -> "hw.StudyBudget":
-        """Return these command-line options as `hw.StudyBudget`. The time limit is 30 minutes if neither --budget nor
-        --tokens is used.
-        """
-        limit = DEFAULT_SECONDS if self.budget is None and self.tokens is None else self.budget
-        return hw.StudyBudget(limit, tokens=self.tokens, trials=self.trials, seeds=self.seeds)
-
 
 def study(
     *,
     data: Data,
     out: Annotated[
-        Path,
-        typer.Option(
-            parser=path,
-            metavar="FOLDER",
-            help="Folder for table, plot, database and models. An interrupted study resumes there.",
-        ),
+        Path, path_option("FOLDER", "Folder for table, plot, database and models. An interrupted study resumes there.")
     ],
     text: TextStudyFlags,
     space: SpaceFlags,
@@ -148,18 +109,30 @@ def study(
     """Find out how many heads suit your data. Trains small models of equal size that differ in the number, dimension
     and sharing of their heads. Prints a table that compares the models' losses, and saves the table and the models in
     --out.
+
+    Examples:
+    headwise study --data corpus.txt --out how-many --budget 2h
+    headwise study --data corpus.txt --heads 4,8,16 --kv-heads 1,2,4 --baseline 8 --out shared-heads
+    headwise study --data labels.jsonl --task classify --tokens 1M --trials 4 --out classifier --json > study.json
     """
+    from headwise.data.models import find_model
     from headwise.show.records import study_records
-    from headwise.show.studies import print_study
+    from headwise.show.trainings import print_study
 
     quiet_libraries()
+    limit = DEFAULT_SECONDS if budget.budget is None and budget.tokens is None else budget.budget
+    limits = hw.StudyBudget(limit, tokens=budget.tokens, trials=budget.trials, seeds=budget.seeds)
+    tokenizer = None if text.tokenizer is None else find_model(text.tokenizer, argument="tokenizer").tokenizer()
+    sizes = (text.context, text.batch)
+    options = TextOptions(text.task, *sizes, tokenizer, text.vocabulary, text.column, text.label)
+    compared = hw.Space(space.embed_dim, space.heads, space.head_dim, space.kv_heads, space.tensor_parallel)
     with resumable(out):
         result = hw.study_texts(
             data,
             out,
-            budget=budget.limits(),
-            text=text.options(),
-            space=space.space(),
+            budget=limits,
+            text=options,
+            space=compared,
             baseline=space.baseline,
             params=space.params,
             layers=space.layers,
@@ -170,3 +143,47 @@ def study(
             force=force,
         )
     output.show(lambda: study_records(result), lambda console: print_study(result, console), written=out)
+
+
+def monitor(
+    *,
+    folder: Annotated[Path, typer.Argument(parser=path, metavar="FOLDER", help="Run folder of a monitored training.")],
+    out: Annotated[Path | None, path_option("FOLDER", "Folder for the pictures. Default: the run folder.")] = None,
+    pictures: Annotated[bool, typer.Option(help="Write a picture of each statistic.")] = True,
+    changed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Number of heads to name for each statistic that changed most.")
+    ] = 5,
+    max_logit: Annotated[
+        float | None, typer.Option(metavar="X", help="Alarm above this attention logit.", show_default=True)
+    ] = AlarmLimits.max_logit,
+    entropy: Annotated[
+        float | None, typer.Option(metavar="X", help="Alarm below this mean entropy, in nats.")
+    ] = AlarmLimits.entropy,
+    output_share: Annotated[
+        float | None, typer.Option(metavar="X", help="Alarm below this share of the layer's median output norm.")
+    ] = AlarmLimits.output_share,
+    output: OutputFlags,
+) -> None:
+    """Show the state of a training that `hw.monitor` observes, also while it runs. Prints the last observed step; for
+    each statistic the heads with the smallest, the median and the largest value, and those that changed most since the
+    first step; and the alarms of the last step. Writes a picture of each statistic over all steps.
+
+    Examples:
+    headwise monitor run
+    headwise monitor run --changed 10 --max-logit 50 --out pictures
+    headwise monitor run --no-pictures --json > state.json
+    """
+    from headwise.show.trainings import history_records, print_history
+
+    limits = AlarmLimits(max_logit, entropy, output_share)
+    history = hw.History.load(folder)
+    if not history.steps:
+        raise InputError("folder", expected="a run folder with observed steps", got=f"{str(folder)!r} without steps")
+    if pictures:
+        history.save_pictures(folder if out is None else out)
+    written = (folder if out is None else out) if pictures else None
+    output.show(
+        lambda: history_records(history, limits),
+        lambda console: print_history(history, limits, console, changed),
+        written=written,
+    )

@@ -1,0 +1,249 @@
+"""Heads as a grid of layers and heads: a number of each head, its role, and the similarity of every two heads.
+
+Roles have colours and markers that readers with any colour vision can distinguish. The colours are near those of the
+schemes of Paul Tol (2021, "Colour schemes", SRON/EPS/TN/09-002) and of Okabe and Ito (2008), and darker where these are
+pale on white. A test simulates deficiencies of colour vision and measures how much the colours differ, and their
+contrast to white. Markers repeat what colours show.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from headwise.errors import require
+from headwise.plots.canvas import (
+    BLANK,
+    DIVERGING,
+    SEQUENTIAL,
+    SOFT,
+    add_colour_bar,
+    axes_for,
+    explain_blank,
+    finite,
+    label_ticks,
+    put_legend_right,
+    require_finite,
+    separate_cells,
+    set_title,
+    without_upper_frame,
+)
+from headwise.shapes import Float
+from headwise.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw_heatmap(
+    values: Mapping[tuple[int, int], float],
+    *,
+    statistic: str,
+    label: str | None = None,
+    title: str = "",
+    centred: bool = False,
+    ax: Any = None,
+) -> "Axes":
+    """Draw a heat map of one number per head, with layers down and heads across, and return the axes. Cells without a
+    head are grey. A head whose number is NaN or infinite is a grey cell with a cross. If there are such heads, or all
+    numbers are equal, a line below the map says so.
+
+    Args:
+        values: the number of each head by `(layer, head)`, zero-based.
+        statistic: name of the numbers.
+        label: label of the colour bar; the name of the numbers by default.
+        title: title after the name, such as that of the model.
+        centred: use colours around 0, for effects and differences; they are also used if a number is negative.
+        ax: matplotlib axes to draw on; those of a new figure by default.
+    """
+    require_finite(statistic, list(values.values()))
+    layers = sorted({layer for layer, _ in values})
+    heads = 1 + max(head for _, head in values)
+    matrix = [[values.get((layer, head), math.nan) for head in range(heads)] for layer in layers]
+    axes = axes_for(ax, *heatmap_size(len(layers), heads))
+    image = axes.imshow(matrix, aspect="auto", interpolation="nearest", **colour_scale(values.values(), centred))
+    axes.set_facecolor(BLANK)
+    undefined = [(head, layers.index(layer)) for (layer, head), value in values.items() if not math.isfinite(value)]
+    if undefined:
+        columns, rows = zip(*undefined, strict=True)
+        axes.scatter(columns, rows, marker="x", s=14, linewidths=0.8, color=SOFT)
+    label_head_grid(axes, layers, heads)
+    explain_blank(axes, list(values.values()))
+    set_title(axes, statistic, title)
+    add_colour_bar(axes, image, label or statistic)
+    return axes
+
+
+def draw_similarity(
+    values: Float[Tensor, "heads heads"],
+    layers: Sequence[int],
+    *,
+    measure: str,
+    title: str = "",
+    centred: bool = False,
+    ax: Any = None,
+) -> "Axes":
+    """Draw the similarity of every two heads as a matrix, and return the axes. Ticks stand at the first head of each
+    layer. Pairs of heads that were not compared are grey.
+
+    Args:
+        values: similarity of every two heads; NaN for pairs that were not compared.
+        layers: layer of each head, zero-based, in the order of the rows.
+        measure: name of the measure of similarity.
+        title: end of the title, such as the model.
+        centred: use colours around 0; they are also used if a number is negative.
+        ax: matplotlib axes to draw on; those of a new figure by default.
+    """
+    numbers = values.flatten().tolist()
+    require_finite(measure, numbers)
+    side = min(3.2 + 0.04 * len(layers), 9.0)
+    axes = axes_for(ax, side + 0.9, side)
+    image = axes.imshow(values.tolist(), interpolation="nearest", **colour_scale(numbers, centred))
+    axes.set_facecolor(BLANK)
+    first_heads = [index for index in range(len(layers)) if not index or layers[index] != layers[index - 1]]
+    labels = [str(layers[index]) for index in first_heads]
+    axes.set_xticks(first_heads, labels)
+    axes.set_yticks(first_heads, labels)
+    axes.set(xlabel="layer", ylabel="layer")
+    explain_blank(axes, numbers, "pair")
+    axes.tick_params(labelsize=7)
+    axes.spines[:].set_visible(False)
+    add_colour_bar(axes, image, measure)
+    set_title(axes, measure, title)
+    return axes
+
+
+def heatmap_size(layers: int, heads: int) -> tuple[float, float]:
+    """Return width and height in inches of a figure with a cell for each head."""
+    return min(max(1.9 + 0.31 * heads, 3.8), 12.0), min(max(1.1 + 0.25 * layers, 2.4), 10.0)
+
+
+def label_head_grid(axes: "Axes", layers: list[int], heads: int) -> None:
+    """Label the axes of a picture with layers down and heads across, and separate its cells."""
+    axes.set(xlabel="head", ylabel="layer")
+    label_ticks(axes, "x", [str(head) for head in range(heads)])
+    label_ticks(axes, "y", [str(layer) for layer in layers])
+    separate_cells(axes, len(layers), heads)
+
+
+def colour_scale(values: Iterable[float], centred: bool) -> dict[str, Any]:
+    """Return the colour map of numbers and its limits, as arguments of matplotlib: a sequential map from the smallest
+    to the largest number, or, with `centred` or negative numbers, a diverging map with 0 in the middle.
+    """
+    shown = finite(values)
+    if centred or min(shown) < 0:
+        limit = max(abs(value) for value in shown) or 1.0
+        return {"cmap": DIVERGING, "vmin": -limit, "vmax": limit}
+    return {"cmap": SEQUENTIAL, "vmin": min(shown), "vmax": max(shown)}
+
+
+class RoleStyle(NamedTuple):
+    """Colour and marker by which plots show a role of heads.
+
+    Attributes:
+        colour: colour as `#rrggbb`.
+        marker: name of a matplotlib marker, such as "o".
+    """
+
+    colour: str
+    marker: str
+
+
+ROLE_STYLES = {
+    "previous token": RoleStyle("#332288", "<"),
+    "next token": RoleStyle("#2d8ddf", ">"),
+    "induction": RoleStyle("#bc7200", "^"),
+    "duplicate token": RoleStyle("#9c4294", "D"),
+    "same token": RoleStyle("#000000", "v"),
+    "mixed": RoleStyle("#74797c", "o"),
+    "broad": RoleStyle("#7a4e00", "h"),
+    "sink on the first token": RoleStyle("#17421a", "s"),
+    "sink on special tokens": RoleStyle("#6a9f52", "P"),
+}
+"""Colour and marker of each role by the role's name, in the order of legends."""
+
+UNKNOWN_ROLE = RoleStyle("#424242", "X")
+"""Style of a role with a name that is not in `ROLE_STYLES`."""
+
+MOST_MARKERS = 450
+"""Largest number of heads whose cells have a marker."""
+
+
+def role_style(role: str) -> RoleStyle:
+    """Return the colour and marker of a role by the role's name; grey for an unknown name.
+
+    >>> role_style("induction")
+    RoleStyle(colour='#bc7200', marker='^')
+    """
+    return ROLE_STYLES.get(role, UNKNOWN_ROLE)
+
+
+def in_legend_order(roles: Iterable[str]) -> list[str]:
+    """Return the different names in `roles` in the order of legends: roles that headwise assigns, then other names in
+    alphabetical order.
+    """
+    distinct = set(roles)
+    return [role for role in ROLE_STYLES if role in distinct] + sorted(distinct - ROLE_STYLES.keys())
+
+
+def draw_role_grid(roles: Mapping[tuple[int, int], str], *, title: str = "", ax: Any = None) -> "Axes":
+    """Draw the role of every head as a coloured cell, with layers down and heads across, and return the axes. The
+    legend has the number of heads of each role. In models with up to 450 heads, each cell also has the marker of its
+    role.
+
+    Args:
+        roles: name of each head's role by `(layer, head)`, zero-based.
+        title: title of the plot, such as the model.
+        ax: matplotlib axes to draw on; those of a new figure by default.
+    """
+    require_finite("role", [0.0] * len(roles))
+    layers, heads = sorted({layer for layer, _ in roles}), 1 + max(head for _, head in roles)
+    row_of = {layer: row for row, layer in enumerate(layers)}
+    width, height = heatmap_size(len(layers), heads)
+    axes = axes_for(ax, width + 1.2, height)
+    colours = require("matplotlib.colors", purpose="a plot", extra="plot")
+    lines = require("matplotlib.lines", purpose="a plot", extra="plot")
+    cells = [[(1.0, 1.0, 1.0) for _ in range(heads)] for _ in layers]
+    for (layer, head), role in roles.items():
+        cells[row_of[layer]][head] = colours.to_rgb(role_style(role).colour)
+    axes.imshow(cells, aspect="auto", interpolation="nearest")
+    handles = []
+    for role in in_legend_order(roles.values()):
+        style, members = role_style(role), [place for place, of_head in roles.items() if of_head == role]
+        if len(roles) <= MOST_MARKERS:
+            x, y = [head for _, head in members], [row_of[layer] for layer, _ in members]
+            axes.scatter(x, y, marker=style.marker, s=15, color="white", alpha=0.75, linewidths=0)
+        label = f"{role} ({len(members)})"
+        handles.append(lines.Line2D([], [], linestyle="", marker=style.marker, color=style.colour, label=label))
+    label_head_grid(axes, layers, heads)
+    put_legend_right(axes, handles)
+    set_title(axes, f"roles of {counted(len(roles), 'head')}", title)
+    return axes
+
+
+def draw_role_counts(roles: Mapping[tuple[int, int], str], *, title: str = "", ax: Any = None) -> "Axes":
+    """Draw one bar for each layer, stacked from the numbers of heads of each role, and return the axes. The legend has
+    the number of heads of each role in the whole model.
+
+    Args:
+        roles: name of each head's role by `(layer, head)`, zero-based.
+        title: title of the plot, such as the model.
+        ax: matplotlib axes to draw on; those of a new figure by default.
+    """
+    require_finite("role", [0.0] * len(roles))
+    layers = sorted({layer for layer, _ in roles})
+    axes = axes_for(ax, min(max(3.4 + 0.24 * len(layers), 4.6), 12.0), 3.2)
+    below = [0] * len(layers)
+    for role in in_legend_order(roles.values()):
+        heights = [sum(of_head == role for (at, _), of_head in roles.items() if at == layer) for layer in layers]
+        style: dict[str, Any] = {"color": role_style(role).colour, "edgecolor": "white", "linewidth": 0.5}
+        axes.bar(range(len(layers)), heights, 0.9, bottom=below, label=f"{role} ({sum(heights)})", **style)
+        below = [bottom + height for bottom, height in zip(below, heights, strict=True)]
+    axes.set(xlabel="layer", ylabel="heads", xlim=(-0.6, len(layers) - 0.4))
+    axes.locator_params(axis="y", integer=True)
+    without_upper_frame(axes)
+    label_ticks(axes, "x", [str(layer) for layer in layers])
+    put_legend_right(axes, reverse=True)
+    set_title(axes, f"roles of {counted(len(roles), 'head')}", title)
+    return axes
