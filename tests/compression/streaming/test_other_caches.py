@@ -9,8 +9,8 @@ import transformers
 import headwise as hw
 from compression.streaming import streaming_oracle
 from compression.streaming.streaming_oracle import expected_logits, ids, streaming_heads
-from headwise.compression.streaming.attention_calls import without_compiled_code
-from headwise.compression.streaming.token_positions import PositionReader, TokenPositions
+from headwise.compression.streaming.streaming_attention import PositionReader, TokenPositions
+from headwise.intercept.hf_calls import without_compiled_code
 
 PATTERN = [(0, 5), (), (1,)]
 SIZE = 23
