@@ -4,7 +4,6 @@ A run in a folder writes checkpoints of weights, optimizer, schedule and random 
 same numbers.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,9 +31,9 @@ from headwise.data.batches import (
 from headwise.data.texts import Texts, batches_of
 from headwise.errors import InputError, require
 from headwise.progress import progress_bar
-from headwise.runs.checkpoint import first_difference
+from headwise.runs.checkpoint import load_state, save_state
 from headwise.runs.data_pass import prepare_texts
-from headwise.runs.files import FORCE_REMEDY, locked_folder, replaced_file, writable_folder
+from headwise.runs.files import locked_folder, writable_folder
 from headwise.runs.fingerprint import run_settings
 
 WARMUP, FLOOR = 0.1, 0.1
@@ -315,29 +314,14 @@ class HealingFolder:
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a file, with the settings."""
-        if self._folder is None:
-            return
-        with replaced_file(Path(self._folder) / name) as file:
-            torch.save({"settings": json.dumps(self._settings), **content}, file)
+        if self._folder is not None:
+            save_state(Path(self._folder) / name, self._settings, content)
 
     def _read(self, name: str, *, mmap: bool = False) -> Any:
         """Return the content of a file of the run with these settings; None if there is no such file."""
         if self._folder is None or not (path := Path(self._folder) / name).exists():
             return None
-        try:
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-            difference = first_difference(json.loads(saved["settings"]), self._settings)
-        except Exception as error:  # a file that headwise did not write can fail in any way
-            raise self._other_run_error("unreadable") from error
-        if difference is not None:
-            raise self._other_run_error(f"{difference} differs")
-        return saved
-
-    def _other_run_error(self, reason: str) -> InputError:
-        """Return the error for a folder with another run."""
-        expected = "a folder of its own, or that of the run to resume"
-        got = f"another run ({reason}) in {str(self._folder)!r}"
-        return InputError("out", expected=expected, got=got, remedy=FORCE_REMEDY)
+        return load_state(path, self._settings, map_location="cpu", mmap=mmap)
 
 
 def _train(

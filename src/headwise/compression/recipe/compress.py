@@ -48,10 +48,9 @@ from headwise.data.models import find_model
 from headwise.errors import InputError
 from headwise.progress import shown_progress
 from headwise.removal.remove_heads import RECORD
-from headwise.runs.checkpoint import first_difference
+from headwise.runs.checkpoint import first_difference, other_run_error
 from headwise.runs.distributed import LocalProcess
 from headwise.runs.files import (
-    FORCE_REMEDY,
     locked_folder,
     new_folder,
     require_outside_data,
@@ -322,12 +321,7 @@ def _require_same_run(folder: Path, known: Mapping[str, Any]) -> None:
     except (OSError, ValueError, AttributeError):
         difference = RECIPE
     if difference is not None:
-        raise InputError(
-            "out",
-            expected="a folder of its own, or that of the run to resume",
-            got=f"another run ({difference} differs) in {str(folder)!r}",
-            remedy=FORCE_REMEDY,
-        )
+        raise other_run_error(folder, difference)
 
 
 def _results_in(folder: Path) -> list[Path]:
