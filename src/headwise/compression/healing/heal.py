@@ -219,17 +219,14 @@ class TrainingBatches:
         """Return the batch of a step, counted from 0."""
         epoch, place = divmod(step, len(self._batches))
         if self._epoch[0] != epoch:
-            self._epoch = (epoch, self._in_epoch(epoch))
+            generator = torch.Generator().manual_seed(self._seed + epoch * SEED_OF_EPOCH)
+            batches = self._batches
+            if self._sequences:
+                order = torch.randperm(len(self._sequences), generator=generator).tolist()
+                batches = self._grouped([self._sequences[index] for index in order])
+            order = torch.randperm(len(batches), generator=generator).tolist()
+            self._epoch = (epoch, [batches[index] for index in order])
         return self._epoch[1][place]
-
-    def _in_epoch(self, epoch: int) -> list[dict[str, Any]]:
-        """Return all batches in the order of an epoch."""
-        generator = torch.Generator().manual_seed(self._seed + epoch * SEED_OF_EPOCH)
-        batches = self._batches
-        if self._sequences:
-            order = torch.randperm(len(self._sequences), generator=generator).tolist()
-            batches = self._grouped([self._sequences[index] for index in order])
-        return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
 
     def _grouped(self, sequences: list[Any]) -> list[dict[str, Any]]:
         """Return sequences of tokens as batches."""
@@ -353,8 +350,14 @@ def _train(
         student.train()
         try:
             for step in bar.track(range(start, options.steps)):
-                inputs = batches.at(step)
-                loss = _loss(student, model, teacher, inputs, options.temperature)
+                batch = batches.at(step)
+                inputs, of_teacher = (
+                    with_cache_disabled(each, to_device(copied(batch), device_of(each)))
+                    for each in (model, teacher)
+                )
+                with torch.no_grad():
+                    target = call_model(teacher, of_teacher)
+                loss = distillation_loss(call_model(student, inputs), target, model, inputs, options.temperature)
                 _require_finite(loss, f"loss at step {step + 1}")
                 accelerator.backward(loss)
                 _require_finite(
@@ -372,18 +375,6 @@ def _train(
             for weight in weights:
                 weight.grad = None
     folder.finish(model)
-
-
-def _loss(
-    student: nn.Module, model: nn.Module, teacher: nn.Module, batch: Mapping[str, Any], temperature: float
-) -> Tensor:
-    """Return the distance of the student's output on a batch from the teacher's."""
-    of_student, of_teacher = (
-        with_cache_disabled(each, to_device(copied(batch), device_of(each))) for each in (model, teacher)
-    )
-    with torch.no_grad():
-        target = call_model(teacher, of_teacher)
-    return distillation_loss(call_model(student, of_student), target, model, of_student, temperature)
 
 
 def _require_finite(value: Tensor, name: str) -> None:

@@ -59,16 +59,12 @@ def _classes() -> tuple[Any, Any]:
                 InputError: an earlier call ended before all layers had stored its tokens.
             """
             if layer_idx == self.attention_layers[0]:
-                self._require_complete()
+                layers = [self.layers[layer] for layer in self.attention_layers]
+                is_waiting = any(getattr(layer, "is_waiting", False) for layer in layers)
+                if is_waiting or len({layer.get_seq_length() for layer in layers}) > 1:
+                    expected, remedy = "a cache whose last call was not interrupted or refused", "use a new one"
+                    raise InputError("past_key_values", expected=expected, got="an incomplete one", remedy=remedy)
             return super().update(keys, values, layer_idx, *args, **kwargs)
-
-        def _require_complete(self) -> None:
-            """Raise `InputError` if some layers lack tokens."""
-            layers = [self.layers[layer] for layer in self.attention_layers]
-            is_waiting = any(getattr(layer, "is_waiting", False) for layer in layers)
-            if is_waiting or len({layer.get_seq_length() for layer in layers}) > 1:
-                expected, remedy = "a cache whose last call was not interrupted or refused", "use a new one"
-                raise InputError("past_key_values", expected=expected, got="an incomplete one", remedy=remedy)
 
     class StreamingLayer(StreamingStorage, library.DynamicLayer):  # type: ignore[name-defined,misc]
         """Layer of a cache of `transformers` with streaming heads."""
