@@ -352,8 +352,7 @@ def _train(
             for step in bar.track(range(start, options.steps)):
                 batch = batches.at(step)
                 inputs, of_teacher = (
-                    with_cache_disabled(each, to_device(copied(batch), device_of(each)))
-                    for each in (model, teacher)
+                    with_cache_disabled(each, to_device(copied(batch), device_of(each))) for each in (model, teacher)
                 )
                 with torch.no_grad():
                     target = call_model(teacher, of_teacher)

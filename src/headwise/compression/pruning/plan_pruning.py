@@ -127,7 +127,7 @@ def plan_pruning(
             raise InputError("statistic", expected="None for scores that are no table", got=repr(statistic))
         source = scores
     else:
-        source = (_FunctionScores if callable(scores) else _TableScores)(scores, statistic)
+        source = _FunctionScores(scores, statistic) if callable(scores) else _TableScores(scores, statistic)
     if rounds is not None and whole_number("rounds", rounds, least=1) > 1 and isinstance(source, _TableScores):
         remedy = "pass a function that scores the model without some heads"
         raise InputError("rounds", expected="1 for a table, which cannot be scored again", got=rounds, remedy=remedy)

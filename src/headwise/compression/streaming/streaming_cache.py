@@ -122,7 +122,8 @@ class StreamingStorage:
         Raises:
             InputError: the model's heads are not restricted.
         """
-        attention: Any = module_attentions.get(self._owner())  # type: ignore[call-overload]
+        owner = self._owner()
+        attention: Any = None if owner is None else module_attentions.get(owner)
         if getattr(attention, "restriction", None) != (self.module, self._window, self._first):
             remedy = "open `with streaming.running(model)` around the call"
             raise InputError(
