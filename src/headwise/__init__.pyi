@@ -100,8 +100,8 @@ from headwise.compression.merging.merge_kv import merge_kv as merge_kv
 from headwise.compression.pruning.plan_pruning import plan_pruning as plan_pruning
 from headwise.compression.pruning.prune import prune as prune
 from headwise.compression.pruning.pruning_plan import PruningPlan as PruningPlan
+from headwise.compression.recipe.compress import RecipeResult as RecipeResult
 from headwise.compression.recipe.compress import compress as compress
-from headwise.compression.recipe.recipe_result import RecipeResult as RecipeResult
 from headwise.compression.report.compression_report import compression_report as compression_report
 from headwise.compression.report.report_result import CompressionReport as CompressionReport
 from headwise.compression.saving import save_model as save_model

@@ -36,15 +36,14 @@ def _counts(model: nn.Module, paths: Sequence[str]) -> list[tuple[int, int]]:
     for path in paths:
         for parameter in model.get_submodule(path).parameters():
             stored.setdefault((memory_of(parameter), parameter.element_size()), {})[id(parameter)] = parameter
-    return [(_distinct(list(shared.values())), size) for (_, size), shared in stored.items()]
-
-
-def _distinct(parameters: Sequence[nn.Parameter]) -> int:
-    """Return the number of distinct numbers in parameters of one storage."""
-    if len(parameters) == 1 and parameters[0].is_contiguous():
-        return parameters[0].numel()
-    length = parameters[0].untyped_storage().nbytes() // parameters[0].element_size()
-    is_used = torch.zeros(length, dtype=torch.bool)
-    for parameter in parameters:
-        is_used.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset()).fill_(True)
-    return int(is_used.sum())
+    counts = []
+    for (_, size), shared in stored.items():
+        first, *others = shared.values()
+        count = first.numel()
+        if others or not first.is_contiguous():
+            is_used = torch.zeros(first.untyped_storage().nbytes() // size, dtype=torch.bool)
+            for each in (first, *others):
+                is_used.as_strided(each.shape, each.stride(), each.storage_offset()).fill_(True)
+            count = int(is_used.sum())
+        counts.append((count, size))
+    return counts

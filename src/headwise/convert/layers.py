@@ -211,7 +211,9 @@ def from_heads(
     if len(shapes) > 1:
         raise InputError("heads", expected="the same (query, key, value) shapes in every head", got=sorted(shapes))
     queries, keys, values = zip(*maps, strict=True)
-    group = _group_size(triples)
+    shared = groupby(triples, key=lambda triple: (id(triple[1]), id(triple[2])))  # the same key and value modules
+    sizes = {len(list(heads_of_group)) for _, heads_of_group in shared}
+    group = sizes.pop() if len(sizes) == 1 else 1
     stacked = [_stacked("query", queries), _stacked("key", keys[::group]), _stacked("value", values[::group])]
     if isinstance(projection, Tensor) and projection.ndim == 2:
         output = LinearMap(projection.mT, None)
@@ -309,15 +311,6 @@ def to_projections(layer: MultiHeadAttention) -> tuple[nn.Linear, nn.Linear, nn.
     """
     query, key, value, output = linear_maps_of(layer)
     return query.to_linear(), key.to_linear(), value.to_linear(), output.to_linear()
-
-
-def _group_size(triples: Sequence[Any]) -> int:
-    """Return the number of consecutive heads that share the same key and value modules. Each of `triples` is the
-    `(query, key, value)` of one head. Return 1 if the groups of heads that share modules differ in size.
-    """
-    groups = groupby(triples, key=lambda triple: (id(triple[1]), id(triple[2])))
-    sizes = {len(list(group)) for _, group in groups}
-    return sizes.pop() if len(sizes) == 1 else 1
 
 
 def _stacked(name: str, maps: Sequence[LinearMap]) -> LinearMap:

@@ -66,7 +66,10 @@ def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
     _require_same(layer, MultiHeadAttention(**options, device="meta"), type(block).__name__)
     layer_parameters = dict(layer.named_parameters())
     for name in sorted(layer_parameters.keys() | block_parameters.keys()):
-        wanted, got = (_shape_and_dtype(tensors.get(name)) for tensors in (block_parameters, layer_parameters))
+        wanted, got = (
+            f"shape {tuple(tensors[name].shape)} in {tensors[name].dtype}" if name in tensors else "none"
+            for tensors in (block_parameters, layer_parameters)
+        )
         if wanted != got:
             expected = f"{name} of {wanted}, as the {type(block).__name__} has"
             raise InputError("layer", expected=expected, got=got)
@@ -252,8 +255,3 @@ def _require_same(layer: Any, wanted: MultiHeadAttention, block: str) -> None:
                 remedy = f"{'fuse' if expected_option else 'separate'}_projections(layer) gives such a layer"
             expected = f"{name} {expected_option!r} as the {block} has"
             raise InputError("layer", expected=expected, got=repr(got), remedy=remedy)
-
-
-def _shape_and_dtype(tensor: Tensor | None) -> str:
-    """Return shape and dtype of a parameter as text for an error message; "none" for a missing parameter."""
-    return "none" if tensor is None else f"shape {tuple(tensor.shape)} in {tensor.dtype}"

@@ -2,11 +2,15 @@
 
 Every model of `transformers` 5 gets its attention function from `AttentionInterface.get_interface` at each call. While
 a model is intercepted that method returns the same function, wrapped. The model keeps its implementation's name, which
-some models read.
+some models read. A `ModuleAttention` computes the calls of one module in place of the function, as streaming heads do;
+nothing else of the model is followed then.
 """
 
 import sys
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -18,7 +22,7 @@ from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
-from headwise.errors import InputError
+from headwise.errors import InputError, require
 from headwise.intercept.accelerated_modules import OBSERVED, accelerated_modules
 from headwise.intercept.additive_masks import (
     fill_hidden_rows_as_torch,
@@ -32,6 +36,7 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.output_tracking import follow_reported
+from headwise.intercept.patches import Patches, Replacement
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.scores_behind_weights import scores_behind
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
@@ -42,11 +47,174 @@ READABLE = ("sdpa", "eager")
 """The implementations whose masks are tensors, so that a call can be stated as a `Problem`."""
 
 
-def intercepting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `dispatch`, the method `AttentionInterface.get_interface` of `transformers`, which looks
-    up an attention function. Functions returned by the replacement are intercepted while an intercepted model runs, and
-    otherwise compute the same as before.
+@dataclass(frozen=True, eq=False)
+class HFCall:
+    """A call of an attention function of `transformers`.
+
+    Attributes:
+        implementation: name of the function, such as "sdpa".
+        attention: the function.
+        args, kwargs: its arguments, as the model passes them; the other attributes are read from these.
+        module: the calling module.
+        q, k, v: queries `(batch, heads, queries, head_dim)`, keys and values `(batch, kv_heads, keys, ...)`.
+        mask: the mask that the model passes, a tensor in the implementations "sdpa" and "eager"; None without.
+        options: all further arguments, by name.
     """
+
+    implementation: str
+    attention: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    options: dict[str, Any]
+
+    @staticmethod
+    def of(
+        implementation: str, attention: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "HFCall":
+        """Return a call with these arguments, which may be passed by position or by name."""
+
+        def read(
+            module: nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None = None,
+            **options: Any,
+        ) -> HFCall:
+            return HFCall(implementation, attention, args, kwargs, module, query, key, value, attention_mask, options)
+
+        return read(*args, **kwargs)
+
+    def run(self, **changes: Any) -> Any:
+        """Compute the call as the model does, with other options if some are named. Return the output `(batch, queries,
+        heads, value_dim)`, the weights or None, and possibly more.
+        """
+        return self.attention(*self.args, **{**self.kwargs, **changes})
+
+    @property
+    def is_causal(self) -> bool:
+        """True if the function hides later keys where it receives no mask. SDPA does, unless the option or attribute
+        `is_causal` of call or module states otherwise; eager attention does not.
+        """
+        option = self.options.get("is_causal")
+        is_causal = getattr(self.module, "is_causal", True) if option is None else option
+        return self.implementation == "sdpa" and bool(is_causal)
+
+    @property
+    def score_options(self) -> dict[str, Any]:
+        """Options of the call, by their names in `headwise.attend`, for the implementations "sdpa" and "eager"."""
+        return {
+            "scale": self.options.get("scaling"),
+            "softcap": self.options.get("softcap"),
+            "sinks": self.options.get("s_aux") if self.implementation == "eager" else None,  # SDPA ignores them
+            "dropout": self.options.get("dropout") or 0.0,
+        }
+
+    def require_readable(self) -> None:
+        """Raise `InputError` unless the implementation is one whose masks are tensors."""
+        if self.implementation not in READABLE:
+            raise InputError(
+                "model",
+                expected=f"attention implementation {' or '.join(READABLE)}",
+                got=self.implementation,
+                remedy="call model.set_attn_implementation('sdpa')",
+            )
+
+
+class ModuleAttention(ABC):
+    """Attention of one module of a model of `transformers`, computed in place of the library's attention function.
+
+    Args:
+        path: path of the module in the model.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self._calls = path, 0
+
+    @abstractmethod
+    def compute(self, call: HFCall) -> Tensor:
+        """Return the output `(batch, queries, heads, value_dim)` of a call of the module."""
+
+    def on_start(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook of the module."""
+        self._calls = 0
+
+    def on_end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the module: raise `InputError` if its attention was not computed here."""
+        if not self._calls:
+            expected = f"one attention function of transformers in {self.path}, without hw.watch or hw.gate"
+            raise InputError("model", expected=expected, got=type(module).__name__)
+
+    def answer(self, call: HFCall) -> tuple[Tensor, None]:
+        """Return what an attention function returns: the output of the call, and no weights."""
+        if call_stack.intercepts:
+            expected = "a model without hw.watch or hw.gate while its heads are restricted"
+            raise InputError("model", expected=expected, got=f"an intercepted call in {self.path}")
+        self._calls += 1
+        return self.compute(call), None
+
+
+module_attentions: dict[nn.Module, ModuleAttention] = {}
+"""Modules whose attention a `ModuleAttention` computes."""
+
+
+@contextmanager
+def computing(model: nn.Module, attentions: Iterable[ModuleAttention]) -> Iterator[None]:
+    """Let `attentions` compute the attention of their modules of a model while the context is open. All code runs as
+    without `torch.compile`, since code compiled earlier would not call them.
+
+    Raises:
+        InputError: the attention of a module is computed so already, or the calling code is being compiled. Inside of
+            the context: a module attends in another way than by the attention functions of `transformers`, or is
+            watched or gated.
+    """
+    require("transformers", purpose="streaming heads", extra="hf")
+    with ExitStack() as stack:
+        stack.enter_context(without_compiled_code())
+        stack.enter_context(dispatch_patches)
+        for attention in attentions:
+            module = model.get_submodule(attention.path)
+            if module in module_attentions:
+                raise InputError("model", expected="a model whose heads are not restricted yet", got=attention.path)
+            module_attentions[module] = attention
+            stack.callback(module_attentions.pop, module)
+            stack.callback(module.register_forward_pre_hook(attention.on_start).remove)
+            stack.callback(module.register_forward_hook(attention.on_end).remove)
+        yield
+
+
+@contextmanager
+def without_compiled_code() -> Iterator[None]:
+    """Run all code as without `torch.compile` while the context is open.
+
+    Raises:
+        InputError: the calling code is itself being compiled.
+    """
+    error = InputError("model", expected="a call outside of code that torch.compile compiles", got="one inside")
+    if torch.compiler.is_compiling():
+        raise error
+    try:
+        stance = torch.compiler.set_stance("force_eager")
+    except RuntimeError as in_compiled_region:
+        raise error from in_compiled_region
+    with stance:
+        yield
+
+
+def _replacements() -> Iterator[Replacement]:
+    """Yield the replacement of `AttentionInterface.get_interface`, the method of `transformers` that looks up an
+    attention function, if the library is loaded. Functions that the replacement returns compute the same as before
+    outside of intercepted models and of modules with a `ModuleAttention`.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return
+    dispatch = library.AttentionInterface.get_interface
 
     @wraps(dispatch)
     def get_interface(interface: Any, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,46 +222,52 @@ def intercepting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
         @wraps(attention)
         def attention_or_intercepted(*args: Any, **kwargs: Any) -> Any:
-            if call_stack.intercepts and not reports_unreadable(kwargs["query"] if "query" in kwargs else args[1]):
-                return _intercepted_call(implementation, attention, args, kwargs)
-            return attention(*args, **kwargs)
+            if not module_attentions and not call_stack.intercepts:
+                return attention(*args, **kwargs)
+            call = HFCall.of(implementation, attention, args, kwargs)
+            if call.module in module_attentions:
+                return module_attentions[call.module].answer(call)
+            if call_stack.intercepts and not reports_unreadable(call.q):
+                return _intercepted_call(call)
+            return call.run()
 
         return attention_or_intercepted
 
-    return get_interface
+    yield Replacement(library.AttentionInterface, "get_interface", get_interface)
 
 
-def _intercepted_call(
-    implementation: str, attention: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Compute a call of the `transformers` attention function `attention` inside an intercepted model and return its
-    result: the output `(batch, queries, heads, value_dim)`, the weights or None, and possibly more. The interceptors
-    observe the attention weights and may change the head outputs.
+dispatch_patches = Patches(_replacements)
+"""Context in which the attention functions of `transformers` are intercepted."""
+
+
+def _intercepted_call(call: HFCall) -> Any:
+    """Compute a call inside an intercepted model and return its result: the output `(batch, queries, heads,
+    value_dim)`, the weights or None, and possibly more. The interceptors observe the attention weights and may change
+    the head outputs.
     """
-    module, (q, k, v), mask, options = _split_arguments(*args, **kwargs)
+    implementation, q, k, v, mask, options = call.implementation, call.q, call.k, call.v, call.mask, call.options
     others: list[Any] = [None]  # what the function returns in addition to the output
 
     @cache
     def read_problem() -> Problem:
-        tensors = widest_dtype_under_autocast(q, k, v)
-        return _problem_of(implementation, module, *tensors, attention_mask=mask, **options)
+        return _problem_of(call)
 
     added = _as_added(mask, options.get("position_bias"))
-    mask_origin = (implementation, mask, options.get("position_bias"), _is_causal(module, options.get("is_causal")))
+    mask_origin = (implementation, mask, options.get("position_bias"), call.is_causal)
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(read_problem()), mask_origin)
     grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
     origins = call_stack.origins_of(q, k, v)
 
     @cache
     def compute() -> Answer:
-        out, *others[:] = attention(*args, **kwargs)
+        out, *others[:] = call.run()
         return Answer(out.transpose(1, 2), None, None)
 
     def compute_without_dropout() -> Answer:
-        return Answer(attention(*args, **{**kwargs, "dropout": 0.0})[0].transpose(1, 2), None, None)
+        return Answer(call.run(dropout=0.0)[0].transpose(1, 2), None, None)
 
     as_torch = partial(fill_hidden_rows_as_torch, v=v, mask=added)
-    is_replaced = implementation == "sdpa" and (is_sdpa_foreign() or not _is_own_sdpa(attention))
+    is_replaced = implementation == "sdpa" and (is_sdpa_foreign() or not _is_own_sdpa(call.attention))
     if is_replaced and not is_attention(read_problem, compute, compute_without_dropout):
         return compute().out.transpose(1, 2), *others
     handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source, origins=origins, keys=k)
@@ -103,7 +277,7 @@ def _intercepted_call(
             out = undropped_out = compute().out
             weights = others[0]
             if not torch.equal(state, random_state(q.device)):
-                undropped_out, weights = _without_dropout(attention, args, kwargs, q.device)
+                undropped_out, weights = _without_dropout(call)
         if weights is not None:
             weights = _zeros_in_hidden_rows(weights.detach(), mask)
             behind = partial(scores_behind, weights, read_problem)
@@ -141,85 +315,36 @@ def _is_own_sdpa(attention: Callable[..., Any]) -> bool:
     return attention is getattr(library, "sdpa_attention_forward", None)
 
 
-def _without_dropout(
-    attention: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Call the `transformers` attention function `attention` without dropout. Return the head outputs with axes
-    `(batch, heads, queries, value_dim)`, and the weights, or None if it returns none.
+def _without_dropout(call: HFCall) -> tuple[Tensor, Tensor | None]:
+    """Compute a call without dropout. Return the head outputs with axes `(batch, heads, queries, value_dim)`, and the
+    weights, or None if the function returns none.
     """
     path = call_stack.module_calls[-1].path
-    out, weights, *_ = call_without_dropout(attention, args, kwargs, device, path)
+    out, weights, *_ = call_without_dropout(call.attention, call.args, call.kwargs, call.q.device, path)
     return out.transpose(1, 2), weights
 
 
-def _split_arguments(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
-) -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor], Tensor | None, dict[str, Any]]:
-    """Return the module, `(q, k, v)`, the mask and a dict of all other options from the arguments of a `transformers`
-    attention function, which may be passed by position or by name.
-    """
-    return module, (query, key, value), attention_mask, options
-
-
-def _require_readable(implementation: str) -> None:
-    """Raise `InputError` unless a `transformers` attention implementation is "sdpa" or "eager", whose masks are
-    tensors.
-    """
-    if implementation not in READABLE:
-        raise InputError(
-            "model",
-            expected=f"attention implementation {' or '.join(READABLE)}",
-            got=implementation,
-            remedy="call model.set_attn_implementation('sdpa')",
-        )
-
-
-def _problem_of(
-    implementation: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    dropout: Any = 0.0,
-    **_: Any,
-) -> Problem:
-    """Return a call of a `transformers` attention function as a `Problem`, headwise's form of the tensors and options
-    of one attention call. Causality and masks are those that `implementation` ("sdpa" or "eager") applies in such a
-    call.
+def _problem_of(call: HFCall) -> Problem:
+    """Return a call as a `Problem`, headwise's form of the tensors and options of one attention call. Causality and
+    masks are those that the implementation ("sdpa" or "eager") applies in such a call.
 
     Raises:
         InputError: it is another implementation, whose masks cannot be read.
     """
-    _require_readable(implementation)
+    call.require_readable()
+    query, key, value = widest_dtype_under_autocast(call.q, call.k, call.v)
     queries = query.shape[2]
-    mask: Mask | Tensor | None = attention_mask
-    bias = position_bias
-    if attention_mask is None:
+    mask: Mask | Tensor | None = call.mask
+    bias = call.options.get("position_bias")
+    if call.mask is None:
         # SDPA then takes causality from the call or the module, over as many keys as queries; eager does not.
-        if implementation == "sdpa" and _is_causal(module, is_causal) and queries > 1:
+        if call.is_causal and queries > 1:
             mask, key, value = causal(), key[:, :, :queries], value[:, :, :queries]
             bias = None if bias is None else bias[..., :queries]
-    elif attention_mask.is_floating_point():
-        added = with_infinite(attention_mask)
+    elif call.mask.is_floating_point():
+        added = with_infinite(call.mask)
         mask, bias = None, added if bias is None else bias + added
-    sinks = s_aux if implementation == "eager" else None  # the other function ignores them
-    return Problem.checked(
-        query, key, value, mask=mask, bias=bias, scale=scaling, softcap=softcap, sinks=sinks, dropout=dropout
-    )
-
-
-def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Return the option `is_causal` of a call of a `transformers` attention function; if it is None, the attribute
-    `is_causal` of the calling module, by default True.
-    """
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    return Problem.checked(query, key, value, mask=mask, bias=bias, **call.score_options)
 
 
 def _zeros_in_hidden_rows(weights: Tensor, mask: Tensor | None) -> Tensor:

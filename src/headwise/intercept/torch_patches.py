@@ -4,7 +4,6 @@ Each replacement reads the call stack of its thread and leaves calls outside of 
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from headwise.intercept.contractions import BMM
 from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torchs_own
 from headwise.intercept.function_call import QUERIES, FunctionCall
 from headwise.intercept.fused_functions import report_fused
-from headwise.intercept.hf_calls import intercepting_dispatch
+from headwise.intercept.hf_calls import dispatch_patches
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import after_function, before_function, lose_outputs
 from headwise.intercept.patches import Patches, Replacement
@@ -188,14 +187,10 @@ def _replacements_for_attention() -> Iterator[Replacement]:
     yield _intercepting(F, "softmax", _softmax)
     yield _intercepting(F, "dropout", _following(DROPOUT))
     yield _intercepting(torch, "bmm", _following(BMM))
-    transformers = sys.modules.get("transformers.modeling_utils")
-    if transformers is not None:
-        dispatch = transformers.AttentionInterface.get_interface
-        yield Replacement(transformers.AttentionInterface, "get_interface", intercepting_dispatch(dispatch))
 
 
 sdpa_patches = Patches(_replacements_for_sdpa)
 """Context in which calls of SDPA are intercepted, for `accelerate`; several models share it."""
 
-function_patches = Patches(_replacements_for_attention, sdpa_patches)
+function_patches = Patches(_replacements_for_attention, sdpa_patches, dispatch_patches)
 """Context in which attention, or parts of it, is intercepted wherever it is computed, for `watch` and `gate`."""

@@ -1,6 +1,5 @@
 """Checkpoints of long runs: partial results in the output folder, from which a stopped run resumes."""
 
-import io
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ import torch
 
 from headwise.checks import flag, folder_path
 from headwise.errors import InputError
-from headwise.runs.files import FORCE_REMEDY, locked_folder, write_atomically
+from headwise.runs.files import FORCE_REMEDY, locked_folder, replaced_file
 from headwise.runs.table import Table, require_parquet, table_path
 
 CHECKPOINT_SECONDS = 5.0
@@ -100,7 +99,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             settings = self._saved_settings()
             difference = first_difference(settings, self.settings) if settings else None
             if difference is not None or not settings:
-                raise self._other_run_error(difference)
+                raise other_run_error(self.folder, difference)
 
     def finished_table(self) -> TableT | None:
         """Return the result table in the output folder if a run with the same settings has finished; otherwise None."""
@@ -125,10 +124,8 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         """
         if self.folder is None or (not now and time.monotonic() - self._last_checkpoint < CHECKPOINT_SECONDS):
             return
-        buffer = io.BytesIO()
-        torch.save({"settings": json.dumps(self.settings), "state": progress.to_dict()}, buffer)
         self.folder.mkdir(parents=True, exist_ok=True)  # only rank 0 has created it, perhaps on another machine
-        write_atomically(self.folder / self._checkpoint_name(self.rank), buffer.getvalue())
+        save_state(self.folder / self._checkpoint_name(self.rank), self.settings, {"state": progress.to_dict()})
         self._last_checkpoint = time.monotonic()
 
     def finish(self, table: TableT) -> None:
@@ -139,7 +136,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
 
     def different_data_error(self) -> InputError:
         """Return the `InputError` for a resumed run whose data differs from that of the run in the output folder."""
-        return self._other_run_error("data")
+        return other_run_error(self.folder, "data")
 
     def _checkpoint_name(self, rank: int | str) -> str:
         """Return the name of the checkpoint of a process, or with `ANY` the pattern of the names of all. Each kind of
@@ -169,23 +166,43 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         """Return the partial result in a checkpoint file; raise `InputError` if the file cannot be read, or if it is of
         a run with other settings.
         """
-        try:
-            checkpoint = torch.load(path, weights_only=True)
-            settings, fields = json.loads(checkpoint["settings"]), checkpoint["state"]
-        except Exception as error:  # a file that headwise did not write can fail in any way
-            raise self._other_run_error(None) from error
-        if (difference := first_difference(settings, self.settings)) is not None:
-            raise self._other_run_error(difference)
-        progress: ProgressT = self._progress_type.from_dict(fields)
+        progress: ProgressT = self._progress_type.from_dict(load_state(path, self.settings)["state"])
         return progress
 
-    def _other_run_error(self, difference: str | None) -> InputError:
-        """Return the error for an output folder that holds another run. `difference` is the name of the setting that
-        differs, or None if it is not known.
-        """
-        expected = "a folder of its own, or that of the run to resume"
-        got = f"another run{'' if difference is None else f' ({difference} differs)'} in {str(self.folder)!r}"
-        return InputError("out", expected=expected, got=got, remedy=FORCE_REMEDY)
+
+def save_state(path: Path, settings: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """Write the state of a run, as plain containers and tensors, to a file in place of the one before.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    with replaced_file(path) as file:
+        torch.save({"settings": json.dumps(settings), **content}, file)
+
+
+def load_state(path: Path, settings: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """Return what `save_state` wrote to a file, with its settings; `options` are of `torch.load`.
+
+    Raises:
+        InputError: the file cannot be read, or is of a run with other settings.
+    """
+    try:
+        saved: dict[str, Any] = torch.load(path, weights_only=True, **options)
+        difference = first_difference(json.loads(saved["settings"]), settings)
+    except Exception as error:  # a file that headwise did not write can fail in any way
+        raise other_run_error(path.parent, None) from error
+    if difference is not None:
+        raise other_run_error(path.parent, difference)
+    return saved
+
+
+def other_run_error(folder: Path | None, difference: str | None) -> InputError:
+    """Return the error for an output folder that contains another run. `difference` is the name of the setting that
+    differs, or None if it is not known.
+    """
+    expected = "a folder of its own, or that of the run to resume"
+    got = f"another run{'' if difference is None else f' ({difference} differs)'} in {str(folder)!r}"
+    return InputError("out", expected=expected, got=got, remedy=FORCE_REMEDY)
 
 
 def require_same_run(
@@ -211,7 +228,7 @@ def require_same_run(
             return
     difference = first_difference(_among(saved, known), _among(known, saved))
     if difference is not None:
-        raise run._other_run_error(difference)
+        raise other_run_error(run.folder, difference)
 
 
 def _among(settings: Any, others: Any) -> Any:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headwise.compression.pruning.pruning_plan import PruningPlan
-from headwise.compression.recipe.recipe_result import RecipeResult
+from headwise.compression.recipe.compress import RecipeResult
 from headwise.show.records import Records
 from headwise.show.tables import print_table, print_title
 from headwise.wording import counted

@@ -8,13 +8,7 @@ import tiny
 from headwise.compression.calibration import least_squares_fits
 from headwise.compression.calibration.calibration_data import folds_of
 from headwise.compression.calibration.derivatives import token_weights
-from headwise.compression.calibration.least_squares_fits import (
-    FoldedMoments,
-    OutputMoments,
-    fitted_removals,
-    reconstructed,
-    unfitted_removals,
-)
+from headwise.compression.calibration.least_squares_fits import FoldedMoments, OutputMoments
 from headwise.compression.scores.least_squares import LeastSquaresScores
 from headwise.compression.scores.measured import MagnitudeScores
 from headwise.data.batches import documents_of
@@ -43,9 +37,9 @@ def data(tokens=200, width=12, out=5):
     return mixed.double(), y.double(), weight
 
 
-def folded(x, y):
+def folded(x, y, dense, has_bias):
     """Return moments in folds, each added in two parts."""
-    moments = FoldedMoments("o_proj")
+    moments = FoldedMoments("o_proj", dense, has_bias)
     for fold, part in enumerate(PARTS):
         for own in (slice(0, 20), slice(20, None)):
             moments.add(fold, OutputMoments.of(x[part][own], y[part][own]))
@@ -81,7 +75,7 @@ def fits_without_folds(x, y, dense, kept, has_bias, damping):
 def test_the_reconstructed_weights_are_those_of_the_solver_with_the_best_damping(has_bias):
     x, y, dense = data()
     kept = torch.tensor([0, 1, 4, 5, 9])
-    weight, bias = reconstructed(folded(x, y), dense, kept, has_bias)
+    weight, bias = folded(x, y, dense, has_bias).fit(kept)
     errors = {damping: fits_without_folds(x, y, dense, kept, has_bias, damping)[1] for damping in DAMPINGS}
     expected, expected_bias = ridge(x, y, dense, kept, has_bias, min(errors, key=errors.get))
     torch.testing.assert_close(weight, expected[:, kept], rtol=1e-9, atol=1e-9)
@@ -93,7 +87,7 @@ def test_the_reconstructed_weights_are_those_of_the_solver_with_the_best_damping
 def test_the_cost_of_a_block_is_the_error_that_its_removal_adds_on_other_folds(removed, has_bias):
     x, y, dense = data()
     blocks = [torch.tensor([0, 1, 2]), torch.tensor([3, 4, 5]), torch.tensor([9, 10, 11])]
-    removals = fitted_removals(folded(x, y), dense, blocks, torch.tensor(removed, dtype=torch.int64), has_bias)
+    removals = folded(x, y, dense, has_bias).fitted_removals(blocks, torch.tensor(removed, dtype=torch.int64))
     rest = [column for column in range(12) if column not in removed]
     total = float(((y - y.mean(0)) if has_bias else y).square().sum())
     added = {}
@@ -119,11 +113,11 @@ def test_the_damping_is_that_of_the_least_error_not_of_the_least_rise(monkeypatc
     x = torch.randn(24, 12, generator=generator, dtype=torch.float64)
     dense = torch.randn(5, 12, generator=generator)
     y = x @ dense.double().mT
-    moments = FoldedMoments("o_proj")
+    moments = FoldedMoments("o_proj", dense, False)
     for fold in range(3):
         moments.add(fold, OutputMoments.of(x[8 * fold : 8 * fold + 8], y[8 * fold : 8 * fold + 8]))
     blocks, removed = [torch.tensor([0, 1])], torch.arange(6, 12)
-    (removal,) = fitted_removals(moments, dense, blocks, removed, False)
+    (removal,) = moments.fitted_removals(blocks, removed)
     kept = torch.arange(6)
     before, after, added = {}, {}, {}
     for damping in (1e-6, 1.0):
@@ -147,7 +141,8 @@ def test_the_cost_of_a_block_without_a_fit_is_the_error_that_its_removal_adds(re
         kept = weight.double().index_fill(1, columns, 0.0)
         return float((y - x @ kept.mT).square().sum() / (y - y.mean(0) * has_bias).square().sum())
 
-    for block, removal in zip(blocks, unfitted_removals(folded(x, y), weight, blocks, gone, has_bias), strict=True):
+    removals = folded(x, y, weight, has_bias).unfitted_removals(blocks, gone)
+    for block, removal in zip(blocks, removals, strict=True):
         expected = error_without(torch.cat([gone, block])) - error_without(gone)
         assert removal.error == pytest.approx(expected, rel=1e-8)
         expected_change = torch.zeros(5, 12, dtype=torch.float64)
@@ -160,7 +155,7 @@ def test_the_cost_of_a_block_without_a_fit_is_the_error_that_its_removal_adds(re
 def test_columns_without_data_keep_their_weights():
     x, y, dense = data()
     x[:, :6] = 0.0
-    weight, _ = reconstructed(folded(x, y), dense, torch.arange(12), False)
+    weight, _ = folded(x, y, dense, False).fit(torch.arange(12))
     torch.testing.assert_close(weight[:, :6], dense[:, :6].double())
 
 
@@ -171,14 +166,14 @@ def test_what_is_peculiar_to_each_text_is_not_learned(monkeypatch):
     x = torch.randn(8, 30, 12, generator=generator, dtype=torch.float64)
     x[:, :, 6:] = torch.randn(8, 1, 6, generator=generator, dtype=torch.float64)
     y = torch.randn(8, 1, 5, generator=generator, dtype=torch.float64).expand(8, 30, 5)
-    texts, tokens = FoldedMoments("o_proj"), FoldedMoments("o_proj")
+    texts, tokens = (FoldedMoments("o_proj", torch.zeros(5, 12), False) for _ in range(2))
     for number in range(8):
         texts.add(number, OutputMoments.of(x[number], y[number]))
         tokens.add(0, OutputMoments.of(x[number, ::2], y[number, ::2]))
         tokens.add(1, OutputMoments.of(x[number, 1::2], y[number, 1::2]))
-    dense, columns = torch.zeros(5, 12), torch.arange(12)
-    assert float(reconstructed(texts, dense, columns, False)[0].abs().max()) < 1e-2
-    assert float(reconstructed(tokens, dense, columns, False)[0].abs().max()) > 0.1
+    columns = torch.arange(12)
+    assert float(texts.fit(columns)[0].abs().max()) < 1e-2
+    assert float(tokens.fit(columns)[0].abs().max()) > 0.1
 
 
 def test_sequences_of_a_document_are_in_one_fold():
@@ -235,18 +230,18 @@ def test_scores_of_a_model_are_those_of_its_output_projections(kind):
         for batch in batches:
             model(**batch)
     hook.remove()
-    moments = FoldedMoments("o_proj")
+    projection = model.get_submodule(module.output)
+    moments = FoldedMoments("o_proj", projection.weight.detach(), kind == "encoder")
     weights = token_weights(model, [module.output], batches)[module.output]
     for number, (batch, (x, y)) in enumerate(zip(batches, recorded, strict=True)):
         for sequence, mask in enumerate(batch["attention_mask"].bool()):
             own = OutputMoments.of(x[sequence][mask], y[sequence][mask], weights[number][sequence])
             moments.add(2 * number + sequence, own)
-    weight = model.get_submodule(module.output).weight.detach()
-    width, has_bias = module.value_dim, kind == "encoder"
+    width = module.value_dim
     blocks = [torch.arange(head * width, (head + 1) * width) for head in range(6)]
-    expected = fitted_removals(moments, weight, blocks, torch.tensor([], dtype=torch.int64), has_bias)
+    expected = moments.fitted_removals(blocks, torch.tensor([], dtype=torch.int64))
     assert scores.of([((0, head),) for head in range(6)], frozenset()) == pytest.approx(errors(expected), rel=1e-5)
-    without = fitted_removals(moments, weight, blocks[:3] + blocks[4:], blocks[3], has_bias)
+    without = moments.fitted_removals(blocks[:3] + blocks[4:], blocks[3])
     units = [((0, head),) for head in (0, 1, 2, 4, 5)]
     assert scores.of(units, frozenset({(0, 3), (1, 2)})) == pytest.approx(errors(without), rel=1e-5)
 
@@ -297,15 +292,11 @@ def test_with_a_loss_scores_are_squared_first_order_changes_of_each_text(kind, t
         projection = model.get_submodule(module.output)
         batches = [dict(tokenizer([text], return_tensors="pt")) for text in texts]
         measured = [data_of(model, projection, batch, loss) for batch in batches]
-        moments = FoldedMoments("o_proj")
+        moments = FoldedMoments("o_proj", projection.weight.detach(), projection.bias is not None)
         for text, (x, y, _) in enumerate(measured):
             moments.add(text, OutputMoments.of(x, y, weights[module.output][0][text]))
         removed, added = (columns_of(module, heads) for heads in ([5], [0, 1]))
-        weight, has_bias = projection.weight.detach(), projection.bias is not None
-        if fitted:
-            (removal,) = fitted_removals(moments, weight, [added], removed, has_bias)
-        else:
-            (removal,) = unfitted_removals(moments, weight, [added], removed, has_bias)
+        (removal,) = (moments.fitted_removals if fitted else moments.unfitted_removals)([added], removed)
         changes = []
         for text, (_, _, slopes) in enumerate(measured):
             left, right, centre = removal.changes[text]

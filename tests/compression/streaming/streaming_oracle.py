@@ -110,3 +110,22 @@ def expected_logits(made, streaming, tokens, real=None, positions=None):
     real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
     with torch.no_grad(), oracle(streaming, lambda length: real[:, :length]):
         return made(tokens, use_cache=False, **({} if positions is None else {"position_ids": positions})).logits
+
+
+def assert_close(found, expected, tolerance=1e-10):
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@torch.no_grad()
+def in_chunks(made, cache, tokens, sizes, real=None):
+    """Return the logits of tokens that are read in chunks of these sizes, with a mask of tokens."""
+    logits, start = [], 0
+    for size in sizes:
+        options = {} if real is None else {"attention_mask": real[:, : start + size].long()}
+        if real is not None:
+            positions = (real.long().cumsum(1) - 1).clamp(min=0)
+            options["position_ids"] = positions[:, start : start + size]
+        logits.append(made(tokens[:, start : start + size], past_key_values=cache, **options).logits)
+        start += size
+    return torch.cat(logits, 1)

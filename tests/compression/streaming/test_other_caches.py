@@ -8,9 +8,9 @@ import transformers
 
 import headwise as hw
 from compression.streaming import streaming_oracle
-from compression.streaming.streaming_oracle import expected_logits, ids, streaming_heads
-from headwise.compression.streaming.attention_calls import without_compiled_code
-from headwise.compression.streaming.token_positions import PositionReader, TokenPositions
+from compression.streaming.streaming_oracle import assert_close, expected_logits, ids, in_chunks, streaming_heads
+from headwise.compression.streaming.streaming_attention import PositionReader, TokenPositions
+from headwise.intercept.hf_calls import without_compiled_code
 
 PATTERN = [(0, 5), (), (1,)]
 SIZE = 23
@@ -19,25 +19,6 @@ SIZE = 23
 def decoder(name="llama", implementation="sdpa"):
     made = streaming_oracle.model(name, implementation)
     return made, streaming_heads(made, 4, 2, PATTERN)
-
-
-def assert_close(found, expected, tolerance=1e-10):
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
-
-
-@torch.no_grad()
-def in_chunks(made, cache, tokens, sizes, real=None):
-    """Return the logits of tokens that are read in chunks of these sizes, with a mask of tokens."""
-    logits, start = [], 0
-    for size in sizes:
-        options = {} if real is None else {"attention_mask": real[:, : start + size].long()}
-        if real is not None:
-            positions = (real.long().cumsum(1) - 1).clamp(min=0)
-            options["position_ids"] = positions[:, start : start + size]
-        logits.append(made(tokens[:, start : start + size], past_key_values=cache, **options).logits)
-        start += size
-    return torch.cat(logits, 1)
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gemma3", "sdpa")])

@@ -8,7 +8,7 @@ import transformers
 
 import headwise as hw
 from compression.streaming import streaming_oracle
-from compression.streaming.streaming_oracle import expected_logits, ids, streaming_heads
+from compression.streaming.streaming_oracle import assert_close, expected_logits, ids, streaming_heads
 
 PATTERN = [(0, 2, 5), (1,), (0, 1, 2, 3, 4, 5)]
 DECODERS = sorted(streaming_oracle.CONFIGS)
@@ -19,23 +19,11 @@ def decoder(name="llama", window=5, first=2, implementation="sdpa"):
     return made, streaming_heads(made, window, first, PATTERN)
 
 
-def assert_close(found, expected, tolerance=1e-10):
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
-
-
-@torch.no_grad()
-def in_chunks(made, streaming, tokens, sizes, cache=None, **options):
-    """Return the logits of tokens that are read in chunks of these sizes."""
+def in_chunks(made, streaming, tokens, sizes, cache=None, real=None):
+    """Return the logits of tokens that are read in chunks of these sizes with streaming heads, and the cache."""
     cache = streaming.cache(made) if cache is None else cache
-    logits, start = [], 0
     with streaming.running(made):
-        for size in sizes:
-            more = {name: value[:, : start + size] for name, value in options.items() if name == "attention_mask"}
-            more |= {name: value[:, start : start + size] for name, value in options.items() if name == "position_ids"}
-            logits.append(made(tokens[:, start : start + size], past_key_values=cache, use_cache=True, **more).logits)
-            start += size
-    return torch.cat(logits, 1), cache
+        return streaming_oracle.in_chunks(made, cache, tokens, sizes, real), cache
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -81,8 +69,8 @@ def test_padding_on_the_left(name, sizes, implementation):
     real = torch.arange(17) >= torch.tensor([0, 1, 6, 12])[:, None]
     positions = (real.long().cumsum(1) - 1).clamp(min=0)
     expected = expected_logits(made, streaming, tokens, real, positions)
+    assert_close(in_chunks(made, streaming, tokens, sizes, real=real)[0][real], expected[real])
     options = {"attention_mask": real.long(), "position_ids": positions}
-    assert_close(in_chunks(made, streaming, tokens, sizes, **options)[0][real], expected[real])
     with streaming.running(made), torch.no_grad():
         assert_close(made(tokens, use_cache=False, **options).logits[real], expected[real])
 

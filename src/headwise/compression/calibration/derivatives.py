@@ -65,7 +65,13 @@ def token_weights(
                 return dict.fromkeys(paths)
             for path, calls in slopes.items():
                 weights[path].append([x.double().square().sum(-1) for call in calls for _, x in call])
-    return {path: own if _are_usable(own) else None for path, own in weights.items()}
+    flat = {path: [own for of_batch in weights[path] for own in of_batch] for path in paths}
+    return {
+        path: weights[path]
+        if own and all(bool(each.isfinite().all()) for each in own) and any(bool(each.any()) for each in own)
+        else None
+        for path, own in flat.items()
+    }
 
 
 def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tensor) -> Tensor | None:
@@ -112,12 +118,6 @@ def _direction(output: Float[Tensor, "..."], *, is_logits: bool) -> Float[Tensor
     probabilities = output.softmax(-1)
     rooted = probabilities.sqrt() * direction
     return rooted - probabilities * rooted.sum(-1, keepdim=True)
-
-
-def _are_usable(weights: TokenWeights) -> bool:
-    """Return True if weights are finite, and some are not 0."""
-    flat = [own for of_batch in weights for own in of_batch]
-    return bool(flat) and all(bool(own.isfinite().all()) for own in flat) and any(bool(own.any()) for own in flat)
 
 
 @dataclass

@@ -133,78 +133,6 @@ class OutputMoments:
         return float(about_bias + of_weight.sum())
 
 
-class FoldedMoments:
-    """Moments of an output projection in each fold.
-
-    Args:
-        path: path of the projection, for errors.
-
-    Attributes:
-        folds: moments by fold.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.folds: dict[int, OutputMoments] = {}
-        self._path = path
-
-    def add(self, fold: int, moments: OutputMoments) -> None:
-        """Add moments to those of a fold."""
-        if moments.mass:
-            self.folds[fold] = self.folds[fold] + moments if fold in self.folds else moments
-
-    def checked(self) -> "FoldedMoments":
-        """Return these moments.
-
-        Raises:
-            InputError: the projection ran on no data, on padding alone or in one fold alone, or on numbers that are NaN
-                or infinite.
-        """
-        expected = f"texts for which inputs and outputs of {self._path} are finite numbers"
-        if not self.folds:
-            raise InputError("calibration", expected=expected, got="padding alone")
-        if any(not bool(each.xx.isfinite().all() and each.yx.isfinite().all()) for each in self.folds.values()):
-            raise InputError("calibration", expected=expected, got="NaN or infinity")
-        if len(self.folds) == 1:
-            expected = f"at least 2 sequences or batches on which {self._path} runs"
-            raise InputError("calibration", expected=expected, got="1", remedy="use more batches")
-        return self
-
-    @property
-    def total(self) -> OutputMoments:
-        """Moments of all folds."""
-        return reduce(add, self.folds.values())
-
-    def without(self, fold: int) -> OutputMoments:
-        """Return the moments of all folds but one."""
-        return reduce(add, (moments for number, moments in self.folds.items() if number != fold))
-
-
-def reconstructed(
-    moments: FoldedMoments,
-    weight: Float[Tensor, "out width"],
-    kept: Int[Tensor, " kept"],
-    has_bias: bool,
-    left_out: int | None = None,
-) -> tuple[Float[Tensor, "out kept"], Float[Tensor, " out"]]:
-    """Return the weight and bias of an output projection whose input columns `kept` remain, fitted to the targets by
-    least squares.
-
-    Args:
-        moments: of all columns, with the targets.
-        weight: weight of the dense projection.
-        kept: remaining columns.
-        has_bias: True if the projection has a bias, which is fitted too; otherwise the bias is 0.
-        left_out: fold that only the choice of the damping uses; None for a fit to all folds.
-    """
-    errors = torch.zeros(len(DAMPINGS), dtype=torch.float64)
-    for fold, own in moments.folds.items():
-        for tried, fit in enumerate(moments.without(fold).fits(weight, kept, has_bias, DAMPINGS)):
-            errors[tried] += own.error(fit.weight, fit.bias, kept)
-    data = moments.total if left_out is None else moments.without(left_out)
-    (best,) = data.fits(weight, kept, has_bias, [DAMPINGS[int(errors.argmin())]])
-    return best.weight, best.bias
-
-
 class WeightChange(NamedTuple):
     """Change of an output projection if a block of columns is removed.
 
@@ -244,50 +172,6 @@ class BlockRemoval(NamedTuple):
     changes: dict[int, WeightChange]
 
 
-def fitted_removals(
-    moments: FoldedMoments,
-    weight: Float[Tensor, "out width"],
-    blocks: Sequence[Int[Tensor, " block"]],
-    removed: Int[Tensor, " removed"],
-    has_bias: bool,
-) -> list[BlockRemoval]:
-    """Return for each block of columns what happens if it is removed in addition to the columns `removed`, and the
-    other columns are fitted again to the targets by least squares. Errors are those on folds left out of the fit. The
-    damping is the one with which their sum over all blocks, after the removal, is least. With the fitted weight W and
-    the damped `C = E[x x^T]` of the remaining columns, the change of the weight is `-W_h [(C^-1)_hh]^-1 (C^-1)_h`.
-
-    Source: Hassibi and Stork 1992, equation 5, for blocks of weights.
-
-    Args:
-        moments: of all columns, with the targets.
-        weight: weight of the dense projection.
-        blocks: columns of each block, none of them removed.
-        removed: columns that were removed before.
-        has_bias: True if the projection has a bias, which is fitted too.
-    """
-    is_kept = torch.ones(weight.shape[1], dtype=torch.bool)
-    is_kept[removed] = False
-    kept = is_kept.nonzero()[:, 0]
-    before = torch.zeros(len(DAMPINGS), dtype=torch.float64)
-    added = torch.zeros(len(DAMPINGS), len(blocks), dtype=torch.float64)
-    changes: list[list[dict[int, WeightChange]]] = [[{} for _ in blocks] for _ in DAMPINGS]
-    for fold, own in moments.folds.items():
-        others = moments.without(fold)
-        centre = others.x / others.mass if has_bias else torch.zeros_like(others.x)
-        for tried, fit in enumerate(others.fits(weight, kept, has_bias, DAMPINGS)):
-            residual = own.yx - fit.weight @ own.xx[kept] - torch.outer(fit.bias, own.x)
-            lost = own.y - fit.weight @ own.x[kept] - own.mass * fit.bias
-            # |e|^2 = e y - e W x - e b for e = y - W x - b, of which `residual` and `lost` are the sums of e x^T and e
-            of_weight = float((fit.weight * (own.yx + residual)[:, kept]).sum())
-            before[tried] += own.yy - of_weight - float(fit.bias @ (own.y + lost))
-            for index, change in enumerate(_changes(fit, blocks, kept, centre)):
-                changes[tried][index][fold] = change
-                added[tried, index] += change.added_error(residual - torch.outer(lost, change.centre), own)
-    best = int((before[:, None] + added).sum(1).argmin())
-    relative = _relative(added[best].tolist(), moments, has_bias)
-    return [BlockRemoval(*each) for each in zip(relative, changes[best], strict=True)]
-
-
 def _changes(
     fit: Fit, blocks: Sequence[Int[Tensor, " block"]], kept: Int[Tensor, " kept"], centre: Float[Tensor, " width"]
 ) -> Iterator[WeightChange]:
@@ -302,33 +186,121 @@ def _changes(
         yield WeightChange(left, right, centre)
 
 
-def unfitted_removals(
-    moments: FoldedMoments,
-    weight: Float[Tensor, "out width"],
-    blocks: Sequence[Int[Tensor, " block"]],
-    removed: Int[Tensor, " removed"],
-    has_bias: bool,
-) -> list[BlockRemoval]:
-    """Return for each block of columns what happens if it is removed in addition to the columns `removed`, and nothing
-    is fitted. The arguments are those of `fitted_removals`; if there is a bias, errors are in units of the targets'
-    variance.
-    """
-    weight, total = weight.double(), moments.total
-    residual = weight[:, removed] @ total.xx[removed]
-    changes = []
-    for block in blocks:
-        right = total.xx.new_zeros(len(block), len(total.x))
-        right[torch.arange(len(block)), block] = 1.0
-        changes.append(WeightChange(weight[:, block], right, torch.zeros_like(total.x)))
-    errors = _relative([change.added_error(residual, total) for change in changes], moments, has_bias)
-    removals = zip(errors, changes, strict=True)
-    return [BlockRemoval(error, dict.fromkeys(moments.folds, change)) for error, change in removals]
+class FoldedMoments:
+    """Moments of an output projection in each fold, by which it is fitted again without some of its input columns.
 
+    Args:
+        path: path of the projection, for errors.
+        weight: weight of the dense projection.
+        has_bias: True if the projection has a bias, which is fitted too; otherwise the bias is 0.
 
-def _relative(errors: Sequence[float], moments: FoldedMoments, has_bias: bool) -> list[float]:
-    """Return errors in units of the sum of squares of the targets, about their mean if there is a bias; 0 if the inputs
-    or the targets do not vary.
+    Attributes:
+        folds: moments by fold.
     """
-    total = moments.total.about_mean() if has_bias else moments.total
-    varies = total.yy > 0 and bool(total.xx.any())
-    return [error / total.yy if varies else 0.0 for error in errors]
+
+    def __init__(self, path: str, weight: Float[Tensor, "out width"], has_bias: bool) -> None:
+        self.folds: dict[int, OutputMoments] = {}
+        self._path, self._weight, self._has_bias = path, weight, has_bias
+
+    def add(self, fold: int, moments: OutputMoments) -> None:
+        """Add moments to those of a fold."""
+        if moments.mass:
+            self.folds[fold] = self.folds[fold] + moments if fold in self.folds else moments
+
+    def checked(self) -> "FoldedMoments":
+        """Return these moments.
+
+        Raises:
+            InputError: the projection ran on no data, on padding alone or in one fold alone, or on numbers that are NaN
+                or infinite.
+        """
+        expected = f"texts for which inputs and outputs of {self._path} are finite numbers"
+        if not self.folds:
+            raise InputError("calibration", expected=expected, got="padding alone")
+        if any(not bool(each.xx.isfinite().all() and each.yx.isfinite().all()) for each in self.folds.values()):
+            raise InputError("calibration", expected=expected, got="NaN or infinity")
+        if len(self.folds) == 1:
+            expected = f"at least 2 sequences or batches on which {self._path} runs"
+            raise InputError("calibration", expected=expected, got="1", remedy="use more batches")
+        return self
+
+    @property
+    def total(self) -> OutputMoments:
+        """Moments of all folds."""
+        return reduce(add, self.folds.values())
+
+    def without(self, fold: int) -> OutputMoments:
+        """Return the moments of all folds but one."""
+        return reduce(add, (moments for number, moments in self.folds.items() if number != fold))
+
+    def fit(
+        self, kept: Int[Tensor, " kept"], left_out: int | None = None
+    ) -> tuple[Float[Tensor, "out kept"], Float[Tensor, " out"]]:
+        """Return the weight and bias of the projection whose input columns `kept` remain, fitted to the targets by
+        least squares. Only the choice of the damping uses the fold `left_out`, if one is named.
+        """
+        errors = torch.zeros(len(DAMPINGS), dtype=torch.float64)
+        for fold, own in self.folds.items():
+            for tried, fit in enumerate(self.without(fold).fits(self._weight, kept, self._has_bias, DAMPINGS)):
+                errors[tried] += own.error(fit.weight, fit.bias, kept)
+        data = self.total if left_out is None else self.without(left_out)
+        (best,) = data.fits(self._weight, kept, self._has_bias, [DAMPINGS[int(errors.argmin())]])
+        return best.weight, best.bias
+
+    def fitted_removals(
+        self, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"]
+    ) -> list[BlockRemoval]:
+        """Return for each block of columns what happens if it is removed in addition to the columns `removed`, and the
+        other columns are fitted again to the targets by least squares. Errors are those on folds left out of the fit.
+        The damping is the one with which their sum over all blocks, after the removal, is least. With the fitted weight
+        W and the damped `C = E[x x^T]` of the remaining columns, the change of the weight is
+        `-W_h [(C^-1)_hh]^-1 (C^-1)_h`.
+
+        Source: Hassibi and Stork 1992, equation 5, for blocks of weights.
+        """
+        is_kept = torch.ones(self._weight.shape[1], dtype=torch.bool)
+        is_kept[removed] = False
+        kept = is_kept.nonzero()[:, 0]
+        before = torch.zeros(len(DAMPINGS), dtype=torch.float64)
+        added = torch.zeros(len(DAMPINGS), len(blocks), dtype=torch.float64)
+        changes: list[list[dict[int, WeightChange]]] = [[{} for _ in blocks] for _ in DAMPINGS]
+        for fold, own in self.folds.items():
+            others = self.without(fold)
+            centre = others.x / others.mass if self._has_bias else torch.zeros_like(others.x)
+            for tried, fit in enumerate(others.fits(self._weight, kept, self._has_bias, DAMPINGS)):
+                residual = own.yx - fit.weight @ own.xx[kept] - torch.outer(fit.bias, own.x)
+                lost = own.y - fit.weight @ own.x[kept] - own.mass * fit.bias
+                # |e|^2 = e y - e W x - e b for e = y - W x - b; `residual` and `lost` are the sums of e x^T and e
+                of_weight = float((fit.weight * (own.yx + residual)[:, kept]).sum())
+                before[tried] += own.yy - of_weight - float(fit.bias @ (own.y + lost))
+                for index, change in enumerate(_changes(fit, blocks, kept, centre)):
+                    changes[tried][index][fold] = change
+                    added[tried, index] += change.added_error(residual - torch.outer(lost, change.centre), own)
+        best = int((before[:, None] + added).sum(1).argmin())
+        relative = self._relative(added[best].tolist())
+        return [BlockRemoval(*each) for each in zip(relative, changes[best], strict=True)]
+
+    def unfitted_removals(
+        self, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"]
+    ) -> list[BlockRemoval]:
+        """Return for each block of columns what happens if it is removed in addition to the columns `removed`, and
+        nothing is fitted.
+        """
+        weight, total = self._weight.double(), self.total
+        residual = weight[:, removed] @ total.xx[removed]
+        changes = []
+        for block in blocks:
+            right = total.xx.new_zeros(len(block), len(total.x))
+            right[torch.arange(len(block)), block] = 1.0
+            changes.append(WeightChange(weight[:, block], right, torch.zeros_like(total.x)))
+        errors = self._relative([change.added_error(residual, total) for change in changes])
+        removals = zip(errors, changes, strict=True)
+        return [BlockRemoval(error, dict.fromkeys(self.folds, change)) for error, change in removals]
+
+    def _relative(self, errors: Sequence[float]) -> list[float]:
+        """Return errors in units of the sum of squares of the targets, about their mean if there is a bias; 0 if the
+        inputs or the targets do not vary.
+        """
+        total = self.total.about_mean() if self._has_bias else self.total
+        varies = total.yy > 0 and bool(total.xx.any())
+        return [error / total.yy if varies else 0.0 for error in errors]

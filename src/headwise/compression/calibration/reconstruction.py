@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from headwise.compression.calibration.calibration_data import folds_of, heads_of_batches
 from headwise.compression.calibration.derivatives import token_weights, weights_of
-from headwise.compression.calibration.least_squares_fits import FoldedMoments, OutputMoments, reconstructed
+from headwise.compression.calibration.least_squares_fits import FoldedMoments, OutputMoments
 from headwise.compression.calibration.recording import SequenceVectors, projection_inputs
 from headwise.data.batches import call_model, copied, count_sequences_and_tokens
 from headwise.errors import InputError
@@ -62,7 +62,12 @@ def reconstruct(
     folds = folds_of(batches, documents)
     sites = _in_order_of_runs(model, modules, batches)
     submodules = dict(model.named_modules())
-    layer_of = {path: _layer_with_output(submodules, modules[path], sites) for path in sites}
+    layer_of: dict[str, str] = {}
+    for path in sites:
+        layer_of[path] = layer_of_site(submodules, path, sites)
+        # In BERT the output projection is not inside of the module that computes attention.
+        while layer_of[path] and not is_inside(modules[path].output, layer_of[path]):
+            layer_of[path] = layer_of[path].rpartition(".")[0]
     layers = list(dict.fromkeys(layer_of.values()))
     weights = token_weights(model, [modules[path].output for path in sites], batches)
     dense_runs, changed_runs = (LayerRuns(each, batches, layers) for each in (model, changed))
@@ -73,7 +78,7 @@ def reconstruct(
                 output = modules[path].output
                 targets = dense_runs.run(layer, output, store=path == inside[-1])
                 inputs = changed_runs.run(layer, output, store=False)
-                projection, moments = model.get_submodule(output), FoldedMoments(output)
+                projection, moments = model.get_submodule(output), moments_of(changed, modules[path])
                 for number, (fold_of, xs, ys) in enumerate(zip(folds, inputs, targets, strict=True)):
                     for index, ((sequence, x), (_, y)) in enumerate(zip(xs, ys, strict=True)):
                         own = weights_of(weights[output], number, index, x)
@@ -112,21 +117,17 @@ def _in_order_of_runs(
     return order
 
 
-def _layer_with_output(submodules: Mapping[str, nn.Module], module: HeadModule, sites: Sequence[str]) -> str:
-    """Return the path of the layer of an attention module, or of its innermost ancestor that contains the output
-    projection as well: in BERT the projection is not inside of the module that computes attention.
-    """
-    layer = layer_of_site(submodules, module.path, sites)
-    while layer and not is_inside(module.output, layer):
-        layer = layer.rpartition(".")[0]
-    return layer
-
-
 def output_weight(model: nn.Module, module: HeadModule) -> Float[Tensor, "out width"]:
     """Return the weight of a module's output projection, as of `nn.Linear`. It shares the memory of the parameter."""
     (axis,) = [each for each in module.blocks if each.parameter == f"{module.output}.weight"]
     weight = model.get_parameter(axis.parameter).detach()
     return weight.mT if axis.axis == 0 else weight
+
+
+def moments_of(model: nn.Module, module: HeadModule) -> FoldedMoments:
+    """Return empty moments of the output projection of an attention module."""
+    has_bias = getattr(model.get_submodule(module.output), "bias", None) is not None
+    return FoldedMoments(module.output, output_weight(model, module), has_bias)
 
 
 def columns_of_heads(module: HeadModule, heads: Sequence[int]) -> Int[Tensor, " columns"]:
@@ -143,7 +144,7 @@ def fit_projection(
     """
     weight, bias = output_weight(model, module), getattr(model.get_submodule(module.output), "bias", None)
     columns = columns_of_heads(module, kept)
-    fitted, fitted_bias = reconstructed(moments, weight, columns, bias is not None, left_out)
+    fitted, fitted_bias = moments.fit(columns, left_out)
     weight.zero_()
     weight[:, columns] = fitted.to(weight)
     if bias is not None:
@@ -187,7 +188,8 @@ class LayerRuns:
         self._modules = dict(model.named_modules())
         self._outputs: list[dict[str, Any]] = [{} for _ in batches]  # of the latest layer of each list
         self._reuses = True
-        self._reuses = self._is_chain()
+        tokens = [count_sequences_and_tokens(batch)[1] for batch in batches]
+        self._reuses = all(map(self._is_chain_on, sorted({tokens.index(min(tokens)), tokens.index(max(tokens))})))
 
     def run(self, layer: str, projection: str | None = None, *, store: bool) -> list[list[SequenceVectors]]:
         """Run the model up to a layer on each batch, and return the inputs of an output projection on each.
@@ -231,14 +233,6 @@ class LayerRuns:
         return outputs[-1] if outputs else _DID_NOT_RUN
 
     @torch.no_grad()
-    def _is_chain(self) -> bool:
-        """Return True if each layer runs once, and runs with stored outputs return the same as a complete run, on the
-        batches with the fewest and the most tokens.
-        """
-        tokens = [count_sequences_and_tokens(batch)[1] for batch in self._batches]
-        chosen = {tokens.index(min(tokens)), tokens.index(max(tokens))}
-        return all(self._is_chain_on(index) for index in sorted(chosen))
-
     def _is_chain_on(self, index: int) -> bool:
         """Return True if each layer runs once on a batch, and runs with stored outputs return the same as a complete
         run.

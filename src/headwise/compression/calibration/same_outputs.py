@@ -104,10 +104,15 @@ def outputs_of(
     for path, module in modules.items():
         for each in {module.output, path} - {""}:  # the outputs of the model itself are read below
             owners_of.setdefault(each, []).append(path)
+
+    def mean_length(batch: dict[str, Any]) -> float:
+        sequences, tokens = count_sequences_and_tokens(batch)
+        return tokens / max(1, sequences)
+
     calls = module_calls({path: model.get_submodule(path) for path in owners_of}, record)
     bar = progress_bar("comparison of outputs", None, "batches")
     with calls, evaluation_mode(model), torch.no_grad(), bar as progress:
-        for batch in progress.track(sorted(batches, key=_mean_length, reverse=True), step=1):
+        for batch in progress.track(sorted(batches, key=mean_length, reverse=True), step=1):
             used.append(batch)
             with torch.random.fork_rng():
                 torch.manual_seed(0)
@@ -116,12 +121,6 @@ def outputs_of(
             if all(path in outputs for path in modules):
                 break
     return outputs, used
-
-
-def _mean_length(batch: dict[str, Any]) -> float:
-    """Return the mean number of tokens of the sequences in a batch."""
-    sequences, tokens = count_sequences_and_tokens(batch)
-    return tokens / max(1, sequences)
 
 
 def require_same(model: nn.Module, expected: Outputs, found: Outputs, claim: str) -> None:

@@ -4,7 +4,6 @@ A run in a folder writes checkpoints of weights, optimizer, schedule and random 
 same numbers.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,9 +31,9 @@ from headwise.data.batches import (
 from headwise.data.texts import Texts, batches_of
 from headwise.errors import InputError, require
 from headwise.progress import progress_bar
-from headwise.runs.checkpoint import first_difference
+from headwise.runs.checkpoint import load_state, save_state
 from headwise.runs.data_pass import prepare_texts
-from headwise.runs.files import FORCE_REMEDY, locked_folder, replaced_file, writable_folder
+from headwise.runs.files import locked_folder, writable_folder
 from headwise.runs.fingerprint import run_settings
 
 WARMUP, FLOOR = 0.1, 0.1
@@ -220,17 +219,14 @@ class TrainingBatches:
         """Return the batch of a step, counted from 0."""
         epoch, place = divmod(step, len(self._batches))
         if self._epoch[0] != epoch:
-            self._epoch = (epoch, self._in_epoch(epoch))
+            generator = torch.Generator().manual_seed(self._seed + epoch * SEED_OF_EPOCH)
+            batches = self._batches
+            if self._sequences:
+                order = torch.randperm(len(self._sequences), generator=generator).tolist()
+                batches = self._grouped([self._sequences[index] for index in order])
+            order = torch.randperm(len(batches), generator=generator).tolist()
+            self._epoch = (epoch, [batches[index] for index in order])
         return self._epoch[1][place]
-
-    def _in_epoch(self, epoch: int) -> list[dict[str, Any]]:
-        """Return all batches in the order of an epoch."""
-        generator = torch.Generator().manual_seed(self._seed + epoch * SEED_OF_EPOCH)
-        batches = self._batches
-        if self._sequences:
-            order = torch.randperm(len(self._sequences), generator=generator).tolist()
-            batches = self._grouped([self._sequences[index] for index in order])
-        return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
 
     def _grouped(self, sequences: list[Any]) -> list[dict[str, Any]]:
         """Return sequences of tokens as batches."""
@@ -315,29 +311,14 @@ class HealingFolder:
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a file, with the settings."""
-        if self._folder is None:
-            return
-        with replaced_file(Path(self._folder) / name) as file:
-            torch.save({"settings": json.dumps(self._settings), **content}, file)
+        if self._folder is not None:
+            save_state(Path(self._folder) / name, self._settings, content)
 
     def _read(self, name: str, *, mmap: bool = False) -> Any:
         """Return the content of a file of the run with these settings; None if there is no such file."""
         if self._folder is None or not (path := Path(self._folder) / name).exists():
             return None
-        try:
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-            difference = first_difference(json.loads(saved["settings"]), self._settings)
-        except Exception as error:  # a file that headwise did not write can fail in any way
-            raise self._other_run_error("unreadable") from error
-        if difference is not None:
-            raise self._other_run_error(f"{difference} differs")
-        return saved
-
-    def _other_run_error(self, reason: str) -> InputError:
-        """Return the error for a folder with another run."""
-        expected = "a folder of its own, or that of the run to resume"
-        got = f"another run ({reason}) in {str(self._folder)!r}"
-        return InputError("out", expected=expected, got=got, remedy=FORCE_REMEDY)
+        return load_state(path, self._settings, map_location="cpu", mmap=mmap)
 
 
 def _train(
@@ -369,8 +350,13 @@ def _train(
         student.train()
         try:
             for step in bar.track(range(start, options.steps)):
-                inputs = batches.at(step)
-                loss = _loss(student, model, teacher, inputs, options.temperature)
+                batch = batches.at(step)
+                inputs, of_teacher = (
+                    with_cache_disabled(each, to_device(copied(batch), device_of(each))) for each in (model, teacher)
+                )
+                with torch.no_grad():
+                    target = call_model(teacher, of_teacher)
+                loss = distillation_loss(call_model(student, inputs), target, model, inputs, options.temperature)
                 _require_finite(loss, f"loss at step {step + 1}")
                 accelerator.backward(loss)
                 _require_finite(
@@ -388,18 +374,6 @@ def _train(
             for weight in weights:
                 weight.grad = None
     folder.finish(model)
-
-
-def _loss(
-    student: nn.Module, model: nn.Module, teacher: nn.Module, batch: Mapping[str, Any], temperature: float
-) -> Tensor:
-    """Return the distance of the student's output on a batch from the teacher's."""
-    of_student, of_teacher = (
-        with_cache_disabled(each, to_device(copied(batch), device_of(each))) for each in (model, teacher)
-    )
-    with torch.no_grad():
-        target = call_model(teacher, of_teacher)
-    return distillation_loss(call_model(student, of_student), target, model, of_student, temperature)
 
 
 def _require_finite(value: Tensor, name: str) -> None:

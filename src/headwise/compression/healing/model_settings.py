@@ -25,18 +25,15 @@ def model_settings(model: nn.Module) -> dict[str, Any]:
     class, its plain attributes (such as the `p` of a dropout), and hashes of its buffers, saved or not.
     """
     config = getattr(model, "config", None)
-    modules = {path or type(model).__name__: _module_settings(module) for path, module in model.named_modules()}
+    modules: dict[str, dict[str, str]] = {}
+    for path, module in model.named_modules():
+        settings = modules[path or type(model).__name__] = {"class": _name(type(module))}
+        for name, value in vars(module).items():
+            is_method = getattr(value, "__self__", None) is module
+            if not name.startswith("_") and name not in WITHOUT_EFFECT and not is_method:
+                settings[name] = _text(value)
+        settings.update({name: _text(buffer) for name, buffer in module.named_buffers(recurse=False)})
     return {"config": _config_settings(config) if hasattr(config, "to_dict") else {}, "modules": modules}
-
-
-def _module_settings(module: nn.Module) -> dict[str, str]:
-    """Return the settings of one module, without those of the modules in it."""
-    settings = {"class": _name(type(module))}
-    for name, value in vars(module).items():
-        is_method = getattr(value, "__self__", None) is module
-        if not name.startswith("_") and name not in WITHOUT_EFFECT and not is_method:
-            settings[name] = _text(value)
-    return settings | {name: _text(buffer) for name, buffer in module.named_buffers(recurse=False)}
 
 
 def _config_settings(config: Any) -> dict[str, str]:

@@ -101,7 +101,12 @@ def merge_kv(
         batches = [] if calibration is None else calibration_batches(model, calibration)
         weights = {path: _equal_weights(module) for path, module in modules.items()}
         if method != "mean" or grouping == "similarity":
-            weights = _align_all(model, merged, modules, num_kv_heads, batches, method, grouping)
+            moments = kv_moments(model, modules, batches)
+            with progress_bar("alignment", len(modules), "layers") as bar:
+                for path, module in bar.track(modules.items()):
+                    weights[path] = _align(merged, module, num_kv_heads, moments[path], method, grouping)
+            expected, used = outputs_of(model, modules, batches)
+            require_same(merged, expected, outputs_of(merged, modules, used)[0], ALIGNED)
         for path, module in modules.items():  # the heads of each group become equal: their weighted mean
             size = module.num_kv_heads // num_kv_heads
             average_heads(merged, module, *(_shares(of_part, size) for of_part in weights[path]))
@@ -162,31 +167,6 @@ def _equal_weights(module: HeadModule) -> _HeadWeights:
     """Return equal weights of all key/value heads."""
     keys, values = torch.ones(2, module.num_kv_heads).double()
     return keys, values
-
-
-def _align_all(
-    model: nn.Module,
-    merged: nn.Module,
-    modules: Mapping[str, HeadModule],
-    num_kv_heads: int,
-    batches: Sequence[dict[str, Any]],
-    method: MergeMethod,
-    grouping: MergeGrouping,
-) -> dict[str, _HeadWeights]:
-    """Align the key/value heads of all attention modules of a copy of the model, in place, and return their weights.
-
-    Raises:
-        InputError: on the batches, the copy then returns something else than the model.
-    """
-    moments = kv_moments(model, modules, batches)
-    with progress_bar("alignment", len(modules), "layers") as bar:
-        weights = {
-            path: _align(merged, module, num_kv_heads, moments[path], method, grouping)
-            for path, module in bar.track(modules.items())
-        }
-    expected, used = outputs_of(model, modules, batches)
-    require_same(merged, expected, outputs_of(merged, modules, used)[0], ALIGNED)
-    return weights
 
 
 def _align(
@@ -255,35 +235,27 @@ def kv_moments(
         InputError: a module projects no keys on these batches, or their padding is not stated.
     """
     heads_of_batches(model, batches)
-    places = {(path, part): _place(module, part) for path, module in modules.items() for part in PARTS}
+    blocks_of = {
+        (path, part): next(each for each in module.blocks if each.part == part and each.parameter.endswith(".weight"))
+        for path, module in modules.items()
+        for part in PARTS
+    }
+    path_of = {place: blocks.parameter.removesuffix(".weight") for place, blocks in blocks_of.items()}
     sums: dict[tuple[str, HeadPart], Tensor] = {}
     with progress_bar("keys and values", len(batches), "batches") as bar:
         for batch in bar.track(batches, step=1):
-            with projection_inputs(model, [path for path, *_ in places.values()], batch) as recorded:
+            with projection_inputs(model, list(path_of.values()), batch) as recorded:
                 call_model(model, copied(batch))
-            for (name, part), (path, start, heads, width) in places.items():
+            for (name, part), blocks in blocks_of.items():
+                heads, width, path = blocks.heads, blocks.width, path_of[name, part]
                 for _, x in recorded[path]:
-                    features = model.get_submodule(path)(x)[:, start : start + heads * width].double()
-                    products = _products(features.unflatten(1, (heads, width)), part)
+                    features = model.get_submodule(path)(x)[:, blocks.start : blocks.start + heads * width].double()
+                    if part == "query":
+                        products = features.unflatten(1, (heads, width)).square().sum((0, 2))
+                    else:
+                        products = (features.mT @ features).view(heads, width, heads, width).transpose(1, 2)
                     sums[name, part] = sums[name, part] + products if (name, part) in sums else products
-    for name, part in places:
+    for name, part in blocks_of:
         if (name, part) not in sums:
             raise InputError("calibration", expected=f"data on which {name} projects queries and keys", got="none")
     return {path: (sums[path, "query"], sums[path, "key"], sums[path, "value"]) for path in modules}
-
-
-def _products(features: Float[Tensor, "tokens heads width"], part: HeadPart) -> Tensor:
-    """Return the sums over tokens of the squares of each query head, or of the products of all key or value heads."""
-    if part == "query":
-        return features.square().sum((0, 2))
-    _, heads, width = features.shape
-    flat = features.flatten(1)
-    return (flat.mT @ flat).view(heads, width, heads, width).transpose(1, 2)
-
-
-def _place(module: HeadModule, part: HeadPart) -> tuple[str, int, int, int]:
-    """Return the path of the projection into a part, the first of its output features that belongs to the part, and
-    number and width of the heads.
-    """
-    blocks = next(each for each in module.blocks if each.part == part and each.parameter.endswith(".weight"))
-    return blocks.parameter.removesuffix(".weight"), blocks.start, blocks.heads, blocks.width

@@ -121,7 +121,13 @@ def plan_pruning(
         raise InputError("keep", expected="a share above 0 and at most 1", got=keep)
     if constraint not in CONSTRAINTS:
         raise InputError("constraint", expected=f"one of {', '.join(CONSTRAINTS)}", got=repr(constraint))
-    source = _unit_scores(scores, statistic)
+    source: UnitScores
+    if isinstance(scores, UnitScores):
+        if statistic is not None:
+            raise InputError("statistic", expected="None for scores that are no table", got=repr(statistic))
+        source = scores
+    else:
+        source = _FunctionScores(scores, statistic) if callable(scores) else _TableScores(scores, statistic)
     if rounds is not None and whole_number("rounds", rounds, least=1) > 1 and isinstance(source, _TableScores):
         remedy = "pass a function that scores the model without some heads"
         raise InputError("rounds", expected="1 for a table, which cannot be scored again", got=rounds, remedy=remedy)
@@ -251,12 +257,3 @@ class _FunctionScores:
         if not removed:
             return self._first.of(units, removed)
         return _TableScores(self._function(dict.fromkeys(sorted(removed), 0.0)), self._statistic).of(units, removed)
-
-
-def _unit_scores(scores: Any, statistic: str | None) -> UnitScores:
-    """Return scores in the form that the choice of heads takes."""
-    if isinstance(scores, UnitScores):
-        if statistic is not None:
-            raise InputError("statistic", expected="None for scores that are no table", got=repr(statistic))
-        return scores
-    return _FunctionScores(scores, statistic) if callable(scores) else _TableScores(scores, statistic)

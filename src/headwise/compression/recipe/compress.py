@@ -15,21 +15,21 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.checks import flag
+from headwise.checks import flag, is_whole
 from headwise.compression.healing.heal import heal
 from headwise.compression.merging.merge_kv import merge_kv
+from headwise.compression.parameter_counts import count_parameters
 from headwise.compression.pruning.prune import prune
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.compression.recipe.inputs import RecipeInputs, load_inputs, recipe_settings
 from headwise.compression.recipe.recipe import read_recipe
-from headwise.compression.recipe.recipe_result import STAGES, RecipeResult, Stage
 from headwise.compression.report.compression_report import compression_report
 from headwise.compression.report.report_result import CompressionReport
 from headwise.compression.saving import write_model
@@ -48,10 +48,9 @@ from headwise.data.models import find_model
 from headwise.errors import InputError
 from headwise.progress import shown_progress
 from headwise.removal.remove_heads import RECORD
-from headwise.runs.checkpoint import first_difference
+from headwise.runs.checkpoint import first_difference, other_run_error
 from headwise.runs.distributed import LocalProcess
 from headwise.runs.files import (
-    FORCE_REMEDY,
     locked_folder,
     new_folder,
     require_outside_data,
@@ -59,6 +58,14 @@ from headwise.runs.files import (
     writable_folder,
     write_atomically,
 )
+from headwise.runs.json_result import JsonResult, is_number, require_each
+from headwise.runs.rows import MeanEstimate
+
+STAGES = "dense", "pruned", "merged", "healed"
+"""Names of the dense model and of the models after each step, in their order."""
+
+LOADERS = "transformers", "headwise"
+"""Packages that load a smaller model."""
 
 RECIPE, PLAN, REPORT, BEFORE_AFTER = "recipe.json", "plan.json", "report.json", "before-after.json"
 MODEL, HEALING = "model", "healing"
@@ -69,6 +76,89 @@ TRASH = ".replaced"
 
 ROUNDING = 16.0
 """Difference of outputs that counts as rounding, in units of the dtype's epsilon times the largest number."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Model after one step.
+
+    Attributes:
+        name: "dense", "pruned", "merged" or "healed".
+        parameters: number of parameters.
+        loss: mean loss of the held-out sequences, with its standard error clustered by document.
+        difference: the same of the difference of each sequence's loss from that of the dense model.
+    """
+
+    name: str
+    parameters: int
+    loss: MeanEstimate
+    difference: MeanEstimate
+
+
+@dataclass(frozen=True)
+class RecipeResult(JsonResult):
+    """Result of `hw.compress`.
+
+    Attributes:
+        model: name of the dense model.
+        loader: what loads the smaller model: "transformers", or "headwise" where only `headwise.load` can.
+        loss: name of the loss.
+        documents: number of held-out documents.
+        stages: the dense model, and the model after each step.
+    """
+
+    ARGUMENT, NOUN = "report", "a report of hw.compress"
+
+    model: str
+    loader: str
+    loss: str
+    documents: int
+    stages: tuple[Stage, ...]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return one dictionary per step: its name, the parameters, and mean, standard error (`_sem`), sample size
+        (`_n`) and degrees of freedom (`_df`) of loss and difference.
+        """
+        return [
+            {
+                "step": each.name,
+                "parameters": each.parameters,
+                **each.loss.columns("loss"),
+                **each.difference.columns("difference"),
+            }
+            for each in self.stages
+        ]
+
+    def require_consistent(self) -> None:
+        """Raise `InputError` unless values have their types, and the stages are those of a recipe."""
+        names = [each.name for each in self.stages]
+        are_in_order = names[:1] == ["dense"] and names == [name for name in STAGES if name in names]
+        require_each(
+            self.ARGUMENT,
+            (
+                (self.model, isinstance(self.model, str), "the name of the model"),
+                (self.loader, self.loader in LOADERS, f"a loader of {', '.join(LOADERS)}"),
+                (self.loss, isinstance(self.loss, str), "the name of the loss"),
+                (self.documents, is_whole(self.documents, 1), "a number of documents"),
+                (names, are_in_order, f"some of {', '.join(STAGES)}"),
+                *(
+                    (each.parameters, is_whole(each.parameters, 0), f"a number of parameters of {each.name}")
+                    for each in self.stages
+                ),
+                *(
+                    (
+                        mean,
+                        is_number(mean.value)
+                        and is_number(mean.sem, 0.0)
+                        and is_whole(mean.n, 0)
+                        and is_number(mean.df, 0.0),
+                        f"mean, standard error, number and degrees of freedom for {each.name}",
+                    )
+                    for each in self.stages
+                    for mean in (each.loss, each.difference)
+                ),
+            ),
+        )
 
 
 def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progress: bool = False) -> RecipeResult:
@@ -166,7 +256,12 @@ class _Run:
         final, steps = self._folder / MODEL, self._inputs.recipe.stages
         dense, held_out, loss = self._inputs.dense, self._inputs.held_out, self._inputs.loss
         baseline = held_out.losses(dense, dense, loss)
-        stages: list[Stage] = [Stage.of("dense", dense, held_out, baseline, baseline)]
+
+        def stage(name: str, model: nn.Module, losses: list[float]) -> Stage:
+            differences = [after - before for after, before in zip(losses, baseline, strict=True)]
+            return Stage(name, count_parameters(model), held_out.mean(losses), held_out.mean(differences))
+
+        stages = [stage("dense", dense, baseline)]
         current = dense
         for name in steps:
             # The folder of the last step has its final name if a run ended after it was renamed.
@@ -174,7 +269,7 @@ class _Run:
             if not path.exists():
                 self._save(getattr(self, f"_{name}")(current), path)
             current = self._load(path)
-            stages.append(Stage.of(name, current, held_out, held_out.losses(current, dense, loss), baseline))
+            stages.append(stage(name, current, held_out.losses(current, dense, loss)))
         shutil.rmtree(self._folder / HEALING, ignore_errors=True)  # the trained weights are saved as a model
         config: Any = current.config
         result = RecipeResult(
@@ -322,12 +417,7 @@ def _require_same_run(folder: Path, known: Mapping[str, Any]) -> None:
     except (OSError, ValueError, AttributeError):
         difference = RECIPE
     if difference is not None:
-        raise InputError(
-            "out",
-            expected="a folder of its own, or that of the run to resume",
-            got=f"another run ({difference} differs) in {str(folder)!r}",
-            remedy=FORCE_REMEDY,
-        )
+        raise other_run_error(folder, difference)
 
 
 def _results_in(folder: Path) -> list[Path]:

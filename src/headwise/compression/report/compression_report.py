@@ -159,19 +159,17 @@ class _Parts:
         if reasons:
             self.notes.append(f"no cache bytes, no times of decoding and no agreement of generated text: {reasons[0]}")
         if data.sequences:
-            self._require_length(prompt + (new_tokens if self._decodes else 0))
+            tokens = prompt + (new_tokens if self._decodes else 0)
+            for model in models:
+                limit = max_input_tokens(
+                    model, SimpleNamespace(model_max_length=None) if tokenizer is None else tokenizer
+                )
+                if limit is not None and tokens > limit:
+                    got = f"{prompt}, with new tokens {tokens}" if self._decodes else prompt
+                    raise InputError("prompt", expected=f"at most {limit} tokens, the model's limit", got=got)
         self._paths = self._attention_paths()
         if not data.knows_documents:
             self.notes.append("the data do not state documents: each example counts as one")
-
-    def _require_length(self, tokens: int) -> None:
-        """Raise `InputError` if a model does not accept this number of tokens."""
-        tokenizer = SimpleNamespace(model_max_length=None) if self._tokenizer is None else self._tokenizer
-        for model in self._models:
-            limit = max_input_tokens(model, tokenizer)
-            if limit is not None and tokens > limit:
-                got = f"{self._prompt}, with new tokens {tokens}" if self._decodes else self._prompt
-                raise InputError("prompt", expected=f"at most {limit} tokens, the model's limit", got=got)
 
     def _attention_paths(self) -> list[list[str]]:
         """Return the paths of the modules that compute attention in each model, and of their output projections where a

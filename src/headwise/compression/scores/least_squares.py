@@ -29,10 +29,13 @@ from headwise.compression.calibration.derivatives import (
 from headwise.compression.calibration.least_squares_fits import (
     FoldedMoments,
     OutputMoments,
-    fitted_removals,
-    unfitted_removals,
 )
-from headwise.compression.calibration.reconstruction import columns_of_heads, fit_projection, output_weight
+from headwise.compression.calibration.reconstruction import (
+    columns_of_heads,
+    fit_projection,
+    moments_of,
+    output_weight,
+)
 from headwise.compression.calibration.recording import projection_inputs
 from headwise.compression.healing.distillation import distillation_loss
 from headwise.compression.pruning.pruning_plan import Head, PlannedModule
@@ -118,11 +121,6 @@ class LeastSquaresScores:
                 if not getattr(model.get_submodule(path), "batch_first", True):
                     remedy, got = "leave out the loss, or use batch_first=True", f"{path} with tokens first"
                     raise InputError("model", expected="layers with the batch first", got=got, remedy=remedy)
-            self._weights = {path: output_weight(model, module) for path, module in self._modules.items()}
-            self._has_bias = {
-                path: getattr(model.get_submodule(module.output), "bias", None) is not None
-                for path, module in self._modules.items()
-            }
             folds = folds_of(batches, documents_of(calibration))
             self._fold_of_sequences = torch.tensor([fold for of_batch in folds for fold in of_batch])
             self._model, self._folds = model, folds
@@ -214,11 +212,11 @@ class LeastSquaresScores:
 
     def _of_module(self, path: str, units: Sequence[tuple[Head, ...]], removed: Sequence[int]) -> list[float]:
         """Return the score of each unit of one module, given that some of its heads were removed before."""
-        module, moments, weight = self._modules[path], self._moments[path], self._weights[path]
+        module, moments = self._modules[path], self._moments[path]
         blocks = [columns_of_heads(module, [head for _, head in unit]) for unit in units]
         gone = columns_of_heads(module, removed)
-        removals_of = fitted_removals if self._is_fitted else unfitted_removals
-        removals = removals_of(moments, weight, blocks, gone, self._has_bias[path])
+        removals_of = moments.fitted_removals if self._is_fitted else moments.unfitted_removals
+        removals = removals_of(blocks, gone)
         if not self.is_comparable:
             return [removal.error for removal in removals]
         gradients, scores = self._gradients[module.output], []
@@ -256,7 +254,7 @@ def _dense_moments(
     """Return the moments of inputs and outputs of each module's output projection in the dense model: by fold with the
     weights of tokens, and of all data with equal weights.
     """
-    moments, unweighted = ({path: FoldedMoments(module.output) for path, module in modules.items()} for _ in range(2))
+    moments, unweighted = ({path: moments_of(model, module) for path, module in modules.items()} for _ in range(2))
     outputs = {path: module.output for path, module in modules.items()}
     weights = token_weights(model, list(outputs.values()), batches)
     with progress_bar("outputs of heads", len(batches), "batches") as bar:

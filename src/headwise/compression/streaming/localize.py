@@ -27,14 +27,20 @@ from headwise.checks import finite_number, flag, require_module, whole_number
 from headwise.compression.calibration.calibration_data import calibration_batches, scored_heads
 from headwise.compression.calibration.derivatives import without_parameter_gradients
 from headwise.compression.calibration.reconstruction import layer_of_site
-from headwise.compression.streaming.attention_calls import AttentionCall, answered, without_compiled_code
 from headwise.compression.streaming.localized_module import LocalizedModule
-from headwise.compression.streaming.streaming_attention import restricted, streaming_mask
+from headwise.compression.streaming.streaming_attention import (
+    HeadKeys,
+    PositionReader,
+    attend_to,
+    require_followed,
+    restricted,
+    streaming_mask,
+)
 from headwise.compression.streaming.streaming_cache import streaming_cache
 from headwise.compression.streaming.streaming_heads import StreamingHeads, weight_samples
-from headwise.compression.streaming.token_positions import PositionReader
 from headwise.data.batches import documents_of, evaluation_mode, select_examples
 from headwise.errors import InputError, require
+from headwise.intercept.hf_calls import HFCall, ModuleAttention, computing, without_compiled_code
 from headwise.intercept.swap_forward import swap_forward
 from headwise.progress import progress_bar, shown_progress
 from headwise.runs.fingerprint import identity_of
@@ -141,25 +147,12 @@ def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
     rows = scored_heads(model, short)
     if any(row.kind != "self" for row in rows):
         raise InputError("model", expected="a decoder without cross-attention", got=type(model).__name__)
-    sizes: dict[str, LocalizedModule] = {}
-
-    def read(call: AttentionCall) -> Tensor:
-        call.require_known_implementation()
-        if call.sees_later_keys:
-            got = f"{type(model).__name__} with bidirectional attention in {call.path}"
-            raise InputError("model", expected="a decoder with causal attention", got=got)
-        heads, kv_heads = call.q.shape[1], call.k.shape[1]
-        features, dtype = call.k.shape[3] + call.v.shape[3], str(call.k.dtype).removeprefix("torch.")
-        own_window = _own_window(call.path, call.module, cache.layers)
-        layer: Any = call.module.layer_idx
-        sizes[call.path] = LocalizedModule(layer, call.path, heads, kv_heads, features, dtype, own_window)
-        return call.dense()
-
-    paths = list(dict.fromkeys(row.module for row in rows))
-    handlers: Mapping[str, Callable[[AttentionCall], Tensor]] = dict.fromkeys(paths, read)
-    with torch.no_grad(), answered(model, handlers, reads_windows=True):
+    readers = [
+        _ModuleReader(path, cache.layers, type(model).__name__) for path in dict.fromkeys(row.module for row in rows)
+    ]
+    with torch.no_grad(), computing(model, readers):
         model(**short)
-    modules = tuple(sizes[path] for path in paths)
+    modules = tuple(reader.found for reader in readers)
     if len({module.layer for module in modules}) < len(modules):
         raise InputError("model", expected="one attention module in each layer", got=type(model).__name__)
     if all(module.own_window is not None for module in modules):
@@ -168,22 +161,59 @@ def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
     return modules
 
 
-def _own_window(path: str, module: Any, layers: Sequence[Any]) -> int | None:
-    """Return the sliding window of a layer of the model's own; None if the layer caches all tokens.
+class _ModuleReader(ModuleAttention):
+    """Attention of one module, computed as the model does, from which the sizes of the module are read.
 
-    Raises:
-        InputError: the module does not state its layer, or the layer has another kind of cache.
+    Args:
+        path: path of the module.
+        layers: layers of an empty cache of the model.
+        model: name of the model's class, for messages.
+
+    Attributes:
+        found: the module.
     """
-    library = require("transformers.cache_utils", purpose="a cache", extra="hf")
-    index = getattr(module, "layer_idx", None)
-    if not isinstance(index, int) or index >= len(layers):
-        raise InputError("model", expected=f"the number of the layer as layer_idx of {path}", got=index)
-    layer = layers[index]
-    if type(layer) is library.DynamicLayer:
-        return None
-    if type(layer) is library.DynamicSlidingWindowLayer:
-        return int(layer.sliding_window)
-    raise InputError("model", expected=f"a cache of keys and values for {path}", got=type(layer).__name__)
+
+    found: LocalizedModule
+
+    def __init__(self, path: str, layers: Sequence[Any], model: str) -> None:
+        super().__init__(path)
+        self._layers, self._model = layers, model
+
+    def compute(self, call: HFCall) -> Tensor:
+        """Read the sizes of a call, and return its output."""
+        call.require_readable()
+        if _sees_later_keys(call):
+            got = f"{self._model} with bidirectional attention in {self.path}"
+            raise InputError("model", expected="a decoder with causal attention", got=got)
+        layer: Any = getattr(call.module, "layer_idx", None)
+        if not isinstance(layer, int) or layer >= len(self._layers):
+            raise InputError("model", expected=f"the number of the layer as layer_idx of {self.path}", got=layer)
+        library, cached = require("transformers.cache_utils", purpose="a cache", extra="hf"), self._layers[layer]
+        if type(cached) not in (library.DynamicLayer, library.DynamicSlidingWindowLayer):
+            expected = f"a cache of keys and values for {self.path}"
+            raise InputError("model", expected=expected, got=type(cached).__name__)
+        self.found = LocalizedModule(
+            layer,
+            self.path,
+            call.q.shape[1],
+            call.k.shape[1],
+            call.k.shape[3] + call.v.shape[3],
+            str(call.k.dtype).removeprefix("torch."),
+            None if type(cached) is library.DynamicLayer else int(cached.sliding_window),
+        )
+        out: Tensor = call.run()[0]
+        return out
+
+
+def _sees_later_keys(call: HFCall) -> bool:
+    """Return True if the first query of a call attends to the last key, of several."""
+    if call.q.shape[2] == 1:
+        return False
+    if call.mask is None:
+        return not call.is_causal
+    first_row = call.mask[..., 0, -1]
+    is_visible = first_row if first_row.dtype == torch.bool else first_row > torch.finfo(first_row.dtype).min / 2
+    return bool(is_visible.any())
 
 
 def _require_cache(model: Any, modules: Sequence[LocalizedModule], batch: Batch) -> None:
@@ -297,9 +327,8 @@ def _texts(batches: Sequence[Batch]) -> Iterator[tuple[int, ...]]:
             yield tuple(row[real].tolist())
 
 
-class WindowEffects:
-    """Handler of the attention calls of one module, which computes them as the model does, and measures each key/value
-    head.
+class WindowEffects(ModuleAttention):
+    """Attention of one module, computed as the model does, by which each key/value head is measured.
 
     With g_t the derivative of the loss with respect to the outputs of the query heads at token t, and e_t the change of
     these outputs if the head sees only its window, the score is the sum of `(g_t . e_t)^2` over all tokens. This is the
@@ -319,15 +348,17 @@ class WindowEffects:
     """
 
     def __init__(self, module: LocalizedModule, width: int, first: int, reader: PositionReader) -> None:
+        super().__init__(module.module)
         self._module, self._width, self._first, self._reader = module, width, first, reader
         self.outside = torch.zeros(module.num_kv_heads, dtype=torch.float64)
         self.scores = torch.zeros(module.num_kv_heads, dtype=torch.float64)
         self.queries = 0
         self.is_recomputed = False
 
-    def __call__(self, call: AttentionCall) -> Tensor:
+    def compute(self, call: HFCall) -> Tensor:
         """Compute a call as the model does, and let the gradient of its output add to the scores."""
-        out = call.dense()
+        require_followed(call, self.path)
+        out: Tensor = call.run()[0]
         if not out.requires_grad:
             out = out.detach().requires_grad_()
         if self.is_recomputed:
@@ -344,40 +375,39 @@ class WindowEffects:
         return out
 
     @torch.no_grad()
-    def _change(self, call: AttentionCall, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _change(self, call: HFCall, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the change of head outputs `(batch, heads, queries, value_dim)`, the sum of the shares of attention
         outside of the window for each key/value head, and a mask `(batch, queries)` of the queries with such keys.
         """
-        batch, heads, queries, _ = call.q.shape
-        positions = self._reader.read(call.path, call.mask, batch, queries, queries, call.is_causal).positions
-        q, k, v = (tensor.detach() for tensor in (call.q, call.k, call.v))
+        batch, _, queries, _ = call.q.shape
+        positions = self._reader.read(self.path, call).positions
+        keys = HeadKeys(call.k.detach(), call.v.detach(), positions, False)
         (dense, dense_lse), (streaming, lse) = (
-            call.attend(q, k, v, list(range(heads)), mask=mask, positions=positions, return_lse=True)
+            attend_to(keys, call, slice(None), mask, return_lse=True)
             for mask in (causal(), streaming_mask(self._width, self._first))
         )
-        own = torch.arange(queries, device=q.device).expand(batch, -1) if positions is None else positions
-        _require_equal(call, dense, out.detach().transpose(1, 2), own >= 0)
+        own = torch.arange(queries, device=call.q.device).expand(batch, -1) if positions is None else positions
+        self._require_equal(call, dense, out.detach().transpose(1, 2), own >= 0)
         counts = own >= self._width + self._first
         shares = 1.0 - (lse.double() - dense_lse.double()).exp()
         share = _by_kv_head(shares.where(counts[:, None], 0.0), self._module).sum((0, 2)).cpu()
         return streaming - dense, share, counts
+
+    def _require_equal(self, call: HFCall, computed: Tensor, own: Tensor, is_real: Tensor) -> None:
+        """Raise `InputError` if attention as headwise states it is not what the model computes."""
+        error = (computed - own).abs().amax(-1).where(is_real[:, None], 0.0).max()
+        precision = torch.finfo(own.dtype).eps
+        if call.implementation == "eager":  # which computes the softmax in float32 in many models, whatever their dtype
+            precision = max(precision, torch.finfo(torch.float32).eps)
+        if not float(error) <= precision**0.5 * float(own.abs().max()):
+            expected = f"softmax attention with the options of its call in {self.path}"
+            raise InputError("model", expected=expected, got=f"another output, by {float(error):.2g}")
 
 
 def _by_kv_head(values: Tensor, module: LocalizedModule) -> Float[Tensor, "batch kv_heads queries"]:
     """Return the sum of values `(batch, heads, queries)` over the query heads of each key/value head."""
     batch, _, queries = values.shape
     return values.reshape(batch, module.num_kv_heads, -1, queries).sum(2)
-
-
-def _require_equal(call: AttentionCall, computed: Tensor, own: Tensor, is_real: Tensor) -> None:
-    """Raise `InputError` if attention as headwise states it is not what the model computes."""
-    error = (computed - own).abs().amax(-1).where(is_real[:, None], 0.0).max()
-    precision = torch.finfo(own.dtype).eps
-    if call.implementation == "eager":  # which computes the softmax in float32 in many models, whatever their dtype
-        precision = max(precision, torch.finfo(torch.float32).eps)
-    if not float(error) <= precision**0.5 * float(own.abs().max()):
-        expected = f"softmax attention with the options of its call in {call.path}"
-        raise InputError("model", expected=expected, got=f"another output, by {float(error):.2g}")
 
 
 def measure_effects(
@@ -388,7 +418,7 @@ def measure_effects(
     reader = PositionReader()
     effects = {module.module: WindowEffects(module, width, first, reader) for module in modules}
     bar = progress_bar("window effects", len(batches), "batches")
-    with without_parameter_gradients(model), torch.enable_grad(), answered(model, effects), bar as progress:
+    with without_parameter_gradients(model), torch.enable_grad(), computing(model, effects.values()), bar as progress:
         for batch in progress.track(batches, step=1):
             with _checkpointed(model, list(effects)):
                 losses = loss_per_example(loss, model, batch)

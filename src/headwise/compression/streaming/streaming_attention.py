@@ -1,18 +1,101 @@
-"""Attention of modules with streaming heads: full and streaming heads attend separately, each to their own keys."""
+"""Attention of modules with streaming heads: full and streaming heads attend separately, each to their own keys.
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+The positions of tokens in their sequences are read from the causal mask of each call. Position 0 is the first token of
+a sequence that is not padding, and padding has position -1.
+"""
 
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor, nn
 
+from headwise.attention.attend import attend
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal, prefix, window
-from headwise.compression.streaming.attention_calls import AttentionCall, answered
 from headwise.compression.streaming.localized_module import LocalizedModule
-from headwise.compression.streaming.streaming_cache import HeadKeys
-from headwise.compression.streaming.token_positions import PositionReader, TokenPositions
 from headwise.errors import InputError
+from headwise.intercept.hf_calls import HFCall, ModuleAttention, computing
+from headwise.shapes import Float, Int
+
+TENSOR_OPTIONS = ("position_ids", "cache_position", "s_aux")
+"""Options of an attention function that may be tensors."""
+
+
+class TokenPositions(NamedTuple):
+    """Positions of the keys of an attention call. The last tokens are those of the queries.
+
+    Attributes:
+        tokens: number of keys that belong to tokens. Later keys are unused slots of a static cache.
+        positions: position of each token, -1 for padding; None without padding.
+    """
+
+    tokens: int
+    positions: Int[Tensor, "batch tokens"] | None
+
+
+class PositionReader:
+    """Reader of the masks of attention calls, which reads a mask that several layers share once."""
+
+    def __init__(self) -> None:
+        self._mask: Any = lambda: None
+        self._version: int | None = None
+        self._last = TokenPositions(0, None)
+
+    def read(self, path: str, call: HFCall) -> TokenPositions:
+        """Return the positions of the keys of a call of the module at `path`.
+
+        Raises:
+            InputError: the mask is not the causal mask, or the padding is not on one side.
+        """
+        mask, queries, keys = call.mask, call.q.shape[2], call.k.shape[2]
+        if mask is None:
+            if queries == 1:
+                return TokenPositions(keys, None)
+            if call.is_causal and queries <= keys:  # SDPA aligns the first query with the first key
+                return TokenPositions(queries, None)
+            raise _refusal(path, f"no mask for {queries} queries and {keys} keys")
+        version = None if mask.is_inference() else mask._version
+        if self._mask() is not mask or version is None or version != self._version:
+            self._last = _positions_in(path, mask, queries, keys)
+            self._mask, self._version = weakref.ref(mask), version
+        tokens, positions = self._last
+        return TokenPositions(tokens, None if positions is None else positions.expand(len(call.q), -1))
+
+
+def _refusal(path: str, got: str) -> InputError:
+    """Return the error for a mask from which positions cannot be read."""
+    return InputError("model", expected=f"causal attention to all tokens that are not padding in {path}", got=got)
+
+
+def _positions_in(path: str, mask: Tensor, queries: int, keys: int) -> TokenPositions:
+    """Return the positions of the keys from a mask."""
+    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != keys or mask.shape[2] != queries:
+        raise _refusal(path, f"a mask of shape {tuple(mask.shape)}")
+    visible = mask[:, 0]
+    if mask.dtype != torch.bool:
+        visible = visible == 0
+        if not bool((visible | (mask[:, 0] <= torch.finfo(mask.dtype).min / 2)).all()):
+            raise _refusal(path, "a mask that adds other numbers to the scores")
+    is_real = visible[:, -1]
+    tokens = keys
+    if queries != keys:
+        # The last key that any last query sees is its own; later ones are unused slots of a static cache. All keys
+        # count if each of these queries is padding.
+        seen = is_real.any(0).nonzero()
+        tokens = int(seen[-1]) + 1 if len(seen) else keys
+    key, query = torch.arange(keys, device=mask.device), torch.arange(queries, device=mask.device) + tokens - queries
+    if tokens < queries or not torch.equal(visible, (key <= query[:, None]) & is_real[:, None]):
+        raise _refusal(path, "another mask")
+    is_real = is_real[:, :tokens]
+    if bool(is_real.all()):
+        return TokenPositions(tokens, None)
+    if int((is_real[:, 1:] & ~is_real[:, :-1]).sum(1).add(is_real[:, 0]).max()) > 1:
+        raise _refusal(path, "padding between tokens")
+    if queries != keys and bool((is_real.any(1) & ~is_real[:, -1]).any()):
+        raise _refusal(path, "padding on the right with a cache")
+    return TokenPositions(tokens, (is_real.cumsum(1) - 1).masked_fill(~is_real, -1))
 
 
 def streaming_mask(width: int, first: int) -> Mask:
@@ -22,8 +105,59 @@ def streaming_mask(width: int, first: int) -> Mask:
     return causal() & (window(width) | prefix(first)) if first else window(width)
 
 
-class StreamingAttention:
-    """Handler of the attention calls of one module with streaming heads.
+class HeadKeys(NamedTuple):
+    """Keys and values of some heads for one call.
+
+    Attributes:
+        keys: the keys.
+        values: the values.
+        positions: position of each key, -1 for padding and empty slots; None for keys numbered from 0.
+        sees_all: True if every query sees all keys, so that no mask is needed.
+    """
+
+    keys: Float[Tensor, "batch kv_heads keys head_dim"]
+    values: Float[Tensor, "batch kv_heads keys value_dim"]
+    positions: Int[Tensor, "batch keys"] | None
+    sees_all: bool
+
+
+def attend_to(keys: HeadKeys, call: HFCall, heads: list[int] | slice, mask: Mask, *, return_lse: bool = False) -> Any:
+    """Compute attention of some query heads of a call to keys and values of their own, with the options of the call.
+
+    Args:
+        keys: the keys and values. The last ones are those of the queries.
+        call: the call.
+        heads: numbers of the query heads.
+        mask: mask by positions.
+        return_lse: also return the log-sum-exp.
+    """
+    q, positions, options = call.q[:, heads], keys.positions, call.score_options
+    if options["sinks"] is not None:
+        options["sinks"] = options["sinks"][heads]
+    return attend(
+        q,
+        keys.keys,
+        keys.values,
+        mask=None if keys.sees_all else mask,
+        query_positions=None if positions is None else positions[..., -q.shape[2] :],
+        key_positions=positions,
+        return_lse=return_lse,
+        **options,
+    )
+
+
+def require_followed(call: HFCall, path: str) -> None:
+    """Raise `InputError` if a call of the module at `path` has options that streaming heads cannot follow."""
+    call.require_readable()
+    unknown = {name for name, value in call.options.items() if isinstance(value, Tensor)}.difference(TENSOR_OPTIONS)
+    unknown |= {name for name in ("sliding_window", "cache") if call.options.get(name) is not None}
+    if unknown:
+        expected = f"attention without {', '.join(sorted(unknown))} in {path}"
+        raise InputError("model", expected=expected, got=type(call.module).__name__)
+
+
+class StreamingAttention(ModuleAttention):
+    """Attention of one module with streaming heads.
 
     Args:
         module: the module's heads.
@@ -37,65 +171,49 @@ class StreamingAttention:
     """
 
     def __init__(self, module: LocalizedModule, width: int, first: int, reader: PositionReader) -> None:
+        super().__init__(module.module)
         self.restriction = module, width, first
         self.cache_layer: Any = None
         self._module, self._reader = module, reader
         self._mask = streaming_mask(width, first)
 
-    def __call__(self, call: AttentionCall) -> Tensor:
+    def on_start(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook: forget the layer of a cache of an earlier call that was interrupted."""
+        super().on_start(module, args)
+        self.cache_layer = None
+
+    def compute(self, call: HFCall) -> Tensor:
         """Compute a call, and return its output `(batch, queries, heads, value_dim)`."""
+        require_followed(call, self.path)
         module = self._module
         batch, heads, queries, _ = call.q.shape
         if (heads, call.k.shape[1]) != (module.num_heads, module.num_kv_heads):
-            expected = f"{module.num_heads} heads and {module.num_kv_heads} key/value heads in {call.path}"
+            expected = f"{module.num_heads} heads and {module.num_kv_heads} key/value heads in {self.path}"
             raise InputError("model", expected=expected, got=f"{heads} and {call.k.shape[1]}")
-        tokens = self._reader.read(call.path, call.mask, batch, queries, call.k.shape[2], call.is_causal)
+        tokens = self._reader.read(self.path, call)
         layer, self.cache_layer = self.cache_layer, None
         if layer is None:
-            full, streaming = self._split(call, tokens)
+            count, positions = tokens
+            full, streaming = (
+                HeadKeys(call.k[:, list(kv_heads), :count], call.v[:, list(kv_heads), :count], positions, sees_all)
+                for kv_heads, sees_all in ((module.full, queries == 1 and positions is None), (module.streaming, False))
+            )
         else:
             layer.require_returned(call.k, call.v)
             full, streaming = layer.join(tokens)
         out = call.q.new_empty((batch, queries, heads, streaming.values.shape[3]))
-        parts = [(streaming, module.streaming, self._mask), (full, module.full, causal())]
-        for keys, kv_heads, mask in parts:
-            if keys is not None:
+        for keys, kv_heads, mask in ((streaming, module.streaming, self._mask), (full, module.full, causal())):
+            if kv_heads:
                 query_heads = module.query_heads(kv_heads)
-                attended = call.attend(
-                    call.q[:, query_heads],
-                    keys.keys,
-                    keys.values,
-                    query_heads,
-                    mask=None if keys.sees_all else mask,
-                    positions=keys.positions,
-                )
-                out[:, :, query_heads] = attended.transpose(1, 2)
+                out[:, :, query_heads] = attend_to(keys, call, query_heads, mask).transpose(1, 2)
         return out
 
-    def forget_cache(self, *_: Any) -> None:
-        """Forward pre-hook: forget the layer of a cache of an earlier call that was interrupted."""
-        self.cache_layer = None
 
-    def _split(self, call: AttentionCall, tokens: TokenPositions) -> tuple[HeadKeys | None, HeadKeys]:
-        """Return the keys and values of full heads and of streaming heads from those of a call with all keys."""
-        count, positions = tokens
-        is_one = call.q.shape[2] == 1 and positions is None
-        full, streaming = (
-            HeadKeys(call.k[:, list(heads), :count], call.v[:, list(heads), :count], positions, sees_all)
-            for heads, sees_all in ((self._module.full, is_one), (self._module.streaming, False))
-        )
-        return (full if self._module.full else None), streaming
-
-
-@contextmanager
-def restricted(model: nn.Module, modules: tuple[LocalizedModule, ...], width: int, first: int) -> Iterator[None]:
-    """Restrict the streaming heads of a model to the first tokens and a window while the context is open."""
+def restricted(
+    model: nn.Module, modules: tuple[LocalizedModule, ...], width: int, first: int
+) -> AbstractContextManager[None]:
+    """Return a context in which the streaming heads of a model attend to the first tokens and a window only."""
     reader = PositionReader()
-    handlers = {
-        module.module: StreamingAttention(module, width, first, reader) for module in modules if module.streaming
-    }
-    with ExitStack() as stack:
-        for path, handler in handlers.items():
-            stack.callback(model.get_submodule(path).register_forward_pre_hook(handler.forget_cache).remove)
-        stack.enter_context(answered(model, handlers))
-        yield
+    return computing(
+        model, [StreamingAttention(module, width, first, reader) for module in modules if module.streaming]
+    )

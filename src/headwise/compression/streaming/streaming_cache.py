@@ -9,32 +9,16 @@ empty while the token at this position is still in the window.
 
 import weakref
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.compression.streaming.attention_calls import handler_of
 from headwise.compression.streaming.localized_module import LocalizedModule
-from headwise.compression.streaming.token_positions import TokenPositions
+from headwise.compression.streaming.streaming_attention import HeadKeys, TokenPositions
 from headwise.errors import InputError, require
-from headwise.shapes import Float, Int
-
-
-class HeadKeys(NamedTuple):
-    """Keys and values of some heads for one call.
-
-    Attributes:
-        keys: the keys.
-        values: the values.
-        positions: position of each key, -1 for padding and empty slots; None for keys numbered from 0.
-        sees_all: True if every query sees all keys, so that no mask is needed.
-    """
-
-    keys: Float[Tensor, "batch kv_heads keys head_dim"]
-    values: Float[Tensor, "batch kv_heads keys value_dim"]
-    positions: Int[Tensor, "batch keys"] | None
-    sees_all: bool
+from headwise.intercept.hf_calls import module_attentions
+from headwise.shapes import Int
 
 
 def streaming_cache(model: Any, modules: tuple[LocalizedModule, ...], window: int, first: int) -> Any:
@@ -75,16 +59,12 @@ def _classes() -> tuple[Any, Any]:
                 InputError: an earlier call ended before all layers had stored its tokens.
             """
             if layer_idx == self.attention_layers[0]:
-                self._require_complete()
+                layers = [self.layers[layer] for layer in self.attention_layers]
+                is_waiting = any(getattr(layer, "is_waiting", False) for layer in layers)
+                if is_waiting or len({layer.get_seq_length() for layer in layers}) > 1:
+                    expected, remedy = "a cache whose last call was not interrupted or refused", "use a new one"
+                    raise InputError("past_key_values", expected=expected, got="an incomplete one", remedy=remedy)
             return super().update(keys, values, layer_idx, *args, **kwargs)
-
-        def _require_complete(self) -> None:
-            """Raise `InputError` if some layers lack tokens."""
-            layers = [self.layers[layer] for layer in self.attention_layers]
-            is_waiting = any(getattr(layer, "is_waiting", False) for layer in layers)
-            if is_waiting or len({layer.get_seq_length() for layer in layers}) > 1:
-                expected, remedy = "a cache whose last call was not interrupted or refused", "use a new one"
-                raise InputError("past_key_values", expected=expected, got="an incomplete one", remedy=remedy)
 
     class StreamingLayer(StreamingStorage, library.DynamicLayer):  # type: ignore[name-defined,misc]
         """Layer of a cache of `transformers` with streaming heads."""
@@ -142,8 +122,9 @@ class StreamingStorage:
         Raises:
             InputError: the model's heads are not restricted.
         """
-        handler: Any = handler_of(self._owner())
-        if getattr(handler, "restriction", None) != (self.module, self._window, self._first):
+        owner = self._owner()
+        attention: Any = None if owner is None else module_attentions.get(owner)
+        if getattr(attention, "restriction", None) != (self.module, self._window, self._first):
             remedy = "open `with streaming.running(model)` around the call"
             raise InputError(
                 "past_key_values", expected="a model that runs with these streaming heads", got="another", remedy=remedy
@@ -151,7 +132,7 @@ class StreamingStorage:
         if key_states.shape[1] != self.module.num_kv_heads:
             expected = f"{self.module.num_kv_heads} key/value heads in the cache of {self.module.module}"
             raise InputError("model", expected=expected, got=key_states.shape[1])
-        self._pending, handler.cache_layer = (key_states, value_states), self
+        self._pending, attention.cache_layer = (key_states, value_states), self
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         self._tokens += key_states.shape[2]
         self._placeholders = self._placeholder(key_states), self._placeholder(value_states)

@@ -78,6 +78,7 @@ class StreamingHeads(JsonResult):
         paths = [module.module for module in self.modules]
         layers = [module.layer for module in self.modules]
         losses = (*self.selection_losses, *self.losses)
+        are_positive = all(is_number(loss, 0.0) and loss > 0 for loss in losses)
         require_each(
             self.ARGUMENT,
             (
@@ -88,7 +89,7 @@ class StreamingHeads(JsonResult):
                 (self.window, is_whole(self.window, 1), "a window of at least 1 token"),
                 (self.first, is_whole(self.first, 0), "a number of first tokens"),
                 (self.budget, is_number(self.budget, 0.0), "a budget of 0 or more"),
-                (losses, len(losses) == 4 and all(map(_is_loss, losses)), "two pairs of losses above 0"),
+                (losses, len(losses) == 4 and are_positive, "two pairs of losses above 0"),
                 (self.selection_examples, is_whole(self.selection_examples, 1), "a number of texts"),
                 (self.examples, is_whole(self.examples, 1), "a number of texts"),
                 (self.has_held_out, isinstance(self.has_held_out, bool), "true or false in `has_held_out`"),
@@ -212,9 +213,11 @@ class StreamingHeads(JsonResult):
                 raise InputError("model", expected=f"one with a module {module.module}", got=type(model).__name__)
         samples = weight_samples(model, [module.module for module in self.modules])
         weight_dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
-        is_packed = any(has_integers(model.get_submodule(module.module)) for module in self.modules)
+        submodules = [model.get_submodule(module.module) for module in self.modules]
+        tensors = [tensor for each in submodules for tensor in (*each.parameters(), *each.buffers())]
+        is_quantised = any(not tensor.is_floating_point() and tensor.dtype != torch.bool for tensor in tensors)
         is_other = self.identity is not None and self.identity.is_other(identity_of(model))
-        is_other |= bool(self.weights) and len(samples) != len(self.weights) and not is_packed
+        is_other |= bool(self.weights) and len(samples) != len(self.weights) and not is_quantised
         if is_other or not are_rounded(
             self.weights, samples, weight_dtypes | {module.torch_dtype for module in self.modules}
         ):
@@ -265,11 +268,6 @@ class StreamingHeads(JsonResult):
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows)
 
 
-def _is_loss(value: Any) -> bool:
-    """Return True for a number above 0."""
-    return is_number(value, 0.0) and value > 0
-
-
 SAMPLES = 2
 """Number of weights of each parameter."""
 
@@ -286,12 +284,6 @@ def weight_samples(model: nn.Module, paths: Iterable[str]) -> tuple[float, ...]:
                 positions = torch.randint(weight.numel(), (SAMPLES,), generator=generator)
                 samples += weight.detach().flatten()[positions.to(weight.device)].tolist()
     return tuple(samples)
-
-
-def has_integers(module: nn.Module) -> bool:
-    """Return True if a module has weights that are whole numbers, as quantised ones are, as parameters or buffers."""
-    tensors = (*module.parameters(), *module.buffers())
-    return any(not each.is_floating_point() and each.dtype != torch.bool for each in tensors)
 
 
 def are_rounded(samples: Sequence[float], others: Sequence[float], dtypes: Iterable[torch.dtype]) -> bool:
