@@ -44,7 +44,8 @@ def ablate(
 ) -> None:
     """Measure the loss of a model without each head. Heads (with --units: layers, groups of heads that share keys and
     values, or all heads of a role such as previous token) are removed one at a time, by replacing their output. Prints
-    the largest increases of the loss, and saves the effect of each removal in --out.
+    the largest increases of the loss, and saves the effect of each removal in --out. Processes started by torchrun
+    share the work.
     """
     from headwise.analysis.losses import name_of_loss
     from headwise.analysis.profile import require_profile_of
@@ -57,7 +58,7 @@ def ablate(
         raise InputError("html", expected="--units heads, whose effects a page shows", got=f"--units {units}")
     require_writable_page(html)
     profile = None if roles is None else hw.load_profile(roles)
-    with run.open() as opened:
+    with run.open(shared=True) as opened:
         lm_head, loss_function = find_loss(opened.source, opened.dataset.tokenizer, loss)
         settings = {"replacement": replacement} if units == "roles" else {"replacement": replacement, "units": units}
         settings["loss"] = name_of_loss(loss_function)
@@ -73,6 +74,6 @@ def ablate(
             units=units if profile is None else profile.roles(),
             **opened.options,
         )
-        if isinstance(result, hw.Ablation):
+        if opened.is_first and isinstance(result, hw.Ablation):
             write_example_page(html, result, model, opened.dataset, opened.source.title)
         opened.show(result, print_ablation, top, page=html)

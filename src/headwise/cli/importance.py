@@ -55,7 +55,8 @@ def importance(
 ) -> None:
     """Score how important each head is for the loss. Methods: gradients of the loss with respect to head gates (factors
     on head outputs), these gradients integrated over gate values from 0 to 1, removal of each head, or learned gates.
-    Prints the heads with the largest scores, and saves all scores in --out.
+    Prints the heads with the largest scores, and saves all scores in --out. Processes started by torchrun share the
+    work.
     """
     from headwise.analysis.importance.importance import create_method
     from headwise.analysis.losses import name_of_loss
@@ -63,7 +64,7 @@ def importance(
 
     require_writable_page(html)
     of_method: dict[str, Any] = {name: value for name, value in asdict(method_options).items() if value is not None}
-    with run.open() as opened:
+    with run.open(shared=True) as opened:
         lm_head, loss_function = find_loss(opened.source, opened.dataset.tokenizer, loss)
         if method is None:  # the gradient of a distance is 0 at the unchanged model
             method = "ablation" if isinstance(loss_function, hw.EmbeddingDistance) else "gradient"
@@ -72,5 +73,6 @@ def importance(
         model = opened.load(hw.Importance, lm_head, **settings, loss=name_of_loss(loss_function))
         options = {**of_method, **opened.options}
         result = hw.importance(model, opened.dataset, loss_function, method, normalise=normalise, **options)
-        write_example_page(html, result, model, opened.dataset, opened.source.title)
+        if opened.is_first:
+            write_example_page(html, result, model, opened.dataset, opened.source.title)
         opened.show(result, print_importance, top, page=html)

@@ -37,13 +37,14 @@ def in_context(
     """Measure the in-context learning score of a language model, its loss late in the context minus its loss early in
     it, and how the score changes without each head. Prints the heads without which the score rises most, and saves the
     changes in --out. Processor time grows with --sequences: on 2 cores, 3 sequences of smollm2 take about 9 minutes.
+    Processes started by torchrun share the work.
     """
     from headwise.analysis.in_context_score import InContextLoss
     from headwise.show.results import print_in_context
 
     require_new_tables(run.out, hw.InContextScores.NAME, force=run.force)
     find_causal(run.model)
-    with run.open() as opened:
+    with run.open(shared=True) as opened:
         replacements = IN_CONTEXT_REPLACEMENTS if replacement == "both" else (replacement,)
         score = InContextLoss(early, late, window).__name__
         for name in replacements:
@@ -60,5 +61,6 @@ def in_context(
             replacements=replacements,
             **options,
         )
-        result.save(run.out, force=True)
+        if opened.is_first:
+            result.save(run.out, force=True)
         opened.show(result, print_in_context, top)
