@@ -115,7 +115,7 @@ def ablate(
     data = PassData(model, dataset, [])
     table_type: type[Ablation | SetAblation] = Ablation if units == "heads" else SetAblation
     notes: list[str] = []
-    table = table_of_pass(
+    table: Ablation | SetAblation = table_of_pass(
         data,
         table_type,
         AblationProgress,

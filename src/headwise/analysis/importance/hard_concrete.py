@@ -112,7 +112,8 @@ class HardConcrete:
         """Return a row per head with two means over the fits of the first process: `open`, the probability that the
         head's gate is not 0, and `gate`, the value of the head's gate without noise.
         """
-        rows, fits = [], parts[0].values.values()
+        rows: list[HeadRow] = []
+        fits = parts[0].values.values()
         for record, labels in merged_registry(task.model, parts[:1]).head_labels():
             log_alpha = torch.stack([fit[record.site][LOG_ALPHA][labels["head"]] for fit in fits])
             values = {"open": self.open_probability(log_alpha), "gate": self.gate_without_noise(log_alpha)}

@@ -168,7 +168,8 @@ def _translation(difference: Float[Tensor, "heads value_dim"]) -> Float[Tensor, 
     heads, features = len(difference), difference.numel()
     matrix = torch.eye(features + heads + 1, dtype=difference.dtype, device=difference.device)
     matrix[:features, -1] = difference.flatten()
-    matrix[features:-1, :features] = 2 * torch.block_diag(*difference)
+    for head, of_head in enumerate(difference):
+        matrix[features + head, head * len(of_head) : (head + 1) * len(of_head)] = 2 * of_head
     matrix[features:-1, -1] = difference.square().sum(-1)
     return matrix
 
