@@ -5,12 +5,10 @@ import multiprocessing
 import pickle
 from pathlib import Path
 
-import pytest
 import torch
 
 import headwise as hw
 import tiny
-from headwise.runs import checkpoint
 
 TEXTS = tiny.texts(11, 5, 23, 7, 11, 2, 11)
 """Seven documents; as sequences of equal length, at most two at a time, they are six batches."""
@@ -30,8 +28,9 @@ def run(model, out, dataset=None, **options):
 
 
 def contents(folder):
-    """Return the bytes of every file in a folder, by name."""
-    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+    """Return the bytes of every file in a folder, and in the folders there, by its path."""
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def values(profile):
@@ -61,32 +60,6 @@ def interrupt_after(model, batches):
             raise Interrupted
 
     return model.layers[1].register_forward_pre_hook(hook), begun
-
-
-def check_resumes_and_shares(measure, model, folder, monkeypatch):
-    """Interrupt `measure(out=...)`, which runs a model over data, near its end, and compare the table after resuming,
-    and those of two processes, with that of one run.
-    """
-    monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
-    begun, last = [], []
-
-    def interrupt(*_):
-        begun.append(None)
-        if len(begun) in last:
-            raise Interrupted
-
-    hook = model.register_forward_pre_hook(interrupt)
-    expected = repr(measure(out=None).records())
-    runs = len(begun)
-    last.append(2 * runs - 5)
-    with pytest.raises(Interrupted):
-        measure(out=folder / "out")
-    before = len(begun)
-    assert repr(measure(out=folder / "out").records()) == expected
-    assert len(begun) - before < runs
-    hook.remove()
-    for records in results_of_two_processes(lambda _rank: measure(out=None).records(), folder):
-        assert repr(records) == expected
 
 
 def results_of_two_processes(action, folder):

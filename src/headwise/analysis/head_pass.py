@@ -13,14 +13,14 @@ from headwise.analysis.nonfinite import nonfinite_error
 from headwise.checks import require_module, token_ids
 from headwise.data.batches import call_model, device_of, evaluation_mode, to_device
 from headwise.data.texts import Texts
-from headwise.data.tokenization import SpecialTokens, special_ids, text_model
+from headwise.data.tokenization import SpecialTokens, input_embeddings, special_ids, text_model
 from headwise.errors import InputError
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch_further
 from headwise.runs.checkpoint import CheckpointedRun
-from headwise.runs.data_pass import PassProgress, SiteProgress, prepare_texts, require_same_data, run_pass
+from headwise.runs.data_pass import Pass, PassProgress, SiteProgress, prepare_texts, require_same_data
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.rows import NO_ESTIMATE, MeanEstimate, moment_estimates
@@ -28,13 +28,6 @@ from headwise.runs.table import Table
 from headwise.shapes import Float
 from headwise.statistics.moments import Clusters
 from headwise.statistics.tally import FurtherStatistics
-
-
-def require_finite_heads(heads: Heads, model: nn.Module, batch: dict[str, Any]) -> None:
-    """Raise `InputError` if attention weights or head outputs were NaN or infinite in the last run of the model, on
-    `batch`. The error names the first module in which a number is.
-    """
-    require_finite_outputs(heads.nonfinite, model, batch)
 
 
 def require_finite_outputs(nonfinite: Collection[str], model: nn.Module, batch: dict[str, Any]) -> None:
@@ -50,22 +43,6 @@ def require_finite_outputs(nonfinite: Collection[str], model: nn.Module, batch: 
         error = nonfinite_error(model, lambda: call_model(model, batch), batch)
         modules = ", ".join(nonfinite)
         raise error or InputError("model", expected="finite attention", got=f"NaN or infinity in {modules}")
-
-
-def text_special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of a tokenizer's special tokens, including those that it adds to every text, but without the
-    unknown token, which stands for an ordinary word.
-    """
-    added = SpecialTokens.of(tokenizer)
-    return special_ids(tokenizer) | {*added.before, *added.after}
-
-
-def require_vocabulary(model: Any, texts: Texts) -> None:
-    """Raise an `InputError` if the texts contain token ids outside the model's vocabulary."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    largest = max(int(sequence.max()) for sequence in texts.sequences)
-    if largest >= vocabulary:
-        raise InputError("tokenizer", expected=f"ids below {vocabulary}, the model's vocabulary", got=largest)
 
 
 TableT = TypeVar("TableT", bound=Table[Any])
@@ -110,8 +87,12 @@ def pass_data(
     if isinstance(dataset, Texts):
         model = text_model(model)
         dataset = texts = prepare_texts(dataset, model, out, shown=shown)
-        require_vocabulary(model, texts)
-        special = text_special_ids(texts.tokenizer) if special is None else special
+        vocabulary, largest = input_embeddings(model).num_embeddings, max(int(ids.max()) for ids in texts.sequences)
+        if largest >= vocabulary:
+            raise InputError("tokenizer", expected=f"ids below {vocabulary}, the model's vocabulary", got=largest)
+        if special is None:  # also tokens that the tokenizer adds; not the unknown token, which stands for any word
+            added = SpecialTokens.of(texts.tokenizer)
+            special = special_ids(texts.tokenizer) | {*added.before, *added.after}
     return PassData(model, dataset, token_ids("special", () if special is None else special))
 
 
@@ -119,11 +100,12 @@ def table_of_pass(
     data: PassData,
     table_type: type[TableT],
     progress_type: type[ProgressT],
-    measure: Callable[[CheckpointedRun[ProgressT, TableT]], ProgressT],
+    measure: Callable[[Pass[ProgressT]], ProgressT],
     make_table: Callable[[list[ProgressT], dict[str, Any]], TableT],
     *,
     out: str | Path | None,
     force: bool,
+    progress: bool,
     title: str | None,
     **settings: Any,
 ) -> TableT:
@@ -135,11 +117,12 @@ def table_of_pass(
         data: model and data.
         table_type: class of the table.
         progress_type: class of the partial results.
-        measure: function of the run that measures this process's share of the batches; see `run_pass`.
+        measure: function of the pass that measures this process's share of the batches.
         make_table: function of the partial results of all processes and of the metadata that returns the table. Rank 0
             calls it.
         out: folder of the run; None writes nothing.
         force: replace another run in that folder.
+        progress: show a progress bar.
         title: the model's name for display.
         settings: arguments that determine the numbers, JSON-compatible.
     """
@@ -151,7 +134,7 @@ def table_of_pass(
         finished = broadcast_from_rank0(run.finished_table)
         if finished is not None:
             return require_same_data(finished, data.dataset, run)
-        measured = measure(run)
+        measured = measure(Pass(run, progress))
         parts = gather_from_ranks(measured)
 
         def finish() -> TableT:
@@ -194,22 +177,19 @@ def measure_further(
         data,
         table_type,
         SiteProgress,
-        lambda run: measure_heads(data, watch_further(data.model, further, data.special), run, shown=progress),
+        lambda data_pass: measure_heads(data, watch_further(data.model, further, data.special), data_pass),
         lambda parts, metadata: make_table(merged_registry(data.model, parts), metadata),
         special=data.special,
         out=out,
         force=force,
+        progress=progress,
         title=title,
         **settings,
     )
 
 
 def measure_heads(
-    data: PassData,
-    watched: AbstractContextManager[Heads],
-    run: CheckpointedRun[SiteProgress, Any],
-    *,
-    shown: bool,
+    data: PassData, watched: AbstractContextManager[Heads], data_pass: Pass[SiteProgress]
 ) -> SiteProgress:
     """Run a model on this process's share of the batches, except those that the process's checkpoint already includes,
     and return the statistics of heads over the whole share.
@@ -217,23 +197,21 @@ def measure_heads(
     Args:
         data: model and data.
         watched: `watch` of the model, which collects the statistics; it is entered here.
-        run: the run, which has the checkpoint.
-        shown: whether a progress bar is shown.
+        data_pass: the pass over the data, which resumes.
     """
-    resumed, progress, device = run.load_progress(), SiteProgress(), device_of(data.model)
+    progress, device = SiteProgress(), device_of(data.model)
     with watched as heads:
-        heads.merge(resumed.records)
+        heads.merge(data_pass.resumed.records)
         progress.records = heads.records
 
         def process_batch(batch: dict[str, Any], clusters: Clusters) -> None:
             heads.clusters = clusters
             batch = to_device(batch, device)
             call_model(data.model, batch)
-            require_finite_heads(heads, data.model, batch)
+            require_finite_outputs(heads.nonfinite, data.model, batch)
             progress.records = heads.records
 
-        run_pass(data.dataset, process_batch, run, resumed, progress, shown=shown)
-    return progress
+        return data_pass.over(data.dataset, process_batch, progress)
 
 
 SequenceValues = dict[str, Float[Tensor, "_ _ ..."]]
@@ -273,8 +251,6 @@ def measure_sequences(
     measure_batch: Callable[[dict[str, Any]], tuple[Iterable[SiteRecord], dict[SiteKey, SequenceValues]]],
     table_type: type[TableT],
     make_table: Callable[[SiteRegistry, dict[SiteKey, SequenceValues], dict[str, Any]], TableT],
-    *,
-    progress: bool,
     **options: Any,
 ) -> TableT:
     """Run a model over data, measure values of each sequence, and return the table that `make_table` makes of them.
@@ -285,7 +261,6 @@ def measure_sequences(
             values.
         table_type: class of the table.
         make_table: function of the sites, of their values over all sequences in order, and of the metadata.
-        progress: show a progress bar.
         options: further arguments of `table_of_pass`.
 
     Raises:
@@ -293,18 +268,17 @@ def measure_sequences(
     """
     device = device_of(data.model)
 
-    def measure(run: CheckpointedRun[SequenceProgress, TableT]) -> SequenceProgress:
-        resumed, registry = run.load_progress(), SiteRegistry(data.model)
-        registry.merge(resumed.records)
-        done = SequenceProgress(records=resumed.records, values=resumed.values)
+    def measure(data_pass: Pass[SequenceProgress]) -> SequenceProgress:
+        registry = SiteRegistry(data.model)
+        registry.merge(data_pass.resumed.records)
+        done = SequenceProgress(records=data_pass.resumed.records, values=data_pass.resumed.values)
 
         def process_batch(batch: dict[str, Any], _clusters: Clusters) -> None:
             records, values = measure_batch(to_device(batch, device))
             registry.merge(SiteRecord(each.site, each.layer, each.heads, each.kv_heads) for each in records)
             done.records, done.values[done.batches] = registry.records, values
 
-        run_pass(data.dataset, process_batch, run, resumed, done, shown=progress)
-        return done
+        return data_pass.over(data.dataset, process_batch, done)
 
     def make(parts: list[SequenceProgress], metadata: dict[str, Any]) -> TableT:
         registry = merged_registry(data.model, parts)

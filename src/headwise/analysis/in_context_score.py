@@ -2,7 +2,8 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.ablate import ablate
 from headwise.analysis.causality import why_not_causal
+from headwise.analysis.head_pass import PassData, SequenceValues, measure_sequences
 from headwise.analysis.profile import profile
 from headwise.analysis.replacements import Replacement, mean, zero
 from headwise.analysis.token_cross_entropy import token_cross_entropy
@@ -18,19 +20,18 @@ from headwise.checks import collection_of, flag, head_pairs, require_module, who
 from headwise.data.batches import (
     POSITIONAL,
     NumberedBatches,
-    call_model,
     device_of,
     documents_of,
-    evaluation_mode,
     iterate_batches,
-    to_device,
     with_cache_disabled,
 )
 from headwise.data.texts import Texts
 from headwise.errors import InputError
+from headwise.intercept.interceptor import SiteKey
+from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.survey import survey
 from headwise.runs.data_pass import prepare_texts
-from headwise.runs.fingerprint import run_settings
+from headwise.runs.fingerprint import text_options
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate
 from headwise.shapes import Float, Int
@@ -139,6 +140,9 @@ REPLACEMENTS: dict[str, Callable[[NumberedBatches], Replacement]] = {"zero": lam
 
 INDUCTION = f"induction{RANDOM_SUFFIX}"
 
+EARLY, LATE = "early_loss", "late_loss"
+"""Names of the two losses of the unchanged model, in the values of each sequence and in the metadata."""
+
 TOKENS_OF_CHECK = 32
 """Number of tokens on which it is checked that a model is causal."""
 
@@ -167,7 +171,8 @@ def in_context_score(
         scores.score                            # of the unchanged model: value, sem, n
         scores.table()                          # one row per head; `change_zero` is above 0 if the head helps
 
-    Olsson et al. use `window=1`. The defaults take about 9 minutes for SmolLM2 on 2 cores (docs/in-context.md).
+    Olsson et al. use `window=1`. The defaults take about 9 minutes for SmolLM2 on 2 cores (docs/in-context.md). With
+    torch.distributed, the processes share the sequences.
 
     Args:
         model: a causal language model.
@@ -198,25 +203,50 @@ def in_context_score(
     start = {"input_ids": chosen.data.batches[0]["input_ids"][:1, :TOKENS_OF_CHECK].to(device_of(model))}
     if (reason := why_not_causal(model, [start])) is not None:
         raise InputError("model", expected="a causal language model", got=reason)
-    labels = _labels(model, start, heads)
-    units: Any = "heads" if heads is None else {name: [(each["layer"], each["head"])] for name, each in labels.items()}
+
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
+        losses: list[Tensor] = []
+        records = survey(model, lambda: losses.extend(loss.losses(model, batch))).records
+        of_model = {name: each.double().cpu()[:, None] for name, each in zip((EARLY, LATE), losses, strict=True)}
+        return records, {record.site: of_model for record in records}
+
+    def make_table(
+        registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]
+    ) -> InContextScores:
+        of_model, documents = next(iter(values.values())), chosen.data.document_numbers()
+        losses = {name: of_model[name][:, 0].tolist() for name in (EARLY, LATE)}
+        samples = {"score": [late - early for early, late in zip(losses[EARLY], losses[LATE], strict=True)], **losses}
+        estimates = {name: MeanEstimate.of(of_name, documents)._asdict() for name, of_name in samples.items()}
+        measured = metadata["measured"] | {"available": chosen.available, "short": chosen.short}
+        rows = tuple(HeadRow(**labels, statistics={}) for _, labels in registry.head_labels())
+        return InContextScores(rows, {**metadata, **estimates, "measured": measured})
+
+    data = PassData(model, chosen.data, [])
+    settings = {"early": loss.early, "late": loss.late, "window": loss.window, "sequences": number, "seed": seed}
+    of_pass: dict[str, Any] = {"out": None, "force": force, "progress": progress, "title": title}
+    unchanged = measure_sequences(
+        data, measure_batch, InContextScores, make_table, **settings, replacements=names, **of_pass
+    )
+    rows = _chosen(unchanged.rows, heads)
+    units: Any = "heads" if heads is None else {row.name: [(row.layer, row.head)] for row in rows}
     effects: dict[str, list[MeanEstimate]] = {}
-    for name in names if labels else ():
+    for name in names if rows else ():
         replacement, folder = REPLACEMENTS[name](chosen.data), None if out is None else Path(out) / name
         options: dict[str, Any] = {"out": folder, "force": force, "progress": progress, "title": title}
         table = ablate(model, chosen.data, loss, replacement=replacement, units=units, **options)
         costs = {row.name: row.statistics["cost"] for row in table.rows}
-        effects[CHANGE + name] = [costs[head] for head in labels]
-    if has_repeats and labels:
-        effects[INDUCTION] = _induction(model, texts, chosen.data, labels.values())
-    rows = tuple(
-        HeadRow(**label, statistics={name: of_heads[index] for name, of_heads in effects.items()})
-        for index, label in enumerate(labels.values())
-    )
-    stated = {"early": loss.early, "late": loss.late, "window": loss.window, "sequences": number, "seed": seed}
-    data = texts if isinstance(texts, Texts) else None
-    settings = run_settings(model, data, title, **stated, replacements=names)
-    return InContextScores(rows, {**settings, **_measured(model, loss, chosen)})
+        effects[CHANGE + name] = [costs[row.name] for row in rows]
+    if has_repeats and rows:
+        is_text = isinstance(texts, Texts)
+        first: Any = Texts(["a b"], texts.tokenizer) if is_text else [{"input_ids": start["input_ids"][:, :8].cpu()}]
+        found = {row.name: row.statistics[INDUCTION] for row in profile(model, first, repeats=True).heads}
+        effects[INDUCTION] = [found.get(row.name, NO_ESTIMATE) for row in rows]
+    rows = [
+        replace(row, statistics={name: of_heads[index] for name, of_heads in effects.items()})
+        for index, row in enumerate(rows)
+    ]
+    options_of_texts = text_options(texts) if isinstance(texts, Texts) else None
+    return InContextScores(tuple(rows), {**unchanged.metadata, "data": options_of_texts})
 
 
 def _names(replacements: Any) -> list[str]:
@@ -229,47 +259,19 @@ def _names(replacements: Any) -> list[str]:
     return names
 
 
-def _labels(model: nn.Module, batch: dict[str, Any], heads: Any) -> dict[str, dict[str, Any]]:
-    """Return the columns that identify each chosen head by the head's name, in the order of the model.
+def _chosen(rows: Sequence[HeadRow], heads: Any) -> list[HeadRow]:
+    """Return the rows of the chosen heads, in the order of the model.
 
     Raises:
         InputError: the model has no such head, or one is named twice.
     """
-    with evaluation_mode(model), torch.no_grad():
-        labels = [label for _, label in survey(model, lambda: call_model(model, batch)).head_labels()]
-    if heads is not None:
-        chosen, available = head_pairs("heads", heads), [(label["layer"], label["head"]) for label in labels]
-        for head in chosen:
-            if head not in available or chosen.count(head) > 1:
-                expected = "each head (layer, head) of the model once at most"
-                raise InputError("heads", expected=expected, got=head)
-        labels = [label for head, label in zip(available, labels, strict=True) if head in chosen]
-    return {f"{label['layer']}.{label['head']}": label for label in labels}
-
-
-def _induction(
-    model: nn.Module, texts: Any, data: NumberedBatches, labels: Iterable[dict[str, Any]]
-) -> list[MeanEstimate]:
-    """Return the attention of each chosen head to the tokens after earlier copies, on random tokens that repeat."""
-    is_text = isinstance(texts, Texts)
-    first: Any = Texts(["a b"], texts.tokenizer) if is_text else [{"input_ids": data.batches[0]["input_ids"][:1, :8]}]
-    found = {(row.layer, row.head): row.statistics[INDUCTION] for row in profile(model, first, repeats=True).heads}
-    return [found.get((label["layer"], label["head"]), NO_ESTIMATE) for label in labels]
-
-
-def _measured(model: nn.Module, loss: InContextLoss, chosen: "ChosenSequences") -> dict[str, Any]:
-    """Return the metadata of the measured sequences: the score of the unchanged model, its two losses, and sizes."""
-    device = device_of(model)
-    with evaluation_mode(model), torch.no_grad():
-        of_batches = [loss.losses(model, to_device(batch, device)) for batch in chosen.data]
-    early, late = (torch.cat(parts).double().tolist() for parts in zip(*of_batches, strict=True))
-    documents = chosen.data.document_numbers()
-    scores = [after - before for before, after in zip(early, late, strict=True)]
-    estimates = {"score": scores, "early_loss": early, "late_loss": late}
-    sizes = {"sequences": len(scores), "tokens": len(scores) * loss.late, "available": chosen.available}
-    return {name: MeanEstimate.of(values, documents)._asdict() for name, values in estimates.items()} | {
-        "measured": sizes | {"short": chosen.short}
-    }
+    if heads is None:
+        return list(rows)
+    chosen, available = head_pairs("heads", heads), [(row.layer, row.head) for row in rows]
+    for head in chosen:
+        if head not in available or chosen.count(head) > 1:
+            raise InputError("heads", expected="each head (layer, head) of the model once at most", got=head)
+    return [row for head, row in zip(available, rows, strict=True) if head in chosen]
 
 
 ON_GPU = 8

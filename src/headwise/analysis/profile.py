@@ -12,7 +12,7 @@ from headwise.analysis.head_pass import (
     measure_heads,
     merged_registry,
     pass_data,
-    require_finite_heads,
+    require_finite_outputs,
     table_of_pass,
 )
 from headwise.analysis.roles import COPYING_ROLES, MIN_ROWS, ROLES, page_roles, role_of
@@ -156,7 +156,7 @@ def profile(
                 heads.clusters = separate_clusters(range(len(random_ids)))
                 for batch in shown.track([{POSITIONAL: random_ids.to(device_of(data.model))}], step=1):
                     call_model(data.model, batch)
-                    require_finite_heads(heads, data.model, batch)
+                    require_finite_outputs(heads.nonfinite, data.model, batch)
             random_records = heads.records
         rows = tuple(_profiled_heads(merged_registry(data.model, parts), random_records))
         weights = attention_digest(data.model, dict.fromkeys(row.module for row in rows))
@@ -166,12 +166,13 @@ def profile(
         data,
         Profile,
         SiteProgress,
-        lambda run: measure_heads(data, watch(data.model, special=data.special), run, shown=progress),
+        lambda data_pass: measure_heads(data, watch(data.model, special=data.special), data_pass),
         make_table,
         special=data.special,
         repeats=of_repeats,
         out=out,
         force=force,
+        progress=progress,
         title=title,
     )
 

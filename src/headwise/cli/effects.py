@@ -33,7 +33,8 @@ def ablate(
 ) -> None:
     """Measure the loss of a model without each head. Heads (with --units: layers, groups of heads that share keys and
     values, or all heads of a role such as previous token) are removed one at a time, by replacing their output. Prints
-    the largest increases of the loss, and saves the effect of each removal in --out.
+    the largest increases of the loss, and saves the effect of each removal in --out. Processes started by torchrun
+    share the work.
 
     Examples:
     headwise ablate --data sentences.jsonl --out ablation
@@ -50,7 +51,7 @@ def ablate(
         raise InputError("html", expected="--units heads, whose effects a page shows", got=f"--units {units}")
     require_writable_page(html)
     profile = None if roles is None else hw.load_profile(roles)
-    with run.open() as opened:
+    with run.open(shared=True) as opened:
         lm_head, loss_function = find_loss(opened.source, opened.dataset.tokenizer, loss)
         settings = {"replacement": replacement} if units == "roles" else {"replacement": replacement, "units": units}
         settings["loss"] = name_of_loss(loss_function)
@@ -101,7 +102,8 @@ def importance(
 ) -> None:
     """Score how important each head is for the loss. Methods: gradients of the loss with respect to head gates (factors
     on head outputs), these gradients integrated over gate values from 0 to 1, removal of each head, or learned gates.
-    Prints the heads with the largest scores, and saves all scores in --out.
+    Prints the heads with the largest scores, and saves all scores in --out. Processes started by torchrun share the
+    work.
 
     Examples:
     headwise importance --data sentences.jsonl --method integrated --steps 8 --out importance
@@ -113,7 +115,7 @@ def importance(
 
     require_writable_page(html)
     of_method: dict[str, Any] = {name: value for name, value in asdict(method_options).items() if value is not None}
-    with run.open() as opened:
+    with run.open(shared=True) as opened:
         lm_head, loss_function = find_loss(opened.source, opened.dataset.tokenizer, loss)
         if method is None:  # the gradient of a distance is 0 at the unchanged model
             method = "ablation" if isinstance(loss_function, hw.EmbeddingDistance) else "gradient"
@@ -182,6 +184,7 @@ def in_context(
     """Measure the in-context learning score of a language model, its loss late in the context minus its loss early in
     it, and how the score changes without each head. Prints the heads without which the score rises most, and saves the
     changes in --out. Processor time grows with --sequences: on 2 cores, 3 sequences of smollm2 take about 9 minutes.
+    Processes started by torchrun share the work.
 
     Examples:
     headwise in-context --model smollm2 --data corpus.jsonl --documents truncate --out in-context
@@ -192,7 +195,7 @@ def in_context(
 
     require_new_tables(run.out, hw.InContextScores.NAME, force=run.force)
     find_causal(run.model)
-    with run.open() as opened:
+    with run.open(shared=True) as opened:
         replacements = IN_CONTEXT_REPLACEMENTS if replacement == "both" else (replacement,)
         score = InContextLoss(early, late, window).__name__
         for name in replacements:
@@ -202,5 +205,6 @@ def in_context(
         options: dict[str, Any] = {"early": early, "late": late, "window": window, **opened.options}
         options |= {"sequences": sequences, "seed": seed, "repeats": repeats, "replacements": replacements}
         result = hw.in_context_score(loaded, opened.dataset, **options)
-        result.save(run.out, force=True)
+        if opened.is_first:
+            result.save(run.out, force=True)
         opened.show(result, top=top)

@@ -61,7 +61,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
     ) -> None:
         self._progress_type, self._table_type = progress_type, table_type
         self.folder, self.settings, self.rank = None if folder is None else folder_path("out", folder), settings, rank
-        self._last_checkpoint = time.monotonic()
+        self._last_checkpoint, self._seconds_to_write = time.monotonic(), 0.0
 
     @contextmanager
     def claimed(self, *, force: bool) -> Iterator[None]:
@@ -116,17 +116,21 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
 
     def save_progress(self, progress: ProgressT, *, now: bool = False) -> None:
         """Write a partial result to this process's checkpoint file, if `now` is True or at least 5 seconds have passed
-        since this process wrote its previous checkpoint (or started the run).
+        since this process wrote its previous checkpoint (or started the run); more if that took long.
 
         Args:
             progress: the partial result.
             now: write it regardless of the time since the last checkpoint.
         """
-        if self.folder is None or (not now and time.monotonic() - self._last_checkpoint < CHECKPOINT_SECONDS):
+        # A checkpoint that takes long to write is written less often, so that this takes a twentieth of the time.
+        pause = CHECKPOINT_SECONDS * max(1.0, 4 * self._seconds_to_write)
+        if self.folder is None or (not now and time.monotonic() - self._last_checkpoint < pause):
             return
+        start = time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)  # only rank 0 has created it, perhaps on another machine
         save_state(self.folder / self._checkpoint_name(self.rank), self.settings, {"state": progress.to_dict()})
         self._last_checkpoint = time.monotonic()
+        self._seconds_to_write = self._last_checkpoint - start
 
     def finish(self, table: TableT) -> None:
         """Write the result table to the output folder, and delete the checkpoints of all processes there."""
@@ -160,6 +164,8 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             metadata = self._table_type.load_metadata(self.folder)
         except InputError:
             return {}
+        if isinstance(settings := metadata.get("settings"), dict):
+            settings.setdefault("processes", 1)  # which ablations by one process did not state
         return {name: metadata.get(name) for name in self.settings}
 
     def _read_checkpoint(self, path: Path) -> ProgressT:

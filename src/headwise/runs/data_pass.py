@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -30,12 +30,14 @@ class PassProgress:
         batches: number of batches.
         digest: hash of their content, by which a resumed run detects other data.
         sequences, tokens: number of sequences and tokens in them, without padding.
+        is_unfinished: True if the last of the batches needs further runs of the model.
     """
 
     batches: int = 0
     digest: str = ""
     sequences: int = 0
     tokens: int = 0
+    is_unfinished: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers of batches, sequences and tokens so far, and the hash of their content, as a plain
@@ -76,44 +78,30 @@ class SiteProgress(PassProgress):
     records: list[SiteRecord] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the progress of a pass over the data, with the statistics of heads, as plain containers and tensors
-        for a checkpoint.
+        """Return the progress, with the statistics of heads, as plain containers and tensors for a checkpoint, which
+        `torch.load` reads with `weights_only=True`.
         """
-        plain = super().to_dict()
-        plain["records"] = [_record_to_dict(record) for record in self.records]
-        return plain
+        records = [
+            {
+                "site": tuple(record.site),
+                "layer": record.layer,
+                "heads": record.heads,
+                "kv_heads": record.kv_heads,
+                "completed": {name: asdict(moments) for name, moments in record.statistics.items()},
+                "nonfinite_rows": record.nonfinite_rows,
+            }
+            for record in self.records
+        ]
+        return super().to_dict() | {"records": records}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Any:
-        """Create the progress of a pass over the data, with the statistics of heads, from the dictionary that `to_dict`
-        returned.
-        """
-        return cls(**fields | {"records": [_record_from_dict(record) for record in fields["records"]]})
-
-
-def _record_to_dict(record: SiteRecord) -> dict[str, Any]:
-    """Return the record of an attention site as plain containers and tensors, which `torch.load` reads with
-    `weights_only=True`. A site is an attention module with the kind of its attention, self or cross. The record
-    contains the site, its layer, its numbers of heads and their statistics.
-    """
-    statistics = {name: asdict(moments) for name, moments in record.statistics.items()}
-    return {
-        "site": tuple(record.site),
-        "layer": record.layer,
-        "heads": record.heads,
-        "kv_heads": record.kv_heads,
-        "completed": statistics,
-        "nonfinite_rows": record.nonfinite_rows,
-    }
-
-
-def _record_from_dict(plain: Mapping[str, Any]) -> SiteRecord:
-    """Restore the record of an attention site from the plain containers and tensors of a checkpoint. A site is an
-    attention module with the kind of its attention, self or cross. The record contains the site, its layer, its numbers
-    of heads and their statistics.
-    """
-    completed = {name: summary_from_dict(moments) for name, moments in plain["completed"].items()}
-    return SiteRecord(**{**plain, "site": SiteKey(*plain["site"]), "completed": completed})
+        """Create the progress, with the statistics of heads, from the dictionary that `to_dict` returned."""
+        records = []
+        for plain in fields["records"]:
+            completed = {name: summary_from_dict(moments) for name, moments in plain["completed"].items()}
+            records.append(SiteRecord(**{**plain, "site": SiteKey(*plain["site"]), "completed": completed}))
+        return cls(**fields | {"records": records})
 
 
 def prepare_texts(dataset: Any, model: nn.Module, out: str | Path | None, *, shown: bool) -> Any:
@@ -141,64 +129,81 @@ def tokenize(texts: Texts, *, shown: bool) -> None:
         texts.tokenize(bar.advance)
 
 
-SiteProgressT = TypeVar("SiteProgressT", bound=SiteProgress)
+PassProgressT = TypeVar("PassProgressT", bound=PassProgress)
 
 
-def run_pass(
-    dataset: Texts | Iterable[Any],
-    process_batch: Callable[[dict[str, Any], Clusters], None],
-    run: CheckpointedRun[SiteProgressT, TableT],
-    resumed: SiteProgressT,
-    progress: SiteProgressT,
-    *,
-    shown: bool,
-) -> None:
-    """Iterate over all batches of a data set, count each in `progress`, and save `progress` to checkpoints. Call
-    `process_batch` on this process's share of the batches, except those already done before the run was stopped
-    (counted in `resumed`, the progress loaded from the checkpoint). Raise `InputError` if the data has changed since
-    the run was stopped. If `shown`, the first process shows a progress bar.
+class Pass(Generic[PassProgressT]):
+    """Pass of one process over its share of the batches of a data set, which resumes where it was stopped.
 
-    Process `rank` of `n` processes batches rank, rank + n, rank + 2 n, ... Checkpoints are written between batches.
+    Process `rank` of `n` processes batches rank, rank + n, rank + 2 n, ...
+
+    Attributes:
+        resumed: the partial result in the process's checkpoint; an empty one if there is none.
+        shows_progress: True if this process shows a progress bar.
 
     Args:
-        dataset: all batches, in the same order each time.
-        process_batch: measures a batch, of which it gets the clusters of the sequences too, and stores the results in
-            `progress`.
-        run: writes the checkpoints.
-        resumed: the progress in this process's checkpoint.
-        progress: new progress, whose counters this function advances.
-        shown: show a progress bar, on the first process.
-
-    Raises:
-        InputError: the data differs from that of the stopped run, or has no batch.
-        MissingExtra: `shown`, and rich is not installed.
+        run: the run, which has the checkpoints.
+        shown: whether the first process shows a progress bar.
     """
-    rank, world_size = rank_and_world_size()
-    title, unit, total = "data", "batches", len(dataset) if isinstance(dataset, Sized) else None
-    if isinstance(dataset, Texts):
-        title, unit, total = Path(dataset.name).name, "tokens", dataset.tokens
-    documents, first = documents_of(dataset), 0
-    clusters = None if documents is None else clusters_of(documents)
-    with progress_bar(title, total, unit, shown=shown and rank == 0) as bar:
-        for batch in iterate_batches(dataset):
-            progress.count_batch(batch)
-            bar.step = count_sequences_and_tokens(batch)[1] if unit == "tokens" else 1
-            is_new = progress.batches > resumed.batches
-            if progress.batches == resumed.batches and progress.digest != resumed.digest:
-                raise run.different_data_error()
-            if is_new and (progress.batches - 1) % world_size == rank:
-                numbers = range(first, progress.sequences)
-                of_batch = separate_clusters(numbers) if clusters is None else clusters[numbers.start : numbers.stop]
-                process_batch(batch, of_batch)
-            first = progress.sequences
-            (bar.advance if is_new else bar.resume)(bar.step)
-            if is_new:
-                run.save_progress(progress)
-    if progress.batches < resumed.batches:
-        raise run.different_data_error()
-    if not progress.batches:
-        raise InputError("dataset", expected="at least one batch", got="none")
-    run.save_progress(progress, now=True)
+
+    def __init__(self, run: CheckpointedRun[PassProgressT, Any], shown: bool) -> None:
+        self.resumed, self._run, self.shows_progress = run.load_progress(), run, shown and run.rank == 0
+
+    def over(
+        self,
+        dataset: Texts | Iterable[Any],
+        process_batch: Callable[[dict[str, Any], Clusters], None],
+        progress: PassProgressT,
+    ) -> PassProgressT:
+        """Iterate over all batches of a data set, count each in `progress`, and save `progress` to checkpoints between
+        batches. Call `process_batch` on this process's share of the batches, except those already done before the run
+        was stopped. Return `progress`.
+
+        Args:
+            dataset: all batches, in the same order each time.
+            process_batch: measures a batch, of which it gets the clusters of the sequences too, and stores the results
+                in `progress`.
+            progress: new progress, whose counters this function advances.
+
+        Raises:
+            InputError: the data differs from that of the stopped run, or has no batch.
+            MissingExtra: a progress bar is shown, and rich is not installed.
+        """
+        rank, world_size = rank_and_world_size()
+        title, unit, total = "data", "batches", len(dataset) if isinstance(dataset, Sized) else None
+        if isinstance(dataset, Texts):
+            title, unit, total = Path(dataset.name).name, "tokens", dataset.tokens
+        resumed, documents, first = self.resumed, documents_of(dataset), 0
+        clusters = None if documents is None else clusters_of(documents)
+        with progress_bar(title, total, unit, shown=self.shows_progress) as bar:
+            for batch in iterate_batches(dataset):
+                progress.count_batch(batch)
+                bar.step = count_sequences_and_tokens(batch)[1] if unit == "tokens" else 1
+                is_new = progress.batches > resumed.batches - resumed.is_unfinished
+                if progress.batches == resumed.batches and progress.digest != resumed.digest:
+                    raise self._run.different_data_error()
+                if is_new and (progress.batches - 1) % world_size == rank:
+                    numbers = range(first, progress.sequences)
+                    of_batch = separate_clusters(numbers) if clusters is None else clusters[first : progress.sequences]
+                    process_batch(batch, of_batch)
+                first = progress.sequences
+                (bar.advance if is_new else bar.resume)(bar.step)
+                if is_new:
+                    self._run.save_progress(progress)
+        if progress.batches < resumed.batches:
+            raise self._run.different_data_error()
+        if not progress.batches:
+            raise InputError("dataset", expected="at least one batch", got="none")
+        self._run.save_progress(progress, now=True)
+        return progress
+
+    def save_unfinished(self, progress: PassProgressT) -> None:
+        """Write a checkpoint, if it is time for one, in the middle of a batch on which the model runs several times.
+        When the run resumes, `process_batch` is called again on this batch.
+        """
+        progress.is_unfinished = True
+        self._run.save_progress(progress)
+        progress.is_unfinished = False
 
 
 def require_same_data(finished: TableT, dataset: Texts | Iterable[Any], run: CheckpointedRun[Any, TableT]) -> TableT:

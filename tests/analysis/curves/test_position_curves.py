@@ -193,19 +193,12 @@ def test_modules_without_positions_are_refused_by_name():
         hw.position_curves(Picks(), [torch.randn(2, 7, 12)])
 
 
-def test_tables_are_saved_resumed_and_drawn(tmp_path):
+def test_tables_have_columns_and_are_drawn():
     model, _ = models("llama")
     texts = hw.Texts(tiny.texts(20, 9, 30), tiny.tokenizer("decoder"))
-    curves = hw.position_curves(model, texts, out=tmp_path)
-    again = hw.position_curves(model, texts, out=tmp_path)
-    assert again.slopes.rows == curves.slopes.rows == hw.PositionCurves.load(tmp_path).slopes.rows
+    curves = hw.position_curves(model, texts)
     names = ["layer", "head", "kv_head", "module", "kind", "position_from", "position_to"]
     assert list(curves.table())[:7] == names
-    loaded = hw.PositionCurves.load(tmp_path)
-    assert [row.identifiers for row in loaded.rows] == [row.identifiers for row in curves.rows]
-    for one, other in zip(loaded.rows, curves.rows, strict=True):
-        assert one.statistics.keys() == other.statistics.keys()
-        assert one.statistics["first"] == pytest.approx(other.statistics["first"], nan_ok=True)
     assert curves.table()["position_from"].tolist() == [row.position_from for row in curves.rows]
     assert not set(curves.statistics) & set(curves.ROW_TYPE.identifier_columns())
     assert {"entropy_slope", "entropy_slope_p", "entropy_slope_q"} <= set(curves.slopes.table())

@@ -237,11 +237,10 @@ def test_a_head_that_writes_nothing_has_no_norms():
     assert table.head(0, 0).statistics["norm_entropy"].n == 3
 
 
-def test_tables_are_saved_resumed_and_drawn(tmp_path):
+def test_tables_are_saved_and_drawn(tmp_path):
     model = model_of("llama")
     texts = hw.Texts(tiny.texts(20, 9, 30), tiny.tokenizer("decoder"))
     table = hw.norm_weighted(model, texts, out=tmp_path)
-    assert hw.norm_weighted(model, texts, out=tmp_path).rows == table.rows
     loaded = hw.NormWeighted.load(tmp_path)
     assert loaded.metadata["settings"]["analysis"] == "norm-weighted"
     columns = set(table.table())

@@ -15,7 +15,6 @@ from headwise.analysis.head_tests.dependencies import MostAttendedWords
 from headwise.analysis.head_tests.treebank import aligned_tokens, read_treebank
 from headwise.intercept.install import intercepted
 from jackknife import jackknife
-from profile_runs import check_resumes_and_shares
 from prompt_models import HEADS, LAYERS, language_model
 
 pytest.importorskip("conllu")
@@ -122,16 +121,6 @@ def test_accuracy_is_that_of_whole_matrices(kind, start_token):
             assert row.statistics[name] == pytest.approx(expected, rel=1e-10, abs=1e-10)
         accuracy = sum(bool(pair[4][head]) for pair in halves[1]) / len(halves[1])
         assert row.statistics["accuracy"].value == pytest.approx(accuracy, rel=1e-10)
-
-
-def test_an_interrupted_run_resumes_and_processes_share_the_sentences(tmp_path, monkeypatch):
-    model, text = language_model("gpt2"), treebank()
-    words = tokenizer("gpt2")
-
-    def measure(out):
-        return hw.dependency_accuracy(model, words, text, fewest=5, out=out)
-
-    check_resumes_and_shares(measure, model, tmp_path, monkeypatch)
 
 
 def test_the_best_relation_of_a_head_is_chosen_on_the_other_half(tmp_path):

@@ -11,7 +11,6 @@ import tiny
 from full_attention import weights_of
 from headwise.analysis.head_tests.name_prompts import NAMES, TEMPLATES, name_prompts
 from jackknife import jackknife
-from profile_runs import check_resumes_and_shares
 from prompt_models import HEADS, LAYERS, language_model, projections, split
 
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -135,12 +134,6 @@ def test_columns_are_those_of_plain_hooks(kind):
     measured = table.metadata["measured"]
     assert measured["logit"]["value"] == pytest.approx(torch.stack(differences).mean().item(), rel=1e-10)
     assert measured["solved"] == pytest.approx((torch.stack(differences) > 0).double().mean().item())
-
-
-def test_an_interrupted_run_resumes_and_processes_share_the_prompts(tmp_path, monkeypatch):
-    monkeypatch.setattr("headwise.analysis.head_tests.name_movers.AT_ONCE", 2)
-    model = language_model("gpt2")
-    check_resumes_and_shares(lambda out: movers(model, copied=0, out=out), model, tmp_path, monkeypatch)
 
 
 def test_prompts_ask_for_the_other_name_and_have_both_orders():

@@ -10,7 +10,6 @@ import tiny
 from full_attention import weights_of
 from headwise.analysis.head_tests.haystacks import draw_needles, haystacks, read_haystack
 from jackknife import jackknife
-from profile_runs import check_resumes_and_shares
 from prompt_models import HEADS, LAYERS, language_model
 
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -95,11 +94,6 @@ def test_generated_scores_are_those_of_the_greedy_answer(kind, haystack):
     assert len(mean) == HEADS * LAYERS
     with pytest.raises(hw.InputError, match="^model: expected one that repeats more than 98% of the .* at most; "):
         scores(model, haystack, continuation="generated", recall=0.98)
-
-
-def test_an_interrupted_run_resumes_and_processes_share_the_texts(haystack, tmp_path, monkeypatch):
-    model = language_model("llama")
-    check_resumes_and_shares(lambda out: scores(model, haystack, out=out), model, tmp_path, monkeypatch)
 
 
 def test_other_than_greedy_generation_is_refused(haystack):

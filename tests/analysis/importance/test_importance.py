@@ -485,39 +485,11 @@ def test_importance_turns_gradients_on(off):
     assert found.heads[0].statistics["gradient"].value > 0
 
 
-def test_a_saved_table_is_not_measured_again(tmp_path):
-    found = importance(model_of("bert"), data(), wave, out=tmp_path)
-    assert {each.name for each in tmp_path.iterdir()} == {"importance.parquet"}
-    assert Importance.load(tmp_path) == found
-
-    def never(model, batch):
-        raise AssertionError
-
-    never.__qualname__ = wave.__qualname__
-    assert importance(model_of("bert"), data(), never, out=tmp_path) == found
-    with pytest.raises(hw.InputError, match=r"^out: .* another run \(data differs\)"):
-        importance(model_of("bert"), data()[:1] * 2, wave, out=tmp_path)
+def test_a_run_with_another_method_is_refused(tmp_path):
+    importance(model_of("bert"), data(), wave, out=tmp_path)
     with pytest.raises(hw.InputError, match=r"^out: .* another run \(settings.method.name differs\)"):
         importance(model_of("bert"), data(), wave, "square", out=tmp_path)
     assert importance(model_of("bert"), data(), wave, "square", out=tmp_path, force=True).statistics == ("square",)
-
-
-def test_an_interrupted_importance_run_resumes(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
-    batches = data(sizes=(2, 2, 1))
-    calls = []
-
-    def stops(model, batch):
-        calls.append(len(batch["input_ids"]))
-        if calls == [2, 2]:
-            raise KeyboardInterrupt
-        return wave(model, batch)
-
-    with pytest.raises(KeyboardInterrupt):
-        importance(model_of("bert"), batches, stops, out=tmp_path)
-    found = importance(model_of("bert"), batches, stops, out=tmp_path)
-    assert calls == [2, 2, 2, 1]
-    assert repr(found.rows) == repr(importance(model_of("bert"), batches, wave).rows)
 
 
 def test_a_resumed_run_reports_the_completeness_of_all_batches(tmp_path, monkeypatch):

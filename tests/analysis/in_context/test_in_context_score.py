@@ -72,7 +72,7 @@ def test_scores_equal_those_of_logits(name):
             rows.append(ids[:17].long())
             documents.append(document)
     assert len(rows) == 4
-    assert found.metadata["measured"] == {"sequences": 4, "tokens": 68, "available": 4, "short": 1}
+    assert found.metadata["measured"].items() >= {"sequences": 4, "tokens": 68, "available": 4, "short": 1}.items()
     of_model = scores(model, rows, **OPTIONS)
     base = [late - early for early, late in of_model]
     assert found.score == pytest.approx(jackknife(base, documents), abs=1e-10)

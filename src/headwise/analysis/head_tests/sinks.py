@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data, require_finite_heads
+from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data, require_finite_outputs
 from headwise.checks import collection_of, finite_number, whole_number
 from headwise.data.batches import call_model, count_sequences_and_tokens, documents_of
 from headwise.data.texts import Texts
@@ -97,7 +97,7 @@ def sink_rate(
         count = count_sequences_and_tokens(batch)[0]
         with watch(data.model) as heads:
             call_model(data.model, batch)
-        require_finite_heads(heads, data.model, batch)
+        require_finite_outputs(heads.nonfinite, data.model, batch)
         heads.require_attention()
         return heads.records, {
             record.site: {IMPORTANCE: _importance(record, count, places)} for record in heads.records

@@ -5,8 +5,7 @@ derivatives of every example: each has gates of its own.
 """
 
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
@@ -15,17 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.analysis.head_pass import PassData, merged_registry
 from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_some_loss
 from headwise.checks import whole_number
 from headwise.data.batches import count_sequences_and_tokens, device_of, evaluation_mode, to_device
-from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, HeadOutput, SiteKey
 from headwise.intercept.sites import SiteRegistry
-from headwise.runs.checkpoint import CheckpointedRun
-from headwise.runs.data_pass import SiteProgress, run_pass
-from headwise.runs.distributed import gather_from_ranks
+from headwise.runs.data_pass import Pass, SiteProgress
 from headwise.runs.rows import HeadRow, moment_estimates
 from headwise.shapes import Bool, Float
 from headwise.statistics.moments import Clusters, ClusterSums, Moments, RunningMoments, Summary
@@ -50,18 +47,19 @@ class ImportanceTask:
     """Model, data and loss for which the importance of heads is measured.
 
     Attributes:
-        model: the model.
-        dataset: `Texts` or batches.
+        data: model and data.
         loss: function `(model, batch) -> (batch,)`.
-        run: folder in which progress is saved.
-        show_progress: True to show a progress bar.
+        warnings: messages about the measurement, which are issued at its end.
     """
 
-    model: nn.Module
-    dataset: Texts | Iterable[Any]
+    data: PassData
     loss: Loss
-    run: CheckpointedRun[Any, Any]
-    show_progress: bool
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self.data.model
 
 
 class GateTensors(SiteRegistry):
@@ -71,10 +69,12 @@ class GateTensors(SiteRegistry):
 
     Attributes:
         by_site: gates of each site that was called in the last run.
+        has_batches: True once there was a batch.
     """
 
     def __init__(self, task: ImportanceTask) -> None:
         super().__init__(task.model)
+        self.has_batches = False
         self.by_site: dict[SiteKey, Float[Tensor, "#examples heads"]] = {}
         self._task = task
         self._create: CreateGates | None = None
@@ -87,6 +87,7 @@ class GateTensors(SiteRegistry):
         batch = to_device(batch, device_of(self._task.model))
         self.by_site, self._create = {}, None
         prepare_loss(self._task.loss, self._task.model, batch)
+        self.has_batches = True
         return batch, count_sequences_and_tokens(batch)[0]
 
     def losses(self, create: CreateGates, batch: dict[str, Any]) -> Float[Tensor, " examples"]:
@@ -163,9 +164,10 @@ def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
     # Leaving inference mode also turns gradients on.
     with evaluation_mode(model), frozen_parameters(model), torch.inference_mode(False), intercepted(model, gates):
         yield gates
-    if not gates.ran:
+    if gates.has_batches and not gates.ran:
         raise InputError("loss", expected="one that calls the model it is given", got="one that does not")
-    gates.require_attention()
+    if gates.has_batches:
+        gates.require_attention()
     gates.warn_of_unread()
 
 
@@ -214,6 +216,8 @@ class GradientMethod:
     only_at_one: ClassVar[bool] = True
     """True if the derivative is taken only where all gates are 1, in the unchanged model."""
 
+    progress_type: ClassVar[type[Any]] = GradientProgress
+
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
         """Compute the statistics of the importance method from `gradient`, the derivatives of the loss with respect to
         the gates of heads; return them by name, with a value for each example and head. Subclasses implement this.
@@ -222,17 +226,16 @@ class GradientMethod:
         """
         raise NotImplementedError
 
-    def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Differentiate the loss of each example with respect to the gates (factors of outputs) of all heads. Return a
-        row per head with the means of its statistics over examples, and a summary of the data: numbers of sequences and
-        tokens, and a hash.
+    def measure(self, task: ImportanceTask, data_pass: Pass[GradientProgress]) -> GradientProgress:
+        """Differentiate the loss of each example of this process's batches with respect to the gates (factors of
+        outputs) of all heads, and return the statistics of the derivatives.
         """
-        before, progress = task.run.load_progress(), GradientProgress()
+        resumed, progress = data_pass.resumed, GradientProgress()
         with differentiable_gates(task) as gates:
-            gates.merge(before.records)
-            progress.records, progress.counted, progress.totals = gates.records, before.counted, dict(before.totals)
+            gates.merge(resumed.records)
+            progress.records, progress.counted, progress.totals = gates.records, resumed.counted, dict(resumed.totals)
 
-            def read_batch(batch: dict[str, Any], clusters: Clusters) -> None:
+            def process_batch(batch: dict[str, Any], clusters: Clusters) -> None:
                 gradients, has_loss = self.differentiate(gates, batch, progress)
                 progress.counted = progress.counted.merge(_zeros(has_loss, clusters))
                 progress.records = gates.records
@@ -243,14 +246,37 @@ class GradientMethod:
                             {name: RunningMoments.from_values(values, None, clusters) for name, values in statistics}
                         )
 
-            run_pass(task.dataset, read_batch, task.run, before, progress, shown=task.show_progress)
-        return self._rows(task, progress), progress.summary | self.report(progress)
+            return data_pass.over(task.data.dataset, process_batch, progress)
+
+    def rows(
+        self, task: ImportanceTask, parts: Sequence[GradientProgress], _metadata: dict[str, Any]
+    ) -> tuple[list[HeadRow], dict[str, Any]]:
+        """Combine the statistics of all processes. Return a row per head with their means and standard errors over
+        examples, and further entries for the metadata. A head that did not run for an example counts with a derivative
+        of 0.
+        """
+        registry, counted = merged_registry(task.model, parts), _zeros(torch.zeros(0, dtype=torch.bool), None)
+        for part in parts:
+            counted = counted.merge(part.counted)
+        require_some_loss(int(counted.count))
+        estimates = {}
+        for record in registry.records:
+            for name in self.statistics(torch.zeros(1, record.heads, dtype=torch.float64)):
+                record.merge({name: _missing(counted, record.statistics.get(name), record.heads)})
+            estimates[record.site] = {name: moment_estimates(moments) for name, moments in record.statistics.items()}
+        rows = [
+            HeadRow(
+                **labels, statistics={name: heads[labels["head"]] for name, heads in estimates[record.site].items()}
+            )
+            for record, labels in registry.head_labels()
+        ]
+        return rows, self.report(task, parts)
 
     def differentiate(self, gates: GateTensors, batch: dict[str, Any], progress: GradientProgress) -> Derivatives:
         """Return the derivatives of a batch, by default those in the unchanged model. `progress` may store more."""
         return self.gradients_at(gates, batch, [(1.0, 1.0)])
 
-    def report(self, progress: GradientProgress) -> dict[str, Any]:
+    def report(self, task: ImportanceTask, parts: Sequence[GradientProgress]) -> dict[str, Any]:
         """Return further entries for the metadata of the table, by name."""
         return {}
 
@@ -277,27 +303,6 @@ class GradientMethod:
                 weighted = gradient.double().masked_fill(~has_loss[:, None], torch.nan).cpu() * weight
                 sums[site] = sums.get(site, torch.zeros_like(weighted)) + weighted
         return sums, has_loss.cpu()
-
-    def _rows(self, task: ImportanceTask, progress: GradientProgress) -> list[HeadRow]:
-        """Combine the statistics of all processes, and return a row per head with their means and standard errors over
-        examples. A head that did not run for an example counts with a derivative of 0.
-        """
-        registry, counted = SiteRegistry(task.model), _zeros(torch.zeros(0, dtype=torch.bool), None)
-        for records, of_rank in gather_from_ranks((progress.records, progress.counted)):
-            registry.merge(records)
-            counted = counted.merge(of_rank)
-        require_some_loss(int(counted.count))
-        estimates = {}
-        for record in registry.records:
-            for name in self.statistics(torch.zeros(1, record.heads, dtype=torch.float64)):
-                record.merge({name: _missing(counted, record.statistics.get(name), record.heads)})
-            estimates[record.site] = {name: moment_estimates(moments) for name, moments in record.statistics.items()}
-        return [
-            HeadRow(
-                **labels, statistics={name: heads[labels["head"]] for name, heads in estimates[record.site].items()}
-            )
-            for record, labels in registry.head_labels()
-        ]
 
 
 def _zeros(is_counted: Bool[Tensor, " examples"], clusters: Clusters | None) -> RunningMoments:
@@ -391,25 +396,23 @@ class Integrated(GradientMethod):
         progress.totals["steps"] = max(progress.totals.get("steps", 0.0), float(steps))
         return gradients, has_loss
 
-    def report(self, progress: GradientProgress) -> dict[str, Any]:
+    def report(self, task: ImportanceTask, parts: Sequence[GradientProgress]) -> dict[str, Any]:
         """Return the completeness of the scores: means over examples of the sum of all scores and of the effect of
         removing all heads, the relative difference of these means, the completeness gap, and the largest number of
-        steps. Warn if the gap is above 5 %.
+        steps. Add a warning to those of the task if the gap is above 5 %.
         """
-        parts = gather_from_ranks((progress.totals, int(progress.counted.count)))
-        examples = sum(count for _, count in parts)
+        examples = sum(int(part.counted.count) for part in parts)
         scores, effect, effects, differences = (
-            sum(totals.get(name, 0.0) for totals, _ in parts) / examples
+            sum(part.totals.get(name, 0.0) for part in parts) / examples
             for name in ("scores", "effect", "effects", "differences")
         )
         gap, mean_gap = _relative(differences, effects), _relative(abs(scores - effect), abs(effect))
-        steps = int(max(totals.get("steps", 0.0) for totals, _ in parts))
+        steps = int(max(part.totals.get("steps", 0.0) for part in parts))
         if gap > LARGEST_GAP:
-            warnings.warn(
+            task.warnings.append(
                 f"integrated gradients did not converge: for each example, the sum of all scores differs by "
                 f"{differences:.4g} from the effect of removing all heads, which is {effects:.4g} (means of absolute "
-                f"values; completeness gap {gap:.0%} after {steps} steps)",
-                stacklevel=4,
+                f"values; completeness gap {gap:.0%} after {steps} steps)"
             )
         completeness = {"scores": scores, "effect": effect, "gap": gap, "gap_of_means": mean_gap, "steps": steps}
         return {"completeness": completeness}

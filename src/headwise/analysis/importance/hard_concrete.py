@@ -6,13 +6,14 @@ gates is therefore differentiable (Louizos, Welling and Kingma 2018, section 2.2
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from headwise.analysis.head_pass import SequenceProgress, merged_registry
 from headwise.analysis.importance.gradients import GateTensors, ImportanceTask, differentiable_gates, gate_dtype
 from headwise.checks import finite_number, whole_number
 from headwise.data.batches import iterate_batches
@@ -20,8 +21,7 @@ from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.progress import ProgressBar, progress_bar
-from headwise.runs.data_pass import SiteProgress
-from headwise.runs.distributed import rank_and_world_size
+from headwise.runs.data_pass import Pass
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.shapes import Float
 
@@ -30,6 +30,9 @@ LOW, HIGH = -0.1, 1.1
 
 INITIAL_LOG_ALPHA = 2.0
 """Logarithm of alpha before learning: the gate is nearly always open."""
+
+LOG_ALPHA = "log_alpha"
+"""Name of the learned parameters among the values of a fit."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class HardConcrete:
     learning_rate: float = 0.1
     temperature: float = 2 / 3
     seeds: int | Iterable[int] = 0
+    progress_type: ClassVar[type[Any]] = SequenceProgress
 
     def __post_init__(self) -> None:
         if not finite_number("sparsity", self.sparsity) >= 0:
@@ -86,25 +90,36 @@ class HardConcrete:
         stretched = torch.sigmoid((torch.logit(noise, 1e-6) + log_alpha) / self.temperature) * (HIGH - LOW) + LOW
         return stretched.clamp(0.0, 1.0)
 
-    def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Fit the gates of all heads once per seed. Return a row per head with two means over the fits: `open`, the
-        probability that the head's gate is not 0, and `gate`, the value of the head's gate without noise. Return also a
-        summary of the data: numbers of sequences and tokens, and a hash.
+    def measure(self, task: ImportanceTask, data_pass: Pass[SequenceProgress]) -> SequenceProgress:
+        """Fit the gates of all heads once per seed, and return the learned parameters at each site by the number of the
+        fit. Each process does so, and there are no checkpoints.
         """
         assert isinstance(self.seeds, list)
         fits = [_GateFit(self, task, seed) for seed in self.seeds]
-        is_shown = task.show_progress and rank_and_world_size()[0] == 0
-        with progress_bar("gates", None, "batches", shown=is_shown) as bar:
+        with progress_bar("gates", None, "batches", shown=data_pass.shows_progress) as bar:
             bar.step = 1
             for fit in fits:
                 fit.learn(bar)
-        rows = []
-        for record, labels in fits[0].registry.head_labels():
-            log_alpha = torch.stack([fit.log_alpha[record.site].detach()[labels["head"]] for fit in fits])
+        progress = fits[0].data
+        progress.records = fits[0].registry.records
+        for number, fit in enumerate(fits):
+            progress.values[number] = {site: {LOG_ALPHA: each.detach()} for site, each in fit.log_alpha.items()}
+        return progress
+
+    def rows(
+        self, task: ImportanceTask, parts: Sequence[SequenceProgress], _metadata: dict[str, Any]
+    ) -> tuple[list[HeadRow], dict[str, Any]]:
+        """Return a row per head with two means over the fits of the first process: `open`, the probability that the
+        head's gate is not 0, and `gate`, the value of the head's gate without noise.
+        """
+        rows: list[HeadRow] = []
+        fits = parts[0].values.values()
+        for record, labels in merged_registry(task.model, parts[:1]).head_labels():
+            log_alpha = torch.stack([fit[record.site][LOG_ALPHA][labels["head"]] for fit in fits])
             values = {"open": self.open_probability(log_alpha), "gate": self.gate_without_noise(log_alpha)}
             statistics = {name: MeanEstimate.of(of_fits.tolist()) for name, of_fits in values.items()}
             rows.append(HeadRow(**labels, statistics=statistics))
-        return rows, fits[0].data.summary
+        return rows, {}
 
 
 class _GateFit:
@@ -120,7 +135,7 @@ class _GateFit:
 
     def __init__(self, method: HardConcrete, task: ImportanceTask, seed: int) -> None:
         self.method, self.task = method, task
-        self.registry, self.data = SiteRegistry(task.model), SiteProgress()
+        self.registry, self.data = SiteRegistry(task.model), SequenceProgress()
         self.log_alpha: dict[SiteKey, Float[Tensor, " heads"]] = {}
         self._noise = torch.Generator().manual_seed(seed)
         self._adam = torch.optim.Adam([{"params": []}], lr=method.learning_rate)
@@ -130,7 +145,7 @@ class _GateFit:
         with differentiable_gates(self.task) as gates:
             for epoch in range(self.method.epochs):
                 batches = 0
-                for batch in iterate_batches(self.task.dataset):
+                for batch in iterate_batches(self.task.data.dataset):
                     batches += 1
                     if epoch == 0:
                         self.data.count_batch(batch)

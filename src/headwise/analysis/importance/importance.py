@@ -1,33 +1,33 @@
 """Importance of heads: how much a loss depends on each head, by gradients, learned gates or ablation."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
-from headwise.analysis.ablate import ablate
+from headwise.analysis.ablate import AblationProgress, measure_losses, table_of_losses
+from headwise.analysis.ablation_result import Ablation
+from headwise.analysis.head_pass import PassData, table_of_pass
 from headwise.analysis.importance.gradients import (
     Gradient,
     GradientMethod,
-    GradientProgress,
     ImportanceTask,
     Integrated,
     Square,
 )
 from headwise.analysis.importance.hard_concrete import HardConcrete
 from headwise.analysis.losses import EmbeddingDistance, Loss, require_loss
+from headwise.analysis.replacements import zero
 from headwise.checks import flag, require_module
+from headwise.data.batches import documents_of
 from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.runs.checkpoint import CheckpointedRun
-from headwise.runs.data_pass import prepare_texts, require_same_data
-from headwise.runs.distributed import broadcast_from_rank0, rank_and_world_size
-from headwise.runs.fingerprint import run_settings
+from headwise.runs.data_pass import Pass, prepare_texts
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
 from headwise.statistics.columns import Column
@@ -96,11 +96,23 @@ class Importance(HeadTable[HeadRow]):
 class ImportanceMethod(Protocol):
     """Interface of importance methods, which score every head of a model. A method is a frozen dataclass whose fields
     are the method's options.
+
+    Attributes:
+        progress_type: class of the partial results.
     """
 
-    def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Score every head of the task's model. Return a row of statistics per head, the first of which is larger for
-        more important heads. Return also a summary of the data: numbers of sequences and tokens, and a hash.
+    progress_type: ClassVar[type[Any]]
+
+    def measure(self, task: ImportanceTask, data_pass: Pass[Any]) -> Any:
+        """Measure this process's share of the data, except for what its checkpoint already includes, and return the
+        partial result.
+        """
+
+    def rows(
+        self, task: ImportanceTask, parts: Sequence[Any], metadata: dict[str, Any]
+    ) -> tuple[list[HeadRow], dict[str, Any]]:
+        """Return a row of statistics per head, the first of which is larger for more important heads, from the partial
+        results of all processes and the metadata of the table. Return also further entries for what was measured.
         """
 
 
@@ -110,8 +122,15 @@ class AblationMethod:
     measured by `ablate` (Michel, Levy and Neubig 2019, section 3.2).
     """
 
-    def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        table = ablate(task.model, task.dataset, task.loss, progress=task.show_progress)
+    progress_type: ClassVar[type[Any]] = AblationProgress
+
+    def measure(self, task: ImportanceTask, data_pass: Pass[AblationProgress]) -> AblationProgress:
+        return measure_losses(task.data, task.loss, zero(), "heads", data_pass, task.warnings)
+
+    def rows(
+        self, task: ImportanceTask, parts: Sequence[AblationProgress], metadata: dict[str, Any]
+    ) -> tuple[list[HeadRow], dict[str, Any]]:
+        table = table_of_losses(Ablation, parts, documents_of(task.data.dataset), metadata)
         rows = [HeadRow(**row.identifiers, statistics={"ablation": row.statistics["cost"]}) for row in table.rows]
         return rows, table.metadata["measured"]
 
@@ -148,7 +167,7 @@ def importance(
         hw.agreement(scores, hw.ablate(model, texts, hw.next_token_loss)).spearman
 
     The model runs in evaluation mode with frozen parameters, and is unchanged afterwards. With torch.distributed, each
-    process returns the whole table; the processes share the batches, except for "hard_concrete" and "ablation".
+    process returns the whole table; the processes share the batches, except for "hard_concrete".
 
     Args:
         model: any module that `watch` supports.
@@ -159,7 +178,7 @@ def importance(
         method: "gradient", "square", "integrated", "ablation" or "hard_concrete".
         normalise: divide each statistic by its l2 norm over the heads of a layer (Michel et al. 2019), and add
             `_per_layer` to its name.
-        out: folder for the table; the same call resumes an interrupted run ("hard_concrete", "ablation": restarts it).
+        out: folder for the table; the same call resumes an interrupted run ("hard_concrete": restarts it).
         force: replace the results of another run in that folder.
         progress: show a progress bar on standard error.
         title: name of the model in the results.
@@ -173,28 +192,31 @@ def importance(
     require_module(model)
     require_loss(loss)
     chosen = create_method(method, options, loss, normalise=flag("normalise", normalise))
-    dataset = prepare_texts(dataset, model, out, shown=progress)
-    rank, processes = rank_and_world_size()  # a run with another number of processes cannot resume the checkpoints
-    settings = run_settings(
-        model,
-        dataset if isinstance(dataset, Texts) else None,
-        title,
+    data = PassData(model, prepare_texts(dataset, model, out, shown=progress), [])
+    task = ImportanceTask(data, loss)
+
+    def make_table(parts: list[Any], metadata: dict[str, Any]) -> Importance:
+        rows, further = chosen.rows(task, parts, metadata)
+        rows = list(_normalised_per_layer(rows)) if normalise else rows
+        return Importance(tuple(rows), {**metadata, "measured": metadata["measured"] | further})
+
+    table = table_of_pass(
+        data,
+        Importance,
+        chosen.progress_type,
+        lambda data_pass: chosen.measure(task, data_pass),
+        make_table,
         method={"name": method, **asdict(chosen)},
         loss=getattr(loss, "__qualname__", type(loss).__qualname__),
         normalise=normalise,
-        processes=processes,
+        out=out,
+        force=force,
+        progress=progress,
+        title=title,
     )
-    run = CheckpointedRun(GradientProgress, Importance, out, settings, rank)
-    with ExitStack() as claim:
-        broadcast_from_rank0(lambda: claim.enter_context(run.claimed(force=force)))
-        finished = broadcast_from_rank0(run.finished_table)
-        if finished is not None:
-            return require_same_data(finished, dataset, run)
-        rows, measured = chosen.measure(ImportanceTask(model, dataset, loss, run, progress))
-        rows = list(_normalised_per_layer(rows)) if normalise else rows
-        result = Importance(tuple(rows), {**settings, "measured": measured})
-        broadcast_from_rank0(lambda: run.finish(result))
-        return result
+    for message in task.warnings:
+        warnings.warn(message, stacklevel=2)
+    return table
 
 
 def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalise: bool) -> Any:

@@ -1,6 +1,7 @@
 """Interceptor that compares heads with each other while a model runs."""
 
 import math
+from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -14,6 +15,7 @@ from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation
 from headwise.intercept.output_projection import output_projection
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.streams import PADDED_QUERIES_UNKNOWN
+from headwise.runs.data_pass import SiteProgress
 from headwise.shapes import Float
 
 MEASURES = ("cosine", "cka", "distance")
@@ -38,6 +40,37 @@ LARGEST_EXPECTATION = 0.05
 """Largest expected number of pairs of unrelated heads at the threshold that is not named."""
 
 
+@dataclass
+class ComparisonProgress(SiteProgress):
+    """Partial result of a comparison of heads in one process.
+
+    Attributes:
+        products: running sums of the outputs of every two sites that were compared.
+        distances: running distances of the attention weights at each site.
+        rounding: square of the relative difference of outputs that counts as rounding, at each site.
+    """
+
+    products: dict[tuple[SiteKey, SiteKey], OutputProducts] = field(default_factory=dict)
+    distances: dict[SiteKey, WeightDistances] = field(default_factory=dict)
+    rounding: dict[SiteKey, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the progress as plain containers and tensors for a checkpoint."""
+        return super().to_dict() | {
+            "products": [(tuple(a), tuple(b), sums.to_dict()) for (a, b), sums in self.products.items()],
+            "distances": [(tuple(site), sums.to_dict()) for site, sums in self.distances.items()],
+            "rounding": [(tuple(site), rounding) for site, rounding in self.rounding.items()],
+        }
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Any:
+        """Create the progress from the dictionary that `to_dict` returned."""
+        products = {(SiteKey(*a), SiteKey(*b)): OutputProducts.from_dict(sums) for a, b, sums in fields["products"]}
+        distances = {SiteKey(*site): WeightDistances.from_dict(sums) for site, sums in fields["distances"]}
+        rounding = {SiteKey(*site): rounding for site, rounding in fields["rounding"]}
+        return super().from_dict(fields | {"products": products, "distances": distances, "rounding": rounding})
+
+
 class HeadComparison(SiteRegistry):
     """Interceptor that measures the similarity of every two heads while a model runs: of their attention weights within
     a layer, and of their outputs within a layer or, with `across_layers`, in the whole model.
@@ -49,16 +82,16 @@ class HeadComparison(SiteRegistry):
         across_layers: compare the outputs of heads of different sites too.
 
     Attributes:
+        progress: running sums over all runs of the model.
         nonfinite_modules: paths of the modules in which a head output was NaN or infinite, as keys.
     """
 
     def __init__(self, model: nn.Module, across_layers: bool) -> None:
         super().__init__(model)
+        self.progress = ComparisonProgress()
         self.nonfinite_modules: dict[str, None] = {}
         self._across_layers = across_layers
-        self._weight_distances: dict[SiteKey, WeightDistances] = {}
-        self._products: dict[tuple[SiteKey, SiteKey], OutputProducts] = {}
-        self._rounding: dict[SiteKey, float] = {}
+        self._order = {path: index for index, path in enumerate(self._modules)}
         self._projection_slices: dict[SiteKey, Float[Tensor, "heads value_dim width"] | None] = {}
         self._pending_outputs: dict[Any, list[tuple[Call, Tensor]]] = {}
         self._contexts = CallContexts(on_left_out=self._name_unknown_padding)
@@ -76,7 +109,7 @@ class HeadComparison(SiteRegistry):
         adds the call's attention weights to the running distances between the heads of that site.
         """
         heads = self.register(call).heads
-        distances = self._weight_distances.setdefault(call.site, WeightDistances(heads, call.grid.device))
+        distances = self.progress.distances.setdefault(call.site, WeightDistances(heads, call.grid.device))
         return Observation(distances.add, self._call_context(call), distances.finish_call)
 
     def change(self, call: Call) -> Change | None:
@@ -90,7 +123,9 @@ class HeadComparison(SiteRegistry):
             of_tokens = out.detach().transpose(1, 2)
             of_tokens = of_tokens.flatten(0, 1) if is_real is None else of_tokens[is_real]
             of_tokens = of_tokens.to(torch.promote_types(out.dtype, torch.float32))
-            self._rounding[call.site] = max(self._rounding.get(call.site, 0.0), _squared_rounding(out, call.grid.keys))
+            self.progress.rounding[call.site] = max(
+                self.progress.rounding.get(call.site, 0.0), _squared_rounding(out, call.grid.keys)
+            )
             if not bool(of_tokens.isfinite().all()):
                 self.nonfinite_modules.setdefault(call.site.path)
             if not self._across_layers:
@@ -126,13 +161,29 @@ class HeadComparison(SiteRegistry):
             self._compare(outputs)
         self._pending_outputs = {}
 
+    def add(self, progress: ComparisonProgress) -> None:
+        """Add running sums: those of a stopped run, or of another process."""
+        self.merge(progress.records)
+        self.progress.records = self.records
+        own: Any
+        for own, theirs in (
+            (self.progress.products, progress.products),
+            (self.progress.distances, progress.distances),
+        ):
+            for key, sums in theirs.items():
+                if key in own:
+                    own[key].merge(sums)
+                else:
+                    own[key] = sums
+        for site, rounding in progress.rounding.items():
+            self.progress.rounding[site] = max(self.progress.rounding.get(site, 0.0), rounding)
+
     def _compare(self, outputs: list[tuple[Call, Tensor]]) -> None:
         """Update the running similarities between the heads of every two attention calls in `outputs`, and between the
         heads within each call. `outputs` pairs each call with its head outputs `(tokens, heads, value_dim)`; the tokens
         are the same for all calls.
         """
-        order = list(self._records)
-        outputs = sorted(outputs, key=lambda call_and_out: order.index(call_and_out[0].site))
+        outputs = sorted(outputs, key=lambda output: (self._order[output[0].site.path], *output[0].site[1:]))
         for parts in zip(*(torch.split(out, TOKENS_AT_ONCE) for _, out in outputs), strict=True):
             of_sites = [
                 (call.site, part, self._written_directions(call, part))
@@ -140,9 +191,9 @@ class HeadComparison(SiteRegistry):
             ]
             for (site, *first), (other, *second) in combinations_with_replacement(of_sites, 2):
                 outs, directions = zip(first, second, strict=True)
-                if (site, other) not in self._products:
-                    self._products[site, other] = OutputProducts(outs)
-                self._products[site, other].add(outs, directions)
+                if (site, other) not in self.progress.products:
+                    self.progress.products[site, other] = OutputProducts(outs)
+                self.progress.products[site, other].add(outs, directions)
 
     def _written_directions(
         self, call: Call, out: Float[Tensor, "tokens heads value_dim"]
@@ -166,9 +217,9 @@ class HeadComparison(SiteRegistry):
         `threshold` by chance.
         """
         heads, pairs = {site: record.heads for site, record in self._records.items()}, 0
-        for site, other in self._products:
+        for site, other in self.progress.products:
             pairs += heads[site] * heads[other] if site != other else math.comb(heads[site], 2)
-        for (site, other), products in self._products.items():
+        for (site, other), products in self.progress.products.items():
             if site != other:
                 continue
             if products.tokens < LEAST_TOKENS:
@@ -193,17 +244,17 @@ class HeadComparison(SiteRegistry):
             total += record.heads
         matrices = {name: torch.full((total, total), torch.nan, dtype=torch.float64) for name in MEASURES}
         own = {}
-        for (site, other), products in self._products.items():
+        for (site, other), products in self.progress.products.items():
             if site == other:
                 dependence = products.dependence.diagonal()
-                has_variation = products.varies(self._rounding[site]) & (dependence > 0)
+                has_variation = products.varies(self.progress.rounding[site]) & (dependence > 0)
                 own[site] = dependence.masked_fill(~has_variation, torch.nan)
-        for (site, other), products in self._products.items():
+        for (site, other), products in self.progress.products.items():
             cka = products.dependence / (own[site][:, None] * own[other]).sqrt()
             for name, block in (("cosine", products.mean_cosine), ("cka", cka)):
                 matrices[name][columns[site], columns[other]] = block.cpu()
                 matrices[name][columns[other], columns[site]] = block.mT.cpu()
-        for site, distances in self._weight_distances.items():
+        for site, distances in self.progress.distances.items():
             matrices["distance"][columns[site], columns[site]] = distances.mean.cpu()
         return matrices
 

@@ -1,36 +1,32 @@
 """Redundancy: similarity of every two heads, clusters of similar heads, and the cost of removing a cluster."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from headwise.analysis.ablate import ablate
-from headwise.analysis.head_pass import require_finite_outputs
-from headwise.analysis.losses import Loss
-from headwise.analysis.redundancy.comparison import MEASURES, HeadComparison
+from headwise.analysis.head_pass import PassData, require_finite_outputs, table_of_pass
+from headwise.analysis.losses import Loss, name_of_loss
+from headwise.analysis.redundancy.comparison import MEASURES, ComparisonProgress, HeadComparison
 from headwise.checks import finite_number, require_module
-from headwise.data.batches import (
-    call_model,
-    count_sequences_and_tokens,
-    device_of,
-    evaluation_mode,
-    iterate_batches,
-    to_device,
-)
+from headwise.data.batches import call_model, device_of, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError, require
 from headwise.intercept.install import intercepted
-from headwise.intercept.model_name import short_name
 from headwise.plots.grids import draw_similarity
 from headwise.plots.kinds import require_name
-from headwise.progress import progress_bar
-from headwise.runs.fingerprint import run_settings
-from headwise.runs.rows import MeanEstimate
+from headwise.runs.data_pass import Pass, prepare_texts
+from headwise.runs.distributed import broadcast_from_rank0
+from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.runs.table import Table
 from headwise.shapes import Float
+from headwise.statistics.moments import Clusters
 from headwise.wording import counted
 
 if TYPE_CHECKING:
@@ -62,8 +58,8 @@ class ClusterCost(NamedTuple):
         return self.together.value / total if total else float("nan")
 
 
-@dataclass(frozen=True, eq=False)
-class Redundancy:
+@dataclass(frozen=True, eq=False, repr=False)
+class Redundancy(Table[HeadRow]):
     """Similarity of every two heads of a model, clusters of similar heads, and the ablation effects of the clusters.
 
     The matrices have heads in the order of the model along both axes, and NaN for pairs that were not compared. The
@@ -83,35 +79,40 @@ class Redundancy:
                   sqrt(sum_j (p ln(p/m) + q ln(q/m)) / 2) with m = (p + q) / 2: from 0 to sqrt(ln 2) = 0.83.
 
     Attributes:
-        heads: labels of each head: layer, head, kv_head, module, kind ("self" or "cross").
+        rows: a row for each head, without statistics.
+        metadata: model, data, versions and settings.
         cosine: mean cosine of the vectors that two heads write into the residual stream, -1 to 1.
         cka: debiased linear centred kernel alignment of two heads' outputs, at most 1.
         distance: mean Jensen-Shannon distance of two heads' attention weights, 0 to sqrt(ln 2). NaN for heads of
             different layers, and for heads of one layer whose masks differ so much that they are computed separately.
         clusters: sets of at least two heads `(layer, head)`, all pairs of which have a `cka` of the threshold or more.
         cluster_costs: ablation effects of each cluster; empty without a loss.
-        metadata: model, data, versions and settings.
     """
 
-    heads: tuple[Mapping[str, Any], ...]
+    NAME = "redundancy"
+    ROW_TYPE = HeadRow
+
     cosine: Float[Tensor, "heads heads"]
     cka: Float[Tensor, "heads heads"]
     distance: Float[Tensor, "heads heads"]
     clusters: tuple[tuple[tuple[int, int], ...], ...]
-    cluster_costs: tuple[ClusterCost, ...]
-    metadata: Mapping[str, Any]
+    cluster_costs: tuple[ClusterCost, ...] = ()
 
     def __repr__(self) -> str:
-        model = short_name(self.metadata["model"]["name"])
         clusters = counted(len(self.clusters), "cluster")
-        return f"Redundancy({counted(len(self.heads), 'head')} of {model}, {clusters} of similar heads)"
+        return f"Redundancy({counted(len(self.rows), 'head')} of {self.model_name}, {clusters} of similar heads)"
+
+    @property
+    def heads(self) -> tuple[Mapping[str, Any], ...]:
+        """Labels of each head: layer, head, kv_head, module, kind ("self" or "cross")."""
+        return tuple(row.identifiers for row in self.rows)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all heads as "layer.head", zero-based, in the order of the rows and columns of the similarity
         matrices.
         """
-        return tuple(f"{head['layer']}.{head['head']}" for head in self.heads)
+        return tuple(row.name for row in self.rows)
 
     def table(self) -> Any:
         """Return a pandas DataFrame with one row per compared pair of heads: their names `a` and `b`, and the measures
@@ -147,9 +148,26 @@ class Redundancy:
             >>> hw.redundancy(model, texts).plot("cosine").figure.savefig("cosine.png")  # doctest: +SKIP
         """
         measure = require_name("statistic", statistic, dict.fromkeys(MEASURES))
-        layers, title = [head["layer"] for head in self.heads], short_name(self.metadata["model"]["name"])
-        is_centred = measure == "cosine"
-        return draw_similarity(getattr(self, measure), layers, measure=measure, title=title, centred=is_centred, ax=ax)
+        layers, is_centred = [row.layer for row in self.rows], measure == "cosine"
+        return draw_similarity(
+            getattr(self, measure), layers, measure=measure, title=self.model_name, centred=is_centred, ax=ax
+        )
+
+    def _samples(self) -> tuple[list[Any], str]:
+        """Return the rows of all matrices for each head, one after the other, and clusters and their costs as JSON."""
+        matrices = torch.cat([getattr(self, name) for name in MEASURES], 1)
+        return matrices.tolist(), json.dumps({"clusters": self.clusters, "cluster_costs": self.cluster_costs})
+
+    @classmethod
+    def _from_samples(cls, lists: list[Any], shared: str) -> dict[str, Any]:
+        matrices = torch.split(torch.tensor(lists, dtype=torch.float64), len(lists), 1)
+        parts = json.loads(shared)
+        clusters = tuple(tuple(map(tuple, cluster)) for cluster in parts["clusters"])
+        costs = tuple(
+            ClusterCost(tuple(map(tuple, heads)), tuple(MeanEstimate(*each) for each in alone), MeanEstimate(*together))
+            for heads, alone, together in parts["cluster_costs"]
+        )
+        return dict(zip(MEASURES, matrices, strict=True)) | {"clusters": clusters, "cluster_costs": costs}
 
 
 def redundancy(
@@ -159,7 +177,10 @@ def redundancy(
     pairs: str = "layer",
     threshold: float = 0.9,
     loss: Loss | None = None,
+    out: str | Path | None = None,
+    force: bool = False,
     progress: bool = False,
+    title: str | None = None,
 ) -> Redundancy:
     """Measure the similarity of every two heads of each layer (or of the model), and group similar heads into clusters.
     With `loss`, measure also its increase if each head of a cluster is ablated alone, and if all are ablated together.
@@ -172,7 +193,8 @@ def redundancy(
         similar.table()                                 # one row per pair: a, b, cosine, cka, distance
         [(cost.heads, cost.ratio) for cost in similar.cluster_costs]
 
-    The model runs in evaluation mode, without gradients, and is unchanged afterwards.
+    The model runs in evaluation mode, without gradients, and is unchanged afterwards. With torch.distributed, the
+    processes share the batches.
 
     Args:
         model: any module that `watch` supports.
@@ -184,12 +206,15 @@ def redundancy(
             much with D for the whole model: 1.2 GB for 270 heads of 64 features.
         threshold: least `cka` of every two heads of a cluster.
         loss: function `(model, batch) -> (batch,)`; None to skip the ablation of clusters.
+        out: folder for the result; an interrupted run resumes there with the same arguments.
+        force: replace another run in that folder.
         progress: show a progress bar on standard error.
+        title: the model's name for display.
 
     Raises:
         InputError: the data cannot be used, or cannot be read twice and a loss is given; there is no batch; `pairs` is
             unknown; no attention of the model is intercepted; head outputs are NaN or infinite.
-        MissingExtra: scipy is not installed, or rich and `progress` is set.
+        MissingExtra: scipy is not installed, or a package that `out` or `progress` needs.
 
     Warns:
         UserWarning: of modules that are not compared, and of modules that are compared over so few tokens that some
@@ -203,36 +228,68 @@ def redundancy(
         expected = "batches that can be read twice"
         raise InputError("dataset", expected=expected, got="an iterator", remedy="list(batches)")
     _require_clustering()
-    texts = dataset.within(model) if isinstance(dataset, Texts) else None
-    dataset = dataset if texts is None else texts
+    data = PassData(model, prepare_texts(dataset, model, out, shown=progress), [])
     comparison = HeadComparison(model, across_layers=pairs == "all")
-    measured, device = {"sequences": 0, "tokens": 0}, device_of(model)
-    total = len(dataset) if isinstance(dataset, Sized) else None
-    shown_bar = progress_bar("redundancy", total, "batches", shown=progress)
-    with evaluation_mode(model), torch.no_grad(), shown_bar as bar, intercepted(model, comparison):
-        for batch in bar.track(iterate_batches(dataset), step=1):
-            on_device = to_device(batch, device)
-            call_model(model, on_device)
-            require_finite_outputs(comparison.nonfinite_modules, model, on_device)
+
+    def measure(data_pass: Pass[ComparisonProgress]) -> ComparisonProgress:
+        comparison.add(data_pass.resumed)
+        compared, device = comparison.progress, device_of(model)
+
+        def process_batch(batch: dict[str, Any], _clusters: Clusters) -> None:
+            batch = to_device(batch, device)
+            call_model(model, batch)
+            require_finite_outputs(comparison.nonfinite_modules, model, batch)
             comparison.finish_batch()
-            for name, number in zip(measured, count_sequences_and_tokens(batch), strict=True):
-                measured[name] += number
-    if not measured["sequences"]:
-        raise InputError("dataset", expected="at least one batch", got="none")
-    comparison.require_attention()
-    comparison.name_few_tokens(threshold)
+            compared.records = comparison.records
+
+        with intercepted(model, comparison):
+            data_pass.over(data.dataset, process_batch, compared)
+        if comparison.ran:
+            comparison.require_attention()
+        return compared
+
+    def make_table(parts: list[ComparisonProgress], metadata: dict[str, Any]) -> Redundancy:
+        for part in parts[1:]:
+            comparison.add(part)
+        comparison.name_few_tokens(threshold)
+        similarity: Any = comparison.similarity()
+        rows = tuple(HeadRow(**labels, statistics={}) for _, labels in comparison.head_labels())
+        clusters = tuple(
+            tuple((rows[head].layer, rows[head].head) for head in cluster)
+            for cluster in find_clusters(similarity["cka"], threshold)
+        )
+        return Redundancy(rows, metadata, **similarity, clusters=clusters)
+
+    options: dict[str, Any] = {"force": force, "progress": progress, "title": title}
+    table = table_of_pass(
+        data,
+        Redundancy,
+        ComparisonProgress,
+        measure,
+        make_table,
+        pairs=pairs,
+        threshold=threshold,
+        loss=None if loss is None else name_of_loss(loss),
+        out=out,
+        **options,
+    )
     comparison.warn_of_unread(stacklevel=3)
-    heads = tuple(labels for _, labels in comparison.head_labels())
-    similarity = comparison.similarity()
-    clusters = tuple(
-        tuple((heads[head]["layer"], heads[head]["head"]) for head in cluster)
-        for cluster in find_clusters(similarity["cka"], threshold)
+    if loss is None or not table.clusters or table.cluster_costs:
+        return table
+    sets = {f"{layer}.{head}": [(layer, head)] for heads in table.clusters for layer, head in heads}
+    sets |= {f"cluster {index}": list(heads) for index, heads in enumerate(table.clusters)}
+    folder = None if out is None else Path(out) / "clusters"
+    effects = ablate(model, data.dataset, loss, units=sets, out=folder, **options).rows
+    costs = {name: row.statistics["cost"] for name, row in zip(sets, effects, strict=True)}
+    cluster_costs = tuple(
+        ClusterCost(heads, tuple(costs[f"{layer}.{head}"] for layer, head in heads), costs[f"cluster {index}"])
+        for index, heads in enumerate(table.clusters)
     )
-    costs = () if loss is None or not clusters else tuple(_cluster_costs(model, dataset, loss, clusters))
-    settings = run_settings(model, texts, None, pairs=pairs, threshold=threshold)
-    return Redundancy(
-        heads, **similarity, clusters=clusters, cluster_costs=costs, metadata={**settings, "measured": measured}
-    )
+    table = replace(table, cluster_costs=cluster_costs)
+    if out is not None:
+        result, path = table, out
+        broadcast_from_rank0(lambda: result.save(path, force=True))
+    return table
 
 
 def _require_clustering() -> Any:
@@ -269,18 +326,3 @@ def find_clusters(similarity: Float[Tensor, "heads heads"], threshold: float) ->
     for head, cluster in enumerate(hierarchy.fcluster(tree, t=largest_distance.item(), criterion="distance")):
         clusters.setdefault(int(cluster), []).append(head)
     return sorted(heads for heads in clusters.values() if len(heads) > 1)
-
-
-def _cluster_costs(
-    model: nn.Module, dataset: Any, loss: Loss, clusters: tuple[tuple[tuple[int, int], ...], ...]
-) -> Iterator[ClusterCost]:
-    """Yield the ablation effects (increases of the loss) of each cluster of similar heads: the effect of removing each
-    head of the cluster alone, and of removing all its heads together.
-    """
-    sets = {f"{layer}.{head}": [(layer, head)] for heads in clusters for layer, head in heads}
-    sets |= {f"cluster {index}": list(heads) for index, heads in enumerate(clusters)}
-    rows = ablate(model, dataset, loss, units=sets).rows
-    costs = {name: row.statistics["cost"] for name, row in zip(sets, rows, strict=True)}
-    for index, heads in enumerate(clusters):
-        alone = tuple(costs[f"{layer}.{head}"] for layer, head in heads)
-        yield ClusterCost(heads, alone, costs[f"cluster {index}"])

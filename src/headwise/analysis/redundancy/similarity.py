@@ -13,7 +13,22 @@ from headwise.errors import require
 from headwise.shapes import Bool, Float
 
 
-class OutputProducts:
+class RunningSums:
+    """Running sums of a pass over data, all attributes of which are numbers, tensors, and lists and tuples of these."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sums as plain containers and tensors for a checkpoint."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Any:
+        """Create the sums from the dictionary that `to_dict` returned."""
+        sums = cls.__new__(cls)
+        vars(sums).update(fields)
+        return sums
+
+
+class OutputProducts(RunningSums):
     """Running sums over tokens, which arrive in parts, for every head of a first and every head of a second attention
     module. They give, for each such pair of heads, the dependence of the two heads' outputs, and the mean cosine
     between the vectors that the two heads write into the residual stream. No token is kept.
@@ -63,6 +78,36 @@ class OutputProducts:
             self._cosine_sums += directions[0].flatten(1) @ directions[1].flatten(1).mT
             writes = [(each != 0).any(-1).to(out.dtype) for each, out in zip(directions, outs, strict=True)]
             self._cosine_counts += writes[0] @ writes[1].mT
+
+    def merge(self, other: "OutputProducts") -> None:
+        """Add the sums over other tokens, for the same modules. Outputs in them may be shifted by other means."""
+        device = self._products.device
+        of_first, of_second = (
+            _translation(theirs.to(device) - own) for own, theirs in zip(self._shifts, other._shifts, strict=True)
+        )
+        moved = of_first @ other._with_norms().to(device) @ of_second.mT
+        features = [slice(shift.numel()) for shift in self._shifts]
+        norms = [slice(shift.numel(), -1) for shift in self._shifts]
+        self._products += moved[features[0], features[1]]
+        self._norm_products += moved[norms[0], norms[1]]
+        self._weighted_sums[0].add_(moved[features[0], norms[1]])
+        self._weighted_sums[1].add_(moved[norms[0], features[1]].mT)
+        for index, sums in enumerate((moved[:, -1], moved[-1])):
+            self._sums[index] += sums[features[index]]
+            self._norm_sums[index] += sums[norms[index]]
+        self.tokens += other.tokens
+        self._cosine_sums += other._cosine_sums.to(device)
+        self._cosine_counts += other._cosine_counts.to(device)
+
+    def _with_norms(self) -> Float[Tensor, "first second"]:
+        """Return the sums over tokens of the products of all features, squared norms and the number 1 of the first
+        module with those of the second, as one matrix.
+        """
+        tokens = self._norm_products.new_full((1,), self.tokens)
+        of_features = torch.cat([self._products, self._weighted_sums[0], self._sums[0][:, None]], 1)
+        of_norms = torch.cat([self._weighted_sums[1].mT, self._norm_products, self._norm_sums[0][:, None]], 1)
+        of_one = torch.cat([self._sums[1], self._norm_sums[1], tokens])[None]
+        return torch.cat([of_features, of_norms, of_one])
 
     def varies(self, rounding: float) -> Bool[Tensor, " first_heads"]:
         """Return True for the heads of the first module whose outputs vary over tokens by more than rounding: their
@@ -116,6 +161,19 @@ class OutputProducts:
         return estimate
 
 
+def _translation(difference: Float[Tensor, "heads value_dim"]) -> Float[Tensor, "features features"]:
+    """Return the matrix that turns the features, squared norms and the number 1 of outputs x into those of x + a, for
+    the difference a: the squared norm of a head becomes `|x|^2 + 2 a.x + |a|^2`.
+    """
+    heads, features = len(difference), difference.numel()
+    matrix = torch.eye(features + heads + 1, dtype=difference.dtype, device=difference.device)
+    matrix[:features, -1] = difference.flatten()
+    for head, of_head in enumerate(difference):
+        matrix[features + head, head * len(of_head) : (head + 1) * len(of_head)] = 2 * of_head
+    matrix[features:-1, -1] = difference.square().sum(-1)
+    return matrix
+
+
 def chance_of(threshold: float, tokens: int) -> float:
     """Return about the largest probability with which the debiased centred kernel alignment of independent outputs is
     at least `threshold`, for independent tokens. Its standard deviation is sqrt(2 / (n (n - 3))) for n tokens.
@@ -136,7 +194,7 @@ def chance_of(threshold: float, tokens: int) -> float:
     return float(max(of_many, of_one))
 
 
-class WeightDistances:
+class WeightDistances(RunningSums):
     """Running mean, over query rows, of the Jensen-Shannon distance between the attention weights of every two heads of
     an attention site (a module's self- or cross-attention). The whole attention matrix is not needed.
 
@@ -174,6 +232,11 @@ class WeightDistances:
                 self._sums[head, others] += distances.double().sum((0, 2))
                 self._counts[head, others] += both_count.sum((0, 2))
         self._tiles.append((tile.heads, weights, counted))
+
+    def merge(self, other: "WeightDistances") -> None:
+        """Add the sums over other query rows of the same site."""
+        self._sums += other._sums.to(self._sums.device)
+        self._counts += other._counts.to(self._counts.device)
 
     @property
     def mean(self) -> Float[Tensor, "heads heads"]:
