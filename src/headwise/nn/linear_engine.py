@@ -26,7 +26,6 @@ from headwise.attention.backends.native import library
 from headwise.attention.backends.native.installed import cpuinfo
 from headwise.checks import called_by_compiler, has_own_class
 from headwise.errors import InputError
-from headwise.nn.projections import has_hooks
 from headwise.shapes import Float
 
 # -- choice of the engine on this processor ----------------------------------------------------------------------------
@@ -241,12 +240,10 @@ def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-@cache
-def _few_rows() -> Any:
-    """Return the operator of the native kernel, which has no gradient and reads dense tokens. Finding it anew takes as
-    long as the product of a small weight.
-    """
-    return torch.ops.headwise.linear_few_rows.default
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x weight^T + bias, computed by the native kernel, without a gradient."""
+    result: Tensor = library.operator("linear_few_rows")(x.contiguous(), weight, bias)
+    return result
 
 
 def _block_of(width: int) -> int:
@@ -279,7 +276,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if not gains(x, weight):
         if gains_by_few_rows(x, weight, bias):
-            return _few_rows()(x.contiguous(), weight, bias)  # type: ignore[no-any-return]
+            return few_rows(x, weight, bias)
         return F.linear(x, weight, bias)
     block = _block_of(weight.shape[1])
     parts = zip(torch.split(x, block, dim=-1), torch.split(weight, block, dim=-1), strict=True)
@@ -424,7 +421,7 @@ def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tens
         weight, bias = linear.weight, linear.bias  # read once: in a step of decoding, the reads of modules take time
         engine = _choose(linear, x, weight, bias).engine
         if engine == "native":
-            return _few_rows()(x.contiguous(), weight, bias)  # type: ignore[no-any-return]
+            return few_rows(x, weight, bias)
         if engine == "onednn":
             return (by_onednn if x.dtype == torch.float32 else product)(x, weight, bias)
     result: Tensor = linear(x)
@@ -506,8 +503,30 @@ def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | 
     return "autocast is on" if torch.is_autocast_enabled("cpu") else None
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a module's output may be changed by a forward hook or forward pre-hook, or by a `forward` set on
+    the instance.
+    """
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
 def _has_any_hooks(linear: nn.Module) -> bool:
     """Return True if a hook of the module, or one of all modules, sees its calls or their gradients."""
     return bool(
         has_hooks(linear) or linear._backward_hooks or linear._backward_pre_hooks or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
     )
+
+
+def reset_linear(linear: nn.Linear, blocks: tuple[int, ...]) -> None:
+    """Initialise the weight of a linear layer uniformly after Glorot and Bengio 2010, and its bias with zeros. The
+    weight is split into blocks of `blocks[0]`, `blocks[1]`, ... rows, each initialised as a matrix of its own.
+
+    Args:
+        linear: projection to initialise.
+        blocks: numbers of consecutive rows that form one projection each, so that the bound of each block follows from
+            its own number of rows; a fused projection has several.
+    """
+    for weight in torch.split(linear.weight, list(blocks)):
+        nn.init.xavier_uniform_(weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
