@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from headwise.attention import packed
-from headwise.attention.masks.key_ranges import is_constant
 from headwise.attention.masks.kinds import InSequences, Padding, Segments
 from headwise.attention.prepare import AttentionInputs
 from headwise.checks import float_tensor, has_readable_values
@@ -140,7 +139,7 @@ def _as_one_call(
     assert isinstance(offsets.queries, Tensor)
     assert isinstance(offsets.keys, Tensor)
     mask = call.mask
-    if mask is not None and not is_constant(mask):
+    if mask is not None and not mask.is_constant:
         expected = "a list or a tensor on the CPU with a mask that is not made of numbers alone"
         raise InputError("offsets", expected=expected, got=f"a tensor on {offsets.queries.device}")
     of_queries = packed.sequence_numbers(offsets.queries, inputs.q.shape[2])
