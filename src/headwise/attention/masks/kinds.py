@@ -583,15 +583,15 @@ class InRanges(Mask):
     """Mask by which a query attends to the keys in its ranges: those of `key_ranges.VisibleKeys`.
 
     Attributes:
-        ranges: start and stop of each range; a range whose stop is not above its start has no key.
+        key_ranges: start and stop of each range; a range whose stop is not above its start has no key.
     """
 
-    ranges: Int[Tensor, "#batch #heads queries ranges 2"]
+    key_ranges: Int[Tensor, "#batch #heads queries ranges 2"]
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         inside = j < 0
-        for number in range(self.ranges.shape[3]):
-            start, stop = (elements(self.ranges, b, h, i, number, edge) for edge in (0, 1))
+        for number in range(self.key_ranges.shape[3]):
+            start, stop = (elements(self.key_ranges, b, h, i, number, edge) for edge in (0, 1))
             inside = inside | ((j >= start) & (j < stop))
         return inside
 
@@ -599,19 +599,19 @@ class InRanges(Mask):
         """Return EMPTY if no range of the query rows has a key of the block, FULL if each row has a range with all of
         them, otherwise PARTIAL. Return PARTIAL also where the ranges cannot be read, as on a GPU.
         """
-        if not has_readable_values(self.ranges):
+        if not has_readable_values(self.key_ranges):
             return Coverage.PARTIAL
-        starts, stops = self.ranges[:, :, rows.start : rows.stop].unbind(-1)
+        starts, stops = self.key_ranges[:, :, rows.start : rows.stop].unbind(-1)
         if ((starts <= columns.start) & (stops >= columns.stop)).any(-1).all():
             return Coverage.FULL
         has_key = (starts < columns.stop) & (stops > columns.start) & (starts < stops)
         return Coverage.PARTIAL if has_key.any() else Coverage.EMPTY
 
     def for_sequence(self, index: int) -> Mask:
-        return self if len(self.ranges) == 1 else InRanges(self.ranges[index : index + 1])
+        return self if len(self.key_ranges) == 1 else InRanges(self.key_ranges[index : index + 1])
 
     def for_head(self, index: int) -> Mask:
-        return self if self.ranges.shape[1] == 1 else InRanges(self.ranges[:, index : index + 1])
+        return self if self.key_ranges.shape[1] == 1 else InRanges(self.key_ranges[:, index : index + 1])
 
 
 def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] | None) -> Mask | None:
