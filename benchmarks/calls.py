@@ -32,7 +32,7 @@ import headwise as hw
 from benchmarks.command_line import arguments
 from benchmarks.measure import Call, Ratio, Row, report, show
 from benchmarks.regime import Regime
-from headwise.nn.torch_compat import MultiheadAttention
+from headwise.compat import MultiheadAttention
 
 LENGTHS = 1, 16, 32, 64
 EMBED, HEADS, WIDTH = 128, 4, 32

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import Call, Ratio, interleaved
-from headwise.nn.torch_compat import MultiheadAttention
+from headwise.compat import MultiheadAttention
 
 
 def calls_of(cls: type[nn.MultiheadAttention]) -> dict[str, Callable[[], torch.Tensor]]:

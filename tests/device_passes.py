@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import headwise as hw
 import pretend_device
 from headwise.attention import attend
-from headwise.nn.torch_compat import MultiheadAttention
+from headwise.compat import MultiheadAttention
 
 BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 2, 6, 3, 13, 24
 

@@ -16,7 +16,7 @@ from torch.export import Dim
 import headwise as hw
 from headwise.attention.backends.blockwise import operator as blockwise_operator
 from headwise.attention.backends.native import library
-from headwise.attention.caches.static import keep_addresses
+from headwise.attention.caches import keep_addresses
 from headwise.nn import linear_engine
 
 BATCH, EMBED, HEADS = 2, 24, 6

@@ -12,7 +12,7 @@ import torch
 
 import headwise as hw
 from headwise.attention import attend, backend_choice
-from headwise.attention.backends.blockwise import scores_bf16, scores_fp32
+from headwise.attention.backends.blockwise import scores
 
 REPORT = Path(__file__).parent.parent.parent / "docs" / "reports" / "backends.md"
 
@@ -128,8 +128,8 @@ at head_dim 64. The costs were measured on two CPU cores with AVX-512:
 BLOCKWISE_COSTS = f"""\
 | `blockwise` | cost of each score | cost of each block |
 | --- | --- | --- |
-| float32 scores | {backend_choice.FLOAT32_SCORE_COST} | {scores_fp32.BLOCK_OVERHEAD:,} |
-| bfloat16 scores | {backend_choice.BFLOAT16_SCORE_COST} | {scores_bf16.BLOCK_OVERHEAD:,} |
+| float32 scores | {backend_choice.FLOAT32_SCORE_COST} | {scores.FLOAT32_BLOCK_OVERHEAD:,} |
+| bfloat16 scores | {backend_choice.BFLOAT16_SCORE_COST} | {scores.BFLOAT16_BLOCK_OVERHEAD:,} |
 
 The `blockwise` backend computes attention scores in bfloat16 only if three conditions hold. The queries are bfloat16.
 The scale is one positive number for all heads. The call uses no softcap, bias, sinks or dropout, and does not return

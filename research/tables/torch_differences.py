@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.nn.torch_compat import MultiheadAttention
+from headwise.compat import MultiheadAttention
 
 REPORT = Path(__file__).parent.parent.parent / "docs" / "reports" / "torch-differences.md"
 

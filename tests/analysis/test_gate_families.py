@@ -302,7 +302,7 @@ def test_our_layer_between_others_to_a_context_and_with_weights():
 @pytest.mark.parametrize("need_weights", [True, False])
 @torch.no_grad()
 def test_the_replacement_for_torchs_layer(need_weights):
-    from headwise.nn.torch_compat import MultiheadAttention
+    from headwise.compat import MultiheadAttention
 
     layer = MultiheadAttention(21, 3, batch_first=True).double().eval()
     inputs = {"query": X, "key": MEMORY, "value": MEMORY, "need_weights": need_weights}

@@ -13,7 +13,7 @@ from transformers.modeling_utils import AttentionInterface
 import headwise as hw
 import tiny
 from headwise.analysis.view import view
-from headwise.attention.backends.blockwise import plan
+from headwise.attention.backends.blockwise import tiles
 from headwise.data.models import find_model
 from oracles import statistics_of
 
@@ -91,7 +91,7 @@ def test_pieces_of_a_word_are_merged(minilm, monkeypatch):
     for head in shown.heads:
         torch.testing.assert_close(head.picture.sum(-1), torch.ones(len(shown.words)))
     for rows in (1, 2):  # words span blocks
-        monkeypatch.setattr(plan, "rows_of", lambda *_, rows=rows: rows)
+        monkeypatch.setattr(tiles, "rows_of", lambda *_, rows=rows: rows)
         for head, again in zip(shown.heads, view(minilm.model, minilm.tokenizer, text).heads, strict=True):
             torch.testing.assert_close(again.picture, head.picture)
             torch.testing.assert_close(again.top_weights, head.top_weights)

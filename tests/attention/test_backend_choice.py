@@ -6,7 +6,7 @@ from torch._subclasses import FakeTensorMode
 
 import headwise as hw
 from headwise.attention.backends.blockwise import backend as blockwise
-from headwise.attention.backends.blockwise import plan as block_plan
+from headwise.attention.backends.blockwise import tiles
 from headwise.attention.backends.native import library
 
 HIDDEN_KEYS = "its kernels leave out hidden keys, and are as fast as torch's where none is hidden"
@@ -160,7 +160,7 @@ def test_a_choice_prints_the_costs_compared(without_kernels):
 
 def test_attend_uses_the_explained_backend_and_plans_once(monkeypatch, without_kernels):
     plans = []
-    plan_of = block_plan.plan_of
+    plan_of = tiles.plan_of
     monkeypatch.setattr(blockwise, "plan_of", lambda *args: plans.append(args) or plan_of(*args))
     options = problem(mask=hw.window(64))
     out = hw.attend(**options)

@@ -10,8 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import headwise as hw
-from headwise.attention.rotary import Rotary, _kept_frequencies
-from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, Scaling, YaRN
+from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, Rotary, Scaling, YaRN, _kept_frequencies
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 3, 7, 22
 EXACT = {"rtol": 0, "atol": 1e-12}
@@ -373,7 +372,7 @@ def test_rotation_compiles_to_one_graph_for_all_lengths(tracing_server):
     tracing_server.run("""
 import torch
 from headwise.attention.rotary import Rotary
-from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, YaRN
+from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, YaRN
 def inputs(length):
     return torch.randn(2, 3, length, 12), torch.arange(length)[None]
 for scaling in (None, LinearScaling(2.0), DynamicNTK(2.0, 8), YaRN(4.0, 64), Llama3(8.0, 32)):
@@ -393,7 +392,7 @@ def test_rotation_exports_with_a_free_length(tracing_server):
     tracing_server.run("""
 import torch
 from headwise.attention.rotary import Rotary
-from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, YaRN
+from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, YaRN
 class Turn(torch.nn.Module):
     def __init__(self, rotary):
         super().__init__()

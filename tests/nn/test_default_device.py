@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.nn.torch_compat import MultiheadAttention
+from headwise.compat import MultiheadAttention
 
 BATCH, LENGTH, EMBED, HEADS = 2, 7, 24, 6
 BACKENDS = ("fused", "blockwise", "reference")

@@ -133,16 +133,26 @@ def test_torchs_checks_of_operators():
 # -- the choice -------------------------------------------------------------------------------------------------------
 
 
-def test_the_measured_rules():
-    bfloat16, float32 = linear_engine._native_rule_in_bfloat16, linear_engine._native_rule_in_float32
-    assert bfloat16("amx", True).rows == bfloat16("avx2", True).rows == range(1, 5)
-    assert bfloat16("avx512_bf16", True)[:2] == (range(1, 7), 0)
-    assert bfloat16("avx2", False).rows == range(1, 9)
-    assert float32("avx512", 14)[:2] == (range(4, 9), 2**19)
-    assert float32("avx2", 10)[:2] == (range(2, 9), 2**16)
-    assert float32("avx512", 10)[:2] == float32("avx512_bf16", 10)[:2] == (range(1, 9), 0)
-    for rule in (bfloat16("portable", False), float32("portable", 10), float32("avx512", None), float32("avx2", 14)):
-        assert not rule.rows
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
+def test_the_measured_rules(monkeypatch):
+    def rule(dtype, instructions, onednn_has_bfloat16=False, cpuinfo="AuthenticAMD avx512f"):
+        monkeypatch.setattr(library, "why_not_loaded", lambda: None)
+        monkeypatch.setattr(library, "instruction_set", lambda: instructions)
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn_has_bfloat16)
+        monkeypatch.setattr(linear_engine, "cpuinfo", lambda: cpuinfo)
+        return linear_engine.native_rule.__wrapped__(dtype)[:2]
+
+    bfloat16, float32, intel = torch.bfloat16, torch.float32, "GenuineIntel avx512f"
+    assert rule(bfloat16, "amx", True) == rule(bfloat16, "avx2", True) == (range(1, 5), 2**14)
+    assert rule(bfloat16, "avx512_bf16", True) == (range(1, 7), 0)
+    assert rule(bfloat16, "avx2") == (range(1, 9), 0)
+    assert rule(float32, "avx512", cpuinfo=intel) == (range(4, 9), 2**19)
+    assert rule(float32, "avx2") == (range(2, 9), 2**16)
+    assert rule(float32, "avx512") == rule(float32, "avx512_bf16") == (range(1, 9), 0)
+    for dtype, *others in ((bfloat16, "portable"), (float32, "portable"), (torch.float64, "avx512")):
+        assert not rule(dtype, *others)[0]
+    assert not rule(float32, "avx512", cpuinfo="")[0]
+    assert not rule(float32, "avx2", cpuinfo=intel)[0]
 
 
 @pytest.mark.parametrize("name", ["torch", "onednn"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.nn.torch_compat import MultiheadAttention
+from headwise.compat import MultiheadAttention
 
 BATCH, LENGTH, EMBED, HEADS = 2, 8, 24, 6
 

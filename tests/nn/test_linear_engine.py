@@ -1,11 +1,5 @@
 """The engines of linear projections: accuracy, gradients, the choice, and calls that must reach the module."""
 
-import os
-import platform
-import shutil
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -196,51 +190,28 @@ def test_the_operator_is_compiled_and_left_out_of_exported_programs(tracing_serv
 # -- the choice -------------------------------------------------------------------------------------------------------
 
 
+INTEL, AMD = (f"vendor_id : {vendor}\nflags : avx2 avx512f" for vendor in ("GenuineIntel", "AuthenticAMD"))
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
 @pytest.mark.parametrize(
-    ("capability", "mkl_branch", "expected"),
+    ("capability", "cpuinfo", "expected"),
     [
-        ("AVX512", 14, ("torch", "uses AVX-512")),
-        ("AVX512", 12, ("torch", "uses AVX-512")),
-        ("AVX512", 10, ("onednn", "does not use AVX-512")),
-        ("AVX512", 2, ("onednn", "does not use AVX-512")),
-        ("AVX512", None, ("torch", "unknown")),
-        ("AVX2", 2, ("torch", "instructions AVX2")),
-        ("DEFAULT", None, ("torch", "instructions DEFAULT")),
+        ("AVX512", INTEL, ("torch", "uses AVX-512")),
+        ("AVX512", AMD, ("onednn", "does not use AVX-512")),
+        ("AVX512", "", ("torch", "unknown")),
+        ("AVX2", AMD, ("torch", "instructions AVX2")),
+        ("DEFAULT", "", ("torch", "instructions DEFAULT")),
     ],
 )
-def test_the_instructions_of_both_libraries_decide(capability, mkl_branch, expected):
-    choice = linear_engine._engine_by_instructions(capability, mkl_branch)
-    assert choice.engine == expected[0]
-    assert expected[1] in choice.because
-
-
-OTHER_VENDOR = "int mkl_serv_intel_cpu_true(void) { return 0; }\n"
-"""A library with this function, loaded first, makes MKL take the processor for one that is not by Intel."""
-
-
-@pytest.mark.skipif(
-    platform.system() != "Linux"
-    or shutil.which("cc") is None
-    or not torch.backends.mkl.is_available()
-    or torch.backends.cpu.get_cpu_capability() != "AVX512",
-    reason="needs a C compiler, MKL and AVX-512",
-)
-def test_onednn_is_chosen_on_processors_of_other_vendors(tmp_path):
-    source, library = tmp_path / "vendor.c", tmp_path / "vendor.so"
-    source.write_text(OTHER_VENDOR)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    code = (
-        "import torch; from headwise.nn.linear_engine import engine_of; print(engine_of(torch.float32).because)\n"
-        "from torch import nn; from headwise import explain_linear\n"
-        "linear = nn.Linear(512, 512); print([explain_linear(linear, torch.randn(*shape)).engine for shape in"
-        " ((1, 512), (4, 16, 512), (1024, 512))])"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != linear_engine.VARIABLE}
-    environment |= {"LD_PRELOAD": str(library)}
-    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    because, engines = printed.stdout.splitlines()
-    assert "does not use AVX-512" in because
-    assert engines == "['torch', 'torch', 'onednn']"
+def test_instructions_and_vendor_decide(capability, cpuinfo, expected, engine, monkeypatch):
+    engine("")
+    monkeypatch.setattr(linear_engine, "cpuinfo", lambda: cpuinfo)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    linear, inputs = nn.Linear(512, 512), [torch.randn(*shape) for shape in ((1, 512), (4, 16, 512), (1024, 512))]
+    choices = [hw.explain_linear(linear, x) for x in inputs]
+    assert [choice.engine for choice in choices] == ["torch", "torch", expected[0]]
+    assert expected[1] in linear_engine.engine_of(torch.float32).because
 
 
 def test_the_environment_variable_decides(engine):

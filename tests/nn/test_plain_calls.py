@@ -10,8 +10,8 @@ from torch.nn.utils import parametrizations, prune
 
 import headwise as hw
 from headwise.attention import prepared_calls
+from headwise.compat import MultiheadAttention
 from headwise.nn import linear_engine
-from headwise.nn.torch_compat import MultiheadAttention
 
 EMBED, HEADS, LENGTH = 24, 3, 7
 

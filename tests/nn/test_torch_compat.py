@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headwise as hw
-from headwise.nn.torch_compat import MultiheadAttention
+from headwise.compat import MultiheadAttention
 from oracles import plain_attention
 from research.tables.torch_differences import DIFFERENCES
 

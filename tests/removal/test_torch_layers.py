@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 import headwise as hw
+from headwise.compat import MultiheadAttention
 from headwise.compression.pruning.pruning_plan import PlannedModule
 from headwise.compression.scores.least_squares import LeastSquaresScores
 from headwise.errors import InputError
 from headwise.intercept.survey import survey
-from headwise.nn.torch_compat import MultiheadAttention
 from headwise.removal.torch_layers import with_own_layers
 
 

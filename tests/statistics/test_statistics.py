@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.attention.backends.blockwise import plan as block_plan
 from headwise.attention.backends.blockwise import tiles
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.gpu import statistics as gpu
@@ -92,8 +91,8 @@ NATIVE = pytest.mark.skipif(why_not_loaded() is not None, reason=str(why_not_loa
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Use blocks of few rows, columns and heads, so that a small problem has many blocks."""
-    monkeypatch.setattr(block_plan, "rows_of", lambda *_: 7)
-    monkeypatch.setattr(block_plan, "COLUMNS", 4)
+    monkeypatch.setattr(tiles, "rows_of", lambda *_: 7)
+    monkeypatch.setattr(tiles, "COLUMNS", 4)
     monkeypatch.setattr(tiles, "TILE_BYTES", 2**10)
     monkeypatch.setattr(row_blocks, "ROW_BLOCK_BYTES", 4 * 4 * BATCH * HEADS * KEYS)  # 4 rows
     monkeypatch.setattr(kernel_statistics, "ROWS_AT_ONCE", 5 * BATCH * HEADS)

@@ -10,7 +10,7 @@ from torch import nn
 
 import headwise as hw
 import tiny
-from headwise.attention.caches.growing import DynamicCache
+from headwise.attention.caches import DynamicCache
 from headwise.studies import model as models
 from headwise.studies.model import ModelShape, Transformer, as_transformers, save_model
 

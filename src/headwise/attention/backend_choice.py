@@ -20,8 +20,8 @@ from torch import Tensor
 
 from headwise.attention.backends import fused, reference
 from headwise.attention.backends.blockwise import backend as blockwise
-from headwise.attention.backends.blockwise import scores_bf16, scores_fp32
-from headwise.attention.backends.blockwise.plan import cost_of, score_count
+from headwise.attention.backends.blockwise.scores import BFLOAT16_BLOCK_OVERHEAD, FLOAT32_BLOCK_OVERHEAD
+from headwise.attention.backends.blockwise.tiles import cost_of, score_count
 from headwise.attention.backends.gpu import flex
 from headwise.attention.backends.native import backend as native
 from headwise.attention.problem import Answer, Backend, Problem
@@ -197,9 +197,9 @@ def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, Candidate, Ca
     kernel_cost = score_cost * scores
     plan = blockwise.plan_blocks(problem)
     if blockwise.uses_bfloat16_scores(problem):
-        blocks_cost = BFLOAT16_SCORE_COST * cost_of(plan, scores_bf16.BLOCK_OVERHEAD)
+        blocks_cost = BFLOAT16_SCORE_COST * cost_of(plan, BFLOAT16_BLOCK_OVERHEAD)
     else:
-        blocks_cost = FLOAT32_SCORE_COST * cost_of(plan, scores_fp32.BLOCK_OVERHEAD)
+        blocks_cost = FLOAT32_SCORE_COST * cost_of(plan, FLOAT32_BLOCK_OVERHEAD)
     torch_kernel = torch_kernel._replace(scores=scores, cost=kernel_cost)
     blocks = blocks._replace(scores=score_count(plan), cost=blocks_cost)
     candidates = (kernels, torch_kernel, blocks)

@@ -8,8 +8,6 @@ have happened, the call is computed again without the bad numbers. Rows that may
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,14 +80,8 @@ def has_nonfinite_keys_or_values(problem: Problem) -> bool:
 def all_finite(x: Tensor, y: Tensor) -> bool:
     """Return True if all numbers of two tensors on a CPU are finite."""
     if library.load() is None:
-        return bool(_operator()(x, y))
+        return bool(library.operator("all_finite")(x, y))
     return all(math.isfinite(tensor.detach().sum()) or bool(tensor.isfinite().all()) for tensor in (x, y))
-
-
-@cache
-def _operator() -> Any:
-    """Return the native operator. Finding it anew takes as long as calling it."""
-    return torch.ops.headwise.all_finite.default
 
 
 def _can_check(tensor: Tensor) -> bool:

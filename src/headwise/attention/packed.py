@@ -113,15 +113,16 @@ class PaddedBatch(NamedTuple):
 def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return two dictionaries with the argument names of `inputs` as keys. The first contains the packed tokens
     `(tokens, width)` of each jagged nested tensor. The second contains its offsets `(sequences + 1,)`: the start of
-    each sequence, then the number of tokens.
+    each sequence, then the number of tokens. Inputs that are None are left out.
 
     Args:
-        inputs: tensors by argument name: "x", and optionally "context" and "value_context".
+        inputs: tensors by argument name: "x", "context" and "value_context".
 
     Raises:
         InputError: a tensor of another kind, gaps between sequences, or a value context whose sequences have other
             lengths than those of the context. The lengths are not compared where they cannot be read, as on a GPU.
     """
+    inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     for name, tensor in inputs.items():
         if not isinstance(tensor, Tensor):
             raise InputError(name, expected="a jagged nested tensor, like x", got=type(tensor).__name__)

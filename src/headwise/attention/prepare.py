@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention import packed
-from headwise.attention.caches.base import Cache, CachedTensors, CacheUpdate
+from headwise.attention.caches import Cache, CachedTensors, CacheUpdate
 from headwise.attention.masks.grid import Grid
 from headwise.attention.rotary import Rotary
 from headwise.errors import InputError

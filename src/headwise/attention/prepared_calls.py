@@ -27,7 +27,7 @@ from headwise.attention.backend_choice import SMALLEST_PLANNED, Choice
 from headwise.attention.backends import fused, reference
 from headwise.attention.backends.native import backend as native
 from headwise.attention.masks.base import And, Mask, Not, Or, PerHead
-from headwise.attention.masks.key_ranges import is_constant, unexpanded, visible_keys
+from headwise.attention.masks.key_ranges import unexpanded, visible_keys
 from headwise.attention.masks.kinds import Band, Chunked, Padding, Prefix, Segments
 from headwise.attention.nonfinite import may_have_leaked, may_have_nan
 from headwise.attention.problem import Problem
@@ -199,7 +199,7 @@ def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) 
                 ()
                 if mask is None
                 else tuple(
-                    part if is_constant(part) else weakref.ref(part, lambda _: _calls.pop(key, None) and None)
+                    part if part.is_constant else weakref.ref(part, lambda _: _calls.pop(key, None) and None)
                     for part in _parts(mask)
                 )
             )

@@ -85,8 +85,7 @@ def _processor() -> Section:
     """Return the name of the processor, its cores, the threads of torch, and the instruction sets that kernels use."""
     import torch
 
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.is_file() else []
+    lines = installed.cpuinfo().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
         "name": next(names, platform.processor() or platform.machine()),

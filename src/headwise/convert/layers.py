@@ -27,9 +27,9 @@ from headwise.attention.position_bias import PositionBias
 from headwise.attention.rotary import Rotary
 from headwise.checks import whole_number
 from headwise.errors import InputError
+from headwise.nn.linear_engine import has_hooks
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import QKNorm, Scores
-from headwise.nn.projections import has_hooks
 from headwise.shapes import Float
 
 Layer = TypeVar("Layer", bound=MultiHeadAttention)

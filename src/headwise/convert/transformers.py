@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.masks.factories import causal, window
-from headwise.attention.rotary import Rotary
-from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, Scaling, YaRN
+from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, Rotary, Scaling, YaRN
 from headwise.convert.layers import linear_maps_of, scores_with_scale
 from headwise.errors import InputError
 from headwise.families.registry import Family, converted_families, relative_path, softcap_of
+from headwise.nn.linear_engine import has_hooks
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import QKNorm, Scores
-from headwise.nn.projections import has_hooks
 
 
 def from_transformers(block: nn.Module, *, backend: str | None = None) -> MultiHeadAttention:

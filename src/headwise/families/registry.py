@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from torch import nn
 
+from headwise.compat import MultiheadAttention
 from headwise.errors import InputError
 from headwise.families.head_module import HeadBlocks, HeadModule, Part, blocks_along, projection_blocks
 from headwise.nn.latent import LatentAttention
 from headwise.nn.multihead import MultiHeadAttention
-from headwise.nn.torch_compat import MultiheadAttention
 
 GROUPED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 UNGROUPED = {"heads": "num_attention_heads", "head_dim": "head_dim"}

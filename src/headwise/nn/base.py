@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from headwise.attention.attend import attend, backend_named
 from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
-from headwise.attention.caches.base import Cache
-from headwise.attention.caches.static import StaticCache
+from headwise.attention.caches import Cache, StaticCache
 from headwise.attention.masks.base import Mask
 from headwise.attention.packed import Offsets
 from headwise.attention.position_bias import PositionBias
@@ -158,8 +157,6 @@ class AttentionLayer(nn.Module):
         from `head_dim`, the width of the queries and keys. The scale is divided by the learned temperature, if there is
         one.
         """
-        scores = self.scores or PLAIN_SCORES
-        scale = head_dim**-0.5 if scores.scale is None else scores.scale
         parameters = self._parameters  # reading None from here takes less time than as an attribute
         if (
             self.scores is None
@@ -167,13 +164,15 @@ class AttentionLayer(nn.Module):
             and parameters.get("temperature", self) is None
             and parameters.get("talking_before", self) is None
         ):
-            return ScoreParameters(scale, None, None, None)
+            return ScoreParameters(head_dim**-0.5, None, None, None)
+        scores = self.scores or PLAIN_SCORES
+        scale: float | Tensor = head_dim**-0.5 if scores.scale is None else scores.scale
+        if self.temperature is not None:
+            scale = scale / self.temperature
         talking_heads = None
         if self.talking_before is not None and self.talking_after is not None:
             talking_heads = (self.talking_before, self.talking_after)
-        return ScoreParameters(
-            scale if self.temperature is None else scale / self.temperature, scores.softcap, self.sinks, talking_heads
-        )
+        return ScoreParameters(scale, scores.softcap, self.sinks, talking_heads)
 
     # -- steps of a call --------------------------------------------------------------------------------------
 
@@ -375,3 +374,14 @@ def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
     if tensor.dtype != parameter.dtype and not converted:
         expected = f"{parameter.dtype} like the layer"
         raise InputError(name, expected=expected, got=tensor.dtype, remedy="cast one to the other")
+
+
+def apply_norm(norm: nn.Module, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
+    """Return `norm(x)` in the dtype of x. The norm is computed in the dtype of its weight, or in that of x if it has no
+    weight.
+
+    Under autocast the weight has a wider dtype than x.
+    """
+    weight = next(norm.parameters(), None)
+    normalised: Tensor = norm(x if weight is None else x.to(weight.dtype))
+    return normalised.to(x.dtype)

@@ -18,10 +18,9 @@ from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import gate_factor
 from headwise.checks import finite_number, flag, whole_number
 from headwise.errors import InputError
-from headwise.nn.base import LayerCall, ScoreParameters
+from headwise.nn.base import LayerCall, ScoreParameters, apply_norm
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import Scores
-from headwise.nn.projections import apply_norm
 from headwise.shapes import Float
 
 

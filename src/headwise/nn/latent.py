@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.caches.base import Cache
+from headwise.attention.caches import Cache
 from headwise.attention.masks.base import Mask
 from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import Backend
@@ -29,10 +29,9 @@ from headwise.attention.rotary import Rotary
 from headwise.checks import finite_number, flag, float_dtype, probability, size_argument
 from headwise.errors import InputError
 from headwise.nn import layout
-from headwise.nn.base import AttentionLayer, LayerCall
-from headwise.nn.linear_engine import project
+from headwise.nn.base import AttentionLayer, LayerCall, apply_norm
+from headwise.nn.linear_engine import has_hooks, project, reset_linear
 from headwise.nn.options import Scores
-from headwise.nn.projections import apply_norm, is_plain_linear, reset_linear
 from headwise.shapes import Bool, Float, Int
 
 INTERLEAVED = Rotary(interleaved=True)
@@ -196,8 +195,8 @@ class LatentAttention(AttentionLayer):
             InputError: inputs that do not fit the layer or each other; `absorbed=True` with a `kv_up` that has a bias.
         """
         self._check_input("x", x, self.embed_dim)
-        layout_of_x = layout.BATCH if x.ndim == 3 else layout.SingleRow()
-        x = x if x.ndim == 3 else x.unsqueeze(0)
+        has_batch = x.ndim == 3
+        x = x if has_batch else x.unsqueeze(0)
         self._check_cache(cache, lengths)
         positions = self._checked_positions(x, positions, cache)
         mask, bias = self._mask_and_bias(mask, bias, cache)
@@ -215,7 +214,7 @@ class LatentAttention(AttentionLayer):
         # heads (batch, heads, queries, value_dim), weights (batch, heads, queries, keys) or None
         y = project(self.out_proj, heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
         self._commit(prepared, call)
-        return layout_of_x.restore(y, weights)
+        return layout.result(y, weights, has_batch=has_batch)
 
     def _queries(self, x: Float[Tensor, "batch queries embed"]) -> Float[Tensor, "batch heads queries width"]:
         """Return the queries of each head, projected from x, with features in the order of `Rotary`: first the
@@ -266,7 +265,7 @@ class LatentAttention(AttentionLayer):
         unit vectors with the dtype and device of `like`.
         """
         matrix: Tensor
-        if is_plain_linear(self.kv_up):
+        if type(self.kv_up) is nn.Linear and not has_hooks(self.kv_up):
             matrix = self.kv_up.weight
         else:
             matrix = self.kv_up(torch.eye(self.kv_rank, dtype=like.dtype, device=like.device)).mT

@@ -8,14 +8,11 @@ The layer itself computes with `(batch, length, width)` alone:
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headwise.attention import packed
-from headwise.attention.masks.key_ranges import is_constant
 from headwise.attention.masks.kinds import InSequences, Padding, Segments
 from headwise.attention.prepare import AttentionInputs
 from headwise.checks import float_tensor, has_readable_values
@@ -24,110 +21,12 @@ from headwise.nn.base import LayerCall
 from headwise.shapes import Float
 
 
-class Layout:
-    """Arrangement of the sequences in a layer's input x, such as a batch or a nested tensor. It converts the layer's
-    output and attention weights back to that arrangement. The base class is that of one sequence per row, `(batch,
-    length, width)`, in which the layer computes: it converts nothing.
-    """
-
-    def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Tensor:
-        """Return the output of the layer, computed with a batch axis, in the layout of the layer's input x."""
-        return y
-
-    def restore_weights(self, weights: Float[Tensor, "batch heads queries keys"]) -> Tensor:
-        """Return the attention weights in the layout of the layer's input x."""
-        return weights
-
-    def restore(
-        self, y: Float[Tensor, "batch queries out"], weights: Float[Tensor, "batch heads queries keys"] | None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the result of a layer's `forward` in the layout of its input: the output alone, or a tuple of output
-        and weights if there are weights.
-        """
-        y = self.restore_output(y)
-        return y if weights is None else (y, self.restore_weights(weights))
-
-
-BATCH = Layout()
-"""Layout of every x with one sequence per row."""
-
-
-@dataclass(frozen=True)
-class SingleRow(Layout):
-    """Layout of an x without a batch axis, `(length, width)`: one sequence, or several packed end to end."""
-
-    def restore_output(self, y: Float[Tensor, "1 queries out"]) -> Float[Tensor, "queries out"]:
-        """Return the output of the layer without the batch axis, since the layer's input x had none."""
-        return y.squeeze(0)
-
-    def restore_weights(self, weights: Float[Tensor, "1 heads queries keys"]) -> Float[Tensor, "heads queries keys"]:
-        """Return the attention weights without the batch axis, since the layer's input x had none."""
-        return weights.squeeze(0)
-
-
-@dataclass(frozen=True)
-class Nested(Layout):
-    """Layout of a jagged nested tensor, in which each component is one sequence.
-
-    Attributes:
-        offsets: start of each sequence among all tokens, then the number of tokens.
-    """
-
-    offsets: Tensor
-
-    def restore_output(self, y: Float[Tensor, "1 tokens out"]) -> Tensor:
-        """Return the output of the layer, in which all sequences stand end to end, as a jagged nested tensor with one
-        component per sequence.
-        """
-        return torch.nested.nested_tensor_from_jagged(y.squeeze(0), self.offsets)
-
-
-@dataclass(frozen=True)
-class MaskedPadding(Layout):
-    """Layout of a batch that is padded on the right and whose padding the layer hid with a mask. The output at padding,
-    and the weights of padding queries, are set to 0.
-
-    Attributes:
-        padded: lengths of the sequences.
-    """
-
-    padded: packed.PaddedBatch
-
-    def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Float[Tensor, "batch queries out"]:
-        """Return the output of the layer for a padded batch, with 0 in the places of padding tokens."""
-        return y.masked_fill(~self.padded.is_real[..., None], 0.0)
-
-    def restore_weights(
-        self, weights: Float[Tensor, "batch heads queries keys"]
-    ) -> Float[Tensor, "batch heads queries keys"]:
-        """Return the attention weights for a padded batch, with 0 in the rows of queries that are padding."""
-        return weights.masked_fill(~self.padded.is_real[:, None, :, None], 0.0)
-
-
-@dataclass(frozen=True)
-class PackedPadding(Layout):
-    """Layout of a batch that is padded on the right and whose real tokens the layer packed end to end. The output is
-    put back into a padded batch, with 0 at padding.
-
-    Attributes:
-        padded: lengths of the sequences.
-    """
-
-    padded: packed.PaddedBatch
-
-    def restore_output(self, y: Float[Tensor, "1 tokens out"]) -> Float[Tensor, "batch queries out"]:
-        """Return the output of the real tokens, which the layer computed end to end, as a padded batch: each token in
-        its original place, and 0 in the places of padding.
-        """
-        return self.padded.unpack(y.squeeze(0))
-
-
-def unpack_padded(
+def without_padding(
     x: Float[Tensor, "batch queries embed"], padded: packed.PaddedBatch, call: LayerCall
-) -> tuple[Float[Tensor, "rows length embed"], LayerCall, Layout]:
+) -> tuple[Float[Tensor, "rows length embed"], LayerCall]:
     """Convert a batch x that is padded on the right to a form in which padding has no effect: its real tokens packed
-    end to end, or its padding masked. `padded` states which tokens are real. Return the converted x, the call options
-    for it, and the layout that converts the layer's output back.
+    end to end, or its padding masked. `padded` states which tokens are real. Return the converted x, and the call
+    options for it, which have offsets if tokens are packed. `with_padding` converts the layer's output back.
 
     The real tokens are packed if that saves work and the call allows it. Otherwise the padding is masked, and its
     inputs are replaced by 0: a weight of 0 would not stop NaN and infinity from reaching other tokens.
@@ -143,32 +42,38 @@ def unpack_padded(
         positions = call.positions
         if positions is not None:
             positions = positions.expand(x.shape[:2])[padded.is_real][None]
-        return (
-            padded.pack(x)[None],
-            call._replace(positions=positions, offsets=packed.Offsets(offsets, offsets)),
-            PackedPadding(padded),
-        )
+        return padded.pack(x)[None], call._replace(positions=positions, offsets=packed.Offsets(offsets, offsets))
     if not (has_readable_values(padded.lengths) and bool(padded.is_real.all())):
         x = x.masked_fill(~padded.is_real[..., None], 0.0)
     is_real = Padding(padded.lengths, "right")  # `padding` would read lengths on a GPU
-    return x, call._replace(mask=is_real if call.mask is None else is_real & call.mask), MaskedPadding(padded)
+    return x, call._replace(mask=is_real if call.mask is None else is_real & call.mask)
 
 
-def unpack_nested(
-    x: Tensor, context: Any, value_context: Any, offsets: Any, context_offsets: Any
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tokens and the sequence offsets of jagged nested inputs, as two dicts by input name ("x", "context",
-    "value_context"): all tokens end to end, `(tokens, width)`, and the start of each sequence among them. Inputs that
-    are None are left out. The caller's `offsets` and `context_offsets` must be None.
-
-    Raises:
-        InputError: offsets in addition to a nested x, or inputs that are not jagged tensors of matching lengths.
+def with_padding(
+    y: Float[Tensor, "rows length out"],
+    weights: Float[Tensor, "batch heads queries keys"] | None,
+    padded: packed.PaddedBatch,
+    *,
+    is_packed: bool,
+) -> tuple[Float[Tensor, "batch queries out"], Float[Tensor, "batch heads queries keys"] | None]:
+    """Return the output of a layer and its weights, if there are any, for a padded batch x that `without_padding`
+    converted. They are 0 at padding. With `is_packed`, the output is that of the real tokens, end to end.
     """
-    for name, value in (("offsets", offsets), ("context_offsets", context_offsets)):
-        if value is not None:
-            raise InputError(name, expected="none with a nested x, which has its own", got="some")
-    inputs = {"x": x, "context": context, "value_context": value_context}
-    return packed.from_nested({name: tensor for name, tensor in inputs.items() if tensor is not None})
+    if is_packed:
+        return padded.unpack(y.squeeze(0)), weights
+    y = y.masked_fill(~padded.is_real[..., None], 0.0)
+    return y, None if weights is None else weights.masked_fill(~padded.is_real[:, None, :, None], 0.0)
+
+
+def result(
+    y: Float[Tensor, "batch queries out"], weights: Float[Tensor, "batch heads queries keys"] | None, *, has_batch: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the result of a layer's `forward`: the output alone, or a tuple of output and weights if there are
+    weights, without the batch axis if the layer's input has none.
+    """
+    if not has_batch:
+        y, weights = y.squeeze(0), None if weights is None else weights.squeeze(0)
+    return y if weights is None else (y, weights)
 
 
 # -- packed sequences --------------------------------------------------------------------------------------------------
@@ -234,7 +139,7 @@ def _as_one_call(
     assert isinstance(offsets.queries, Tensor)
     assert isinstance(offsets.keys, Tensor)
     mask = call.mask
-    if mask is not None and not is_constant(mask):
+    if mask is not None and not mask.is_constant:
         expected = "a list or a tensor on the CPU with a mask that is not made of numbers alone"
         raise InputError("offsets", expected=expected, got=f"a tensor on {offsets.queries.device}")
     of_queries = packed.sequence_numbers(offsets.queries, inputs.q.shape[2])

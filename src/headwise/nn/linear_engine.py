@@ -6,16 +6,14 @@ kernel of few rows.
                 too, but writes the bias into the output before
     few tokens  the native kernel, without gradients, where it was measured to be faster (`native_rule`)
 
-The choice depends on the instructions of both engines, and on nothing that is timed while a model runs. The other
+The choice depends on the instructions and the vendor of the processor, and on nothing that is timed. The other
 engines replace only the call of a plain `nn.Linear` on plain tensors. An `nn.Linear` with hooks, another module in its
 place, tensors of other types, and whatever torch traces, transforms or observes, are called as before. `explain_linear`
 states the choice.
 """
 
-import ctypes
 import os
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +23,9 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from headwise.attention.backends.native import library
+from headwise.attention.backends.native.installed import cpuinfo
 from headwise.checks import called_by_compiler, has_own_class
 from headwise.errors import InputError
-from headwise.nn.projections import has_hooks
 from headwise.shapes import Float
 
 # -- choice of the engine on this processor ----------------------------------------------------------------------------
@@ -36,9 +34,6 @@ VARIABLE = "HEADWISE_LINEAR"
 """Environment variable that names the engine: "torch" for `F.linear` everywhere, or "onednn" for oneDNN in float32 on
 every processor. Both switch the native kernel off. It is read by the first projection.
 """
-
-FIRST_AVX512_BRANCH = 11
-"""Smallest number by which MKL names a code branch with AVX-512: `MKL_CBWR_AVX512_MIC` in its header."""
 
 
 class LinearChoice(NamedTuple):
@@ -79,28 +74,80 @@ def uses_onednn(dtype: torch.dtype) -> bool:
 def engine_of(dtype: torch.dtype) -> LinearChoice:
     """Return the engine of plain projections in a dtype on this processor, and the reason.
 
+    As measured in float32 (docs/lab-notes.md), oneDNN with AVX-512 takes about half the time of MKL without, and with
+    the same instructions MKL is faster.
+
     Raises:
         InputError: the environment variable names another engine than "torch" and "onednn".
     """
-    wanted = _wanted()
+    wanted, engine = _wanted(), "torch"
+    capability, mkl_has_avx512 = torch.backends.cpu.get_cpu_capability(), _mkl_uses_avx512()
     if wanted == "torch":
-        return LinearChoice("torch", f"{VARIABLE}=torch")
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return LinearChoice("torch", "this torch was built without oneDNN")
-    if dtype == torch.bfloat16:
-        return _bfloat16_engine()
-    if dtype != torch.float32:
-        return LinearChoice("torch", "oneDNN is chosen in float32 and bfloat16 only")
-    if wanted == "onednn":
-        return LinearChoice("onednn", f"{VARIABLE}=onednn")
-    return _engine_by_instructions(torch.backends.cpu.get_cpu_capability(), _mkl_branch())
+        because = f"{VARIABLE}=torch"
+    elif not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        because = "this torch was built without oneDNN"
+    elif dtype == torch.bfloat16:
+        because = "oneDNN does not compute in bfloat16 on this processor"
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            engine, because = "onednn", "in bfloat16, oneDNN adds the bias to the product itself"
+    elif dtype != torch.float32:
+        because = "oneDNN is chosen in float32 and bfloat16 only"
+    elif wanted == "onednn":
+        engine, because = "onednn", f"{VARIABLE}=onednn"
+    elif capability != "AVX512":
+        because = f"oneDNN has no advantage with the instructions {capability}"
+    elif mkl_has_avx512 is None:
+        because = "the instructions of torch's library for float32 products are unknown"
+    elif mkl_has_avx512:
+        because = "MKL, which torch computes float32 products with, uses AVX-512"
+    else:
+        engine = "onednn"
+        because = "MKL, which torch computes float32 products with, does not use AVX-512 here"
+    return LinearChoice(engine, because)
+
+
+@cache
+def native_rule(dtype: torch.dtype) -> NativeRule:
+    """Return the products in a dtype that the native kernel of few rows computes on this processor, as measured
+    (docs/lab-notes.md).
+
+    Raises:
+        InputError: the environment variable names another engine than "torch" and "onednn".
+    """
+    rows, smallest_weight, mkl_has_avx512 = range(0), 0, _mkl_uses_avx512()
+    if wanted := _wanted():
+        because = f"{VARIABLE}={wanted}"
+    elif dtype not in (torch.float32, torch.bfloat16):
+        because = "the native kernel computes in float32 and bfloat16 only"
+    elif reason := library.why_not_loaded():
+        because = reason
+    elif (instructions := library.instruction_set()) == "portable":
+        because = "the portable native kernel was not measured to be faster"
+    elif dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        rows, because = range(1, 9), "up to 8 tokens, torch is slower without instructions for bfloat16"
+    elif dtype == torch.bfloat16 and instructions == "avx512_bf16":
+        rows, because = range(1, 7), "up to 6 tokens, the native kernel is faster than oneDNN without AMX"
+    elif dtype == torch.bfloat16:
+        rows, smallest_weight = range(1, 5), 2**14
+        because = "up to 4 tokens, the native kernel reads a bfloat16 weight faster than oneDNN"
+    elif mkl_has_avx512 is None:
+        because = "the instructions of torch's library for float32 products are unknown"
+    elif mkl_has_avx512 and instructions == "avx2":
+        because = "MKL uses AVX-512, and the native kernels do not"
+    elif mkl_has_avx512:
+        rows, smallest_weight = range(4, 9), 2**19
+        because = "from 4 to 8 tokens, the native kernel reads a large weight faster than MKL"
+    elif instructions == "avx2":
+        rows, smallest_weight = range(2, 9), 2**16
+        because = "from 2 to 8 tokens, MKL without AVX-512 is slower than the native kernel"
+    else:
+        rows, because = range(1, 9), "up to 8 tokens, the native kernel uses AVX-512, and MKL does not"
+    return NativeRule(rows, smallest_weight, because)
 
 
 def _wanted() -> str:
-    """Return the engine that the environment variable names; an empty string if it is not set.
-
-    Raises:
-        InputError: it names another engine than "torch" and "onednn".
+    """Return the engine that the environment variable names; an empty string if it is not set. Raise `InputError` for
+    another engine than "torch" and "onednn".
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "torch", "onednn"):
@@ -108,99 +155,14 @@ def _wanted() -> str:
     return wanted
 
 
-@cache
-def native_rule(dtype: torch.dtype) -> NativeRule:
-    """Return the products in a dtype that the native kernel of few rows computes on this processor.
-
-    Raises:
-        InputError: the environment variable names another engine than "torch" and "onednn".
+def _mkl_uses_avx512() -> bool | None:
+    """Return True if MKL, torch's library for float32 products, uses AVX-512 on this processor. MKL does so on
+    processors by Intel alone. None if torch has no MKL, or if the processor is unknown.
     """
-    if wanted := _wanted():
-        return NativeRule(range(0), 0, f"{VARIABLE}={wanted}")
-    if dtype not in (torch.float32, torch.bfloat16):
-        return NativeRule(range(0), 0, "the native kernel computes in float32 and bfloat16 only")
-    if reason := library.why_not_loaded():
-        return NativeRule(range(0), 0, reason)
-    instructions = library.instruction_set()
-    if dtype == torch.bfloat16:
-        return _native_rule_in_bfloat16(instructions, torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return _native_rule_in_float32(instructions, _mkl_branch())
-
-
-def _native_rule_in_bfloat16(instructions: str, onednn_has_bfloat16: bool) -> NativeRule:
-    """Return the rule in bfloat16, as measured (docs/lab-notes.md).
-
-    Args:
-        instructions: instruction set of the native kernels.
-        onednn_has_bfloat16: True if oneDNN computes in bfloat16 here, which is faster from about 8 tokens on.
-    """
-    if instructions == "portable":
-        return NativeRule(range(0), 0, "the portable native kernel is slower")
-    if onednn_has_bfloat16:
-        if instructions == "avx512_bf16":
-            return NativeRule(range(1, 7), 0, "up to 6 tokens, the native kernel is faster than oneDNN without AMX")
-        return NativeRule(
-            range(1, 5), 2**14, "up to 4 tokens, the native kernel reads a bfloat16 weight faster than oneDNN"
-        )
-    return NativeRule(range(1, 9), 0, "up to 8 tokens, torch is slower without instructions for bfloat16")
-
-
-def _native_rule_in_float32(instructions: str, mkl_branch: int | None) -> NativeRule:
-    """Return the rule in float32, as measured (docs/lab-notes.md).
-
-    Args:
-        instructions: instruction set of the native kernels.
-        mkl_branch: number of MKL's code branch; None if it is unknown.
-    """
-    if instructions == "portable" or mkl_branch is None:
-        return NativeRule(range(0), 0, "no native kernel was measured to be faster here")
-    if mkl_branch < FIRST_AVX512_BRANCH and instructions != "avx2":
-        return NativeRule(range(1, 9), 0, "up to 8 tokens, the native kernel uses AVX-512, and MKL does not")
-    if mkl_branch < FIRST_AVX512_BRANCH:
-        return NativeRule(
-            range(2, 9), 2**16, "from 2 to 8 tokens, MKL without AVX-512 is slower than the native kernel"
-        )
-    if instructions == "avx2":
-        return NativeRule(range(0), 0, "MKL uses AVX-512, and the native kernels do not")
-    return NativeRule(range(4, 9), 2**19, "from 4 to 8 tokens, the native kernel reads a large weight faster than MKL")
-
-
-def _bfloat16_engine() -> LinearChoice:
-    """Return the engine of projections in bfloat16: oneDNN where torch computes such products with oneDNN too."""
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return LinearChoice("onednn", "in bfloat16, oneDNN adds the bias to the product itself")
-    return LinearChoice("torch", "oneDNN does not compute in bfloat16 on this processor")
-
-
-def _engine_by_instructions(capability: str, mkl_branch: int | None) -> LinearChoice:
-    """Return the engine of projections in float32 by the instructions of both engines, as measured (docs/lab-notes.md):
-    oneDNN with AVX-512 takes about half the time of MKL without, and with the same instructions MKL is faster.
-
-    Args:
-        capability: instruction set of torch and of oneDNN, such as "AVX512".
-        mkl_branch: number of MKL's code branch; None if it is unknown.
-    """
-    if capability != "AVX512":
-        return LinearChoice("torch", f"oneDNN has no advantage with the instructions {capability}")
-    if mkl_branch is None:
-        return LinearChoice("torch", "the instructions of torch's library for float32 products are unknown")
-    if mkl_branch >= FIRST_AVX512_BRANCH:
-        return LinearChoice("torch", "MKL, which torch computes float32 products with, uses AVX-512")
-    return LinearChoice("onednn", "MKL, which torch computes float32 products with, does not use AVX-512 here")
-
-
-def _mkl_branch() -> int | None:
-    """Return the number of the code branch that MKL chose for this processor, from the function of MKL inside torch's
-    library; None if torch has no MKL or does not export this function. The public header of MKL declares the function
-    as `mkl_cbwr_get_auto_branch`.
-    """
-    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+    description = cpuinfo()
+    if not torch.backends.mkl.is_available() or not description:  # type: ignore[no-untyped-call]
         return None
-    try:
-        library_of_torch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return int(library_of_torch.mkl_serv_cbwr_get_auto_branch())
-    except (OSError, AttributeError):
-        return None
+    return "GenuineIntel" in description and "avx512f" in description
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -261,7 +223,7 @@ def gains(x: Tensor, weight: Tensor) -> bool:
     out, width = weight.shape
     rows = x.numel() // max(width, 1)
     block = _block_of(width)
-    is_copied = width > block and not _columns_are_dense(weight)
+    is_copied = width > block and not weight.t().is_contiguous()  # a block of rows has gaps, and of columns has none
     return rows * block * out >= SMALLEST_WORK and (rows >= SMALLEST_COPIED_FOR or not is_copied)
 
 
@@ -280,14 +242,8 @@ def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x weight^T + bias, computed by the native kernel, without a gradient."""
-    result: Tensor = _few_rows()(x.contiguous(), weight, bias)
+    result: Tensor = library.operator("linear_few_rows")(x.contiguous(), weight, bias)
     return result
-
-
-@cache
-def _few_rows() -> Any:
-    """Return the operator of the native kernel. Finding it anew takes as long as the product of a small weight."""
-    return torch.ops.headwise.linear_few_rows.default
 
 
 def _block_of(width: int) -> int:
@@ -319,7 +275,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     `F.linear` if neither gains anything.
     """
     if not gains(x, weight):
-        return few_rows(x, weight, bias) if gains_by_few_rows(x, weight, bias) else F.linear(x, weight, bias)
+        if gains_by_few_rows(x, weight, bias):
+            return few_rows(x, weight, bias)
+        return F.linear(x, weight, bias)
     block = _block_of(weight.shape[1])
     parts = zip(torch.split(x, block, dim=-1), torch.split(weight, block, dim=-1), strict=True)
     total = product(*next(parts), bias)
@@ -332,17 +290,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x weight^T + bias in one product of oneDNN. It is a hundred times slower for a weight with gaps between
     its rows, and reads a bias with gaps as if it had none, so that both are copied.
     """
-    if not (weight.is_contiguous() or _columns_are_dense(weight)):
+    if not (weight.is_contiguous() or weight.t().is_contiguous()):
         weight = weight.contiguous()
     if bias is not None:
         bias = bias.contiguous()
     result: Tensor = _pointwise(x, weight, bias, "none", [], "")
     return result
-
-
-def _columns_are_dense(weight: Tensor) -> bool:
-    """Return True if the columns of a weight follow each other in memory, so that no block of them has gaps."""
-    return weight.t().is_contiguous()
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
@@ -379,7 +332,6 @@ NOT_PLAIN = LinearChoice("torch", "only a plain nn.Linear on the CPU is computed
 SMALLEST_BFLOAT16_WORK = 2**20
 """Number of multiplications below which the bias of a product in bfloat16 is left to torch."""
 
-
 _LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
 """Functions of torch that compute the call of an `nn.Linear`."""
 
@@ -391,8 +343,7 @@ def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tenso
         linear: projection of a layer, usually an `nn.Linear`; adapters and quantised modules are called.
         x: input.
     """
-    parameters = plain_parameters(x, linear)
-    return _project(linear, x) if parameters is None else F.linear(x, *parameters[0])
+    return projections(x, linear)[0]
 
 
 def projections(x: Float[Tensor, "*tokens width"], *linears: nn.Module) -> list[Float[Tensor, "*tokens _"]]:
@@ -453,12 +404,10 @@ def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple
 
 def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
     """Return `linear(x)`, computed by the engine that is chosen for this call."""
-    weight: Any
-    weight, bias = None, None
     if torch.compiler.is_compiling():
         # The compiler may receive the operator `headwise::linear` in place of the call. It has no forward-mode
         # derivative, and decides when it runs whether the product is large enough for oneDNN.
-        is_replaced = (
+        if (
             not torch.compiler.is_exporting()
             and uses_onednn(torch.float32)
             and type(linear) is nn.Linear
@@ -466,22 +415,16 @@ def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tens
             and torch.autograd.forward_ad._current_level < 0
             and x.device.type == "cpu"
             and x.dtype == linear.weight.dtype == torch.float32
-        )
-        engine = "onednn" if is_replaced else "torch"
+        ):
+            return by_onednn(x, linear.weight, linear.bias)
     elif type(linear) is nn.Linear:
         weight, bias = linear.weight, linear.bias  # read once: in a step of decoding, the reads of modules take time
         engine = _choose(linear, x, weight, bias).engine
-    else:
-        engine = "torch"
-    result: Tensor
-    if engine == "torch":
-        result = linear(x)
-    elif engine == "native":
-        result = few_rows(x, weight, bias)
-    elif x.dtype == torch.float32:
-        result = by_onednn(x, linear.weight, linear.bias)  # type: ignore[arg-type]
-    else:
-        result = product(x, linear.weight, linear.bias)  # type: ignore[arg-type]
+        if engine == "native":
+            return few_rows(x, weight, bias)
+        if engine == "onednn":
+            return (by_onednn if x.dtype == torch.float32 else product)(x, weight, bias)
+    result: Tensor = linear(x)
     return result
 
 
@@ -508,6 +451,7 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
         return NOT_PLAIN
     if torch._C._is_tracing():  # tracing would record the sizes that are read below
         return LinearChoice("torch", "torch traces the call")
+    reason = None
     if gains_by_few_rows(x, weight, bias) and not needs_gradient(x, weight, bias):
         choice = LinearChoice("native", native_rule(x.dtype).because)
     else:
@@ -515,62 +459,55 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
         if choice.engine == "torch":
             return choice
         reason = _why_not_onednn(x, weight, bias)
-        if reason is not None:
-            return LinearChoice("torch", reason)
-    reason = _why_not_plain(linear, x, weight, bias)
+    reason = reason or _why_not_plain(linear, x, weight, bias)
     return choice if reason is None else LinearChoice("torch", reason)
-
-
-def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return the reason that the call of an `nn.Linear` is not a plain product of its tensors; None if it is one."""
-    if _is_observed(linear):
-        return "hooks, transforms and modes of torch receive the call of the module"
-    dtype = x.dtype
-    if not (_is_plain(x, dtype) and _is_plain(weight, dtype) and (bias is None or _is_plain(bias, dtype))):
-        return "x, weight and bias are not plain tensors of one dtype"
-    if x.ndim < 2 or x.shape[-1] != weight.shape[1] or x.numel() == 0 or weight.numel() == 0:
-        return "x is empty, or does not fit the weight"
-    if torch.is_autocast_enabled("cpu"):
-        return "autocast is on"
-    return None
 
 
 def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Return the reason to leave a product of these tensors to `F.linear`; None if oneDNN is faster."""
     if not torch._C._get_mkldnn_enabled():
         return "oneDNN is switched off"
-    if x.dtype == torch.bfloat16:
+    if x.dtype == torch.float32:
+        if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee"):
+            return "torch computes float32 products in a lower precision, by oneDNN too"
+        is_small = not gains(x, weight)
+    else:
         if bias is None:
             return "without a bias, torch computes the same"
         if needs_gradient(x, weight, bias):
             return "with gradients, torch is as fast in bfloat16"
         is_small = x.numel() * len(weight) < SMALLEST_BFLOAT16_WORK
-        return "the product is too small for oneDNN to be faster" if is_small else None
-    if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee"):
-        return "torch computes float32 products in a lower precision, by oneDNN too"
-    return None if gains(x, weight) else "the product is too small for oneDNN to be faster"
+    return "the product is too small for oneDNN to be faster" if is_small else None
 
 
-def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if a tensor is of torch's own type, dense, on the CPU and of this dtype."""
-    is_dense = tensor.layout == torch.strided and tensor.is_cpu
-    return has_own_class(tensor) and is_dense and tensor.dtype == dtype
-
-
-def _is_observed(linear: nn.Module) -> bool:
-    """Return True if something of torch or of another library may see or change the call of an `nn.Linear`: hooks, a
-    replaced function, a mode, or a transform of `torch.func`.
-    """
-    return bool(
+def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Return the reason that the call of an `nn.Linear` is not a plain product of its tensors; None if it is one."""
+    if (
         _has_any_hooks(linear)
         or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or F.linear is not torch._C._nn.linear
-        or _is_replaced(nn.Linear.forward, nn.modules.linear)
-        or _is_replaced(nn.Module.__call__, torch_module)
-    )
+        or nn.Linear.forward is not _LINEAR_FORWARD
+        or nn.Module.__call__ is not _MODULE_CALL
+    ):
+        return "hooks, transforms and modes of torch receive the call of the module"
+    for tensor in (x, weight, bias):
+        if tensor is not None and not (
+            has_own_class(tensor) and tensor.layout == torch.strided and tensor.is_cpu and tensor.dtype == x.dtype
+        ):
+            return "x, weight and bias are not plain tensors of one dtype"
+    if x.ndim < 2 or x.shape[-1] != weight.shape[1] or x.numel() == 0 or weight.numel() == 0:
+        return "x is empty, or does not fit the weight"
+    return "autocast is on" if torch.is_autocast_enabled("cpu") else None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a module's output may be changed by a forward hook or forward pre-hook, or by a `forward` set on
+    the instance.
+    """
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
 def _has_any_hooks(linear: nn.Module) -> bool:
@@ -580,6 +517,16 @@ def _has_any_hooks(linear: nn.Module) -> bool:
     )
 
 
-def _is_replaced(function: Any, module: Any) -> bool:
-    """Return True if a function of torch's module was replaced by that of another one."""
-    return getattr(function, "__globals__", None) is not vars(module)
+def reset_linear(linear: nn.Linear, blocks: tuple[int, ...]) -> None:
+    """Initialise the weight of a linear layer uniformly after Glorot and Bengio 2010, and its bias with zeros. The
+    weight is split into blocks of `blocks[0]`, `blocks[1]`, ... rows, each initialised as a matrix of its own.
+
+    Args:
+        linear: projection to initialise.
+        blocks: numbers of consecutive rows that form one projection each, so that the bound of each block follows from
+            its own number of rows; a fused projection has several.
+    """
+    for weight in torch.split(linear.weight, list(blocks)):
+        nn.init.xavier_uniform_(weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)

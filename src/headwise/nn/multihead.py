@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from headwise.attention import packed
 from headwise.attention.attend import attend
-from headwise.attention.caches.base import Cache
+from headwise.attention.caches import Cache
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import require_broadcast
 from headwise.attention.position_bias import PositionBias
@@ -35,10 +35,9 @@ from headwise.attention.rotary import Rotary
 from headwise.checks import flag, float_dtype, probability, size_argument
 from headwise.errors import InputError
 from headwise.nn import layout
-from headwise.nn.base import AttentionLayer, LayerCall
-from headwise.nn.linear_engine import plain_parameters, project, projections
+from headwise.nn.base import AttentionLayer, LayerCall, apply_norm
+from headwise.nn.linear_engine import plain_parameters, project, projections, reset_linear
 from headwise.nn.options import OutputGate, QKNorm, Scores
-from headwise.nn.projections import apply_norm, reset_linear
 from headwise.shapes import Bool, Float, Int
 
 
@@ -293,14 +292,14 @@ class MultiHeadAttention(AttentionLayer):
             y = self._short_call(x, mask, cache)
             if y is not None:
                 return y
-        layout_of_x: layout.Layout
-        if isinstance(x, Tensor) and x.is_nested:
-            values, starts = layout.unpack_nested(x, context, value_context, offsets, context_offsets)
+        is_nested = isinstance(x, Tensor) and x.is_nested
+        if is_nested:
+            for name, value in (("offsets", offsets), ("context_offsets", context_offsets)):
+                if value is not None:
+                    raise InputError(name, expected="none with a nested x, which has its own", got="some")
+            values, starts = packed.from_nested({"x": x, "context": context, "value_context": value_context})
             x, context, value_context = values["x"], values.get("context"), values.get("value_context")
             offsets, context_offsets = starts["x"], starts.get("context")
-            layout_of_x = layout.Nested(offsets)
-        else:
-            layout_of_x = layout.BATCH if isinstance(x, Tensor) and x.ndim == 3 else layout.SingleRow()
         cross = context is not None
         inputs = self._checked_inputs(x, context, value_context)
         packing = layout.query_and_key_offsets(x, inputs.num_keys, offsets, context_offsets, cross=cross)
@@ -313,8 +312,8 @@ class MultiHeadAttention(AttentionLayer):
         mask, bias = self._mask_and_bias(mask, bias, cache)
         call = LayerCall(mask, bias, gate, positions, cache, lengths, packing, flag("return_weights", return_weights))
         if padded is not None:
-            x, call, layout_of_x = layout.unpack_padded(inputs.x, padded, call)
-            inputs = LayerInputs(x, x, x)
+            real, call = layout.without_padding(inputs.x, padded, call)
+            inputs = LayerInputs(real, real, real)
         q, k, v = self._project(inputs)
         # q (batch, heads, queries, head_dim), k (batch, kv_heads, keys, head_dim), v (batch, kv_heads, keys, value_dim)
         prepared = self._prepare(q, k, v, call, self.rotary)
@@ -329,26 +328,23 @@ class MultiHeadAttention(AttentionLayer):
         out_proj: Any = self._modules["out_proj"]
         y = project(out_proj, heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
         self._commit(prepared, call)
-        return layout_of_x.restore(y, weights)
+        if is_nested:
+            return torch.nested.nested_tensor_from_jagged(y.squeeze(0), offsets)
+        if padded is not None:
+            y, weights = layout.with_padding(y, weights, padded, is_packed=call.offsets is not None)
+        return layout.result(y, weights, has_batch=x.ndim == 3)
 
     def _short_call(self, x: Any, mask: Any, cache: Any) -> Float[Tensor, "batch queries out"] | None:
-        """Return the output of `forward` for self-attention on the CPU, with or without a cache, of a layer without
-        options but rotary positions and a mask. It takes few more steps than the same layer written by hand. Return
-        None for other calls, and where another engine than `F.linear` may compute the projections.
+        """Return the output of `forward` for self-attention on the CPU, with or without a cache, if it needs no checks
+        and no steps but projections, rotation and attention. It takes few more steps than the same layer written by
+        hand. Return None for other calls, and where another engine than `F.linear` may compute the projections.
         """
-        modules: Any = self._modules  # reading a module from here takes less time than as an attribute
-        scores = self._parameters
         if not (
             type(self) is MultiHeadAttention
             and not self.fused_qkv
             and self.qk_norm is None
             and self.position_bias is None
-            and self.scores is None
-            and scores.get("sinks") is None
-            and scores.get("temperature") is None
-            and scores.get("talking_before") is None
             and self.output_gate is None
-            and (self.dropout == 0.0 or not self.training)
             and type(x) is Tensor
             and not x.is_nested
             and x.ndim == 3
@@ -357,6 +353,7 @@ class MultiHeadAttention(AttentionLayer):
             and (cache is None or isinstance(cache, Cache))
         ):
             return None
+        modules: Any = self._modules  # reading a module from here takes less time than as an attribute
         parameters = plain_parameters(x, modules["q_proj"], modules["k_proj"], modules["v_proj"], modules["out_proj"])
         if parameters is None:
             return None
@@ -371,14 +368,19 @@ class MultiHeadAttention(AttentionLayer):
         if cache is not None or self.rotary is not None:
             call = LayerCall(mask, None, None, None, cache, None, None, False)
             q, k, v, _, _, query_positions, key_positions, update = self._prepare(q, k, v, call, self.rotary)
+        scale, softcap, sinks, talking_heads = self._score_parameters(self.head_dim)
         heads: Any = attend(
             q,
             k,
             v,
             mask=mask,
-            scale=self.head_dim**-0.5,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            talking_heads=talking_heads,
             query_positions=query_positions,
             key_positions=key_positions,
+            dropout=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
         y = F.linear(heads.transpose(1, 2).flatten(2), out_weight, out_bias)

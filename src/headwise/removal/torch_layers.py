@@ -4,8 +4,8 @@ from copy import deepcopy
 
 from torch import nn
 
+from headwise.compat import MultiheadAttention
 from headwise.errors import InputError
-from headwise.nn.torch_compat import MultiheadAttention
 
 
 def has_torch_layers(model: nn.Module) -> bool:

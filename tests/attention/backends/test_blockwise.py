@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.attention.backends.blockwise import backend as blockwise
-from headwise.attention.backends.blockwise import plan as block_plan
 from headwise.attention.backends.blockwise import tiles
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
@@ -121,7 +120,7 @@ CASES = {
 def test_many_blocks_are_attention(case, rows, monkeypatch):
     """Six heads on three, over blocks that end anywhere, and few heads at once."""
     if rows is not None:
-        monkeypatch.setattr(block_plan, "rows_of", lambda *_: rows)
+        monkeypatch.setattr(tiles, "rows_of", lambda *_: rows)
         monkeypatch.setattr(tiles, "TILE_BYTES", 2**16)
     mask = CASES[case]
     q = torch.randn(2, 6, 300, 13, dtype=torch.float64, requires_grad=True)
@@ -205,7 +204,7 @@ def test_the_number_of_rows_of_a_block_does_not_change_the_result():
 
 def test_blockwise_uses_the_given_number_of_rows(monkeypatch):
     asked = []
-    monkeypatch.setattr(blockwise, "plan_of", lambda *args: asked.append(args[3]) or block_plan.plan_of(*args))
+    monkeypatch.setattr(blockwise, "plan_of", lambda *args: asked.append(args[3]) or tiles.plan_of(*args))
     q = torch.randn(1, 2, 50, 7)
     hw.attend(q, q, q, backend=hw.Blockwise(rows=3))
     assert asked == [3]
@@ -227,7 +226,7 @@ def test_blockwise_uses_the_given_number_of_rows(monkeypatch):
     ids=str,
 )
 def test_the_number_of_rows_follows_the_visible_columns_and_the_number_of_tiles(mask, together, rows):
-    assert block_plan.rows_of(mask, Grid(1, 1, 4096, 4096), 2**17, together) == rows
+    assert tiles.rows_of(mask, Grid(1, 1, 4096, 4096), 2**17, together) == rows
 
 
 def test_reused_buffers_work_in_every_mode_and_thread():

@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from headwise.attention.backends.blockwise import scores_bf16
-from headwise.attention.backends.blockwise.plan import plan_of
-from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, iterate_tiles, score_of_hidden_key
+from headwise.attention.backends.blockwise import scores as blockwise_scores
+from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, iterate_tiles, plan_of, score_of_hidden_key
 from headwise.attention.backends.native import library
 from headwise.attention.masks.grid import Grid
 from oracles import plain_attention
@@ -41,7 +40,7 @@ def test_the_heavy_scores_of_every_row_are_near_the_shift(kind, mask):
     q, k = torch.randn(BATCH, HEADS, QUERIES, HEAD_DIM).bfloat16(), keys_of(kind)
     plan = plan_of(mask, Grid(BATCH, HEADS, QUERIES, KEYS), 1)
     shifts = torch.zeros(*q.shape[:-1], 1)
-    scores = scores_bf16.BFloat16Scores(q, k, SCALE, plan, Pool(plan, q, k, 2), shifts)
+    scores = blockwise_scores.BFloat16Scores(q, k, SCALE, plan, Pool(plan, q, k, 2), shifts)
     exact = q.double() @ k.double().repeat_interleave(2, 1).mT
     if mask is not None:
         exact = exact.masked_fill(~mask.block(Grid(BATCH, HEADS, QUERIES, KEYS)), -torch.inf)
@@ -57,7 +56,7 @@ def test_the_heavy_scores_of_every_row_are_near_the_shift(kind, mask):
         assert (shifted[~near] <= 0.99 * score_of_hidden_key(torch.bfloat16)).all()
         # The second product subtracts the largest score, as the first product rounded it.
         first = 2**-7 * (wanted.amax(-1) - wanted.masked_fill(~near, 0.0).amin(-1)).max()
-        assert wanted.amax(-1).abs().max() <= max(scores_bf16.FARTHEST * LOG2_E * 1.01, first)
+        assert wanted.amax(-1).abs().max() <= max(blockwise_scores.FARTHEST * LOG2_E * 1.01, first)
 
 
 @pytest.mark.parametrize("lowest", [-3.0, 0.5, -70000.0])
@@ -68,7 +67,7 @@ def test_the_row_maximum_is_found_from_bits(lowest):
     scores[1, 1] = 0.0
     scores[1, 2] = -0.0
     scores[2, 3, 7] = torch.inf
-    assert torch.equal(scores_bf16._row_maximum(scores), scores.amax(-1, keepdim=True))
+    assert torch.equal(blockwise_scores._row_maximum(scores), scores.amax(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

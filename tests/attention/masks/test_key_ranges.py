@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 import headwise as hw
 from headwise.attention.masks import key_ranges
-from headwise.attention.masks.grid import Grid
+from headwise.attention.masks.grid import MOST_RANGES, Grid
 from headwise.attention.masks.key_ranges import (
     BIAS,
     FINITE_ROWS,
     MANY_RANGES,
-    MOST_RANGES,
     Part,
     VisibleKeys,
     run_lengths,

@@ -14,7 +14,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.grid import Coverage, Grid, Index
+from headwise.attention.masks.grid import (
+    MOST_RANGES,
+    Coverage,
+    Grid,
+    Index,
+    Ranges,
+    constant_range,
+    end_of_positions,
+    intersect,
+    stack_heads,
+    subtract,
+    within,
+)
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
 
@@ -27,9 +39,11 @@ class Mask(ABC):
     Attributes:
         depends_on_distance_only: True if the mask allows a query-key pair by the difference of their positions
             alone, in every sequence and head.
+        is_constant: True if the mask is made of numbers alone, not of tensors, whose values may change, or functions.
     """
 
     depends_on_distance_only: ClassVar[bool] = False
+    is_constant: ClassVar[bool] = False
 
     @abstractmethod
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
@@ -41,6 +55,27 @@ class Mask(ABC):
 
         A mask that goes by positions reads them from `grid.query_position(i, b)` and `grid.key_position(j, b)`.
         """
+
+    def ranges(self, grid: Grid) -> Ranges | None:
+        """Return the key positions that the mask allows, as disjoint ranges for each query, which may reach beyond the
+        positions of the grid. Kernels read them instead of a matrix. None, as in the base class, if the mask is not a
+        few ranges, or if they are unknown.
+        """
+        return None
+
+    def hull(self, grid: Grid) -> Ranges | None:
+        """Return ranges that contain all positions that the mask allows, and others, for a mask without `ranges`. The
+        base class returns None: every position may be allowed.
+        """
+        return None
+
+    def few_ranges(self, grid: Grid) -> Ranges | None:
+        """Return the ranges of the mask, cut to the positions of the grid. Keys at position -1, which do not exist, are
+        in no range. None if the ranges are unknown, or more than `MOST_RANGES`.
+        """
+        ranges = self.ranges(grid)
+        ranges = None if ranges is None else within(ranges, grid)
+        return None if ranges is None or len(ranges) > MOST_RANGES else ranges
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some of the query-key pairs of a block. PARTIAL
@@ -155,6 +190,11 @@ class OfParts(Mask):
         return all(part.depends_on_distance_only for part in self.parts)
 
     @property
+    def is_constant(self) -> bool:  # type: ignore[override]
+        """True if all parts are made of numbers alone."""
+        return all(part.is_constant for part in self.parts)
+
+    @property
     def stored_values(self) -> int:
         return sum(part.stored_values for part in self.parts)
 
@@ -191,6 +231,10 @@ class And(OfParts):
         left, right = self.parts
         return left.allows(grid, b, h, i, j) & right.allows(grid, b, h, i, j)
 
+    def ranges(self, grid: Grid) -> Ranges | None:
+        left, right = (part.few_ranges(grid) for part in self.parts)
+        return None if left is None or right is None else intersect(left, right, grid)
+
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY if a part allows no query-key pair of a block, FULL if both allow all, otherwise PARTIAL."""
         coverages = {part.coverage(grid, rows, columns) for part in self.parts}
@@ -209,6 +253,10 @@ class Or(OfParts):
         left, right = self.parts
         return left.allows(grid, b, h, i, j) | right.allows(grid, b, h, i, j)
 
+    def ranges(self, grid: Grid) -> Ranges | None:
+        left, right = (part.few_ranges(grid) for part in self.parts)
+        return None if left is None or right is None else left + subtract(right, left, grid)
+
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return FULL if a part allows all query-key pairs of a block, EMPTY if both allow none, otherwise PARTIAL."""
         coverages = {part.coverage(grid, rows, columns) for part in self.parts}
@@ -225,6 +273,11 @@ class Not(OfParts):
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         return ~self.parts[0].allows(grid, b, h, i, j)
+
+    def ranges(self, grid: Grid) -> Ranges | None:
+        hidden = self.parts[0].few_ranges(grid)
+        everything = [constant_range(0, end_of_positions(grid), grid)]
+        return None if hidden is None else subtract(everything, hidden, grid)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return FULL for a block of which the part allows no pair, EMPTY if it allows all, otherwise PARTIAL."""
@@ -252,6 +305,16 @@ class PerHead(OfParts):
         for head, mask in enumerate(masks[1:], start=1):
             allows = allows | (mask.allows(one_head, b, h * 0, i, j) & (h == head))
         return allows
+
+    def ranges(self, grid: Grid) -> Ranges | None:
+        one_head = replace(grid, heads=1)
+        of_heads = [self.for_head(head).few_ranges(one_head) for head in range(len(self.parts))]
+        known = [ranges for ranges in of_heads if ranges is not None]
+        if len(known) < len(of_heads):
+            return None
+        count = max(len(ranges) for ranges in known)
+        padded = [ranges + [constant_range(0, 0, grid)] * (count - len(ranges)) for ranges in known]
+        return [stack_heads([ranges[number] for ranges in padded]) for number in range(count)]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return the coverage of a block (EMPTY, PARTIAL or FULL) if all heads have the same one, otherwise PARTIAL."""

@@ -1,11 +1,14 @@
-"""Score grid that a mask is evaluated on, its positions, and tensors that have the shape of such a grid."""
+"""Score grid that a mask is evaluated on, tensors that have the shape of such a grid, and ranges of positions on it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headwise.checks import has_readable_values
 from headwise.errors import InputError
 from headwise.shapes import Int
 
@@ -118,3 +121,90 @@ def require_broadcast(name: str, values: Tensor, grid: Grid) -> None:
         )
     if values.device != grid.device:
         raise InputError(name, expected=f"a tensor on {grid.device} like q", got=values.device)
+
+
+# -- ranges of positions -----------------------------------------------------------------------------------------------
+
+MAX_DISTANCE = 2**62
+"""Bound above every position and distance: a larger number limits nothing, and would overflow int64 arithmetic."""
+
+MOST_RANGES = 4
+"""Largest number of ranges for each query; masks that need more are evaluated as matrices."""
+
+Edges = Int[Tensor, "#batch #heads #queries"]
+
+
+class Range(NamedTuple):
+    """One range of positions or keys for each query: `start`, which is included, and `stop`, which is not. A range
+    whose stop is not above its start is empty.
+    """
+
+    start: Edges
+    stop: Edges
+
+
+Ranges = list[Range]
+"""Disjoint ranges, whose union a query attends to."""
+
+
+def query_positions(grid: Grid) -> Edges:
+    """Return the position of each query, `(1 or batch, 1, queries)`."""
+    if grid.query_positions is not None:
+        return grid.query_positions[:, None].long()
+    return (torch.arange(grid.queries, device=grid.device) + grid.offset)[None, None]
+
+
+def end_of_positions(grid: Grid) -> int:
+    """Return a number above the positions of all keys of a grid, and not above the number of keys where key j is at
+    position j.
+    """
+    return grid.keys if grid.key_positions is None else MAX_DISTANCE
+
+
+def constant_range(start: int, stop: int, grid: Grid) -> Range:
+    """Return the same range for every query, `(1, 1, 1)`."""
+    edges = (torch.full((1, 1, 1), min(edge, MAX_DISTANCE), device=grid.device) for edge in (start, stop))
+    return Range(*edges)
+
+
+def within(ranges: Ranges, grid: Grid) -> Ranges:
+    """Return ranges cut to the positions of the grid, without those that are empty for every query, where that is
+    known.
+    """
+    end = end_of_positions(grid)
+    cut = [Range(each.start.clamp(0, end), each.stop.clamp(0, end)) for each in ranges]
+    if not all(has_readable_values(edge) for each in cut for edge in each):
+        return cut
+    return [each for each in cut if bool((each.stop > each.start).any())]
+
+
+def intersect(left: Ranges, right: Ranges, grid: Grid) -> Ranges:
+    """Return the ranges of what is in both unions of ranges."""
+    pairs = [(a, b) for a in left for b in right]
+    return within([Range(torch.maximum(a.start, b.start), torch.minimum(a.stop, b.stop)) for a, b in pairs], grid)
+
+
+def subtract(ranges: Ranges, removed: Ranges, grid: Grid) -> Ranges:
+    """Return the ranges of what is in `ranges` and in none of `removed`."""
+    for hole in within(removed, grid):
+        before = [Range(each.start, torch.minimum(each.stop, hole.start)) for each in ranges]
+        after = [Range(torch.maximum(each.start, hole.stop), each.stop) for each in ranges]
+        # Without the second term, an empty hole would leave every range twice.
+        after = [
+            Range(each.start, torch.where(hole.stop > hole.start, each.stop, 0).expand_as(each.start + each.stop))
+            for each in after
+        ]
+        is_empty = hole.stop <= hole.start
+        before = [
+            Range(each.start, torch.where(is_empty, full.stop, each.stop))
+            for each, full in zip(before, ranges, strict=True)
+        ]
+        ranges = within(before + after, grid)
+    return ranges
+
+
+def stack_heads(ranges: Sequence[Range]) -> Range:
+    """Return one range with a head axis from the ranges of single heads."""
+    edges = [torch.broadcast_tensors(*each) for each in zip(*ranges, strict=True)]  # type: ignore[no-untyped-call]
+    start, stop = (torch.cat(list(each), 1) for each in edges)
+    return Range(*torch.broadcast_tensors(start, stop))  # type: ignore[no-untyped-call]

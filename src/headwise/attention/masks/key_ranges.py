@@ -8,8 +8,7 @@ A mask that is no such ranges is a boolean matrix. It is evaluated for some rows
 computed by a function needs little memory at any length.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import NamedTuple
 
@@ -17,198 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.attention.masks.base import And, Mask, Not, OfParts, PerHead
-from headwise.attention.masks.grid import Grid
-from headwise.attention.masks.kinds import (
+from headwise.attention.masks.base import And, Mask
+from headwise.attention.masks.grid import (
     MAX_DISTANCE,
-    Band,
-    Chunked,
-    Dense,
-    HasPosition,
-    Padding,
-    Prefix,
-    Segments,
+    MOST_RANGES,
+    Grid,
+    Range,
+    Ranges,
+    constant_range,
+    intersect,
+    query_positions,
+    within,
 )
+from headwise.attention.masks.kinds import Dense, HasPosition
 from headwise.checks import has_readable_values, has_values, known_to_be_true
 from headwise.shapes import Bool, Float, Int
-
-# -- ranges of positions -----------------------------------------------------------------------------------------------
-
-MOST_RANGES = 4
-"""Largest number of ranges for each query; masks that need more are evaluated as matrices."""
-
-Edges = Int[Tensor, "#batch #heads #queries"]
-
-
-class Range(NamedTuple):
-    """One range of positions or keys for each query: `start`, which is included, and `stop`, which is not. A range
-    whose stop is not above its start is empty.
-    """
-
-    start: Edges
-    stop: Edges
-
-
-Ranges = list[Range]
-"""Disjoint ranges, whose union a query attends to."""
-
-
-def position_ranges(mask: Mask, grid: Grid) -> Ranges | None:
-    """Return the key positions that a mask allows, as ranges for each query. Return None if the positions are unknown,
-    or if a query needs more than `MOST_RANGES` ranges. Keys at position -1, which do not exist, are in no range.
-    """
-    ranges = None
-    if isinstance(mask, Band):
-        ranges = _hull_of_band(mask, grid) if mask.dilation == 1 else None
-    elif isinstance(mask, Prefix):
-        ranges = [constant_range(0, mask.length, grid)]
-    elif isinstance(mask, HasPosition):
-        exists = query_positions(grid) >= 0
-        ranges = [Range(torch.zeros_like(exists, dtype=torch.long), exists * end_of_positions(grid))]
-    elif isinstance(mask, Chunked):
-        size = min(mask.size, MAX_DISTANCE)
-        chunk = query_positions(grid).div(size, rounding_mode="floor")
-        ranges = [Range(chunk * size, (chunk + 1) * size)]
-    elif isinstance(mask, Padding):
-        lengths = mask.lengths_on(grid.device)[:, None, None]
-        zeros, keys = torch.zeros_like(lengths), torch.full_like(lengths, grid.keys)
-        ranges = [Range(zeros, lengths) if mask.side == "right" else Range(keys - lengths, keys)]
-    elif isinstance(mask, Segments):
-        ranges = _hull_of_segments(mask, grid) if mask.is_one_piece_each else None
-    elif isinstance(mask, OfParts):
-        ranges = _ranges_of_parts(mask, grid)
-    return None if ranges is None else _few(within(ranges, grid))
-
-
-def hull(mask: Mask, grid: Grid) -> Ranges | None:
-    """Return ranges that contain all positions that a mask allows, and others, for masks that are no ranges themselves:
-    dilated windows, and documents that are, or may be, in several pieces. None for other masks.
-    """
-    if isinstance(mask, Band):
-        return within(_hull_of_band(mask, grid), grid)
-    if isinstance(mask, Segments) and mask.ids.shape[1] > 0:
-        return within(_hull_of_segments(mask, grid), grid)
-    return None
-
-
-def _ranges_of_parts(mask: OfParts, grid: Grid) -> Ranges | None:
-    """Return the ranges of a mask that consists of other masks; None if those of a part are unknown."""
-    if isinstance(mask, PerHead):
-        one_head = replace(grid, heads=1)
-        parts = [position_ranges(mask.for_head(head), one_head) for head in range(len(mask.parts))]
-    else:
-        parts = [position_ranges(part, grid) for part in mask.parts]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    if isinstance(mask, PerHead):
-        count = max(len(ranges) for ranges in known)
-        padded = [ranges + [constant_range(0, 0, grid)] * (count - len(ranges)) for ranges in known]
-        return [_stack_heads([ranges[number] for ranges in padded]) for number in range(count)]
-    if isinstance(mask, Not):
-        return _subtract([constant_range(0, end_of_positions(grid), grid)], known[0], grid)
-    if isinstance(mask, And):
-        return intersect(known[0], known[1], grid)
-    return known[0] + _subtract(known[1], known[0], grid)
-
-
-def _hull_of_band(mask: Band, grid: Grid) -> Ranges:
-    """Return the range from the first to the last position of a causal mask or a window."""
-    position = query_positions(grid)
-    ahead = min(mask.ahead * mask.dilation, MAX_DISTANCE)
-    if mask.width is None:
-        return [Range(torch.zeros_like(position), position + ahead + 1)]
-    return [Range(position - min((mask.width - 1) * mask.dilation, MAX_DISTANCE), position + ahead + 1)]
-
-
-def _hull_of_segments(mask: Segments, grid: Grid) -> Ranges:
-    """Return the range from the first to the last position of each query's document."""
-    ids = mask.ids_on(grid.device)
-    sorted_ids, order = ids.sort(dim=1, stable=True)
-    index = torch.arange(ids.shape[1], device=grid.device).expand_as(ids)
-    changes = sorted_ids.diff(dim=1) != 0
-    first = torch.where(F.pad(changes, (1, 0), value=True), index, 0).cummax(1).values
-    is_last = F.pad(changes, (0, 1), value=True)
-    last = torch.where(is_last, index, ids.shape[1]).flip(1).cummin(1).values.flip(1)
-    edges = (torch.empty_like(order).scatter(1, order, order.gather(1, each)) for each in (first, last))
-    position = query_positions(grid)[:, 0]
-    batch = max(len(ids), len(position))
-    position = position.expand(batch, -1)
-    exists = (position >= 0) & (position < ids.shape[1])
-    position = position.clamp(0, ids.shape[1] - 1)
-    start, end = (each.expand(batch, -1).gather(1, position)[:, None] for each in edges)
-    return [Range(start, torch.where(exists[:, None], end + 1, 0))]
-
-
-def _stack_heads(ranges: Sequence[Range]) -> Range:
-    """Return one range with a head axis from the ranges of single heads."""
-    edges = [torch.broadcast_tensors(*each) for each in zip(*ranges, strict=True)]  # type: ignore[no-untyped-call]
-    start, stop = (torch.cat(list(each), 1) for each in edges)
-    return Range(*torch.broadcast_tensors(start, stop))  # type: ignore[no-untyped-call]
-
-
-def intersect(left: Ranges, right: Ranges, grid: Grid) -> Ranges:
-    """Return the ranges of what is in both unions of ranges."""
-    pairs = [(a, b) for a in left for b in right]
-    return within([Range(torch.maximum(a.start, b.start), torch.minimum(a.stop, b.stop)) for a, b in pairs], grid)
-
-
-def _subtract(ranges: Ranges, removed: Ranges, grid: Grid) -> Ranges:
-    """Return the ranges of what is in `ranges` and in none of `removed`."""
-    for hole in within(removed, grid):
-        before = [Range(each.start, torch.minimum(each.stop, hole.start)) for each in ranges]
-        after = [Range(torch.maximum(each.start, hole.stop), each.stop) for each in ranges]
-        # Without the second term, an empty hole would leave every range twice.
-        after = [
-            Range(each.start, torch.where(hole.stop > hole.start, each.stop, 0).expand_as(each.start + each.stop))
-            for each in after
-        ]
-        is_empty = hole.stop <= hole.start
-        before = [
-            Range(each.start, torch.where(is_empty, full.stop, each.stop))
-            for each, full in zip(before, ranges, strict=True)
-        ]
-        ranges = within(before + after, grid)
-    return ranges
-
-
-def within(ranges: Ranges, grid: Grid) -> Ranges:
-    """Return ranges cut to the positions of the grid, without those that are empty for every query, where that is
-    known.
-    """
-    end = end_of_positions(grid)
-    cut = [Range(each.start.clamp(0, end), each.stop.clamp(0, end)) for each in ranges]
-    if not all(has_readable_values(edge) for each in cut for edge in each):
-        return cut
-    return [each for each in cut if bool((each.stop > each.start).any())]
-
-
-def _few(ranges: Ranges) -> Ranges | None:
-    """Return the ranges if there are at most `MOST_RANGES` of them, otherwise None."""
-    return ranges if len(ranges) <= MOST_RANGES else None
-
-
-def end_of_positions(grid: Grid) -> int:
-    """Return a number above the positions of all keys of a grid, and not above the number of keys where key j is at
-    position j.
-    """
-    return grid.keys if grid.key_positions is None else MAX_DISTANCE
-
-
-def query_positions(grid: Grid) -> Edges:
-    """Return the position of each query, `(1 or batch, 1, queries)`."""
-    if grid.query_positions is not None:
-        return grid.query_positions[:, None].long()
-    return (torch.arange(grid.queries, device=grid.device) + grid.offset)[None, None]
-
-
-def constant_range(start: int, stop: int, grid: Grid) -> Range:
-    """Return the same range for every query, `(1, 1, 1)`."""
-    edges = (torch.full((1, 1, 1), min(edge, MAX_DISTANCE), device=grid.device) for edge in (start, stop))
-    return Range(*edges)
-
-
-# -- ranges of keys, and matrices --------------------------------------------------------------------------------------
 
 Ranges32 = Int[Tensor, "#batch #heads queries ranges 2"]
 Matrix = Bool[Tensor, "#batch #heads #queries #keys"]
@@ -306,7 +128,7 @@ class VisibleKeys:
         if not _can_evaluate(self.grid):
             return self.evaluate(None, None)
         is_small = self.grid.heads * self.grid.queries * self.grid.keys <= CACHED_ELEMENTS
-        if is_small and self.grid.uses_default_positions and all(map(is_constant, self.others)):
+        if is_small and self.grid.uses_default_positions and all(mask.is_constant for mask in self.others):
             return _constant_matrix(self.others, self.grid)
         return self._evaluate_in_pieces(Part(range(self.grid.queries), range(self.grid.keys)))
 
@@ -355,7 +177,7 @@ def visible_keys(mask: Mask | None, grid: Grid) -> VisibleKeys:
     """
     if mask is None:
         return VisibleKeys(None, (), grid)
-    if _can_evaluate(grid) and grid.uses_default_positions and is_constant(mask):
+    if _can_evaluate(grid) and grid.uses_default_positions and mask.is_constant:
         return _constant_visible_keys(mask, grid)
     return _visible_keys(mask, grid)
 
@@ -381,8 +203,9 @@ def _visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
         return VisibleKeys(None, (mask,), grid)
     ranges, others = _split(mask, grid)
     if ranges is not None and runs is not None:
-        ranges = _few([_keys_at(each, run) for each in ranges for run in runs])
-        others = (mask,) if ranges is None else others
+        ranges = [_keys_at(each, run) for each in ranges for run in runs]
+        if len(ranges) > MOST_RANGES:
+            ranges, others = None, (mask,)
     return VisibleKeys(None if ranges is None else _as_tensor(ranges, grid), others, grid)
 
 
@@ -390,7 +213,7 @@ def _split(mask: Mask, grid: Grid) -> tuple[Ranges | None, tuple[Mask, ...]]:
     """Return ranges of positions and masks that a mask is the intersection of. The ranges are None where they exclude
     nothing.
     """
-    ranges = position_ranges(mask, grid)
+    ranges = mask.few_ranges(grid)
     if ranges is not None:
         return ranges, ()
     if isinstance(mask, And):
@@ -398,7 +221,8 @@ def _split(mask: Mask, grid: Grid) -> tuple[Ranges | None, tuple[Mask, ...]]:
         both = right if left is None else left if right is None else intersect(left, right, grid)
         if both is None or len(both) <= MOST_RANGES:
             return both, (*left_masks, *right_masks)
-    return hull(mask, grid), (mask,)
+    hull = mask.hull(grid)
+    return None if hull is None else within(hull, grid), (mask,)
 
 
 def _requires_positions(mask: Mask) -> bool:
@@ -462,13 +286,6 @@ def unexpanded(matrix: Matrix) -> Matrix:
 def _can_evaluate(grid: Grid) -> bool:
     """Return True if masks can be evaluated now: torch is neither compiling nor tracing."""
     return has_values(torch.empty(0, device=grid.device))
-
-
-def is_constant(mask: Mask) -> bool:
-    """Return True if a mask is made of numbers alone, not of tensors, whose values may change, or functions."""
-    if isinstance(mask, OfParts):
-        return all(map(is_constant, mask.parts))
-    return isinstance(mask, Band | Prefix | Chunked)
 
 
 # -- ranges of keys that a matrix states -------------------------------------------------------------------------------

@@ -7,18 +7,28 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.attention.masks.base import Mask
-from headwise.attention.masks.grid import Coverage, Grid, Index, elements, require_broadcast
+from headwise.attention.masks.grid import (
+    MAX_DISTANCE,
+    Coverage,
+    Grid,
+    Index,
+    Range,
+    Ranges,
+    constant_range,
+    elements,
+    end_of_positions,
+    query_positions,
+    require_broadcast,
+)
 from headwise.checks import has_readable_values, has_values
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
 
 # -- masks that go by positions alone: the same in every sequence and head, for any length ----------------------------
-
-MAX_DISTANCE = 2**62
-"""Bound above every position and distance: a larger number limits nothing, and would overflow int64 arithmetic."""
 
 
 class ByPosition(Mask):
@@ -54,6 +64,7 @@ class Band(ByPosition):
     dilation: int = 1
 
     depends_on_distance_only: ClassVar[bool] = True
+    is_constant: ClassVar[bool] = True
 
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
         distance_back = query - key
@@ -61,6 +72,17 @@ class Band(ByPosition):
         if self.width is not None:
             inside = inside & (distance_back < min(self.width * self.dilation, MAX_DISTANCE))
         return inside if self.dilation == 1 else inside & (distance_back % min(self.dilation, MAX_DISTANCE) == 0)
+
+    def ranges(self, grid: Grid) -> Ranges | None:
+        return self.hull(grid) if self.dilation == 1 else None
+
+    def hull(self, grid: Grid) -> Ranges:
+        """Return the range from the first to the last position that a query attends to."""
+        position = query_positions(grid)
+        stop = position + min(self.ahead * self.dilation, MAX_DISTANCE) + 1
+        if self.width is None:
+            return [Range(torch.zeros_like(position), stop)]
+        return [Range(position - min((self.width - 1) * self.dilation, MAX_DISTANCE), stop)]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY, FULL or PARTIAL: in none, all or some of a block's query-key pairs, the key is in the window of
@@ -96,8 +118,13 @@ class Prefix(ByPosition):
 
     length: int
 
+    is_constant: ClassVar[bool] = True
+
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
         return key < min(self.length, MAX_DISTANCE)
+
+    def ranges(self, grid: Grid) -> Ranges:
+        return [constant_range(0, self.length, grid)]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are among the first `length` keys.
@@ -123,9 +150,16 @@ class Chunked(ByPosition):
 
     size: int
 
+    is_constant: ClassVar[bool] = True
+
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
         size = min(self.size, MAX_DISTANCE)
         return query // size == key // size
+
+    def ranges(self, grid: Grid) -> Ranges:
+        size = min(self.size, MAX_DISTANCE)
+        chunk = query_positions(grid).div(size, rounding_mode="floor")
+        return [Range(chunk * size, (chunk + 1) * size)]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY, FULL or PARTIAL: in none, all or some of a block's query-key pairs, query and key are in the
@@ -153,6 +187,10 @@ class HasPosition(ByPosition):
 
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
         return (query >= 0) & (key >= 0)
+
+    def ranges(self, grid: Grid) -> Ranges:
+        exists = query_positions(grid) >= 0
+        return [Range(torch.zeros_like(exists, dtype=torch.long), exists * end_of_positions(grid))]
 
 
 # -- masks that may differ between the sequences of a batch ----------------------------------------------------------
@@ -232,6 +270,11 @@ class Padding(Mask):
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         length = self.lengths_on(grid.device)[b]
         return grid.key_position(j, b) < length if self.side == "right" else j >= grid.keys - length
+
+    def ranges(self, grid: Grid) -> Ranges:
+        lengths = self.lengths_on(grid.device)[:, None, None]
+        zeros, keys = torch.zeros_like(lengths), torch.full_like(lengths, grid.keys)
+        return [Range(zeros, lengths) if self.side == "right" else Range(keys - lengths, keys)]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are real (not padding), counted over all
@@ -329,6 +372,29 @@ class Segments(Mask):
             return key < 0
         own, other = (elements(ids, b, position.clamp(0, last)) for position in (query, key))
         return (own == other) & (query >= 0) & (query <= last) & (key <= last)
+
+    def ranges(self, grid: Grid) -> Ranges | None:
+        return self.hull(grid) if self.is_one_piece_each else None
+
+    def hull(self, grid: Grid) -> Ranges | None:
+        """Return the range from the first to the last position of each query's document."""
+        ids = self.ids_on(grid.device)
+        if ids.shape[1] == 0:
+            return None
+        sorted_ids, order = ids.sort(dim=1, stable=True)
+        index = torch.arange(ids.shape[1], device=grid.device).expand_as(ids)
+        changes = sorted_ids.diff(dim=1) != 0
+        first = torch.where(F.pad(changes, (1, 0), value=True), index, 0).cummax(1).values
+        is_last = F.pad(changes, (0, 1), value=True)
+        last = torch.where(is_last, index, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+        edges = (torch.empty_like(order).scatter(1, order, order.gather(1, each)) for each in (first, last))
+        position = query_positions(grid)[:, 0]
+        batch = max(len(ids), len(position))
+        position = position.expand(batch, -1)
+        exists = (position >= 0) & (position < ids.shape[1])
+        position = position.clamp(0, ids.shape[1] - 1)
+        start, end = (each.expand(batch, -1).gather(1, position)[:, None] for each in edges)
+        return [Range(start, torch.where(exists[:, None], end + 1, 0))]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return EMPTY for a block if, in every sequence, the document ids of the block's queries are all smaller, or
@@ -517,15 +583,15 @@ class InRanges(Mask):
     """Mask by which a query attends to the keys in its ranges: those of `key_ranges.VisibleKeys`.
 
     Attributes:
-        ranges: start and stop of each range; a range whose stop is not above its start has no key.
+        key_ranges: start and stop of each range; a range whose stop is not above its start has no key.
     """
 
-    ranges: Int[Tensor, "#batch #heads queries ranges 2"]
+    key_ranges: Int[Tensor, "#batch #heads queries ranges 2"]
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         inside = j < 0
-        for number in range(self.ranges.shape[3]):
-            start, stop = (elements(self.ranges, b, h, i, number, edge) for edge in (0, 1))
+        for number in range(self.key_ranges.shape[3]):
+            start, stop = (elements(self.key_ranges, b, h, i, number, edge) for edge in (0, 1))
             inside = inside | ((j >= start) & (j < stop))
         return inside
 
@@ -533,19 +599,19 @@ class InRanges(Mask):
         """Return EMPTY if no range of the query rows has a key of the block, FULL if each row has a range with all of
         them, otherwise PARTIAL. Return PARTIAL also where the ranges cannot be read, as on a GPU.
         """
-        if not has_readable_values(self.ranges):
+        if not has_readable_values(self.key_ranges):
             return Coverage.PARTIAL
-        starts, stops = self.ranges[:, :, rows.start : rows.stop].unbind(-1)
+        starts, stops = self.key_ranges[:, :, rows.start : rows.stop].unbind(-1)
         if ((starts <= columns.start) & (stops >= columns.stop)).any(-1).all():
             return Coverage.FULL
         has_key = (starts < columns.stop) & (stops > columns.start) & (starts < stops)
         return Coverage.PARTIAL if has_key.any() else Coverage.EMPTY
 
     def for_sequence(self, index: int) -> Mask:
-        return self if len(self.ranges) == 1 else InRanges(self.ranges[index : index + 1])
+        return self if len(self.key_ranges) == 1 else InRanges(self.key_ranges[index : index + 1])
 
     def for_head(self, index: int) -> Mask:
-        return self if self.ranges.shape[1] == 1 else InRanges(self.ranges[:, index : index + 1])
+        return self if self.key_ranges.shape[1] == 1 else InRanges(self.key_ranges[:, index : index + 1])
 
 
 def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] | None) -> Mask | None:

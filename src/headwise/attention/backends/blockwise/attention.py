@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.backends.blockwise.plan import BlockwisePlan
 from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
-from headwise.attention.backends.blockwise.scores_bf16 import BFloat16Scores
-from headwise.attention.backends.blockwise.scores_fp32 import Float32Scores
-from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile, iterate_tiles
+from headwise.attention.backends.blockwise.scores import BFloat16Scores, Float32Scores
+from headwise.attention.backends.blockwise.tiles import LOG2_E, BlockwisePlan, Pool, Tile, iterate_tiles
 from headwise.attention.backends.sinks_gradient import SinksGradient
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float
@@ -145,7 +143,12 @@ class BlockwiseAttention(torch.autograd.Function):
             power_sum = _row_sums(powers)
             if tile.has_key is not None:
                 tile.by_head(power_sum).masked_fill_(~tile.has_key, torch.inf)
-            normalizer = power_sum if sinks is None else power_sum + _sink_powers(tile, sinks, shifts)
+            normalizer = power_sum
+            if sinks is not None:
+                # A log-sum-exp of the keys is not used: its rounding error would be one of every weight.
+                shift = tile.stack_rows(shifts)
+                logits = sinks[tile.heads, :, None].double() * LOG2_E - tile.by_head(shift).double()
+                normalizer = power_sum + logits.exp2_().to(shift.dtype).view_as(shift)
             factors = options.dropout_factors(number, tile, powers, pool)
             if observation is not None:
                 visibility = observation.call_context.visibility(tile, observation.grid)
@@ -296,17 +299,6 @@ def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv 
     foldable = powers.shape[-1] // PARTIAL_SUMS * PARTIAL_SUMS
     folded = powers[..., :foldable].view(*powers.shape[:-1], -1, PARTIAL_SUMS).sum(-2)
     return torch.cat([folded, powers[..., foldable:]], -1).sum(-1, keepdim=True, dtype=torch.float32)
-
-
-def _sink_powers(
-    tile: Tile, sinks: Float[Tensor, "heads 1"], shifts: Float[Tensor, "batch heads queries 1"]
-) -> Float[Tensor, "kv stacked 1"]:
-    """Return 2 to the power of the sink logit of each row's head, in units of ln 2 and after subtracting the row's
-    shift. A log-sum-exp of the keys is not used: its rounding error would be one of every weight.
-    """
-    shift = tile.stack_rows(shifts)
-    logits = sinks[tile.heads, :, None].double() * LOG2_E - tile.by_head(shift).double()
-    return logits.exp2_().to(shift.dtype).view_as(shift)
 
 
 def _times(

@@ -1,12 +1,12 @@
 """Blockwise attention in plain torch operations; keys that a mask hides cost nothing.
 
-A plan lists the blocks of the score matrix with a visible key (`plan.py`). It is made once for the forward and the
+A plan lists the blocks of the score matrix with a visible key (`tiles.py`). It is made once for the forward and the
 backward pass. Blocks without a visible key are never computed, and blocks whose keys are all visible are never masked.
 A block of query rows is computed over all its keys at once, some sequences and heads at a time (`tiles.py`), so memory
 grows with length and not with its square (`attention.py` has the formulas).
 
-For inputs in bfloat16 the scores are in bfloat16 as well, with sums in float32 (`scores_bf16.py`). The scores are in
-float32 (`scores_fp32.py`) if the result needs them: with a softcap, a bias, sinks, dropout or the log-sum-exp. Inputs
+For inputs in bfloat16 the scores are in bfloat16 as well, with sums in float32 (`scores.py`). The scores are in float32
+if the result needs them: with a softcap, a bias, sinks, dropout or the log-sum-exp. Inputs
 in float16 are computed in float32, since CPUs have no fast float16 product.
 """
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends import reference
-from headwise.attention.backends.blockwise import operator, scores_bf16, scores_fp32
+from headwise.attention.backends.blockwise import operator
 from headwise.attention.backends.blockwise.attention import BlockwiseAttention, CallOptions, Observation
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.backends.blockwise.plan import MOST_ROWS, BlockwisePlan, plan_of, reads_most_keys
 from headwise.attention.backends.blockwise.row_block import Observer
-from headwise.attention.backends.blockwise.tiles import threads_of
+from headwise.attention.backends.blockwise.scores import BFLOAT16_BLOCK_OVERHEAD, FLOAT32_BLOCK_OVERHEAD
+from headwise.attention.backends.blockwise.tiles import MOST_ROWS, BlockwisePlan, plan_of, reads_most_keys, threads_of
 from headwise.attention.backends.native import backend as native
 from headwise.attention.problem import Answer, Problem
 from headwise.checks import has_readable_values, has_values, whole_number
@@ -64,7 +64,7 @@ def run(
 
     Args:
         problem: the attention problem; `why_not` must have returned None for it.
-        rows: query rows of each block; by default `plan.rows_of` chooses them.
+        rows: query rows of each block; by default `rows_of` chooses them.
         plan: the blocks; by default they are planned from the mask.
         observer: function that is called with each row block. Its tensors are overwritten afterwards.
         call_context: tokens and padding of the call, for the observer.
@@ -146,8 +146,8 @@ def plan_blocks(problem: Problem, rows: int | None = None, most_rows: int = MOST
     `rows` query rows and the keys that at least one of these may attend to. If `rows` is None, the number is chosen
     from the mask and the sizes, up to `most_rows`.
     """
-    scores = scores_bf16 if uses_bfloat16_scores(problem) else scores_fp32
-    return plan_of(problem.mask, problem.grid, scores.BLOCK_OVERHEAD, rows, most_rows)
+    overhead = BFLOAT16_BLOCK_OVERHEAD if uses_bfloat16_scores(problem) else FLOAT32_BLOCK_OVERHEAD
+    return plan_of(problem.mask, problem.grid, overhead, rows, most_rows)
 
 
 def uses_bfloat16_scores(problem: Problem) -> bool:

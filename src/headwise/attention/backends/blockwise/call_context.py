@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.plan import PlannedBlock
-from headwise.attention.backends.blockwise.tiles import Tile
+from headwise.attention.backends.blockwise.tiles import PlannedBlock, Tile
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Bool, Float, Int
 
@@ -120,15 +119,8 @@ class TileVisibility:
 
     @cached_property
     def _allowed(self) -> list[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
-        """Pairs of a range of key columns of the tile and a boolean mask, which is True where a row may attend to a
-        key. The mask is None if all rows may attend to all keys of the range.
-        """
-        bounds_at, offset, parts = dict(self.tile.ceilings), 0, []
-        for columns, _ in self.tile.block.parts:
-            bounds = bounds_at.get(offset)
-            parts.append((columns, None if bounds is None else bounds > 0))
-            offset += len(columns)
-        return parts
+        """Result of `Tile.visible_parts`, computed once."""
+        return list(self.tile.visible_parts())
 
     # -- positions ----------------------------------------------------------------------------------------------------
 

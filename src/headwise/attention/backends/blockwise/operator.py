@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends import plain_statistics
-from headwise.attention.backends.blockwise import scores_fp32
 from headwise.attention.backends.blockwise.attention import BlockwiseAttention, BlockwiseBackward, CallOptions
-from headwise.attention.backends.blockwise.plan import BlockwisePlan, MaskGroup, plan_of
-from headwise.attention.backends.blockwise.tiles import threads_of
+from headwise.attention.backends.blockwise.scores import FLOAT32_BLOCK_OVERHEAD
+from headwise.attention.backends.blockwise.tiles import BlockwisePlan, MaskGroup, plan_of, threads_of
 from headwise.attention.backends.native import library
 from headwise.attention.backends.native.operators import register_rules
 from headwise.attention.masks.grid import Grid
@@ -107,7 +106,7 @@ def _call_of(
     grid = Grid(batch, heads, queries, k.shape[2], q.device)
     plan: BlockwisePlan = (MaskGroup(range(grid.batch), range(grid.heads), None, grid, ()),)  # no block to compute
     if 0 not in (*q.shape, *k.shape):
-        plan = plan_of(mask_of_keys(ranges, dense), grid, scores_fp32.BLOCK_OVERHEAD)
+        plan = plan_of(mask_of_keys(ranges, dense), grid, FLOAT32_BLOCK_OVERHEAD)
     q, k, v = (tensor.float() for tensor in (q, k, v))
     factors = None
     if head_scale is not None:

@@ -28,7 +28,7 @@ from headwise.attention.backends.gpu.spans import in_blocks, spans_of_rows
 from headwise.attention.backends.native.backend import why_no_derivative
 from headwise.attention.masks.base import Mask, OfParts
 from headwise.attention.masks.grid import Grid
-from headwise.attention.masks.key_ranges import VisibleKeys, is_constant, visible_keys
+from headwise.attention.masks.key_ranges import VisibleKeys, visible_keys
 from headwise.attention.masks.kinds import InRanges, Padding, Segments
 from headwise.attention.problem import Answer, Problem
 from headwise.checks import has_values
@@ -64,31 +64,24 @@ def why_not(problem: Problem, kernel: Kernel = "auto") -> str | None:
     """Return one sentence that says why FlexAttention cannot compute an attention problem (tensors, mask and options of
     one call) with one of its kernels; None if it can.
     """
+    device, is_compiling = problem.q.device, torch.compiler.is_compiling()
     if problem.talking is not None:
-        return "FlexAttention keeps heads apart, and talking_heads mixes them"
-    if problem.dropout > 0:
-        return "FlexAttention has no dropout"
-    if problem.q.device.type not in DEVICES:
-        return f"FlexAttention is used on a GPU and a CPU, and q is on {problem.q.device}"
-    if problem.q.dtype not in DTYPES:
-        return f"FlexAttention's kernels compute in float16, bfloat16 and float32, and q is in {problem.q.dtype}"
-    reason = why_no_derivative() or _why_not_transformed(problem)
-    if reason is None:
-        reason = (
-            _why_not_on_cpu(problem, kernel) if problem.q.device.type == "cpu" else _why_not_on_gpu(problem, kernel)
-        )
+        reason = "FlexAttention keeps heads apart, and talking_heads mixes them"
+    elif problem.dropout > 0:
+        reason = "FlexAttention has no dropout"
+    elif device.type not in DEVICES:
+        reason = f"FlexAttention is used on a GPU and a CPU, and q is on {device}"
+    elif problem.q.dtype not in DTYPES:
+        reason = f"FlexAttention's kernels compute in float16, bfloat16 and float32, and q is in {problem.q.dtype}"
+    elif not_derivable := why_no_derivative():
+        reason = not_derivable
+    elif not is_compiling and torch._C._is_tracing():
+        reason = "FlexAttention cannot be recorded by torch.jit.trace"
+    elif not is_compiling and torch._C._functorch.peek_interpreter_stack() is not None:
+        reason = "FlexAttention has no rules for transforms of torch.func"
+    else:
+        return _why_not_on_cpu(problem, kernel) if device.type == "cpu" else _why_not_on_gpu(problem, kernel)
     return reason
-
-
-def _why_not_transformed(problem: Problem) -> str | None:
-    """Return the reason that tensors are wrapped by something that FlexAttention does not know; None if none is."""
-    if torch.compiler.is_compiling():
-        return None
-    if torch._C._is_tracing():
-        return "FlexAttention cannot be recorded by torch.jit.trace"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "FlexAttention has no rules for transforms of torch.func"
-    return None
 
 
 def _why_not_on_cpu(problem: Problem, kernel: Kernel) -> str | None:
@@ -321,7 +314,7 @@ def block_mask_of(mask: Mask, grid: Grid) -> "BlockMask":
     """Return the block mask of a mask on a grid. That of a mask made of numbers alone is cached: all layers of a model
     have the same mask.
     """
-    if is_constant(mask) and grid.uses_default_positions and has_values(torch.empty(0, device=grid.device)):
+    if mask.is_constant and grid.uses_default_positions and has_values(torch.empty(0, device=grid.device)):
         return _constant_block_mask(mask, grid)
     return _block_mask(mask, grid)
 

@@ -75,6 +75,12 @@ def instruction_set() -> str | None:
     return next((name for name in supported_instruction_sets() if wanted in (None, "", name)), None)
 
 
+def cpuinfo() -> str:
+    """Return the description of the processor by Linux, the text of `/proc/cpuinfo`; empty on other systems."""
+    file = Path("/proc/cpuinfo")
+    return file.read_text(errors="replace") if file.is_file() else ""
+
+
 @cache
 def supported_instruction_sets() -> list[str]:
     """Return the names of the instruction sets that this processor supports, the fastest first. The kernels find out
@@ -82,9 +88,7 @@ def supported_instruction_sets() -> list[str]:
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return ["portable"]
-    cpuinfo = Path("/proc/cpuinfo")
-    words = cpuinfo.read_text(errors="replace").partition("flags")[2].partition("\n")[0] if cpuinfo.is_file() else ""
-    available = set(words.split())
+    available = set(cpuinfo().partition("flags")[2].partition("\n")[0].split())
     names = []
     for name, options in build.INSTRUCTION_SETS.items():
         needed = {_FLAGS.get(flag, flag) for flag in options.replace("-m", "").split()}

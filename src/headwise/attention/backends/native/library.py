@@ -3,6 +3,7 @@
 import os
 import warnings
 from functools import cache
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -37,6 +38,12 @@ def load() -> str | None:
     elif installed.LIBRARY.is_file() and os.environ.get(VARIABLE) != "off":
         warnings.warn(f"{reason}; headwise computes without them", stacklevel=2)
     return reason
+
+
+@cache
+def operator(name: str) -> Any:
+    """Return a native operator, such as "all_finite". Finding it anew takes as long as computing a short call of it."""
+    return getattr(torch.ops.headwise, name).default
 
 
 def instruction_set() -> str:

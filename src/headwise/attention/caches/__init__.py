@@ -1,1 +1,0 @@
-"""Key/value caches, so that generating a token costs one row of the attention matrix."""
