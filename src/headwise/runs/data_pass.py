@@ -16,7 +16,7 @@ from headwise.progress import progress_bar
 from headwise.runs.checkpoint import CheckpointedRun, TableT
 from headwise.runs.distributed import rank_and_world_size
 from headwise.runs.files import require_outside_data
-from headwise.statistics.moments import Clusters, clusters_of, separate_clusters, summary_from_dict
+from headwise.statistics.moments import Clusters, RunningMoments, clusters_of, separate_clusters
 
 
 @dataclass
@@ -112,7 +112,7 @@ def _record_from_dict(plain: Mapping[str, Any]) -> SiteRecord:
     attention module with the kind of its attention, self or cross. The record contains the site, its layer, its numbers
     of heads and their statistics.
     """
-    completed = {name: summary_from_dict(moments) for name, moments in plain["completed"].items()}
+    completed = {name: RunningMoments.from_dict(moments) for name, moments in plain["completed"].items()}
     return SiteRecord(**{**plain, "site": SiteKey(*plain["site"]), "completed": completed})
 
 
