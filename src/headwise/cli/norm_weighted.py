@@ -6,7 +6,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import RunFlags
-from headwise.cli.quantities import choice
+from headwise.cli.quantities import added_statistics, choice
 from headwise.settings import NORMED_STATISTICS
 
 EXAMPLES = """
@@ -19,7 +19,9 @@ headwise norm-weighted --data sentences.jsonl --out norms --csv > norms.csv
 def norm_weighted(
     *,
     run: RunFlags,
-    by: Annotated[str, typer.Option(help="Statistic that is printed.", **choice(NORMED_STATISTICS))] = "first",
+    by: Annotated[
+        str, typer.Option(help="Statistic that is printed.", **choice(NORMED_STATISTICS, added_statistics))
+    ] = "first",
     top: Annotated[int, typer.Option(min=1, help="Number of heads to print, those that differ most first.")] = 20,
 ) -> None:
     """Measure where every head reads from by the norms of the vectors that it adds up, instead of by attention weights

@@ -6,7 +6,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import RunFlags
-from headwise.cli.quantities import choice, numbers
+from headwise.cli.quantities import added_statistics, choice, numbers
 from headwise.settings import ROW_STATISTICS
 
 EXAMPLES = """
@@ -23,7 +23,9 @@ def positions(
         str | None,
         typer.Option(metavar="N,N,...", help="First position of each bin, and the end. Default: powers of two."),
     ] = None,
-    by: Annotated[str, typer.Option(help="Statistic that is printed.", **choice(ROW_STATISTICS))] = "entropy",
+    by: Annotated[
+        str, typer.Option(help="Statistic that is printed.", **choice(ROW_STATISTICS, added_statistics))
+    ] = "entropy",
     top: Annotated[int, typer.Option(min=1, help="Number of heads to print, steepest slope first.")] = 20,
 ) -> None:
     """Measure the attention statistics of every head against the position of the query: in bins of positions, and their

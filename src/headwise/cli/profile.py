@@ -8,7 +8,7 @@ import headwise as hw
 from headwise.cli.loading import RunFlags
 from headwise.cli.options import Html
 from headwise.cli.pages import require_writable_page, write_example_page
-from headwise.cli.quantities import choice
+from headwise.cli.quantities import added_statistics, choice
 from headwise.errors import InputError
 from headwise.settings import ROW_STATISTICS
 
@@ -26,7 +26,10 @@ def profile(
     html: Html = None,
     statistic: Annotated[
         str | None,
-        typer.Option(help="Statistic by which the page of --html colours and sorts heads.", **choice(ROW_STATISTICS)),
+        typer.Option(
+            help="Statistic by which the page of --html colours and sorts heads.",
+            **choice(ROW_STATISTICS, added_statistics),
+        ),
     ] = None,
 ) -> None:
     """Measure the attention statistics of every head on a data set. Assigns a role to each head (such as previous

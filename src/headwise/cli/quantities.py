@@ -1,11 +1,13 @@
 """Values on the command line: paths, choices, lists of numbers, amounts such as 1.5M, and durations such as 30m."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from headwise.settings import ROW_STATISTICS
 
 
 def path(text: str) -> Path:
@@ -17,19 +19,27 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def choice(names: Iterable[str]) -> dict[str, Any]:
+def choice(names: Iterable[str], others: Callable[[], Iterable[str]] = tuple) -> dict[str, Any]:
     """Return the arguments of `typer.Option` for an option whose value is one of `names`: its parser, its completion
-    and its placeholder in the help.
+    and its placeholder in the help. The parser also accepts the names that `others` returns, which is called only if
+    the value is not one of `names`.
     """
     allowed = tuple(names)
 
     def parse(text: str) -> str:
         """Return the text if it is an allowed name; otherwise raise `typer.BadParameter`."""
-        if text not in allowed:
-            raise typer.BadParameter(f"expected one of {', '.join(allowed)}, got {text!r}")
+        if text not in allowed and text not in (known := (*allowed, *others())):
+            raise typer.BadParameter(f"expected one of {', '.join(known)}, got {text!r}")
         return text
 
     return {"parser": parse, "autocompletion": lambda: list(allowed), "metavar": "|".join(allowed)}
+
+
+def added_statistics() -> list[str]:
+    """Return the names of the statistics of query rows that the help of commands does not list."""
+    from headwise.statistics.registry import row_statistics
+
+    return [name for name in row_statistics() if name not in ROW_STATISTICS]
 
 
 def head_name(text: str) -> int | str:
