@@ -157,8 +157,8 @@ def left_to_blocks(measured: frozenset[str] | None = None) -> Set[str]:
 
 
 def explain(problem: Problem, context: CallContext, measured: frozenset[str] | None = None) -> str:
-    """Return words for what computes the statistics of a problem: kernels, row blocks and the reason for them, or
-    kernels, and row blocks for those that the kernels do not compute. The arguments are those of `why_not`.
+    """Return what computes the statistics of a problem, in words: row blocks, with the reason; or kernels, with row
+    blocks for the statistics that the kernels do not compute. The arguments are those of `why_not`.
     """
     reason = why_not(problem, context, measured)
     if reason is not None:
