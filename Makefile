@@ -81,6 +81,7 @@ tables: $(INSTALLED)  ## write the tables in docs/ that come from running headwi
 	$(BIN)/python -m research.tables.backends
 	$(BIN)/python -m research.tables.torch_differences
 	$(BIN)/python -W ignore -m research.tables.families
+	$(BIN)/python -m research.tables.statistics
 
 census: $(INSTALLED)  ## compare watch and gate with torch's dispatcher and write docs/reports/census.md (40 minutes)
 	$(BIN)/python -m research.census

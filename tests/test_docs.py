@@ -21,7 +21,6 @@ from headwise.analysis.roles import ROLES
 from headwise.attention.masks import factories
 from headwise.data.models import load
 from headwise.show.terminal import print_view
-from headwise.statistics.registry import STATISTICS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -351,12 +350,6 @@ def test_some_backend_supports_every_pair_of_options():
 
     found = make_backends.combinations(2)
     assert found["some backend"] == found["all"] > 50
-
-
-def test_every_statistic_is_documented():
-    text = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
-    for name in STATISTICS:
-        assert f"`{name}`" in text
 
 
 def test_every_role_is_documented():

@@ -39,7 +39,9 @@ ROW_STATISTICS = (
     *("entropy", "evenness", "confidence", "confidence_content", "distance", "self", "previous", "next", "first"),
     *("special", "duplicate", "induction", "output_norm", "written_norm"),
 )
-"""Statistics that have a value for each query row."""
+"""Statistics with a value for each query row that the help of commands names. Commands also accept those that only
+`STATISTICS` in `statistics/registry.py` has.
+"""
 
 NORMED_STATISTICS = tuple(name for name in ROW_STATISTICS if name not in ("output_norm", "written_norm"))
 """Statistics of weights that are computed from norms too."""

@@ -94,7 +94,7 @@ def test_a_gpu_is_named_with_its_engines(doctor, monkeypatch):
         patch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
         patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         facts = command._gpu()
-    assert facts.pop("statistics").startswith("the kernels read plain tensors with values")
+    assert facts.pop("statistics").startswith("row blocks: the kernels read plain tensors with values")
     engines = {"attention_causal": "fused", "attention_window": "flex"}
     assert facts == {"name": "a GPU", "capability": "9.0", "cuda": "12.8", **engines}
     assert doctor()[1]["gpu"] == {"name": None, "reason": "torch is for CUDA 12.8, and found no GPU"}

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from headwise.data.batches import NumberedBatches
 from headwise.runs.rows import MeanEstimate, moment_estimates
 from headwise.runs.significance import zero_tests
 from headwise.statistics import moments
-from headwise.statistics.moments import RunningMoments, clusters_of
+from headwise.statistics.moments import RunningLargest, RunningMoments, clusters_of
 from jackknife import jackknife
 
 STATISTICS = ("entropy", "distance", "induction")
@@ -56,6 +57,18 @@ def test_a_t_test_finds_an_effect_where_there_is_none_as_often_as_stated(sizes, 
     p = torch.tensor(zero_tests("mean", found)["mean_p"])
     assert (p < 0.05).double().mean() < 0.0635  # four standard errors of a share of 5 % in 4,000 draws
     assert torch.tensor([each.sem for each in found]).square().mean() > 0.9 * values.mean(0).var()
+
+
+def test_largest_values_are_read_back_also_those_of_an_earlier_version():
+    values, documents = torch.randn(7, 3, dtype=torch.float64), [0, 0, 1, 2, 2, 3, 4]
+    of_all = RunningMoments.from_values(values, None, clusters_of(documents))
+    largest = RunningLargest.of_moments(of_all, values, ~values.isnan())
+    for fields in (asdict(largest), {"counted": asdict(of_all), "largest": largest.largest}):
+        read = RunningMoments.from_dict(fields)
+        assert torch.equal(read.value, values.amax(0))
+        assert (read.count.tolist(), read.documents.tolist()) == ([7] * 3, [5] * 3)
+        assert bool(read.standard_error.isnan().all())
+        assert read.degrees_of_freedom.tolist() == [0] * 3
 
 
 def test_documents_beyond_the_largest_number_share_clusters(monkeypatch):

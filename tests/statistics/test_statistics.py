@@ -14,8 +14,8 @@ from headwise.attention.masks import key_ranges
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
 from headwise.statistics import kernel_statistics, row_blocks
-from headwise.statistics.attend_observed import attend_observed
-from headwise.statistics.registry import STATISTICS, MeanOfRows, Statistic
+from headwise.statistics.attend_observed import WholeCall, attend_observed
+from headwise.statistics.registry import STATISTICS, FromSums, MeanOfRows
 from headwise.statistics.row_blocks import row_blocks_of_problem
 from headwise.statistics.tally import Tally
 from oracles import distance, plain_attention, statistics_of
@@ -55,6 +55,11 @@ def during_attention(attention_problem: Problem, context: CallContext | None = N
     return tally
 
 
+def left_to_blocks(row_block):
+    """Observer of calls whose statistics kernels compute."""
+    raise AssertionError("the kernels left the call to row blocks")
+
+
 def in_native_kernels(attention_problem: Problem, context: CallContext | None = None, gram=None) -> Tally:
     """Return the statistics that the native kernels compute with the attention output."""
     if why_not_loaded():
@@ -63,7 +68,7 @@ def in_native_kernels(attention_problem: Problem, context: CallContext | None = 
     reason = kernel_statistics.why_not(attention_problem, context)
     if reason:
         pytest.skip(reason)
-    assert kernel_statistics.attend_tallied(attention_problem, context, tally) is not None
+    attend_observed(attention_problem, left_to_blocks, context, whole_call=WholeCall(tally))
     return tally
 
 
@@ -76,7 +81,7 @@ def in_triton_kernels(attention_problem: Problem, context: CallContext | None = 
         reason = kernel_statistics.why_not(attention_problem, context or CallContext())
         if reason:
             pytest.skip(reason)
-        assert kernel_statistics.attend_tallied(attention_problem, context or CallContext(), tally) is not None
+        attend_observed(attention_problem, left_to_blocks, context, whole_call=WholeCall(tally))
     return tally
 
 
@@ -249,20 +254,13 @@ def test_a_statistic_can_be_added_to_the_registry(way, monkeypatch):
     def peak(rows):
         return (rows.largest_weight.amax(-1),)
 
-    monkeypatch.setitem(STATISTICS, "last", MeanOfRows("last", "share", last))
-    monkeypatch.setitem(STATISTICS, "peak", Statistic("peak", "share", peak, lambda peak: peak, torch.maximum))
+    monkeypatch.setitem(STATISTICS, "last", MeanOfRows("last", "share", "", "", last))
+    added = FromSums("peak", "share", "", "", peak, lambda peak: peak, torch.maximum)
+    monkeypatch.setitem(STATISTICS, "peak", added)
     attention_problem = problem()
     means, weights = way(attention_problem).means(), exact(attention_problem).weights
     torch.testing.assert_close(means["last"], weights[..., -1].mean(-1), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(means["peak"].double(), weights.amax((-1, -2)), rtol=1e-5, atol=1e-7)
-
-
-@NATIVE
-def test_the_kernels_name_the_statistics_that_they_do_not_compute(monkeypatch):
-    monkeypatch.setitem(STATISTICS, "last", MeanOfRows("last", "share", lambda rows: None))
-    reason = kernel_statistics.why_not(problem(), CallContext())
-    assert reason == "the kernels do not compute the statistics last"
-    assert kernel_statistics.why_not(problem(), CallContext(), frozenset({"entropy", "first"})) is None
 
 
 @WAYS

@@ -19,7 +19,7 @@ from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, SiteKey
 from headwise.intercept.layer_index import is_inside, layer_numbers, module_paths_of_layer
-from headwise.intercept.query_parts import QueryParts
+from headwise.intercept.sequences_of_calls import QueryParts
 from headwise.shapes import Bool, Float
 
 GateValue = float | Tensor | Replacement

@@ -7,7 +7,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import RunFlags
-from headwise.cli.options import Html, Top, choice, numbers, path, shares
+from headwise.cli.options import Html, Top, added_statistics, choice, numbers, path, shares
 from headwise.cli.output import OutputFlags, require_writable_page
 from headwise.errors import InputError
 from headwise.settings import (
@@ -25,7 +25,12 @@ def profile(
     repeats: Annotated[bool, typer.Option(help="Also measure induction on repeated random tokens.")] = True,
     html: Html = None,
     statistic: Annotated[
-        str | None, choice(ROW_STATISTICS, "Statistic by which the page of --html colours and sorts heads.")
+        str | None,
+        choice(
+            ROW_STATISTICS,
+            "Statistic by which the page of --html colours and sorts heads.",
+            others=added_statistics,
+        ),
     ] = None,
 ) -> None:
     """Measure the attention statistics of every head on a data set. Assigns a role to each head (such as previous
@@ -92,7 +97,7 @@ def positions(
         str | None,
         typer.Option(metavar="N,N,...", help="First position of each bin, and the end. Default: powers of two."),
     ] = None,
-    by: Annotated[str, choice(ROW_STATISTICS, "Statistic that is printed.")] = "entropy",
+    by: Annotated[str, choice(ROW_STATISTICS, "Statistic that is printed.", others=added_statistics)] = "entropy",
     top: Annotated[int, typer.Option(min=1, help="Number of heads to print, steepest slope first.")] = 20,
 ) -> None:
     """Measure the attention statistics of every head against the position of the query: in bins of positions, and their
@@ -135,7 +140,7 @@ def distances(
 def norm_weighted(
     *,
     run: RunFlags,
-    by: Annotated[str, choice(NORMED_STATISTICS, "Statistic that is printed.")] = "first",
+    by: Annotated[str, choice(NORMED_STATISTICS, "Statistic that is printed.", others=added_statistics)] = "first",
     top: Annotated[int, typer.Option(min=1, help="Number of heads to print, those that differ most first.")] = 20,
 ) -> None:
     """Measure where every head reads from by the norms of the vectors that it adds up, instead of by attention weights

@@ -102,7 +102,10 @@ def _kernels(problems: list[str]) -> Section:
     import torch
 
     import headwise as hw
+    from headwise.attention.backends.blockwise.call_context import CallContext
     from headwise.attention.backends.native import library
+    from headwise.attention.problem import Problem
+    from headwise.statistics import kernel_statistics
 
     reason = library.load()
     if reason is not None:
@@ -116,7 +119,12 @@ def _kernels(problems: list[str]) -> Section:
     error = (out - exact).abs().max().item()
     if not error < 1e-5:
         problems.append(f"the native kernels compute wrong results on this processor: {error:.1e} from the definition")
-    return {"in_use": True, "instruction_set": library.instruction_set(), "error_in_float32": f"{error:.1e}"}
+    return {
+        "in_use": True,
+        "instruction_set": library.instruction_set(),
+        "error_in_float32": f"{error:.1e}",
+        "statistics": kernel_statistics.explain(Problem.checked(q, k, v), CallContext()),
+    }
 
 
 def _gpu() -> Section:
@@ -141,7 +149,7 @@ def _gpu() -> Section:
         "cuda": built,
         "attention_causal": hw.explain(q, q, q, mask=hw.causal()).backend,
         "attention_window": hw.explain(q, q, q, mask=hw.window(256)).backend,
-        "statistics": kernel_statistics.why_not(Problem.checked(q, q, q), CallContext()) or "Triton kernels",
+        "statistics": kernel_statistics.explain(Problem.checked(q, q, q), CallContext()),
     }
 
 

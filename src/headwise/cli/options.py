@@ -1,14 +1,14 @@
 """Options of commands: values such as 1.5M or 30m, options that several commands share, and groups of options."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.settings import DOCUMENT_MODES, DTYPES, LOSSES
+from headwise.settings import DOCUMENT_MODES, DTYPES, LOSSES, ROW_STATISTICS
 
 if TYPE_CHECKING:
     import torch
@@ -33,20 +33,34 @@ def path_option(metavar: str, description: str) -> Any:
     return typer.Option(parser=path, metavar=metavar, help=description)
 
 
-def choice(names: Iterable[str], description: str, *flags: str, option: Any = typer.Option) -> Any:
+def choice(
+    names: Iterable[str],
+    description: str,
+    *flags: str,
+    others: Callable[[], Iterable[str]] = tuple,
+    option: Any = typer.Option,
+) -> Any:
     """Return the option of typer for one of `names`, which are checked, completed, and listed in the help; or the
-    argument, if `option` is `typer.Argument`.
+    argument, if `option` is `typer.Argument`. The names that `others` returns are accepted, too; it is called only if
+    the value is not one of `names`.
     """
     allowed = tuple(names)
 
     def parse(text: str) -> str:
         """Return the text if it is an allowed name; otherwise raise `typer.BadParameter`."""
-        if text not in allowed:
-            raise typer.BadParameter(f"expected one of {', '.join(allowed)}, got {text!r}")
+        if text not in allowed and text not in (known := (*allowed, *others())):
+            raise typer.BadParameter(f"expected one of {', '.join(known)}, got {text!r}")
         return text
 
     completed: dict[str, Any] = {"autocompletion": lambda: list(allowed), "metavar": "|".join(allowed)}
     return option(*flags, parser=parse, help=description, **completed)
+
+
+def added_statistics() -> list[str]:
+    """Return the names of the statistics of query rows that the help of commands does not list."""
+    from headwise.statistics.registry import row_statistics
+
+    return [name for name in row_statistics() if name not in ROW_STATISTICS]
 
 
 def head_name(text: str) -> int | str:

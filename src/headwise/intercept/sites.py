@@ -13,7 +13,7 @@ from headwise.intercept.interceptor import Call, Interceptor, SiteKey
 from headwise.intercept.layer_index import innermost_attention_modules, is_inside, is_related, layer_numbers
 from headwise.intercept.refusals import NOT_SEEN, REASONS_BESIDE_ATTENTION
 from headwise.shapes import Float
-from headwise.statistics.moments import Clusters, RunningLargest, RunningMoments, Summary, merged, with_several_values
+from headwise.statistics.moments import Clusters, RunningLargest, RunningMoments, with_several_values
 from headwise.statistics.registry import LARGEST
 from headwise.statistics.tally import Tally
 
@@ -30,17 +30,19 @@ class SiteRecord:
         kv_heads: number of key/value heads.
         completed: moments of each statistic over the sequences that no later call continues, by the statistic's name.
         nonfinite_rows: number of query rows whose attention weights or head output were NaN or infinite.
+        has_unknown_documents: True if it is unknown which sequences of this site, of all calls, depend on each other:
+            its statistics have no standard errors then.
     """
 
     site: SiteKey
     layer: int | None
     heads: int
     kv_heads: int
-    completed: dict[str, Summary] = field(default_factory=dict)
+    completed: dict[str, RunningMoments] = field(default_factory=dict)
     nonfinite_rows: int = 0
     _latest: dict[Hashable, "_LatestCall"] = field(default_factory=dict, repr=False, compare=False)
     _discarded: set[str] = field(default_factory=set, repr=False, compare=False)
-    _has_unknown_documents: bool = field(default=False, repr=False, compare=False)
+    has_unknown_documents: bool = field(default=False, repr=False, compare=False)
 
     def add(
         self, tally: Tally, source: Hashable = None, continues: bool = False, clusters: Clusters | None = None
@@ -61,33 +63,29 @@ class SiteRecord:
             latest.tally.merge(tally)
             return
         if latest is not None:
-            self.merge(latest.moments(attends_again=self._attends_again))
+            self.merge(latest.moments(attends_again=len(self._latest) > 1))
         self._latest[source] = _LatestCall(replace(tally, gram=None), clusters)
 
-    def merge(self, statistics: Mapping[str, Summary]) -> None:
+    def merge(self, statistics: Mapping[str, RunningMoments]) -> None:
         """Merge `statistics`, the moments (count, mean and squared deviations) of each statistic over other sequences,
         into the moments of this site, in place.
         """
         self.completed = merged_moments(self.completed, statistics)
 
     @property
-    def statistics(self) -> dict[str, Summary]:
+    def statistics(self) -> dict[str, RunningMoments]:
         """Moments of each statistic over all observed sequences, by the statistic's name, each sequence with its rows
         so far.
         """
         moments = self.completed
         for latest in self._latest.values():
-            moments = merged_moments(moments, latest.moments(attends_again=self._attends_again))
+            moments = merged_moments(moments, latest.moments(attends_again=len(self._latest) > 1))
         return {
-            name: values.of_unknown_clusters() if self._has_unknown_documents else values
+            name: replace(values, is_clustered=False) if self.has_unknown_documents else values
             for name, values in moments.items()
-            if not self._is_discarded(name)
+            # The name of a further statistic is that of its statistic and what it is, with a space between them.
+            if self._discarded.isdisjoint((name, name.partition(" ")[0]))
         }
-
-    @property
-    def _attends_again(self) -> bool:
-        """True if the site may have attended several times to each sequence: these values are not independent."""
-        return len(self._latest) > 1
 
     def latest_tallies(self) -> list[Tally]:
         """Return the sums over the query rows of the latest calls, those that continued each other as one."""
@@ -110,28 +108,18 @@ class SiteRecord:
             of_sequences.append(nn.functional.pad(means, padding, value=torch.nan))
         return torch.cat(of_sequences).nanmean(0)
 
-    def _is_discarded(self, name: str) -> bool:
-        """Return True for a statistic that was removed, or that is derived from one: the name of a further statistic is
-        that of its statistic and what it is, with a space between them.
-        """
-        return not self._discarded.isdisjoint((name, name.partition(" ")[0]))
-
-    def forget_documents(self) -> None:
-        """Record that it is unknown which sequences of this site, of all calls, depend on each other: its statistics
-        have no standard errors.
-        """
-        self._has_unknown_documents = True
-
     def discard(self, *names: str) -> None:
         """Remove the statistics with these names from the results of this site."""
         self._discarded.update(names)
 
 
-def merged_moments(statistics: Mapping[str, Summary], others: Mapping[str, Summary]) -> dict[str, Summary]:
+def merged_moments(
+    statistics: Mapping[str, RunningMoments], others: Mapping[str, RunningMoments]
+) -> dict[str, RunningMoments]:
     """Return the moments of each statistic over two sets of sequences together, from the moments over each set."""
     merged_statistics = dict(statistics)
     for name, moments in others.items():
-        merged_statistics[name] = merged(merged_statistics[name], moments) if name in merged_statistics else moments
+        merged_statistics[name] = merged_statistics[name].merge(moments) if name in merged_statistics else moments
     return merged_statistics
 
 
@@ -146,18 +134,18 @@ class _LatestCall(NamedTuple):
     tally: Tally
     clusters: Clusters | None
 
-    def moments(self, *, attends_again: bool) -> dict[str, Summary]:
+    def moments(self, *, attends_again: bool) -> dict[str, RunningMoments]:
         """Return the moments of each statistic over the sequences, each with its mean over the tallied rows.
 
         Args:
-            attends_again: True if other calls may have values of the same sequences.
+            attends_again: True if other calls may have values of the same sequences, which are not independent then.
         """
         clusters = self.clusters
         if attends_again and clusters is not None:
             clusters = with_several_values(clusters)
         has_value = self.tally.has_value()
         values = {name: (means, has_value[name]) for name, means in self.tally.means().items()}
-        values |= self.tally.further_values()
+        values |= {} if self.tally.further is None else self.tally.further.values()
         if not values:
             return {}
         numbers, is_value = (
@@ -168,7 +156,7 @@ class _LatestCall(NamedTuple):
         of_all = RunningMoments.from_values(numbers, is_value, clusters).parts(widths)
         parts = zip(values, of_all, numbers.split(widths, 1), is_value.split(widths, 1), strict=True)  # type: ignore[no-untyped-call]
         return {
-            name: RunningLargest.from_values(part, is_value_of_part, moments) if name in LARGEST else moments
+            name: RunningLargest.of_moments(moments, part, is_value_of_part) if name in LARGEST else moments
             for name, moments, part, is_value_of_part in parts
         }
 

@@ -13,15 +13,12 @@ from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
 from headwise.intercept.layer_index import is_inside
 from headwise.intercept.observed_call import ObservedCall
-from headwise.intercept.query_parts import QueryParts
-from headwise.intercept.recurrence import Recurrence
-from headwise.intercept.sequence_clusters import SequenceClusters
+from headwise.intercept.sequences_of_calls import QueryParts, Recurrence, SequenceClusters
 from headwise.intercept.sites import SiteRecord
 from headwise.intercept.stated_padding import StatedPadding
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import WholeCall
-from headwise.statistics.moments import Clusters
 from headwise.statistics.registry import LARGEST, STATISTICS
 from headwise.statistics.tally import FurtherStatistics, FurtherSums, Tally
 from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
@@ -54,30 +51,6 @@ ADDED_LATER = (
     "around them"
 )
 """Reason for modules without hooks."""
-
-
-class _HeadOutputs:
-    """Head outputs of one attention call, collected from row blocks, or kept whole.
-
-    Attributes:
-        out: the outputs; None if there were none.
-    """
-
-    def __init__(self, call: Call) -> None:
-        self.out: Float[Tensor, "batch heads queries value_dim"] | None = None
-        self._grid = call.grid
-
-    def add(self, row_block: RowBlock) -> None:
-        """Copy the head outputs of some rows, if `row_block` contains them."""
-        if row_block.out is not None:
-            out, grid = row_block.tile.by_head(row_block.out.detach()), self._grid
-            if self.out is None:
-                self.out = out.new_zeros(grid.batch, grid.heads, grid.queries, out.shape[-1])
-            self.out[row_block.tile.row_slices] = out
-
-    def set_whole(self, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Keep the head outputs of all rows."""
-        self.out = out.detach()
 
 
 class StatisticsObserver(Interceptor):
@@ -113,6 +86,9 @@ class StatisticsObserver(Interceptor):
     ) -> None:
         self._model, self._heads, self._capture, self._further = model, heads, capture, further
         self._measured = measured if further is None else further.measured
+        self._all_names = (*STATISTICS, *(() if further is None else further.names))
+        self._needs_projection = self._measured is None or "written_norm" in self._measured
+        self._needs_projection |= further is not None and further.unconfirmed is not None
         self._keeps_output = keeps_output
         self._known = set(model.modules())
         self._written_norms = WrittenNorms(model, self._leave_out_written_norm)
@@ -180,8 +156,14 @@ class StatisticsObserver(Interceptor):
         index, continues = self._parts.sequences_of(call, observed.continues)
         source = threading.get_ident(), index
         is_compared = tally.gram is not None and self._written_norms.needs_outputs(path)
-        head_outputs = _HeadOutputs(call) if is_compared else None
-        clusters = self._clusters(record, index, grid.batch)
+        head_outputs: list[Float[Tensor, "batch heads queries value_dim"]] = []  # one tensor, if there are outputs
+        # Unknown where a module attends to windows of a picture, or several times to some of the sequences.
+        clusters = self._sequences.of_call(record.site, index, grid.batch, self._heads.clusters)
+        if clusters is None:
+            record.has_unknown_documents = True
+            self._heads.on_left_out(
+                path, OF_UNKNOWN_SEQUENCES if self._heads.clusters is None else OF_UNKNOWN_DOCUMENTS
+            )
         captured = None if self._capture is None else CapturedWeights(self._capture, grid)
 
         interceptors = [module_call.interceptor for module_call in call_stack.module_calls]
@@ -189,42 +171,27 @@ class StatisticsObserver(Interceptor):
 
         def observer(row_block: RowBlock) -> None:
             tally.add(row_block)
-            if head_outputs is not None:
-                head_outputs.add(row_block)
+            if is_compared and row_block.out is not None:
+                out = row_block.tile.by_head(row_block.out.detach())
+                if not head_outputs:
+                    head_outputs.append(out.new_zeros(grid.batch, grid.heads, grid.queries, out.shape[-1]))
+                head_outputs[0][row_block.tile.row_slices] = out
             if captured is not None:
                 captured.add(row_block)
 
         def on_end() -> None:
             with self._lock:
                 record.add(tally, source, continues, clusters)
-                self._leave_out_unknown_scores(path, record, tally)
-                self._leave_out_refused(path, record, tally)
-                if head_outputs is not None and head_outputs.out is not None:
-                    self._written_norms.on_head_outputs(path, head_outputs.out, may_be_gated=may_be_gated)
+                self._leave_out_missing(record, tally)
+                if head_outputs:
+                    self._written_norms.on_head_outputs(path, head_outputs[0], may_be_gated=may_be_gated)
                 if captured is not None:
                     self._heads.set_captured(call.site, captured)
 
-        whole_call = WholeCall(tally, None if head_outputs is None else head_outputs.set_whole)
+        on_output = (lambda out: head_outputs.append(out.detach())) if is_compared else None
         needs_weights = captured is not None or (tally.further is not None and tally.further.needs_weights)
-        needed = None if needs_weights else whole_call
+        needed = None if needs_weights else WholeCall(tally, on_output)
         return Observation(observer, observed.context, on_end, whole_call=needed, keeps_output=self._keeps_output)
-
-    def _clusters(self, record: SiteRecord, index: int, sequences: int) -> Clusters | None:
-        """Return the clusters of the sequences of a call. If they are unknown, as where a module attends to windows of
-        a picture, or several times to some of the sequences, the site has no standard errors, and its module is named.
-
-        Args:
-            record: record of the site of the call.
-            index: number of the call at the site that began the sequences.
-            sequences: number of sequences of the call.
-        """
-        of_data = self._heads.clusters
-        clusters = self._sequences.of_call(record.site, index, sequences, of_data)
-        if clusters is None:
-            record.forget_documents()
-            reason = OF_UNKNOWN_SEQUENCES if of_data is None else OF_UNKNOWN_DOCUMENTS
-            self._heads.on_left_out(record.site.path, reason)
-        return clusters
 
     def _tally(self, call: Call, observed: ObservedCall, value_dim: int | None) -> Tally:
         """Return an empty tally for a call. If further statistics cannot be computed for it, they are removed from the
@@ -242,36 +209,19 @@ class StatisticsObserver(Interceptor):
         further = None if isinstance(sums, str) else sums
         return Tally(gram, observed.first_token, measured=self._measured, further=further)
 
-    def _leave_out_unknown_scores(self, path: str, record: SiteRecord, tally: Tally) -> None:
-        """Remove the largest logits that a call lacks from the results of the module at `path`, since the largest of
-        the other calls would be another number. Name the module unless the call lacks a softcap alone.
+    def _leave_out_missing(self, record: SiteRecord, tally: Tally) -> None:
+        """Remove from the results of a module the largest logits that a call lacks, since the largest of the other
+        calls would be another number, and the further statistics that could not be computed for the rows of a call.
+        Name the module unless the call lacks a softcap alone.
         """
-        wanted = LARGEST if tally.measured is None else LARGEST & tally.measured
-        missing = wanted - tally.other_sums.keys()
-        if tally.row_sums is None or not missing:
-            return
-        record.discard(*missing)
-        if "max_logit" in missing:
-            self._heads.on_left_out(path, OF_UNKNOWN_SCORES)
-
-    def _leave_out_refused(self, path: str, record: SiteRecord, tally: Tally) -> None:
-        """Remove the further statistics from the results of the module at `path`, and name it, if they could not be
-        computed for the rows of a call.
-        """
+        missing = (LARGEST if tally.measured is None else LARGEST & tally.measured) - tally.other_sums.keys()
+        if tally.row_sums is not None and missing:
+            record.discard(*missing)
+            if "max_logit" in missing:
+                self._heads.on_left_out(record.site.path, OF_UNKNOWN_SCORES)
         if self._further is not None and tally.further is not None and tally.further.refused is not None:
             record.discard(*self._further.names)
-            self._heads.on_left_out(path, tally.further.refused)
-
-    @property
-    def _needs_projection(self) -> bool:
-        """True if a statistic needs the output projection of the heads."""
-        is_measured = self._measured is None or "written_norm" in self._measured
-        return is_measured or (self._further is not None and self._further.unconfirmed is not None)
-
-    @property
-    def _all_names(self) -> tuple[str, ...]:
-        """Names of all statistics."""
-        return (*STATISTICS, *(() if self._further is None else self._further.names))
+            self._heads.on_left_out(record.site.path, tally.further.refused)
 
     def finish(self) -> None:
         """End the observation: leave out the statistics that no call of the model has confirmed, and name modules that

@@ -16,7 +16,7 @@ from headwise.progress import progress_bar
 from headwise.runs.checkpoint import CheckpointedRun, TableT
 from headwise.runs.distributed import rank_and_world_size
 from headwise.runs.files import require_outside_data
-from headwise.statistics.moments import Clusters, clusters_of, separate_clusters, summary_from_dict
+from headwise.statistics.moments import Clusters, RunningMoments, clusters_of, separate_clusters
 
 
 @dataclass
@@ -99,7 +99,7 @@ class SiteProgress(PassProgress):
         """Create the progress, with the statistics of heads, from the dictionary that `to_dict` returned."""
         records = []
         for plain in fields["records"]:
-            completed = {name: summary_from_dict(moments) for name, moments in plain["completed"].items()}
+            completed = {name: RunningMoments.from_dict(moments) for name, moments in plain["completed"].items()}
             records.append(SiteRecord(**{**plain, "site": SiteKey(*plain["site"]), "completed": completed}))
         return cls(**fields | {"records": records})
 

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from headwise.statistics.moments import Summary
+from headwise.statistics.moments import RunningMoments
 from headwise.wording import number
 
 SEM_SUFFIX = "_sem"
@@ -94,7 +94,7 @@ NO_ESTIMATE = MeanEstimate.exact(math.nan, 0)
 """The estimate from no samples at all."""
 
 
-def moment_estimates(moments: Summary) -> list[MeanEstimate]:
+def moment_estimates(moments: RunningMoments) -> list[MeanEstimate]:
     """Return the mean, or largest, of each column of values, such as each head, with its standard error."""
     columns = moments.value, moments.standard_error, moments.documents.long(), moments.degrees_of_freedom
     return [MeanEstimate(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]

@@ -49,7 +49,8 @@ def attend_observed(
 
     If `whole_call` is passed, the observer does nothing but what this states. Then kernels compute the statistics where
     they can, and `observer` is not called: on a CPU, native kernels in the pass that computes the answer; on a GPU,
-    Triton kernels in addition to `compute`, which computes the answer.
+    Triton kernels in addition to `compute`, which computes the answer. Only the statistics that no kernel computes are
+    added up from row blocks, in a second pass.
 
     Row blocks are observed while blockwise attention computes them, from scores in float32 at least, at about the cost
     of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately.
@@ -65,10 +66,17 @@ def attend_observed(
     """
     context = call_context or CallContext()
     if whole_call is not None and kernel_statistics.why_not(problem, context, whole_call.tally.measured) is None:
-        tallied = kernel_statistics.attend_tallied(problem, context, whole_call.tally, compute)
+        tally = whole_call.tally
+        tallied = kernel_statistics.attend_tallied(problem, context, tally, compute)
         if tallied is not None:
             if whole_call.on_output is not None:
                 whole_call.on_output(tallied.out)
+            others = kernel_statistics.left_to_blocks(tally.measured)
+            if others:
+                rest = Tally(tally.gram, tally.first_token, measured=frozenset(others), further=tally.further)
+                with torch.no_grad():
+                    attend_observed(problem, rest.add, call_context, lambda _: tallied)
+                tally.join(rest)
             return tallied
     is_empty = 0 in (*problem.q.shape, *problem.k.shape)
     is_finite = not has_nonfinite_keys_or_values(problem)

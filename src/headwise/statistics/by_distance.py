@@ -13,7 +13,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float, Int
-from headwise.statistics.tally import HeadSlices, MeasuredRows, Values
+from headwise.statistics.tally import FurtherStatistics, FurtherSums, HeadSlices, MeasuredRows, Values
 
 NO_DISTANCES = (
     "queries and keys of these modules have no known positions in the same sequence, so their attention by distance is "
@@ -44,7 +44,7 @@ def quantile_name(quantile: float) -> str:
 
 
 @dataclass(frozen=True)
-class DistanceStatistics:
+class DistanceStatistics(FurtherStatistics):
     """Distances that hold given shares of a head's attention, and the share of attention within given distances.
 
     Attributes:
@@ -57,8 +57,6 @@ class DistanceStatistics:
     first: int
     measured: frozenset[str] | None = frozenset({"entropy", "output_norm"})
     """The statistics by which weights and outputs that are not finite are recognised."""
-
-    unconfirmed: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,7 +74,7 @@ class DistanceStatistics:
 
 
 @dataclass
-class DistanceSums:
+class DistanceSums(FurtherSums):
     """Sums of attention weights over query rows, by the distance of the key from the query.
 
     Attributes:
@@ -91,7 +89,6 @@ class DistanceSums:
     heads: int
     histogram: Float[Tensor, "all_and_first batch heads distances"] | None = field(default=None, repr=False)
     needs_weights = True
-    refused = None
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None) -> None:
         """Add the weights of some query rows to the sums, in place. Rows that are padding or have no visible key do not
@@ -115,7 +112,6 @@ class DistanceSums:
         self.histogram[:, measured.sequences, measured.heads] += part
 
     def merge(self, other: "DistanceSums") -> None:
-        """Add the sums of other query rows of the same sequences, in place."""
         if other.histogram is not None:
             own = other.histogram.new_zeros(1) if self.histogram is None else self.histogram
             own, further = _padded(own, other.histogram)

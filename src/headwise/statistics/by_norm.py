@@ -15,9 +15,9 @@ from headwise.attention.backends.blockwise.call_context import CallContext, Tile
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.backends.blockwise.tiles import LOG2_E
 from headwise.attention.masks.grid import Grid
-from headwise.settings import NORMED_STATISTICS
 from headwise.shapes import Bool, Float
-from headwise.statistics.tally import HeadSlices, MeasuredRows, Tally, Values
+from headwise.statistics.registry import row_statistics
+from headwise.statistics.tally import FurtherStatistics, FurtherSums, HeadSlices, MeasuredRows, Tally, Values
 
 BY_NORM, CHANGE = " by norm", " change"
 """Suffixes of the names of a statistic of norms, and of its difference from the same statistic of weights."""
@@ -53,7 +53,7 @@ LARGEST_DIFFERENCE = 1e-3
 
 
 @dataclass(frozen=True)
-class NormStatistics:
+class NormStatistics(FurtherStatistics):
     """Statistics of norm-weighted attention, and their differences from those of the attention weights."""
 
     measured: frozenset[str] | None = frozenset({"entropy", "output_norm"})
@@ -64,7 +64,7 @@ class NormStatistics:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the statistics."""
-        return (*(name + suffix for name in NORMED_STATISTICS for suffix in (BY_NORM, CHANGE)), MOVED, PREFERENCE)
+        return (*(name + suffix for name in row_statistics() for suffix in (BY_NORM, CHANGE)), MOVED, PREFERENCE)
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> "NormSums | str":
         """Return empty sums for an attention call, or the reason that its output projection is unknown."""
@@ -72,7 +72,7 @@ class NormStatistics:
 
 
 @dataclass
-class NormSums:
+class NormSums(FurtherSums):
     """Sums over query rows of statistics of norms, and of the same statistics of weights over the same rows.
 
     Attributes:
@@ -84,8 +84,8 @@ class NormSums:
     """
 
     slices: HeadSlices = field(repr=False)
-    by_norm: Tally = field(default_factory=lambda: Tally(measured=frozenset(NORMED_STATISTICS)))
-    by_weight: Tally = field(default_factory=lambda: Tally(measured=frozenset(NORMED_STATISTICS)))
+    by_norm: Tally = field(default_factory=lambda: Tally(measured=frozenset(row_statistics())))
+    by_weight: Tally = field(default_factory=lambda: Tally(measured=frozenset(row_statistics())))
     differences: Float[Tensor, "sums batch heads"] | None = field(default=None, repr=False)
     refused: str | None = None
     needs_weights = True
@@ -113,7 +113,6 @@ class NormSums:
         self.differences[:, measured.sequences, measured.heads] += sums
 
     def merge(self, other: "NormSums") -> None:
-        """Add the sums of other query rows of the same sequences, in place."""
         self.refused = self.refused or other.refused
         self.by_norm.merge(other.by_norm)
         self.by_weight.merge(other.by_weight)

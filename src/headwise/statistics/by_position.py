@@ -9,9 +9,9 @@ from torch import Tensor
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
-from headwise.settings import ROW_STATISTICS
 from headwise.shapes import Float, Int
-from headwise.statistics.tally import HeadSlices, MeasuredRows, Values
+from headwise.statistics.registry import row_statistics
+from headwise.statistics.tally import FurtherStatistics, FurtherSums, HeadSlices, MeasuredRows, Values
 
 BY_POSITION, SLOPE = " by position", " slope"
 """Suffixes of the names of a statistic's means in bins of positions, and of its slope."""
@@ -30,7 +30,7 @@ ROUNDING = 16.0
 
 
 @dataclass(frozen=True)
-class PositionStatistics:
+class PositionStatistics(FurtherStatistics):
     """Means of each statistic in bins of query positions, and its slope on the logarithm of the position.
 
     Attributes:
@@ -38,13 +38,11 @@ class PositionStatistics:
     """
 
     edges: tuple[int, ...]
-    measured: frozenset[str] | None = None
-    unconfirmed: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the means in bins and of the slopes of all statistics."""
-        return tuple(name + suffix for name in ROW_STATISTICS for suffix in (BY_POSITION, SLOPE))
+        return tuple(name + suffix for name in row_statistics() for suffix in (BY_POSITION, SLOPE))
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None = None) -> "PositionSums | str":
         """Return empty sums for an attention call, or the reason that positions of its queries are unknown."""
@@ -54,7 +52,7 @@ class PositionStatistics:
 
 
 @dataclass
-class PositionSums:
+class PositionSums(FurtherSums):
     """Sums over query rows by the position of the query: in each bin, and of the products that a straight line of the
     values against the logarithm of the position needs.
 
@@ -74,25 +72,33 @@ class PositionSums:
     names: tuple[str, ...] = ()
     sums: Float[Tensor, "sum_and_count means batch heads bins"] | None = field(default=None, repr=False)
     rounding: float = 0.0
-    needs_weights = False
-    refused = None
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None = None) -> None:
-        """Add the values of some query rows to the sums of their bins, in place."""
+        """Add the values of some query rows to the sums of their bins, in place. The same rows may be added again, with
+        other statistics.
+        """
         rows = slice(measured.rows.start, measured.rows.stop)
         self.rounding = max(self.rounding, ROUNDING * torch.finfo(measured.values.dtype).eps)
-        features = self._features(self.positions[measured.sequences, rows])
+        positions = self.positions[measured.sequences, rows]
+        bins = torch.searchsorted(torch.tensor(self.edges, device=positions.device), positions.contiguous(), right=True)
+        in_bin = bins[..., None] - 1 == torch.arange(len(self.edges) - 1, device=positions.device)
+        x = positions.clamp(min=0).add(1).double().log()
+        # Factors of each row in each sum: 1 in its bin, and 1, x and x^2.
+        features = torch.cat([in_bin.double(), torch.stack([torch.ones_like(x), x, x * x], -1)], -1)
         values = measured.values.double().masked_fill(~measured.counted, 0.0)
         sums = torch.einsum("mbhr,brk->mbhk", values, features)
         counted = measured.counted.double().expand(-1, len(features), -1, -1)
         counts = torch.einsum("mbhr,brk->mbhk", counted, features).expand_as(sums)
-        if self.sums is None:
-            self.names, shape = measured.names, (2, len(measured.names), len(self.positions), self.heads)
-            self.sums = sums.new_zeros(*shape, sums.shape[-1])
-        self.sums[:, :, measured.sequences, measured.heads] += torch.stack([sums, counts])
+        if measured.names[0] not in self.names:
+            zeros = sums.new_zeros(2, len(measured.names), len(self.positions), self.heads, sums.shape[-1])
+            self.names += measured.names
+            self.sums = zeros if self.sums is None else torch.cat([self.sums, zeros], 1)
+        assert self.sums is not None
+        first = self.names.index(measured.names[0])
+        means = slice(first, first + len(measured.names))
+        self.sums[:, means, measured.sequences, measured.heads] += torch.stack([sums, counts])
 
     def merge(self, other: "PositionSums") -> None:
-        """Add the sums of other query rows of the same sequences, in place."""
         if other.sums is None:
             return
         self.rounding = max(self.rounding, other.rounding)
@@ -124,11 +130,3 @@ class PositionSums:
             product = product.masked_fill(product.abs() <= self.rounding * xy.abs(), 0.0)
             found[name + SLOPE] = product / spread, spread > SMALLEST_SPREAD * xx
         return found
-
-    def _features(self, positions: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch rows bins"]:
-        """Return factors of each row in each sum: 1 in its bin, and 1, x and x^2."""
-        edges = torch.tensor(self.edges, device=positions.device)
-        bins = torch.searchsorted(edges, positions.contiguous(), right=True) - 1
-        in_bin = bins[..., None] == torch.arange(len(self.edges) - 1, device=positions.device)
-        x = positions.clamp(min=0).add(1).double().log()
-        return torch.cat([in_bin.double(), torch.stack([torch.ones_like(x), x, x * x], -1)], -1)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwise.page.contents import PageStatistic
-from headwise.statistics.registry import unit_of
+from headwise.statistics.registry import STATISTICS
 
 
 @dataclass(frozen=True)
@@ -36,39 +36,13 @@ class Column:
         return PageStatistic(self.name, self.unit, self.meaning, source)
 
 
-WEIGHTS = tuple(
-    Column(name, meaning, unit_of(name))
-    for name, meaning in {
-        "entropy": "Mean entropy of the attention weights of a query.",
-        "evenness": "Mean entropy of the weights of a query, divided by the logarithm of its number of visible keys.",
-        "confidence": "Mean of the largest attention weight of each query.",
-        "confidence_content": "Mean of the largest attention weight of each query on a token that is not special.",
-        "distance": "Mean distance between a query and the keys that it attends to.",
-        "self": "Mean attention on the query's own token.",
-        "previous": "Mean attention on the token before.",
-        "next": "Mean attention on the token after.",
-        "first": "Mean attention on the first token.",
-        "special": "Mean attention on special tokens.",
-        "duplicate": "Mean attention on earlier copies of the query's token.",
-        "induction": "Mean attention on the tokens after earlier copies of the query's token.",
-        "received": "Largest mean attention that one token receives.",
-        "max_logit": "Largest attention score of any query and visible key, as it enters the softmax.",
-        "max_logit_uncapped": "Largest attention score of any query and visible key, before the softcap and the bias.",
-        "output_norm": "Mean norm of the head's output, before the output projection.",
-        "written_norm": "Mean norm of the head's output after its slice of the output projection.",
-    }.items()
-)
+WEIGHTS = tuple(Column(each.name, each.meaning, each.unit) for each in STATISTICS.values())
 """Columns of the statistics of attention weights."""
 
 RANDOM_SUFFIX, CHANGE_SUFFIX = "_random", "_change"
 """Suffixes of a statistic's name where it was measured on random tokens that repeat, and where it is the difference
 between the statistic of other weights and that of the attention weights.
 """
-
-RANDOM = tuple(
-    column.derived(column.name + RANDOM_SUFFIX, "measured on random tokens that repeat") for column in WEIGHTS
-)
-"""Columns of the same statistics on random tokens that repeat."""
 
 CHANGES = tuple(
     column.derived(
@@ -80,5 +54,11 @@ CHANGES = tuple(
 
 
 def column_named(name: str) -> Column:
-    """Return the column of a statistic of attention weights; for another name, one without a description."""
-    return next((column for column in (*WEIGHTS, *RANDOM) if column.name == name), Column(name))
+    """Return the column of a statistic of attention weights, measured on the data or on random tokens that repeat; for
+    another name, a column without a description.
+    """
+    of_data = name.removesuffix(RANDOM_SUFFIX)
+    if of_data not in STATISTICS:
+        return Column(name)
+    column = Column(of_data, STATISTICS[of_data].meaning, STATISTICS[of_data].unit)
+    return column if name == of_data else column.derived(name, "measured on random tokens that repeat")

@@ -1,9 +1,10 @@
-"""All statistics of an attention call from kernels that keep no weights: native ones on a CPU, in the pass that
-computes the output, and Triton kernels on a GPU, next to the engine that computes the output.
+"""Statistics of an attention call from kernels that keep no weights: native ones on a CPU, in the pass that computes
+the output, and Triton kernels on a GPU, next to the engine that computes the output. Row blocks compute the statistics
+that the kernels do not know.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,24 +20,21 @@ from headwise.attention.backends.gpu import statistics as gpu
 from headwise.attention.backends.native import backend as native
 from headwise.attention.backends.native.parts import Options
 from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall
-from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import Matrix, Part, Ranges32, visible_keys
 from headwise.attention.problem import Answer, Problem
 from headwise.shapes import Bool, Float, Int
-from headwise.statistics.registry import LARGEST, STATISTICS
+from headwise.statistics.registry import LARGEST, STATISTICS, MeanOfRows
 from headwise.statistics.tally import NOT_FINITE, MeasuredRows, Tally
 
 COMPUTED = frozenset(ROWS) - {"visible keys"} | {"evenness", "received"}
-"""Names of the statistics that the kernels' results give."""
+"""Names of the statistics that follow from the results of the native and the Triton kernels, which are those of one
+operator.
+"""
 
 ROWS_AT_ONCE = 2**16
 """Largest number of query rows of all sequences and heads whose statistics are added up at a time, in float64, unless
 there are more sequences and heads.
 """
-
-
-_NEIGHBOURS = {"self": 0, "previous": 1, "next": -1}
-"""Distance of the key from the query, by the statistic of its weight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,27 +82,13 @@ def kernel_inputs(context: CallContext, problem: Problem) -> KernelInputs | None
     by one. The data are cached for other layers, except where the positions are those of the problem alone.
     """
     grid = problem.grid
-    if context.positions is None and not grid.uses_default_positions:
-        return _make(context, grid, grid)
+    is_of_context = context.positions is not None or grid.uses_default_positions
     cached, sizes = _cached.setdefault(context, {}), (grid.batch, grid.queries, grid.keys)
-    if sizes not in cached:
-        made = _make(context, grid if context.positions is None else context.positions, grid)
-        if made is None:
-            return None
-        cached[sizes] = made
-    return cached[sizes]
-
-
-def _make(context: CallContext, positions: Grid, grid: Grid) -> KernelInputs | None:
-    """Return the data of a call context that the kernels read.
-
-    Args:
-        context: tokens and padding of the call.
-        positions: grid whose positions the statistics use; it may have fewer keys than the call.
-        grid: sizes of the call.
-    """
+    if is_of_context and sizes in cached:
+        return cached[sizes]
     visibility = context.visibility(full_width_tile(grid, range(grid.queries)), grid)
     of_queries, key = visibility.query_positions, torch.arange(grid.keys, device=grid.device)
+    positions = grid if context.positions is None else context.positions  # it may have fewer keys than the call
     has_position = key[None] < positions.keys
     if positions.key_positions is not None:
         of_keys = torch.nn.functional.pad(positions.key_positions, (0, grid.keys - positions.keys), value=-1)
@@ -114,43 +98,44 @@ def _make(context: CallContext, positions: Grid, grid: Grid) -> KernelInputs | N
         if not torch.equal(of_keys + shift, torch.where(has_position, key, of_keys + shift)):
             return None
         of_queries = of_queries + shift
+    key_tokens, query_tokens, token_count = None, None, 0
+    if visibility.has_earlier_copy is not None and context.distinct_ids is not None:
+        tokens, numbers = torch.unique(context.distinct_ids, return_inverse=True)
+        of_positions = numbers[:, of_queries[0].clamp(min=0)].masked_fill(of_queries[0] < 0, -1)
+        key_tokens, query_tokens, token_count = numbers.int(), of_positions.int(), len(tokens)
+    counted = {
+        each.name: each.counted(visibility)
+        for each in STATISTICS.values()
+        if isinstance(each, MeanOfRows) and each.name in COMPUTED and each.name != "evenness"  # of the mask
+    }
     inputs = KernelInputs(
         positions=of_queries.expand(grid.batch, -1).int().contiguous(),
         first_key=visibility.first_key.expand(grid.batch, grid.queries).int().contiguous(),
         is_special=context.is_special,
-        key_tokens=None,
-        query_tokens=None,
-        token_count=0,
+        key_tokens=key_tokens,
+        query_tokens=query_tokens,
+        token_count=token_count,
         is_counted=context.real_queries,
-        has_value={name: visibility.has_key_at_lag(lag) for name, lag in _NEIGHBOURS.items()},
+        has_value={name: rows for name, rows in counted.items() if rows is not None},
         has_position=None if bool(has_position.all()) else has_position,
     )
-    has_copy = visibility.has_earlier_copy
-    if has_copy is None or context.distinct_ids is None:
-        return inputs
-    position = of_queries[0]
-    exists = position >= 0
-    tokens, numbers = torch.unique(context.distinct_ids, return_inverse=True)
-    return replace(
-        inputs,
-        key_tokens=numbers.int(),
-        query_tokens=numbers[:, position.clamp(min=0)].masked_fill(~exists, -1).int(),
-        token_count=len(tokens),
-        has_value=inputs.has_value | {"duplicate": has_copy, "induction": has_copy},
-    )
+    if is_of_context:
+        cached[sizes] = inputs
+    return inputs
 
 
 def why_not(problem: Problem, context: CallContext, measured: frozenset[str] | None = None) -> str | None:
-    """Return the reason that the kernels cannot compute the statistics of a problem, in one sentence; None if they can.
+    """Return the reason that the kernels cannot compute statistics of a problem, in one sentence; None if they can
+    compute those in `COMPUTED`.
 
     Args:
         problem: the attention call.
         context: its tokens and padding.
         measured: names of the statistics; None for all of `STATISTICS`.
     """
-    others = (STATISTICS.keys() if measured is None else measured) - COMPUTED
-    if others:
-        return f"the kernels do not compute the statistics {', '.join(sorted(others))}"
+    wanted = STATISTICS.keys() if measured is None else measured
+    if wanted.isdisjoint(COMPUTED):
+        return f"the kernels do not compute the statistics {', '.join(sorted(wanted))}"
     if problem.return_weights or 0 in (*problem.q.shape, *problem.k.shape):
         return "there are no rows of weights to compute, or the matrix is asked for"
     if is_on_gpu(problem):
@@ -162,6 +147,25 @@ def why_not(problem: Problem, context: CallContext, measured: frozenset[str] | N
     if reason is None and kernel_inputs(context, problem) is None:
         return "the kernels know positions that ascend one by one"
     return reason
+
+
+def left_to_blocks(measured: frozenset[str] | None = None) -> Set[str]:
+    """Return the names of the statistics that the kernels do not compute: of those in `measured`, or of all in
+    `STATISTICS` if that is None.
+    """
+    return (STATISTICS.keys() if measured is None else measured) - COMPUTED
+
+
+def explain(problem: Problem, context: CallContext, measured: frozenset[str] | None = None) -> str:
+    """Return what computes the statistics of a problem, in words: row blocks, with the reason; or kernels, with row
+    blocks for the statistics that the kernels do not compute. The arguments are those of `why_not`.
+    """
+    reason = why_not(problem, context, measured)
+    if reason is not None:
+        return f"row blocks: {reason}"
+    engine = "Triton kernels" if is_on_gpu(problem) else "native kernels"
+    others = ", ".join(sorted(left_to_blocks(measured)))
+    return f"{engine}, and row blocks for {others}, which the kernels do not compute" if others else engine
 
 
 def is_on_gpu(problem: Problem) -> bool:
@@ -184,8 +188,8 @@ def attend_tallied(
     tally: Tally,
     compute: Callable[[Problem], Answer] = fastest_or_reference,
 ) -> Answer | None:
-    """Compute one attention call, add the statistics of its weights to `tally`, and return its answer: that of the
-    native kernels on a CPU, and that of `compute` on a GPU.
+    """Compute one attention call, add the statistics of its weights that are in `COMPUTED` to `tally`, and return its
+    answer: that of the native kernels on a CPU, and that of `compute` on a GPU.
 
     On a CPU, if a row or its projection is not finite, return None, and leave the tally unchanged: one bad value would
     spread to rows that do not attend to it. The Triton kernels read no values, so a bad query or key changes the rows
@@ -271,7 +275,7 @@ def _tally(
     inputs: KernelInputs,
     like: Tally,
 ) -> Tally:
-    """Return the sums of every statistic over the query rows of a call, from the numbers of each row and key. Further
+    """Return the sums of the statistics over the query rows of a call, from the numbers of each row and key. Further
     sums of the tally `like` are added to it.
     """
     counted = values["visible keys"] > 0

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -149,19 +149,13 @@ class RunningMoments:
             clusters: number of the cluster of each sequence; by default all are independent.
         """
         is_value = ~values.isnan() if is_value is None else is_value
-        if clusters is None:
+        is_clustered = clusters is None or len(clusters) == len(values)
+        if clusters is None or not is_clustered or bool((clusters < 0).all()):
             empty = values.new_zeros(0, values.shape[1])
-            return RunningMoments(Moments.of(values, is_value), ClusterSums(empty, empty))
-        is_unknown = len(clusters) != len(values)
-        if is_unknown:
-            clusters = torch.full((len(values),), ALONE)
+            return RunningMoments(Moments.of(values, is_value), ClusterSums(empty, empty), is_clustered)
         is_alone = clusters < 0
-        if bool(is_alone.all()):
-            empty = values.new_zeros(0, values.shape[1])
-            return RunningMoments(Moments.of(values, is_value), ClusterSums(empty, empty), not is_unknown)
         alone = Moments.of(values[is_alone], is_value[is_alone])
-        sums = ClusterSums.of(values[~is_alone], is_value[~is_alone], clusters[~is_alone])
-        return RunningMoments(alone, sums, not is_unknown)
+        return RunningMoments(alone, ClusterSums.of(values[~is_alone], is_value[~is_alone], clusters[~is_alone]))
 
     def parts(self, widths: list[int]) -> "list[RunningMoments]":
         """Return the moments of each part of the columns; `widths` are their numbers of columns."""
@@ -180,18 +174,17 @@ class RunningMoments:
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> "RunningMoments":
-        """Return the moments of which `dataclasses.asdict` made a dictionary."""
-        alone, clustered = Moments(**fields["alone"]), ClusterSums(**fields["clustered"])
-        return RunningMoments(alone, clustered, fields["is_clustered"])
+        """Return the moments, or the largest values, of which `dataclasses.asdict` made a dictionary."""
+        counted = fields.get("counted", fields)  # a largest value of a run that an earlier version has begun
+        alone, clustered = Moments(**counted["alone"]), ClusterSums(**counted["clustered"])
+        if "largest" in fields:
+            return RunningLargest(alone, clustered, counted["is_clustered"], largest=fields["largest"])
+        return RunningMoments(alone, clustered, counted["is_clustered"])
 
     def merge(self, other: "RunningMoments") -> "RunningMoments":
         """Return the moments of two sets of values together, for the same heads."""
         is_clustered = self.is_clustered and other.is_clustered
         return RunningMoments(self.alone.merge(other.alone), self.clustered.merge(other.clustered), is_clustered)
-
-    def of_unknown_clusters(self) -> "RunningMoments":
-        """Return the moments of the same values if it is unknown which of them depend on each other."""
-        return RunningMoments(self.alone, self.clustered, False)
 
     @property
     def count(self) -> Float[Tensor, " heads"]:
@@ -237,48 +230,33 @@ class RunningMoments:
 
 
 @dataclass
-class RunningLargest:
-    """Largest of a set of values, for each head. The results for two sets of values can be merged. A largest value has
-    no standard error.
+class RunningLargest(RunningMoments):
+    """Largest of a set of values, for each head, with the moments that count them and their independent parts. The
+    results for two sets of values can be merged. A largest value has no standard error.
 
     Attributes:
-        counted: moments of the same values, which count them and their independent parts.
         largest: the largest one; -inf where there are none; NaN or infinite if a value is.
     """
 
-    counted: RunningMoments
-    largest: Float[Tensor, " heads"]
+    largest: Float[Tensor, " heads"] = field(kw_only=True)
 
     @staticmethod
-    def from_values(
-        values: Float[Tensor, "sequences heads"],
-        is_value: Bool[Tensor, "sequences heads"],
-        counted: RunningMoments,
+    def of_moments(
+        moments: RunningMoments, values: Float[Tensor, "sequences heads"], is_value: Bool[Tensor, "sequences heads"]
     ) -> "RunningLargest":
-        """Return the largest of each head's values at which `is_value` is True, also if they are NaN. `counted` are the
-        moments of these values.
+        """Return the largest of each head's values at which `is_value` is True, also if they are NaN. `moments` are
+        those of these values.
         """
         empty = values.new_full((1, values.shape[1]), -math.inf)
         largest = torch.cat([empty, values.masked_fill(~is_value, -math.inf)]).amax(0)
-        return RunningLargest(counted, largest)
+        return RunningLargest(moments.alone, moments.clustered, moments.is_clustered, largest=largest)
 
-    def merge(self, other: "RunningLargest") -> "RunningLargest":
+    def merge(self, other: RunningMoments) -> "RunningLargest":
         """Return the largest of two sets of values together, for the same heads."""
-        return RunningLargest(self.counted.merge(other.counted), torch.maximum(self.largest, other.largest))
-
-    def of_unknown_clusters(self) -> "RunningLargest":
-        """Return the same, since a largest value has no standard error."""
-        return self
-
-    @property
-    def count(self) -> Float[Tensor, " heads"]:
-        """Number of each head's values."""
-        return self.counted.count
-
-    @property
-    def documents(self) -> Float[Tensor, " heads"]:
-        """Number of independent parts of each head's values."""
-        return self.counted.documents
+        assert isinstance(other, RunningLargest), "two kinds of one statistic"
+        both = super().merge(other)
+        largest = torch.maximum(self.largest, other.largest)
+        return RunningLargest(both.alone, both.clustered, both.is_clustered, largest=largest)
 
     @property
     def value(self) -> Float[Tensor, " heads"]:
@@ -289,28 +267,3 @@ class RunningLargest:
     def standard_error(self) -> Float[Tensor, " heads"]:
         """NaN for each head."""
         return torch.full_like(self.largest, math.nan)
-
-    @property
-    def degrees_of_freedom(self) -> Float[Tensor, " heads"]:
-        """0 for each head, since there is no standard error."""
-        return torch.zeros_like(self.largest)
-
-
-Summary = RunningMoments | RunningLargest
-"""Summary of the values of a statistic that results keep."""
-
-
-def merged(one: Summary, other: Summary) -> Summary:
-    """Return the summary of two sets of values of one statistic together."""
-    if isinstance(one, RunningLargest) and isinstance(other, RunningLargest):
-        return one.merge(other)
-    assert isinstance(one, RunningMoments)
-    assert isinstance(other, RunningMoments), "two kinds of one statistic"
-    return one.merge(other)
-
-
-def summary_from_dict(fields: Mapping[str, Any]) -> Summary:
-    """Return the summary of which `dataclasses.asdict` made a dictionary."""
-    if "largest" in fields:
-        return RunningLargest(RunningMoments.from_dict(fields["counted"]), fields["largest"])
-    return RunningMoments.from_dict(fields)

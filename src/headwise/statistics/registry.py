@@ -3,7 +3,10 @@
 A is the weight matrix of one head, A[i, j] the weight of key j for query i; query i is at key position p_i. Most
 statistics have a value in each row, and a head's value is the mean over its rows. Padding and rows without a visible
 key do not count. Nor do rows in which a statistic has no meaning, such as the weight of the previous token in the row
-of the first one. A new statistic is one entry in `STATISTICS`.
+of the first one.
+
+A new statistic is one entry in `STATISTICS`. From it come the columns of tables, plots and pages, and the row in
+`docs/watch.md`. Kernels compute the statistics in `COMPUTED` of `kernel_statistics.py`, and row blocks the others.
 """
 
 from collections.abc import Callable
@@ -23,13 +26,43 @@ CountedRows = Bool[Tensor, "*#batch_heads rows"]
 
 @dataclass(frozen=True)
 class Statistic:
-    """Definition of a statistic of a head's attention weights that is not a mean of row values. For each row block
-    (some query rows of a call) it computes sums; these are merged over the blocks, and each head's value is computed
-    from the merged sums.
+    """Description of a statistic of a head's attention weights.
 
     Attributes:
         name: name of the statistic.
         unit: "nats", "tokens", "share", "norm" or "logit".
+        meaning: what the value of a head is, in one sentence, for tables and pages.
+        definition: formula or words that define the value, with its source, for the docs.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    definition: str
+
+
+@dataclass(frozen=True)
+class MeanOfRows(Statistic):
+    """Definition of a statistic that has one value per query row. The head's value is the mean over the rows that are
+    not padding, have a visible key, and for which the statistic is defined.
+
+    Attributes:
+        measure: function that returns the value of each row of a row block (some query rows of a call); None if the
+            call lacks something, such as token ids.
+        counted: function that returns True for the rows of a tile in which the statistic has a meaning; None for all.
+            Padding and rows without a visible key never count.
+    """
+
+    measure: Callable[[RowBlock], RowValues | None]
+    counted: Callable[[TileVisibility], CountedRows | None] = lambda _: None
+
+
+@dataclass(frozen=True)
+class FromSums(Statistic):
+    """Definition of a statistic that is not a mean of row values. For each row block (some query rows of a call) it
+    computes sums; these are merged over the blocks, and each head's value is computed from the merged sums.
+
+    Attributes:
         contribute: function that returns a row block's sums, tensors `(batch, heads, ...)` of the same shapes for all
             blocks of a call; None if the call lacks something, such as token ids.
         value: function that returns each head's value `(batch, heads)` from the merged sums; NaN without any row.
@@ -39,34 +72,12 @@ class Statistic:
         is_largest: True if the value over several sequences is the largest one, not the mean.
     """
 
-    name: str
-    unit: str
     contribute: Callable[[RowBlock], Sums | None]
     value: Callable[..., Float[Tensor, "batch heads"]]
     merge: Callable[[Tensor, Tensor], Tensor] = torch.add
     start: float = 0.0
     is_per_key: bool = False
     is_largest: bool = False
-
-
-@dataclass(frozen=True)
-class MeanOfRows:
-    """Definition of a statistic of a head's attention weights that has one value per query row. The head's value is the
-    mean over the rows that are not padding, have a visible key, and for which the statistic is defined.
-
-    Attributes:
-        name: name of the statistic.
-        unit: "nats", "tokens", "share", "norm" or "logit".
-        measure: function that returns the value of each row of a row block; None if the call lacks something, such as
-            token ids.
-        counted: function that returns True for the rows of a tile in which the statistic has a meaning; None for all.
-            Padding and rows without a visible key never count.
-    """
-
-    name: str
-    unit: str
-    measure: Callable[[RowBlock], RowValues | None]
-    counted: Callable[[TileVisibility], CountedRows | None] = lambda _: None
 
 
 def _evenness(row_block: RowBlock) -> RowValues:
@@ -78,27 +89,11 @@ def _evenness(row_block: RowBlock) -> RowValues:
     return row_block.entropy / visible.log()
 
 
-def _weight_at_lag(name: str, lag: int) -> MeanOfRows:
-    """Return the definition of a statistic called `name`: the weight of the key `lag` tokens before the query (after
-    the query if `lag` is negative), as the mean over query rows that have such a key.
+def _weight_after_copies(row_block: RowBlock, shift: int) -> RowValues | None:
+    """Return, for each query row, the total weight on the keys `shift` tokens after earlier occurrences of the query's
+    token; None if it is unknown which tokens occur earlier.
     """
-    return MeanOfRows(
-        name, "share", lambda row_block: row_block.weight_at_lag(lag), lambda tile: tile.has_key_at_lag(lag)
-    )
-
-
-def _weight_after_copies(name: str, shift: int) -> MeanOfRows:
-    """Return the definition of a statistic called `name`: the total weight on the keys `shift` tokens after earlier
-    occurrences of the query's token, as the mean over query rows whose token occurs earlier in the sequence.
-    """
-
-    def measure(row_block: RowBlock) -> RowValues | None:
-        """Return each query row's total weight on the keys `shift` tokens after earlier occurrences of the query's
-        token; None if it is unknown which tokens occur earlier. `shift` is an argument of the enclosing function.
-        """
-        return None if row_block.visibility.has_earlier_copy is None else row_block.weight_after_copies(shift)
-
-    return MeanOfRows(name, "share", measure, lambda tile: tile.has_earlier_copy)
+    return None if row_block.visibility.has_earlier_copy is None else row_block.weight_after_copies(shift)
 
 
 def _written_norm(row_block: RowBlock) -> RowValues | None:
@@ -112,9 +107,11 @@ def _written_norm(row_block: RowBlock) -> RowValues | None:
     return squares.clamp(min=0.0).sqrt()
 
 
-def _max_logit(name: str, scores: Callable[[RowBlock], Float[Tensor, "kv stacked 1"] | None]) -> Statistic:
-    """Return the definition of a statistic called `name`: the largest of the numbers that `scores` returns for the rows
-    of a block, over the rows that are not padding and have a visible key. The numbers are None if they are unknown.
+def _largest_logit(
+    name: str, meaning: str, definition: str, scores: Callable[[RowBlock], Float[Tensor, "kv stacked 1"] | None]
+) -> FromSums:
+    """Return the definition of a statistic: the largest of the numbers that `scores` returns for the rows of a block,
+    over the rows that are not padding and have a visible key. The numbers are None if they are unknown.
     """
 
     def contribute(row_block: RowBlock) -> Sums | None:
@@ -127,7 +124,12 @@ def _max_logit(name: str, scores: Callable[[RowBlock], Float[Tensor, "kv stacked
     def value(largest: Float[Tensor, "batch heads"]) -> Float[Tensor, "batch heads"]:
         return largest.masked_fill(largest == -torch.inf, torch.nan)
 
-    return Statistic(name, "logit", contribute, value, merge=torch.maximum, start=-torch.inf, is_largest=True)
+    return FromSums(
+        *(name, "logit", meaning, definition, contribute, value),
+        merge=torch.maximum,
+        start=-torch.inf,
+        is_largest=True,
+    )
 
 
 def _received_sums(row_block: RowBlock) -> Sums:
@@ -157,55 +159,144 @@ def _largest_received(
     return means.amax(-1).masked_fill(most[..., 0] == 0, torch.nan)
 
 
-STATISTICS: dict[str, Statistic | MeanOfRows] = {
+STATISTICS: dict[str, MeanOfRows | FromSums] = {
     statistic.name: statistic
     for statistic in (
-        # -sum_j A_ij ln A_ij
-        MeanOfRows("entropy", "nats", lambda row_block: row_block.entropy),
-        # entropy / ln(number of visible keys), in rows with 2 or more
-        MeanOfRows("evenness", "share", _evenness, lambda tile: tile.visible_keys > 1),
-        # max_j A_ij
-        MeanOfRows("confidence", "share", lambda row_block: row_block.largest_weight),
-        # max of A_ij over keys j that are not special tokens, 0 without any (Voita et al. 2019, section 4, without the
-        # end of the sentence)
+        MeanOfRows(
+            "entropy",
+            "nats",
+            "Mean entropy of the attention weights of a query.",
+            "-sum_j A_ij ln A_ij",
+            lambda row_block: row_block.entropy,
+        ),
+        MeanOfRows(
+            "evenness",
+            "share",
+            "Mean entropy of the weights of a query, divided by the logarithm of its number of visible keys.",
+            "entropy divided by ln(number of visible keys), in rows with at least two",
+            _evenness,
+            lambda tile: tile.visible_keys > 1,
+        ),
+        MeanOfRows(
+            "confidence",
+            "share",
+            "Mean of the largest attention weight of each query.",
+            "max_j A_ij over all keys",
+            lambda row_block: row_block.largest_weight,
+        ),
         MeanOfRows(
             "confidence_content",
             "share",
+            "Mean of the largest attention weight of each query on a token that is not special.",
+            "max_j A_ij over the keys j that are not special tokens, 0 in a row that sees none of them (Voita et al. "
+            "2019, section 4)",
             lambda row_block: None if row_block.visibility.is_special is None else row_block.largest_content_weight,
         ),
-        # sum_j A_ij |p_i - p_j|
-        MeanOfRows("distance", "tokens", lambda row_block: row_block.distance),
-        # A[i, p_i], A[i, p_i - 1], A[i, p_i + 1]
-        _weight_at_lag("self", 0),
-        _weight_at_lag("previous", 1),
-        _weight_at_lag("next", -1),
-        # on the first token, the attention sink of most decoders (Xiao et al. 2023)
-        MeanOfRows("first", "share", lambda row_block: row_block.weight_on_first),
-        # on special tokens (Clark et al. 2019, section 3.2)
+        MeanOfRows(
+            "distance",
+            "tokens",
+            "Mean distance between a query and the keys that it attends to.",
+            "sum_j A_ij abs(p_i - p_j)",
+            lambda row_block: row_block.distance,
+        ),
+        MeanOfRows(
+            "self",
+            "share",
+            "Mean attention on the query's own token.",
+            "weight of the key at p_i, in rows that have one",
+            lambda row_block: row_block.weight_at_lag(0),
+            lambda tile: tile.has_key_at_lag(0),
+        ),
+        MeanOfRows(
+            "previous",
+            "share",
+            "Mean attention on the token before.",
+            "weight of the key at p_i - 1, in rows that have one",
+            lambda row_block: row_block.weight_at_lag(1),
+            lambda tile: tile.has_key_at_lag(1),
+        ),
+        MeanOfRows(
+            "next",
+            "share",
+            "Mean attention on the token after.",
+            "weight of the key at p_i + 1, in rows that have one",
+            lambda row_block: row_block.weight_at_lag(-1),
+            lambda tile: tile.has_key_at_lag(-1),
+        ),
+        MeanOfRows(
+            "first",
+            "share",
+            "Mean attention on the first token.",
+            "weight of the first token that is not padding, the attention sink of most decoders (Xiao et al. 2023)",
+            lambda row_block: row_block.weight_on_first,
+        ),
         MeanOfRows(
             "special",
             "share",
+            "Mean attention on special tokens.",
+            "weight of all special tokens (Clark et al. 2019, section 3.2)",
             lambda row_block: None if row_block.visibility.is_special is None else row_block.feature_sums["special"],
         ),
-        # on earlier copies of the query's token, and on the tokens after them (Olsson et al. 2022)
-        _weight_after_copies("duplicate", 0),
-        _weight_after_copies("induction", 1),
-        # max_j mean_i A_ij (Gu et al. 2024, equation 7)
-        Statistic("received", "share", _received_sums, _largest_received, is_per_key=True),
-        # max_ij of the score of key j for query i: as it enters the softmax, and before a softcap and without the bias
-        # (Kimi Team 2025, section 2.1; Zhai et al. 2023)
-        _max_logit("max_logit", lambda row_block: row_block.largest_score),
-        _max_logit("max_logit_uncapped", lambda row_block: row_block.largest_uncapped_score),
-        # |A_i V|, and |A_i V W|, W the head's slice of the output projection
+        MeanOfRows(
+            "duplicate",
+            "share",
+            "Mean attention on earlier copies of the query's token.",
+            "weight of earlier copies of the query's token, in rows whose token has one",
+            lambda row_block: _weight_after_copies(row_block, 0),
+            lambda tile: tile.has_earlier_copy,
+        ),
+        MeanOfRows(
+            "induction",
+            "share",
+            "Mean attention on the tokens after earlier copies of the query's token.",
+            "weight of the tokens after earlier copies, in rows whose token has one (Olsson et al. 2022)",
+            lambda row_block: _weight_after_copies(row_block, 1),
+            lambda tile: tile.has_earlier_copy,
+        ),
+        FromSums(
+            "received",
+            "share",
+            "Largest mean attention that one token receives.",
+            "largest mean weight of a key over the rows that may see it (Gu et al. 2024, equation 7)",
+            _received_sums,
+            _largest_received,
+            is_per_key=True,
+        ),
+        _largest_logit(
+            "max_logit",
+            "Largest attention score of any query and visible key, as it enters the softmax.",
+            "largest score of any query and visible key, as it enters the softmax: after the scale, the softcap and "
+            "the bias (Kimi Team 2025, section 2.1; Zhai et al. 2023)",
+            lambda row_block: row_block.largest_score,
+        ),
+        _largest_logit(
+            "max_logit_uncapped",
+            "Largest attention score of any query and visible key, before the softcap and the bias.",
+            "the largest score before the softcap and without the bias; only with a softcap",
+            lambda row_block: row_block.largest_uncapped_score,
+        ),
         MeanOfRows(
             "output_norm",
             "norm",
+            "Mean norm of the head's output, before the output projection.",
+            "norm of the head's output, sum_j A_ij v_j",
             lambda row_block: None if row_block.out is None else row_block.tile.by_head(row_block.out).norm(dim=-1),
         ),
-        MeanOfRows("written_norm", "norm", _written_norm),
+        MeanOfRows(
+            "written_norm",
+            "norm",
+            "Mean norm of the head's output after its slice of the output projection.",
+            "norm of the head's output after its slice of the output projection, if it is found by name and confirmed",
+            _written_norm,
+        ),
     )
 }
 """Every statistic by name."""
+
+
+def row_statistics() -> tuple[str, ...]:
+    """Return the names of the statistics that have a value for each query row."""
+    return tuple(name for name, statistic in STATISTICS.items() if isinstance(statistic, MeanOfRows))
 
 
 def unit_of(name: str) -> str:
@@ -216,6 +307,6 @@ def unit_of(name: str) -> str:
 
 
 LARGEST = frozenset(
-    name for name, statistic in STATISTICS.items() if isinstance(statistic, Statistic) and statistic.is_largest
+    name for name, statistic in STATISTICS.items() if isinstance(statistic, FromSums) and statistic.is_largest
 )
 """Names of the statistics whose value over several sequences is the largest of theirs."""

@@ -4,7 +4,7 @@ interface of further sums, which a tally adds up in addition.
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext, Tile
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Bool, Float, Int
-from headwise.statistics.registry import STATISTICS, MeanOfRows, Statistic, Sums
+from headwise.statistics.registry import STATISTICS, FromSums, MeanOfRows, Sums
 
 NOT_FINITE = ("entropy", "output_norm", "written_norm")
 """Statistics that are NaN or infinite in a query row whose attention weights or head output are."""
@@ -48,53 +48,54 @@ class MeasuredRows(NamedTuple):
     rows: range
 
 
-@runtime_checkable
-class FurtherSums(Protocol):
-    """Sums over query rows of one attention call, or of calls that continue its sequences."""
+class FurtherSums:
+    """Sums over query rows of one attention call, or of calls that continue its sequences.
 
-    @property
-    def needs_weights(self) -> bool:
-        """True if the sums need attention weights, and not only the statistics of each row."""
+    Attributes:
+        needs_weights: True if the sums need attention weights, and not only the statistics of each row.
+        refused: reason that the sums of the rows so far cannot be computed, as the result of `FurtherStatistics.start`;
+            None if they can.
+    """
 
-    @property
-    def refused(self) -> str | None:
-        """Reason that the sums of the rows so far cannot be computed, as the result of `FurtherStatistics.start`; None
-        if they can.
-        """
+    needs_weights: bool = False
+    refused: str | None = None
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None) -> None:
         """Add some query rows, in place; `row_block` has their attention weights, or is None if they are not needed."""
+        raise NotImplementedError
 
     def merge(self, other: Any) -> None:
         """Add the sums of other query rows of the same sequences, in place."""
+        raise NotImplementedError
 
     def values(self) -> Values:
         """Return the numbers of each sequence that follow from the sums, by the name of a statistic."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class FurtherStatistics(Protocol):
-    """Statistics that are computed from sums in addition to those of a tally."""
+class FurtherStatistics:
+    """Statistics that are computed from sums in addition to those of a tally.
 
-    @property
-    def measured(self) -> frozenset[str] | None:
-        """Names of the statistics of `STATISTICS` that the tally computes; None for all."""
+    Attributes:
+        measured: names of the statistics of `STATISTICS` that the tally computes; None for all.
+        unconfirmed: reason for modules whose output projection was not seen to map the outputs of their heads; None if
+            the statistics do not need the projection.
+    """
+
+    measured: frozenset[str] | None = None
+    unconfirmed: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the further statistics."""
-
-    @property
-    def unconfirmed(self) -> str | None:
-        """Reason for modules whose output projection was not seen to map the outputs of their heads; None if the
-        statistics do not need the projection.
-        """
+        raise NotImplementedError
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> FurtherSums | str:
         """Return empty sums for an attention call, or the reason that they cannot be computed for its module: the start
         of a sentence that ends with module paths. The `slices` of the output projection are None if it is unknown, or
         if the statistics do not need them.
         """
+        raise NotImplementedError
 
 
 @dataclass
@@ -133,11 +134,12 @@ class Tally:
         means = [each for each in STATISTICS.values() if isinstance(each, MeanOfRows) and each.name not in left_out]
         measured = {each.name: each.measure(row_block) for each in means}
         known = {name: values for name, values in measured.items() if values is not None}
-        counted = _counted_rows(row_block.visibility, tuple(known))
-        rows = MeasuredRows(tuple(known), torch.stack(list(known.values())), counted, sequences, heads, row_block.rows)
-        if self.further is not None:
-            self.further.add(rows, row_block)
-        self.add_rows(rows, grid.batch, grid.heads)
+        if known:
+            values, counted = torch.stack(list(known.values())), _counted_rows(row_block.visibility, tuple(known))
+            rows = MeasuredRows(tuple(known), values, counted, sequences, heads, row_block.rows)
+            if self.further is not None:
+                self.further.add(rows, row_block)
+            self.add_rows(rows, grid.batch, grid.heads)
         for statistic in _other_statistics(left_out):
             contribution = statistic.contribute(row_block)
             if contribution is None:
@@ -195,6 +197,13 @@ class Tally:
         }
         self.first_token = first_token
 
+    def join(self, other: "Tally") -> None:
+        """Add to this tally, in place, the sums of `other`, a tally of other statistics of the same query rows."""
+        if other.row_sums is not None:
+            own = other.row_sums[:, :0] if self.row_sums is None else self.row_sums
+            self.mean_names, self.row_sums = self.mean_names + other.mean_names, torch.cat([own, other.row_sums], 1)
+        self.other_sums |= other.other_sums
+
     def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
         """Return, by the name of each statistic, its value for each sequence and head. Most values are means over the
         query rows that are not padding, have a visible key, and for which the statistic is defined. The others are
@@ -215,10 +224,6 @@ class Tally:
         """
         return {} if self.row_sums is None else dict(zip(self.mean_names, self.row_sums[1], strict=True))
 
-    def further_values(self) -> Values:
-        """Return the numbers of each sequence of the further statistics, by name."""
-        return {} if self.further is None else self.further.values()
-
     def has_value(self) -> dict[str, Bool[Tensor, "batch heads"]]:
         """Return, by the name of each statistic, True for the sequences and heads with at least one row to include. The
         values of the others in `means` are NaN because they are undefined.
@@ -230,12 +235,12 @@ class Tally:
         return {name: counts[name] > 0 if name in counts else has_rows for name in self.means()}
 
 
-def _other_statistics(left_out: Collection[str] = ()) -> Iterator[Statistic]:
+def _other_statistics(left_out: Collection[str] = ()) -> Iterator[FromSums]:
     """Yield the definitions of all statistics that are not means over query rows, except those in `left_out`."""
-    return (each for each in STATISTICS.values() if isinstance(each, Statistic) and each.name not in left_out)
+    return (each for each in STATISTICS.values() if isinstance(each, FromSums) and each.name not in left_out)
 
 
-def _of_same_keys(statistic: Statistic, *first_tokens_and_sums: tuple[int, Tensor]) -> list[Tensor]:
+def _of_same_keys(statistic: FromSums, *first_tokens_and_sums: tuple[int, Tensor]) -> list[Tensor]:
     """Return sums of one statistic from several calls, each passed with the number of the token of its first key. If
     the statistic has sums for each key, they are extended to the keys of all these calls.
     """

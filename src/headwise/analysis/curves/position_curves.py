@@ -22,10 +22,9 @@ from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate
 from headwise.runs.significance import in_errors
 from headwise.runs.table import Table
-from headwise.settings import ROW_STATISTICS
 from headwise.statistics.by_position import BY_POSITION, SLOPE, PositionStatistics
 from headwise.statistics.columns import Column
-from headwise.statistics.registry import unit_of
+from headwise.statistics.registry import row_statistics, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +67,7 @@ class PositionSlopes(HeadTable[HeadRow]):
             is_signed=True,
             is_tested=True,
         )
-        for name in ROW_STATISTICS
+        for name in row_statistics()
     )
 
 
@@ -229,7 +228,7 @@ def _edges(edges: Any) -> tuple[int, ...]:
 
 def _tables(registry: SiteRegistry, metadata: dict[str, Any], edges: tuple[int, ...]) -> PositionCurves:
     """Return the curves and the slopes of all heads."""
-    names = [name for name in ROW_STATISTICS if any(name + SLOPE in each.statistics for each in registry.records)]
+    names = [name for name in row_statistics() if any(name + SLOPE in each.statistics for each in registry.records)]
     require_some(registry, [name + BY_POSITION for name in names], "positions of queries that can be established")
     rows = list(_rows(registry, names, edges))
     reached = {row.position_from for row in rows if any(estimate.n for estimate in row.statistics.values())}

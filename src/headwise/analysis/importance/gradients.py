@@ -25,7 +25,7 @@ from headwise.intercept.sites import SiteRegistry
 from headwise.runs.data_pass import Pass, SiteProgress
 from headwise.runs.rows import HeadRow, moment_estimates
 from headwise.shapes import Bool, Float
-from headwise.statistics.moments import Clusters, ClusterSums, Moments, RunningMoments, Summary
+from headwise.statistics.moments import Clusters, ClusterSums, Moments, RunningMoments
 
 LARGEST_GAP = 0.05
 """Largest completeness gap of integrated gradients that counts as converged."""
@@ -310,11 +310,11 @@ def _zeros(is_counted: Bool[Tensor, " examples"], clusters: Clusters | None) -> 
     return RunningMoments.from_values(is_counted[:, None].double() * 0.0, is_counted[:, None], clusters)
 
 
-def _missing(counted: RunningMoments, measured: Summary | None, heads: int) -> RunningMoments:
+def _missing(counted: RunningMoments, measured: RunningMoments | None, heads: int) -> RunningMoments:
     """Return the moments of a 0 for each head and counted example that is not among the measured ones."""
     none = torch.zeros(heads, dtype=torch.float64)
     alone, clusters = counted.alone.count + none, counted.clustered.counts + none
-    if isinstance(measured, RunningMoments):
+    if measured is not None:
         alone = alone - measured.alone.count
         counts = measured.clustered.counts
         clusters = clusters - F.pad(counts, (0, 0, 0, len(clusters) - len(counts)))
