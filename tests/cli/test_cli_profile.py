@@ -63,7 +63,7 @@ def test_the_profile_of_smollm2_finds_its_induction_heads(headwise, smollm2, tmp
     """On repeated random tokens they are far above the median head, and this decides their role."""
     (tmp_path / "text.txt").write_text(SENTENCES[0])
     monkeypatch.setattr(ModelSource, "tokenizer", lambda _source: smollm2.tokenizer)
-    monkeypatch.setattr(ModelSource, "model", lambda _source, **_options: smollm2.model)
+    monkeypatch.setattr(ModelSource, "model", lambda _source, *_options: smollm2.model)
     data = ("--data", tmp_path / "text.txt")
     status, _, err = headwise("profile", "--model", "smollm2", *data, "--out", tmp_path / "out")
     assert status == 0, err

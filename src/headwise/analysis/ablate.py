@@ -263,7 +263,7 @@ def measure_losses(
         ablated = list(_ablation_units(registry, units, replacement, model))
         runs = RepeatedRuns(model, {record.site.path for record in registry.records})
         progress = AblationProgress(
-            units=[identifiers for _, identifiers in ablated],
+            units=[dict(identifiers) for _, identifiers in ablated],
             losses=data_pass.resumed.losses,
             note=data_pass.resumed.note,
         )

@@ -292,8 +292,8 @@ class MultiHeadAttention(AttentionLayer):
             y = self._short_call(x, mask, cache)
             if y is not None:
                 return y
-        is_nested = isinstance(x, Tensor) and x.is_nested
-        if is_nested:
+        starts: dict[str, Tensor] = {}  # offsets of nested tensors
+        if isinstance(x, Tensor) and x.is_nested:
             for name, value in (("offsets", offsets), ("context_offsets", context_offsets)):
                 if value is not None:
                     raise InputError(name, expected="none with a nested x, which has its own", got="some")
@@ -328,8 +328,8 @@ class MultiHeadAttention(AttentionLayer):
         out_proj: Any = self._modules["out_proj"]
         y = project(out_proj, heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
         self._commit(prepared, call)
-        if is_nested:
-            return torch.nested.nested_tensor_from_jagged(y.squeeze(0), offsets)
+        if starts:
+            return torch.nested.nested_tensor_from_jagged(y.squeeze(0), starts["x"])
         if padded is not None:
             y, weights = layout.with_padding(y, weights, padded, is_packed=call.offsets is not None)
         return layout.result(y, weights, has_batch=x.ndim == 3)
