@@ -169,7 +169,7 @@ class AblationProgress(PassProgress):
         note: statement why layer outputs were not reused; None if they were.
     """
 
-    units: list[dict[str, Any]] = field(default_factory=list)
+    units: list[Mapping[str, Any]] = field(default_factory=list)
     losses: dict[int, list[list[float]]] = field(default_factory=dict)
     note: str | None = None
 
