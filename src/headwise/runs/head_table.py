@@ -76,7 +76,7 @@ class HeadTable(Table[HeadRowT]):
     def _details(self) -> dict[str, str]:
         """Return the model, the data and the settings of the run in words."""
         model, settings = self.metadata.get("model", {}), self.metadata.get("settings", {})
-        source = short_name(self.metadata.get("data", {}).get("source", ""))
+        source = short_name((self.metadata.get("data") or {}).get("source", ""))
         sequences = self.metadata.get("measured", {}).get("sequences")
         details = {
             "name": model.get("name"),
