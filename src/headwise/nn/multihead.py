@@ -292,14 +292,15 @@ class MultiHeadAttention(AttentionLayer):
             y = self._short_call(x, mask, cache)
             if y is not None:
                 return y
-        is_nested = isinstance(x, Tensor) and x.is_nested
-        if is_nested:
+        nested_offsets: Tensor | None = None
+        if isinstance(x, Tensor) and x.is_nested:
             for name, value in (("offsets", offsets), ("context_offsets", context_offsets)):
                 if value is not None:
                     raise InputError(name, expected="none with a nested x, which has its own", got="some")
             values, starts = packed.from_nested({"x": x, "context": context, "value_context": value_context})
             x, context, value_context = values["x"], values.get("context"), values.get("value_context")
-            offsets, context_offsets = starts["x"], starts.get("context")
+            offsets = nested_offsets = starts["x"]
+            context_offsets = starts.get("context")
         cross = context is not None
         inputs = self._checked_inputs(x, context, value_context)
         packing = layout.query_and_key_offsets(x, inputs.num_keys, offsets, context_offsets, cross=cross)
@@ -328,8 +329,8 @@ class MultiHeadAttention(AttentionLayer):
         out_proj: Any = self._modules["out_proj"]
         y = project(out_proj, heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
         self._commit(prepared, call)
-        if is_nested:
-            return torch.nested.nested_tensor_from_jagged(y.squeeze(0), offsets)
+        if nested_offsets is not None:
+            return torch.nested.nested_tensor_from_jagged(y.squeeze(0), nested_offsets)
         if padded is not None:
             y, weights = layout.with_padding(y, weights, padded, is_packed=call.offsets is not None)
         return layout.result(y, weights, has_batch=x.ndim == 3)
