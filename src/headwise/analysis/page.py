@@ -145,7 +145,7 @@ def _opening(
 
 
 class _ModelResults:
-    """Results for the heads of one model.
+    """Views, profiles, ablations and importance scores of the heads of one model, joined for a page.
 
     Attributes:
         views: attention on each text.

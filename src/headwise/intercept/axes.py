@@ -94,7 +94,9 @@ def has_unknown_axes(call: FunctionCall, axes: Axes, before: Tensor) -> bool:
 
 
 def _empty_views(call: FunctionCall, before: Tensor) -> list[Tensor]:
-    """Return the views that a call of a function returns for an empty tensor of the shape of its argument `before`."""
+    """Repeat the call of a function on a tensor without data, which has the shape of the call's argument `before`, and
+    return the views that the function makes of it. They show the shapes and strides.
+    """
     views = call.as_function_of(before)(torch.empty(before.shape, device="meta"))
     return list(views) if isinstance(views, list | tuple) else [views]
 
@@ -124,8 +126,8 @@ def _aligned(axes: Axes, before: Tensor, after: Tensor) -> Axes | None:
 
 
 def axes_of_view(axes: Axes, view: Tensor) -> Axes | None:
-    """Return the axes of `view`, a view of a contiguous tensor with these `axes`; None if an axis of the view steps
-    through the tensor in a way that factors cannot describe.
+    """Return the axes of `view`, a view of a contiguous tensor with these `axes`. An axis is a product of factors, such
+    as batch and heads. Return None if an axis of the view is no product of them, such as every second element of one.
     """
     places: list[tuple[int, Factor]] = []  # distance in memory between neighbours of each factor, fastest first
     place = 1

@@ -256,7 +256,9 @@ def _refuse_separate_heads(output: AttentionOutput) -> None:
 
 
 def _follow_changed(changed: Tensor, tensor: Tensor, followed: FollowedOutput) -> None:
-    """Follow the tensor `changed`, which takes the place of `tensor` with changed attention outputs."""
+    """Record that the tensor `changed` was computed from the same attention output as `tensor`. It is
+    `tensor` after the outputs of heads in it were changed.
+    """
     call_stack.attention.outputs.set(
         changed, [FollowedOutput(followed.output, followed.axes, None, followed.is_linear)]
     )

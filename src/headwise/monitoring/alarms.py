@@ -54,7 +54,7 @@ class AlarmLimits:
                 finite_number(name, limit, above=0.0)
 
     def alarms(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Alarm]:
-        """Yield the alarms of the heads in the rows of one step or several.
+        """Yield an alarm for each statistic of a head, at one step or several, that is outside of these limits.
 
         Args:
             rows: one dict for each head and step, as `History.rows`.

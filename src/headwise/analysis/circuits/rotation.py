@@ -82,7 +82,9 @@ class ModuleRotation(NamedTuple):
         return not torch.allclose(alone, with_far, rtol=0.0, atol=1e-6)
 
     def cosines_and_sines(self, positions: Int[Tensor, " columns"]) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of positions, `(columns, rotated features)` each, in float64."""
+        """Return the cosines and the sines of the rotary angles at these positions, `(columns, rotated features)`
+        each, in float64, as the model's module computes them.
+        """
         device = next((buffer.device for buffer in self.module.buffers()), positions.device)
         arguments = {**self.arguments, self.place: positions[None].to(device)}
         args = [arguments[index] for index in sorted(key for key in arguments if isinstance(key, int))]

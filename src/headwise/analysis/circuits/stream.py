@@ -29,7 +29,8 @@ TOKENS_AT_ONCE = 4096
 
 @dataclass(frozen=True, eq=False)
 class StreamFactors:
-    """Factors with which parts of a linear residual stream arrive in it.
+    """Factors by which a model multiplies the output of each attention module, and the token embedding, when it adds
+    them to the residual stream.
 
     Attributes:
         shape: shape of the stream in the run, `(1, length, width)`.

@@ -230,6 +230,6 @@ class _RowPass(LayerReader):
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the shares: that of the model, but float32 at least."""
+    """Return the dtype in which the shares of the tokens are computed: that of the model, but float32 at least."""
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     return torch.promote_types(dtypes[0] if dtypes else torch.float32, torch.float32)

@@ -231,10 +231,10 @@ attend from one word to the other.
 
 
 class _Pair(NamedTuple):
-    """Two words with a relation, in one direction.
+    """Two words of a sentence that a syntactic dependency joins: the word that may attend, and the other word.
 
     Attributes:
-        relation: relation and direction.
+        relation: the dependency, and which of the two words is its head.
         source: position of the attending word in the sentence.
         target: position of the other word.
         document: number of the document.
@@ -252,7 +252,9 @@ class _Pair(NamedTuple):
 
 
 class _AlignedSentence(NamedTuple):
-    """A sentence that the model reads: its tokens, its number of words, its pairs of words, and its document."""
+    """A sentence that the model reads: its tokens with the word of each, its number of words, the pairs of words that a
+    syntactic dependency joins, and its document.
+    """
 
     tokens: AlignedTokens
     words: int

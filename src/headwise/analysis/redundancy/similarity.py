@@ -29,9 +29,10 @@ class RunningSums:
 
 
 class OutputProducts(RunningSums):
-    """Running sums over tokens, which arrive in parts, for every head of a first and every head of a second attention
-    module. They give, for each such pair of heads, the dependence of the two heads' outputs, and the mean cosine
-    between the vectors that the two heads write into the residual stream. No token is kept.
+    """Running sums over the tokens of several batches, for every head of a first and every head of a second attention
+    module. They give, for each such pair of heads, the dependence of the two heads' outputs (the Hilbert-Schmidt
+    independence criterion), and the mean cosine between the vectors that the two heads write into the residual stream.
+    No token is kept.
 
     The outputs are shifted by their mean over the first part, which changes no result: sums of large numbers would lose
     digits.

@@ -91,7 +91,7 @@ class HeldOutText:
 
 @dataclass(frozen=True)
 class RecipeInputs:
-    """Model, texts and loss of a recipe.
+    """Dense model, texts and loss function, which the steps of a recipe use.
 
     Attributes:
         recipe: the recipe.
@@ -101,7 +101,7 @@ class RecipeInputs:
         texts: texts for scores, fitting and healing.
         verify: other texts, for the report.
         held_out: their sequences by length.
-        loss: loss of the model.
+        loss: function of a model and a batch that returns the loss of each example.
     """
 
     recipe: CompressionRecipe

@@ -25,7 +25,7 @@ from headwise.attention.backends.gpu.score_tiles import (
 
 
 class KeySums(NamedTuple):
-    """Numbers of rows that the kernel reads, and sums of keys that it writes.
+    """Values of each row, which the kernel reads, and sums over rows for each key, which it writes.
 
     Attributes:
         top: largest score of each row, `(batch, heads, queries)`.
