@@ -257,6 +257,7 @@ def test_after_an_error_a_callback_without_references_leaves_nothing(tmp_path):
         trainer(tmp_path, hw.MonitorCallback(every=1), Failing()).train()
     gc.collect()
     assert not is_intercepted()
+    assert torch.compile(torch.compiler.is_compiling, backend="eager")()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """`monitor`: statistics of every head during training, at the cost of the steps that are observed."""
 
 import threading
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -106,6 +106,15 @@ class _ForcedEager:
 
 forced_eager = _ForcedEager()
 """Context in which compiled modules run without compilation; the monitors of several models share it."""
+
+
+@contextmanager
+def _observing(model: nn.Module, observer: TrainingObserver) -> Iterator[None]:
+    """Context in which `observer` observes a model, whose compiled modules run without compilation. It is left, too,
+    when a monitor without references is deleted, as after an error in the training of a callback.
+    """
+    with forced_eager, intercepted(model, observer, context="hw.monitor", runs_eagerly=True):
+        yield
 
 
 BY_DEFAULT = ("max_logit", "entropy", "first", "output_norm")
@@ -286,10 +295,7 @@ class Monitor:
         if self._next % self._every == 0:
             heads = Heads(self._model)
             observer = TrainingObserver(self._model, heads, self._recorded, self._sequences)
-            with ExitStack() as stack:
-                stack.enter_context(forced_eager)
-                stack.enter_context(intercepted(self._model, observer, context="hw.monitor", runs_eagerly=True))
-                self._of_step = stack.pop_all()
+            self._of_step.enter_context(_observing(self._model, observer))
             self._heads, self._observer = heads, observer
 
     def _record(self, heads: Heads) -> list[Alarm]:

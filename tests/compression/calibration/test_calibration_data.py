@@ -288,7 +288,7 @@ def test_all_calls_of_a_layer_count():
     assert tokens_of(scores)["layers.0"] == sum(each.shape[:2].numel() for each in inputs) == 4 * 27
     prune_without_first = pruned.layers[0].out_proj.weight
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerRuns, "_is_chain", lambda self: True)
+        patch.setattr(LayerRuns, "_is_chain_on", lambda self, index: True)
         alone = prune(model, plan, calibration=batches).layers[0].out_proj.weight
     assert not torch.allclose(prune_without_first, alone, atol=1e-6)
 
