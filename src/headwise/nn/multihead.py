@@ -348,6 +348,7 @@ class MultiHeadAttention(AttentionLayer):
             and type(x) is Tensor
             and not x.is_nested
             and x.ndim == 3
+            and x.numel() > 0  # so that `view` can infer the width of a head
             and x.shape[2] == self.embed_dim == self.context_dim == self.value_context_dim
             and (mask is None or isinstance(mask, Mask))
             and (cache is None or isinstance(cache, Cache))
@@ -360,9 +361,10 @@ class MultiHeadAttention(AttentionLayer):
         (q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias), (out_weight, out_bias) = parameters
         if x.dtype is not q_weight.dtype or not q_weight.is_cpu:
             return None
-        q = self._split_heads(F.linear(x, q_weight, q_bias), self.num_heads)
-        k = self._split_heads(F.linear(x, k_weight, k_bias), self.num_kv_heads)
-        v = self._split_heads(F.linear(x, v_weight, v_bias), self.num_kv_heads)
+        batch, length, _ = x.shape
+        q = F.linear(x, q_weight, q_bias).view(batch, length, self.num_heads, -1).transpose(1, 2)
+        k = F.linear(x, k_weight, k_bias).view(batch, length, self.num_kv_heads, -1).transpose(1, 2)
+        v = F.linear(x, v_weight, v_bias).view(batch, length, self.num_kv_heads, -1).transpose(1, 2)
         mask = self.mask if mask is None and cache is None else self._mask_and_bias(mask, None, cache)[0]
         query_positions = key_positions = update = None
         if cache is not None or self.rotary is not None:
