@@ -257,6 +257,18 @@ def test_a_run_resumes_only_with_the_same_arguments_and_data(tmp_path, monkeypat
         hw.ablate(model, texts(), stops_after(99)[0], out=tmp_path)
 
 
+@pytest.mark.parametrize("runs", [9, 11, 16])
+def test_sets_of_heads_resume_in_another_order(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
+    model, sets = causal(), {"a": [(0, 0)], "b": [(0, 1), (1, 0)], "c": [(1, 1)]}
+    with pytest.raises(Stopped):
+        hw.ablate(model, texts(), stops_after(runs)[0], units=sets, out=tmp_path)
+    reversed_sets = dict(reversed(sets.items()))
+    resumed = hw.ablate(model, texts(), stops_after(1000)[0], units=reversed_sets, out=tmp_path)
+    at_once = hw.ablate(model, texts(), stops_after(1000)[0], units=sets)
+    assert {row.name: row for row in resumed.rows} == {row.name: row for row in at_once.rows}
+
+
 def test_it_joins_with_a_profile(tmp_path):
     import pandas
 

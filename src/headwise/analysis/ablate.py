@@ -174,6 +174,11 @@ class AblationProgress(PassProgress):
     note: str | None = None
 
 
+def _name_of_unit(identifiers: Mapping[str, Any]) -> str:
+    """Return the name of a unit, such as "head 3.5" or that of a set of heads, from the columns that identify it."""
+    return identifiers["name"] if "name" in identifiers else f"head {identifiers['layer']}.{identifiers['head']}"
+
+
 def table_of_losses(
     table_type: type[AblationT],
     parts: Sequence[AblationProgress],
@@ -196,13 +201,18 @@ def table_of_losses(
     Raises:
         InputError: no example has a loss.
     """
-    of_batches = [losses for _, losses in sorted(each for part in parts for each in part.losses.items())]
-    of_runs = [[loss for losses in of_batches for loss in losses[run]] for run in range(1 + len(parts[0].units))]
-    unchanged, *ablated = of_runs
+    units = parts[0].units
+    of_batches: dict[int, list[list[float]]] = {}
+    for part in parts:
+        names = [_name_of_unit(identifiers) for identifiers in part.units]
+        runs = [0, *(1 + names.index(_name_of_unit(identifiers)) for identifiers in units)]
+        of_batches |= {number: [losses[run] for run in runs] for number, losses in part.losses.items()}
+    in_order = [of_batches[number] for number in sorted(of_batches)]
+    unchanged, *ablated = ([loss for losses in in_order for loss in losses[run]] for run in range(1 + len(units)))
     baseline = MeanEstimate.of(unchanged, documents)
     require_some_loss(baseline.n)
     rows: list[Any] = []
-    for identifiers, losses in zip(parts[0].units, ablated, strict=True):
+    for identifiers, losses in zip(units, ablated, strict=True):
         costs = [loss - before for loss, before in zip(losses, unchanged, strict=True)]
         # Both means are over the examples that have a loss in the unchanged model.
         with_cost = [math.nan if math.isnan(cost) else loss for loss, cost in zip(losses, costs, strict=True)]
@@ -261,6 +271,9 @@ def measure_losses(
     with torch.inference_mode(False), torch.no_grad():
         registry, dataset = surveyed(model, data.dataset, loss)
         ablated = list(_ablation_units(registry, units, replacement, model))
+        # A set of names, such as the sets of heads may come from, has another order in each process.
+        order = [_name_of_unit(identifiers) for identifiers in data_pass.resumed.units]
+        ablated.sort(key=lambda unit: order.index(_name_of_unit(unit[1])) if order else 0)
         runs = RepeatedRuns(model, {record.site.path for record in registry.records})
         progress = AblationProgress(
             units=[dict(identifiers) for _, identifiers in ablated],
@@ -287,10 +300,8 @@ def measure_losses(
                     without_unit = runs.run_gated(compute, {site.path for site in by_site})
                     # An example that has no loss without these heads alone would be missing in their mean.
                     if bool((without_unit.isnan() & ~baseline.isnan()).any()):
-                        is_set = "name" in identifiers
-                        name = identifiers["name"] if is_set else f"head {identifiers['layer']}.{identifiers['head']}"
                         expected = "a number for each example that has one in the unchanged model"
-                        raise InputError("loss", expected=expected, got=f"NaN without {name}")
+                        raise InputError("loss", expected=expected, got=f"NaN without {_name_of_unit(identifiers)}")
                     losses.append(without_unit.tolist())
                     if len(losses) <= len(ablated):
                         data_pass.save_unfinished(progress)

@@ -139,6 +139,13 @@ def test_the_best_relation_of_a_head_is_chosen_on_the_other_half(tmp_path):
     assert loaded.plot().has_data()
 
 
+def test_another_treebank_with_the_same_words_is_refused(tmp_path):
+    model, words = language_model("bert"), tokenizer("bert")
+    hw.dependency_accuracy(model, words, treebank(), fewest=5, out=tmp_path)
+    with pytest.raises(hw.InputError, match="treebank differs"):
+        hw.dependency_accuracy(model, words, treebank(documents=False), fewest=5, out=tmp_path)
+
+
 def test_a_word_whose_rows_are_in_two_blocks_is_complete():
     model, length = language_model("gpt2"), 1021
     ids = torch.randint(4, 50, (1, length), generator=torch.Generator().manual_seed(2))

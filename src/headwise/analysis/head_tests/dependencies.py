@@ -16,7 +16,7 @@ from headwise.analysis.head_tests.treebank import AlignedTokens, TreeSentence, a
 from headwise.analysis.head_tests.weight_reader import WeightReader
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, flag, require_module, whole_number
-from headwise.data.batches import NumberedBatches, call_model, device_of, with_cache_disabled
+from headwise.data.batches import NumberedBatches, call_model, device_of, digest_of, with_cache_disabled
 from headwise.data.tokenization import max_input_tokens, text_model
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
@@ -217,7 +217,8 @@ def dependency_accuracy(
         return DependencyAccuracy(rows, {**metadata, "measured": metadata["measured"] | measured})
 
     options: dict[str, Any] = {"fewest": fewest, "ignored": sorted(relations), "subtypes": subtypes, "limit": limit}
-    options |= {"start_token": start_token, "seed": seed}
+    # Another treebank may have the same words.
+    options |= {"start_token": start_token, "seed": seed, "treebank": digest_of(sentences)}
     options |= {"out": out, "force": force, "progress": progress, "title": title}
     table = measure_sequences(data, measure_batch, DependencyAccuracy, make_table, **options)
     reader.warn_of_unread(stacklevel=3)

@@ -17,7 +17,14 @@ from headwise.analysis.head_tests.weight_reader import WeightReader
 from headwise.analysis.viewer import DISAGREEMENT
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, probability, require_module, whole_number
-from headwise.data.batches import NumberedBatches, call_model, device_of, evaluation_mode, with_cache_disabled
+from headwise.data.batches import (
+    NumberedBatches,
+    call_model,
+    device_of,
+    digest_of,
+    evaluation_mode,
+    with_cache_disabled,
+)
 from headwise.data.tokenization import SpecialTokens, max_input_tokens
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
@@ -164,7 +171,9 @@ def retrieval_score(
         return _table(registry, values, texts, recall, metadata)
 
     sizes, shares = sorted({text.length for text in texts}), sorted({text.depth for text in texts})
-    options: dict[str, Any] = {"lengths": sizes, "depths": shares, "continuation": continuation}
+    # Other needles may be the same tokens in a text.
+    drawn = needles if isinstance(needles, int) else digest_of(needles)
+    options: dict[str, Any] = {"lengths": sizes, "depths": shares, "needles": drawn, "continuation": continuation}
     options |= {"recall": recall, "seed": seed, "out": out, "force": force, "progress": progress, "title": title}
     table = measure_sequences(data, measure_batch, Retrieval, make_table, **options)
     reader.warn_of_unread(stacklevel=3)
