@@ -231,6 +231,14 @@ class And(OfParts):
         left, right = self.parts
         return left.allows(grid, b, h, i, j) & right.allows(grid, b, h, i, j)
 
+    def block(
+        self, grid: Grid, rows: range | None = None, columns: range | None = None
+    ) -> Bool[Tensor, "#batch #heads rows columns"]:
+        """Return the blocks of the parts, combined. A stored part is not indexed, which takes longer."""
+        self.check(grid)
+        left, right = (part.block(grid, rows, columns) for part in self.parts)
+        return left & right
+
     def ranges(self, grid: Grid) -> Ranges | None:
         left, right = (part.few_ranges(grid) for part in self.parts)
         return None if left is None or right is None else intersect(left, right, grid)
@@ -253,6 +261,14 @@ class Or(OfParts):
         left, right = self.parts
         return left.allows(grid, b, h, i, j) | right.allows(grid, b, h, i, j)
 
+    def block(
+        self, grid: Grid, rows: range | None = None, columns: range | None = None
+    ) -> Bool[Tensor, "#batch #heads rows columns"]:
+        """Return the blocks of the parts, combined. A stored part is not indexed, which takes longer."""
+        self.check(grid)
+        left, right = (part.block(grid, rows, columns) for part in self.parts)
+        return left | right
+
     def ranges(self, grid: Grid) -> Ranges | None:
         left, right = (part.few_ranges(grid) for part in self.parts)
         return None if left is None or right is None else left + subtract(right, left, grid)
@@ -273,6 +289,13 @@ class Not(OfParts):
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         return ~self.parts[0].allows(grid, b, h, i, j)
+
+    def block(
+        self, grid: Grid, rows: range | None = None, columns: range | None = None
+    ) -> Bool[Tensor, "#batch #heads rows columns"]:
+        """Return the block of the part, negated. A stored part is not indexed, which takes longer."""
+        self.check(grid)
+        return ~self.parts[0].block(grid, rows, columns)
 
     def ranges(self, grid: Grid) -> Ranges | None:
         hidden = self.parts[0].few_ranges(grid)
