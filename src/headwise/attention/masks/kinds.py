@@ -371,7 +371,7 @@ class Segments(Mask):
         if last < 0:
             return key < 0
         own, other = (elements(ids, b, position.clamp(0, last)) for position in (query, key))
-        return (own == other) & (query >= 0) & (query <= last) & (key <= last)
+        return (own == other) & ((query >= 0) & (query <= last) & (key <= last))  # positions often have no batch axis
 
     def ranges(self, grid: Grid) -> Ranges | None:
         return self.hull(grid) if self.is_one_piece_each else None
