@@ -10,6 +10,7 @@ import torch
 import headwise as hw
 import tiny
 from headwise.cli import app as cli
+from headwise.data.batches import NumberedBatches
 from headwise.runs import checkpoint
 
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -255,6 +256,28 @@ def test_a_run_resumes_only_with_the_same_arguments_and_data(tmp_path, monkeypat
     hw.ablate(model, other, stops_after(99)[0], out=tmp_path, force=True)
     with pytest.raises(hw.InputError, match="data differs"):
         hw.ablate(model, texts(), stops_after(99)[0], out=tmp_path)
+
+
+def test_the_data_of_a_replacement_the_options_of_a_loss_and_documents_distinguish_runs(tmp_path):
+    model, loss = tiny.model("decoder", top="ForCausalLM"), hw.next_token_loss
+    batches = [torch.randint(1, 40, (2, 6), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    pairs = {
+        "replacement_data": [{"replacement": hw.replacements.mean(batches[:count])} for count in (1, 2)],
+        "replacement_data.digest": [{"replacement": hw.replacements.resample(batches[index])} for index in (0, 1)],
+        "loss_options.share": [{"loss": hw.MaskedTokenLoss(1, share=share)} for share in (0.2, 0.5)],
+        "data": [{"dataset": NumberedBatches(tensors(batches), numbers)} for numbers in ([0] * 6, [*range(6)])],
+    }
+    for index, (differs, (one, other)) in enumerate(pairs.items()):
+        given, out = {"dataset": batches, "loss": loss, "units": "layers"}, tmp_path / str(index)
+        for _ in range(2):
+            hw.ablate(model, **given | one, out=out)
+        with pytest.raises(hw.InputError, match=f"settings.{differs}.* differs|{differs}.* differs"):
+            hw.ablate(model, **given | other, out=out)
+
+
+def tensors(batches):
+    """Return batches as mappings of the model's arguments."""
+    return [{"input_ids": batch} for batch in batches]
 
 
 @pytest.mark.parametrize("runs", [9, 11, 16])

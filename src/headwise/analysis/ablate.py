@@ -23,6 +23,7 @@ from headwise.analysis.losses import (
     Loss,
     finite_loss_per_example,
     name_of_loss,
+    options_of_loss,
     prepare_loss,
     require_loss,
     require_some_loss,
@@ -123,7 +124,9 @@ def ablate(
         lambda parts, metadata: table_of_losses(table_type, parts, documents_of(dataset), metadata),
         units=_names_of_units(units),
         replacement=type(replacement).__name__.lower() if isinstance(replacement, Replacement) else replacement,
+        replacement_data={"digest": replacement.digest(model)} if isinstance(replacement, Replacement) else None,
         loss=name_of_loss(loss),
+        loss_options=options_of_loss(loss),
         out=out,
         force=force,
         progress=progress,
@@ -271,7 +274,7 @@ def measure_losses(
     with torch.inference_mode(False), torch.no_grad():
         registry, dataset = surveyed(model, data.dataset, loss)
         ablated = list(_ablation_units(registry, units, replacement, model))
-        # A set of names, such as the sets of heads may come from, has another order in each process.
+        # Named sets may come from a Python set of names, whose order differs between processes.
         order = [_name_of_unit(identifiers) for identifiers in data_pass.resumed.units]
         ablated.sort(key=lambda unit: order.index(_name_of_unit(unit[1])) if order else 0)
         runs = RepeatedRuns(model, {record.site.path for record in registry.records})

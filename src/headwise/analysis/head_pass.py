@@ -215,7 +215,7 @@ def measure_heads(
 
 
 SequenceValues = dict[str, Float[Tensor, "_ _ ..."]]
-"""SequenceValues of a site by name, `(sequences, heads, ...)`; NaN where a sequence has none."""
+"""Values of a site by name, `(sequences, heads, ...)`; NaN where a sequence has none."""
 
 
 @dataclass
@@ -223,7 +223,7 @@ class SequenceProgress(SiteProgress):
     """Progress of a pass with values of each sequence.
 
     Attributes:
-        values: values at each site, by the number of the batch.
+        values: values at each site, by the number of the batch, or of the fit of learned gates.
     """
 
     values: dict[int, dict[SiteKey, SequenceValues]] = field(default_factory=dict)

@@ -202,6 +202,15 @@ def name_of_loss(loss: Any) -> str:
     return name
 
 
+def options_of_loss(loss: Any) -> dict[str, Any] | None:
+    """Return the options of a masked-token loss in the settings of a run; None for other losses, whose name is all that
+    is known of them.
+    """
+    if not isinstance(loss, MaskedTokenLoss):
+        return None
+    return {"mask_id": loss.mask_id, "special": loss.special.tolist(), "share": loss.share, "seed": loss.seed}
+
+
 def loss_by_name(name: str, tokenizer: Any) -> Any:
     """Return the loss function that the command line calls `name`: "next-token", "masked-token" or "embedding". The
     tokenizer determines the mask token and the tokens that are never masked.

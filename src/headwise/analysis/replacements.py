@@ -5,14 +5,22 @@ later layers close to what they were trained on (Chan et al. 2022, "Causal scrub
 (Vig et al. 2020; Meng et al. 2022).
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.analysis.recording import OutputReader, RecordedOutputs
-from headwise.data.batches import call_model, device_of, evaluation_mode, iterate_batches, to_device
+from headwise.data.batches import (
+    call_model,
+    device_of,
+    digest_of,
+    digest_of_batches,
+    evaluation_mode,
+    iterate_batches,
+    to_device,
+)
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.call_contexts import CallContexts
@@ -99,6 +107,12 @@ class Replacement:
         itself. Subclasses that need outputs of the model run the model in this method.
         """
         return self
+
+    def digest(self, model: nn.Module) -> str | None:
+        """Return the hash of the data or outputs from which the replacement is computed for a model; None if there are
+        none, or if they can be read only once.
+        """
+        return None
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
         """Return the tensor that is used in place of the outputs of all heads in an attention call; it broadcasts to
@@ -203,6 +217,10 @@ class Mean(Replacement):
             raise InputError("dataset", expected="at least one batch", got="none")
         return Mean(self.dataset, means)
 
+    def digest(self, model: nn.Module) -> str | None:
+        dataset = self.dataset.within(model) if isinstance(self.dataset, Texts) else self.dataset
+        return None if isinstance(dataset, Iterator) else digest_of_batches(iterate_batches(dataset))
+
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
         """Return each head's mean output over the data set in the attention calls that correspond to `call`: those of
         the same module, the same kind (self- or cross-attention) and the same number within a run of the model.
@@ -221,6 +239,9 @@ class Patch(Replacement):
 
     def __init__(self, run: RecordedOutputs) -> None:
         self.run = run
+
+    def digest(self, model: nn.Module) -> str | None:
+        return digest_of(output for _, outputs in sorted(self.run.by_site.items()) for output in outputs)
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
         """Return the head outputs in the recorded attention call that corresponds to `call`: that of the same module,
@@ -247,6 +268,9 @@ class Resample(Replacement):
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
+
+    def digest(self, model: nn.Module) -> str | None:
+        return digest_of_batches(iterate_batches([self.batch]))
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
         outputs = RecordedOutputs(set(modules))

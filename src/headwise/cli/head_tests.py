@@ -99,7 +99,8 @@ def retrieval(
     headwise retrieval --model smollm2 --continuation forced --json > retrieval.json
     """
     settings: dict[str, Any] = {"continuation": continuation, "seed": seed, "lengths": sorted(set(numbers(lengths)))}
-    test.run(hw.retrieval_score, hw.Retrieval, settings, top, haystack=haystack, needles=needles)
+    settings["needles"] = needles
+    test.run(hw.retrieval_score, hw.Retrieval, settings, top, haystack=haystack)
 
 
 def name_movers(

@@ -457,7 +457,7 @@ def separate_projections(layer: Layer) -> Layer:
     """
     _require_layer(layer, fused=True)
     linear = _plain_projection(layer, "qkv_proj")
-    parts = LinearMap.from_linear("layer", linear).split_rows(list(layer.qkv_widths))
+    parts = LinearMap(linear.weight, linear.bias).split_rows(list(layer.qkv_widths))
     made = {name: _linear_like(linear, part) for name, part in zip(SEPARATE, parts, strict=True)}
     return _with_projections(layer, ("qkv_proj",), made, fused=False)
 

@@ -143,6 +143,11 @@ def select_examples(batch: Mapping[str, Any], chosen: Tensor) -> dict[str, Any]:
     }
 
 
+def digest_of_batches(batches: Iterable[Mapping[str, Any]]) -> str:
+    """Return the SHA-256 hash of batches: of the names and values of the model's arguments in each."""
+    return digest_of(part for batch in batches for name in sorted(batch) for part in (name, batch[name]))
+
+
 def digest_of(parts: Iterable[Any]) -> str:
     """Return the SHA-256 hash of a series of values: tensors by dtype, shape and bytes, other values by their repr."""
     digest = hashlib.sha256()
@@ -183,3 +188,18 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training_modules:
             module.training = True
+
+
+@contextmanager
+def frozen_parameters(model: nn.Module) -> Iterator[None]:
+    """Turn off the gradients of all model parameters while the context is active, and afterwards turn them on again for
+    the parameters that required gradients before.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)

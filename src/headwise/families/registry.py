@@ -103,8 +103,9 @@ class Family:
             raise InputError("model", expected="self-attention", got=f"cross-attention with fused keys in {path}")
         width, out_axis = getattr(module, self.head_dim), int(self.is_transposed)
         *inputs, output = (relative_path(path, name) for name in (*self.inputs, self.output))
-        heads = _features(model, output, 1 - out_axis) // width
-        kv_heads = (sum(_features(model, each, out_axis) for each in inputs) // width - heads) // 2
+        heads = _features(model, output, 1 - out_axis, of_input=True) // width
+        written = sum(_features(model, each, out_axis, of_input=False) for each in inputs)
+        kv_heads = (written // width - heads) // 2
         parts: list[Part] = [("query", heads, width), ("key", kv_heads, width), ("value", kv_heads, width)]
         blocks: list[HeadBlocks] = []
         for projection, in_projection in zip(inputs, _split(parts, len(inputs)), strict=True):
@@ -403,10 +404,10 @@ def _split(parts: list[Part], projections: int) -> list[list[Part]]:
     return [parts] if projections == 1 else [[part] for part in parts]
 
 
-def _features(model: nn.Module, path: str, axis: int) -> int:
-    """Return the length of an axis of the weight of a projection, which may be computed or, if quantised, be stored in
-    another shape.
+def _features(model: nn.Module, path: str, axis: int, *, of_input: bool) -> int:
+    """Return the number of features that a projection reads (`of_input`) or writes, which are the given axis of its
+    weight. The weight may be computed or, if quantised, be stored in another shape.
     """
     projection: Any = model.get_submodule(path)
-    stated = getattr(projection, "in_features" if axis else "out_features", None)
+    stated = getattr(projection, "in_features" if of_input else "out_features", None)
     return stated if isinstance(stated, int) else projection.weight.shape[axis]

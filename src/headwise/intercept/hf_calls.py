@@ -141,7 +141,7 @@ class ModuleAttention(ABC):
         """Return the output `(batch, queries, heads, value_dim)` of a call of the module."""
 
     def on_start(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook of the module."""
+        """Reset the count of computed calls; a forward pre-hook of the module."""
         self._calls = 0
 
     def on_end(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -83,7 +83,7 @@ class SiteRecord:
         return {
             name: replace(values, is_clustered=False) if self.has_unknown_documents else values
             for name, values in moments.items()
-            # The name of a further statistic is that of its statistic and what it is, with a space between them.
+            # A further statistic, such as `entropy by position`, is left out with the statistic before the space.
             if self._discarded.isdisjoint((name, name.partition(" ")[0]))
         }
 

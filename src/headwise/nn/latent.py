@@ -214,7 +214,7 @@ class LatentAttention(AttentionLayer):
         # heads (batch, heads, queries, value_dim), weights (batch, heads, queries, keys) or None
         y = project(self.out_proj, heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
         self._commit(prepared, call)
-        return layout.result(y, weights, has_batch=has_batch)
+        return layout.output_and_weights(y, weights, has_batch=has_batch)
 
     def _queries(self, x: Float[Tensor, "batch queries embed"]) -> Float[Tensor, "batch heads queries width"]:
         """Return the queries of each head, projected from x, with features in the order of `Rotary`: first the

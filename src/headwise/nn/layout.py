@@ -1,4 +1,4 @@
-"""Layouts of the sequences in a layer's input, the way of its output back to them, and calls of packed sequences.
+"""Conversion of a layer's input to rows of one sequence each, and of its output back; calls of packed sequences.
 
 The layer itself computes with `(batch, length, width)` alone:
 
@@ -56,8 +56,8 @@ def with_padding(
     *,
     is_packed: bool,
 ) -> tuple[Float[Tensor, "batch queries out"], Float[Tensor, "batch heads queries keys"] | None]:
-    """Return the output of a layer and its weights, if there are any, for a padded batch x that `without_padding`
-    converted. They are 0 at padding. With `is_packed`, the output is that of the real tokens, end to end.
+    """Convert the output of a layer, and its weights if there are any, back to the padded batch that `without_padding`
+    converted, with 0 at padding. With `is_packed`, `y` has the real tokens alone, end to end.
     """
     if is_packed:
         return padded.unpack(y.squeeze(0)), weights
@@ -65,7 +65,7 @@ def with_padding(
     return y, None if weights is None else weights.masked_fill(~padded.is_real[:, None, :, None], 0.0)
 
 
-def result(
+def output_and_weights(
     y: Float[Tensor, "batch queries out"], weights: Float[Tensor, "batch heads queries keys"] | None, *, has_batch: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the result of a layer's `forward`: the output alone, or a tuple of output and weights if there are
@@ -127,11 +127,9 @@ def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, lik
         raise InputError("mask", expected=expected, got=f"one for each of {call.mask.natural_grid().batch}")
 
 
-def _as_one_call(
-    inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
-) -> tuple[AttentionInputs, LayerCall]:
-    """Return inputs and options of one attention call for all packed sequences, whose offsets are tensors that cannot
-    be read, as on a GPU. A mask keeps the sequences apart.
+def _as_one_call(inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets) -> LayerCall:
+    """Return the options of one attention call for all packed sequences, whose offsets are tensors that cannot be read,
+    as on a GPU. A mask keeps the sequences apart.
 
     Raises:
         InputError: a mask that may differ between the sequences or has a fixed number of keys.
@@ -153,7 +151,7 @@ def _as_one_call(
     gate = call.gate
     if gate is not None and gate.ndim == 2:
         gate = gate[of_queries].T[None]
-    return inputs, call._replace(mask=mask, gate=gate, offsets=None)
+    return call._replace(mask=mask, gate=gate, offsets=None)
 
 
 def each_sequence(
@@ -163,7 +161,7 @@ def each_sequence(
     of one sequence. If the offsets are tensors that cannot be read, as on a GPU, yield one call for all sequences.
     """
     if isinstance(offsets.queries, Tensor):
-        yield _as_one_call(inputs, call, offsets)
+        yield inputs, _as_one_call(inputs, call, offsets)
         return
     for index, (queries, keys) in enumerate(zip(*map(packed.sequence_slices, offsets), strict=True)):
         one_input = inputs._replace(

@@ -8,8 +8,8 @@ kernel of few rows.
 
 The choice depends on the instructions and the vendor of the processor, and on nothing that is timed. The other
 engines replace only the call of a plain `nn.Linear` on plain tensors. An `nn.Linear` with hooks, another module in its
-place, tensors of other types, and whatever torch traces, transforms or observes, are called as before. `explain_linear`
-states the choice.
+place, tensors of other types, and whatever torch traces, transforms or observes, are computed by
+calling the module. `explain_linear` states the choice.
 """
 
 import os
@@ -156,8 +156,9 @@ def _wanted() -> str:
 
 
 def _mkl_uses_avx512() -> bool | None:
-    """Return True if MKL, torch's library for float32 products, uses AVX-512 on this processor. MKL does so on
-    processors by Intel alone. None if torch has no MKL, or if the processor is unknown.
+    """Return True if MKL, torch's library for float32 products, is expected to use AVX-512: on processors by Intel that
+    have it. Environment variables that restrict MKL are not read. None if torch has no MKL, or if the processor is
+    unknown.
     """
     description = cpuinfo()
     if not torch.backends.mkl.is_available() or not description:  # type: ignore[no-untyped-call]
@@ -185,8 +186,8 @@ _pointwise = torch.ops.mkldnn._linear_pointwise.default
 def by_onednn(
     x: Float[Tensor, "*tokens width"], weight: Float[Tensor, "out width"], bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "*tokens out"]:
-    """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by oneDNN unless it is too small a
-    product to gain.
+    """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by oneDNN, or by the faster of the
+    native kernel and torch if the product is too small for oneDNN to gain.
 
     Torch computes `F.linear` in float32 with MKL, which uses AVX-512 on processors by Intel alone. OneDNN, which is
     part of torch too, uses it on all processors that have it. It adds the products of a row one after another, so that
@@ -261,13 +262,13 @@ def register() -> None:
 @cache
 def _registered() -> torch.library.Library:
     """Register the operator with torch at the first call, and return the library that keeps it registered."""
-    library = torch.library.Library("headwise", "FRAGMENT")  # type: ignore[no-untyped-call]
-    library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+    registration = torch.library.Library("headwise", "FRAGMENT")  # type: ignore[no-untyped-call]
+    registration.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
     for function, key in ((_linear, "CPU"), (F.linear, "AutocastCPU")):  # under autocast, torch computes it
-        library.impl("linear", function, key)  # type: ignore[no-untyped-call]
+        registration.impl("linear", function, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake("headwise::linear", lambda x, weight, _: x.new_empty(*x.shape[:-1], weight.shape[0]))
     torch.library.register_autograd("headwise::linear", _backward, setup_context=_save)
-    return library
+    return registration
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

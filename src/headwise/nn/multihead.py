@@ -332,7 +332,7 @@ class MultiHeadAttention(AttentionLayer):
             return torch.nested.nested_tensor_from_jagged(y.squeeze(0), starts["x"])
         if padded is not None:
             y, weights = layout.with_padding(y, weights, padded, is_packed=call.offsets is not None)
-        return layout.result(y, weights, has_batch=x.ndim == 3)
+        return layout.output_and_weights(y, weights, has_batch=x.ndim == 3)
 
     def _short_call(self, x: Any, mask: Any, cache: Any) -> Float[Tensor, "batch queries out"] | None:
         """Return the output of `forward` for self-attention on the CPU, with or without a cache, if it needs no checks

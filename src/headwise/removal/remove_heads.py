@@ -232,7 +232,7 @@ def loader_of(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> str:
     shells |= {id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad) for each in model.parameters()}
     pruned: Any = deepcopy(model, shells)
     remove_heads(pruned, {path: head_module(model, path).kept(query) for path, query in kept.items()})
-    return "headwise" if hasattr(pruned.config, RECORD) else "transformers"
+    return "headwise" if has_record(pruned.config) else "transformers"
 
 
 def has_record(config: Any) -> bool:

@@ -28,7 +28,7 @@ class PassProgress:
 
     Attributes:
         batches: number of batches.
-        digest: hash of their content, by which a resumed run detects other data.
+        digest: hash of their content and of their documents, by which a resumed run detects other data.
         sequences, tokens: number of sequences and tokens in them, without padding.
         is_unfinished: True if the last of the batches needs further runs of the model.
     """
@@ -49,6 +49,10 @@ class PassProgress:
     def from_dict(cls, fields: dict[str, Any]) -> Any:
         """Create the progress of a pass over the data from the dictionary that `to_dict` returned."""
         return cls(**fields)
+
+    def begin(self, dataset: Texts | Iterable[Any]) -> None:
+        """Begin the hash of the content of a data set with the documents of its sequences, which decide errors."""
+        self.digest = digest_of(documents_of(dataset) or ())
 
     def count_batch(self, batch: Mapping[str, Any]) -> None:
         """Add one batch to the progress: to the numbers of batches, sequences and tokens, and to the hash of their
@@ -175,6 +179,7 @@ class Pass(Generic[PassProgressT]):
             title, unit, total = Path(dataset.name).name, "tokens", dataset.tokens
         resumed, documents, first = self.resumed, documents_of(dataset), 0
         clusters = None if documents is None else clusters_of(documents)
+        progress.begin(dataset)
         with progress_bar(title, total, unit, shown=self.shows_progress) as bar:
             for batch in iterate_batches(dataset):
                 progress.count_batch(batch)
@@ -214,6 +219,7 @@ def require_same_data(finished: TableT, dataset: Texts | Iterable[Any], run: Che
         InputError: the data set differs.
     """
     progress = PassProgress()
+    progress.begin(dataset)
     for batch in iterate_batches(dataset):
         progress.count_batch(batch)
     if finished.metadata["measured"]["digest"] != progress.digest:

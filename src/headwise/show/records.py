@@ -59,8 +59,8 @@ def view_records(seen: View | ViewSet, foci: Sequence[Focus] = ()) -> Records:
     """Return one row per head of a view, with foci among the metadata. Rows of one text have layer, head, module, kind,
     role, the mean of every statistic, and the strongest links as a list of objects with the words `query` and `key`,
     their positions among all words (from 1), the attention weight, and the weight back or None. Rows of several texts
-    have layer, head, module, kind, and for every statistic its mean over texts, standard error and number of texts.
-    Very long words of the texts are cut.
+    have layer, head, module, kind, role, and for every statistic its mean over texts, standard error, number of texts
+    and degrees of freedom. Very long words of the texts are cut.
     """
     texts = [
         {

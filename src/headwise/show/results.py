@@ -328,7 +328,7 @@ def print_positions(curves: PositionCurves, console: Console, top: int, *, stati
 
 @print_result.register
 def print_distances(distances: AttentionDistances, console: Console, top: int) -> None:
-    """Print the `top` heads with the longest distances that hold the largest share of their attention."""
+    """Print the `top` heads with the longest distances within which they put the largest share of their attention."""
     names = distances.statistics
     last = [name for name in names if not name.endswith(WITH_FIRST)][-1]
     print_title(console, run_title(distances, head=len(distances.rows)))

@@ -58,7 +58,7 @@ def column_named(name: str) -> Column:
     another name, a column without a description.
     """
     of_data = name.removesuffix(RANDOM_SUFFIX)
-    if of_data not in STATISTICS:
+    column = next((each for each in WEIGHTS if each.name == of_data), None)
+    if column is None:
         return Column(name)
-    column = Column(of_data, STATISTICS[of_data].meaning, STATISTICS[of_data].unit)
     return column if name == of_data else column.derived(name, "measured on random tokens that repeat")

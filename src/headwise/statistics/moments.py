@@ -183,6 +183,7 @@ class RunningMoments:
 
     def merge(self, other: "RunningMoments") -> "RunningMoments":
         """Return the moments of two sets of values together, for the same heads."""
+        assert type(other) is type(self), "two kinds of one statistic"
         is_clustered = self.is_clustered and other.is_clustered
         return RunningMoments(self.alone.merge(other.alone), self.clustered.merge(other.clustered), is_clustered)
 

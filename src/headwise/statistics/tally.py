@@ -61,7 +61,9 @@ class FurtherSums:
     refused: str | None = None
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None) -> None:
-        """Add some query rows, in place; `row_block` has their attention weights, or is None if they are not needed."""
+        """Add some query rows, in place. `row_block` has their attention weights, or is None if they are not needed.
+        Without `needs_weights`, the same rows may be added again with other statistics.
+        """
         raise NotImplementedError
 
     def merge(self, other: Any) -> None:

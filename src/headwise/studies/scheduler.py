@@ -12,6 +12,7 @@ from headwise.errors import InputError
 from headwise.studies.space import MIN_TRIALS, Setting, StudyBudget
 from headwise.studies.training import UNTIMED_STEPS, StudyDefinition, evaluate, train
 from headwise.studies.trials import FinishedTrial, TrialKey, TrialStore
+from headwise.wording import counted
 
 SEARCH_COST = 0.85
 """Expected cost of a learning-rate trial, in complete trainings: the pruner stops some of them early."""
@@ -95,7 +96,7 @@ def make_plan(
 
     def too_short(expected: str, steps: int) -> InputError:
         """Return the error for a time limit that is too short for trainings of `steps` steps."""
-        number = f"{len(definition.settings)} setting{'s' * (len(definition.settings) > 1)}"
+        number = counted(len(definition.settings), "setting")
         expected = f"{expected} for trainings of {steps} steps of {number}"
         remedy = "fewer settings or seeds, or smaller models, need less time"
         return InputError("budget", expected=expected, got=f"{limit:g} s", remedy=remedy)

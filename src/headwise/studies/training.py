@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.analysis.losses import Loss, loss_per_example
+from headwise.analysis.losses import Loss, loss_per_example, name_of_loss
 from headwise.checks import finite_number, pair_of, probability, whole_number
 from headwise.data.batches import device_of, digest_of, evaluation_mode, to_device
 from headwise.errors import InputError
@@ -253,7 +253,7 @@ class StudyDefinition:
             "space": [setting.name for setting in self.settings],
             "model": digest_of(shapes),
             "data": digest_of(parts),
-            "loss": getattr(self.loss, "__name__", type(self.loss).__name__),
+            "loss": name_of_loss(self.loss),
             "steps": budget.steps,
             "trials": budget.trials,
             "recipe": asdict(self.recipe),

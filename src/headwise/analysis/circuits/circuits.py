@@ -260,7 +260,7 @@ class Circuits:
         return FactoredMatrix(query[index], key[index])
 
     def why_not(self, score: str) -> str | None:
-        """Return what stands against a score, or against a kind of composition, in this model; None if it has it.
+        """Return the reason why the model has no such score, or no such kind of composition; None if it has it.
 
         Raises:
             InputError: the name is none of a score, such as "copying", or of a kind of composition, such as "q".

@@ -46,7 +46,7 @@ class CircuitScores(HeadTable[HeadRow]):
         qk_largest  largest singular value of QK.
 
     The eigenvalues are exact: all of them but head_dim are 0, and the others are those of a matrix of head_dim by
-    head_dim. Weights are no sample: scores have no standard error, which is NaN.
+    head_dim. Weights are not a sample: scores have no standard error, which is NaN.
     """
 
     NAME = "circuits"

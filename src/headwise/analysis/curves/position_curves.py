@@ -181,7 +181,7 @@ def position_curves(
 
     The statistics are those of `profile` that have a value for each query; `received` is not one of them. Positions are
     counted from 0 at the first token that is not padding, in each document where a mask separates packed documents, and
-    go on through calls with cached keys. The attention matrix is never in memory. The model runs in evaluation mode
+    continue through calls with cached keys. The attention matrix is never in memory. The model runs in evaluation mode
     without gradients and is unchanged afterwards.
 
     Args:

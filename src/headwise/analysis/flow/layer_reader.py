@@ -75,9 +75,8 @@ class LayerReader(SiteRegistry):
         self.require_attention()
         for reason, paths in self._paths_by_reason().items():
             if reason not in IGNORED:
-                raise InputError(
-                    "model", expected="attention that can be read in every layer", got=_named(reason, paths)
-                )
+                got = f"{', '.join(sorted(paths))} ({reason})"
+                raise InputError("model", expected="attention that can be read in every layer", got=got)
         numbers = [record.layer for record in self._records.values()]
         known = [number for number in numbers if number is not None]
         if len(known) < len(numbers):
@@ -133,8 +132,3 @@ def eps_of(row_block: RowBlock) -> float:
     of the call is unknown.
     """
     return torch.finfo(row_block.powers.dtype if row_block.values is None else row_block.values.dtype).eps
-
-
-def _named(reason: str, paths: Collection[str]) -> str:
-    """Return a reason with the paths of its modules."""
-    return f"{', '.join(sorted(paths))} ({reason})"

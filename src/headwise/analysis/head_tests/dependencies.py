@@ -218,7 +218,7 @@ def dependency_accuracy(
 
     options: dict[str, Any] = {"fewest": fewest, "ignored": sorted(relations), "subtypes": subtypes, "limit": limit}
     # Another treebank may have the same words.
-    options |= {"start_token": start_token, "seed": seed, "treebank": digest_of(sentences)}
+    options |= {"start_token": start_token, "seed": seed, "treebank": {"digest": digest_of(sentences)}}
     options |= {"out": out, "force": force, "progress": progress, "title": title}
     table = measure_sequences(data, measure_batch, DependencyAccuracy, make_table, **options)
     reader.warn_of_unread(stacklevel=3)

@@ -172,7 +172,7 @@ def retrieval_score(
 
     sizes, shares = sorted({text.length for text in texts}), sorted({text.depth for text in texts})
     # Other needles may be the same tokens in a text.
-    drawn = needles if isinstance(needles, int) else digest_of(needles)
+    drawn = needles if isinstance(needles, int) else {"digest": digest_of(needles)}
     options: dict[str, Any] = {"lengths": sizes, "depths": shares, "needles": drawn, "continuation": continuation}
     options |= {"recall": recall, "seed": seed, "out": out, "force": force, "progress": progress, "title": title}
     table = measure_sequences(data, measure_batch, Retrieval, make_table, **options)

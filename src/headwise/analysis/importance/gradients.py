@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headwise.analysis.head_pass import PassData, merged_registry
 from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_some_loss
 from headwise.checks import whole_number
-from headwise.data.batches import count_sequences_and_tokens, device_of, evaluation_mode, to_device
+from headwise.data.batches import count_sequences_and_tokens, device_of, evaluation_mode, frozen_parameters, to_device
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, HeadOutput, SiteKey
@@ -169,21 +169,6 @@ def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
     if gates.has_batches:
         gates.require_attention()
     gates.warn_of_unread()
-
-
-@contextmanager
-def frozen_parameters(model: nn.Module) -> Iterator[None]:
-    """Turn off the gradients of all model parameters while the context is active, and afterwards turn them on again for
-    the parameters that required gradients before.
-    """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in trainable:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
 
 
 @dataclass

@@ -136,6 +136,7 @@ class _GateFit:
     def __init__(self, method: HardConcrete, task: ImportanceTask, seed: int) -> None:
         self.method, self.task = method, task
         self.registry, self.data = SiteRegistry(task.model), SequenceProgress()
+        self.data.begin(task.data.dataset)
         self.log_alpha: dict[SiteKey, Float[Tensor, " heads"]] = {}
         self._noise = torch.Generator().manual_seed(seed)
         self._adam = torch.optim.Adam([{"params": []}], lr=method.learning_rate)

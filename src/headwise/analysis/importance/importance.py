@@ -21,7 +21,7 @@ from headwise.analysis.importance.gradients import (
     Square,
 )
 from headwise.analysis.importance.hard_concrete import HardConcrete
-from headwise.analysis.losses import EmbeddingDistance, Loss, require_loss
+from headwise.analysis.losses import EmbeddingDistance, Loss, options_of_loss, require_loss
 from headwise.analysis.replacements import zero
 from headwise.checks import flag, require_module
 from headwise.data.batches import documents_of
@@ -208,6 +208,7 @@ def importance(
         make_table,
         method={"name": method, **asdict(chosen)},
         loss=getattr(loss, "__qualname__", type(loss).__qualname__),
+        loss_options=options_of_loss(loss),
         normalise=normalise,
         out=out,
         force=force,

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.importance.gradients import frozen_parameters, gauss_legendre
+from headwise.analysis.importance.gradients import gauss_legendre
 from headwise.analysis.patching.activation_patching import Patching
 from headwise.analysis.patching.prompt_pairs import CallKey, LayerHead, PromptPairs, output_of_shape, prompt_pairs
 from headwise.analysis.recording import RecordedOutputs
 from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
 from headwise.checks import whole_number
+from headwise.data.batches import frozen_parameters
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, HeadOutput, SiteKey

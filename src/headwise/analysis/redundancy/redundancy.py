@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.ablate import ablate
 from headwise.analysis.head_pass import PassData, require_finite_outputs, table_of_pass
-from headwise.analysis.losses import Loss, name_of_loss
+from headwise.analysis.losses import Loss, name_of_loss, options_of_loss
 from headwise.analysis.redundancy.comparison import MEASURES, ComparisonProgress, HeadComparison
 from headwise.checks import finite_number, require_module
 from headwise.data.batches import call_model, device_of, to_device
@@ -270,6 +270,7 @@ def redundancy(
         pairs=pairs,
         threshold=threshold,
         loss=None if loss is None else name_of_loss(loss),
+        loss_options=options_of_loss(loss),
         out=out,
         **options,
     )

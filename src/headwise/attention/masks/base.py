@@ -224,19 +224,28 @@ class OfParts(Mask):
         return self.with_parts(lambda part: part.for_head(index))
 
 
-class And(OfParts):
-    """Mask `left & right`: a query attends to the keys that both parts allow."""
+class Combined(OfParts):
+    """Base class of the masks that combine what their parts allow for one query and key."""
+
+    @abstractmethod
+    def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        """Return what the mask allows, from what each part allows for the same queries and keys."""
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
-        left, right = self.parts
-        return left.allows(grid, b, h, i, j) & right.allows(grid, b, h, i, j)
+        return self.combined(*[part.allows(grid, b, h, i, j) for part in self.parts])
 
     def block(
         self, grid: Grid, rows: range | None = None, columns: range | None = None
     ) -> Bool[Tensor, "#batch #heads rows columns"]:
-        """Return the blocks of the parts, combined. A stored part is not indexed, which takes longer."""
-        self.check(grid)
-        left, right = (part.block(grid, rows, columns) for part in self.parts)
+        # Stored parts are sliced: `allows` indexes them, which takes longer.
+        return self.combined(*[part.block(grid, rows, columns) for part in self.parts])
+
+
+class And(Combined):
+    """Mask `left & right`: a query attends to the keys that both parts allow."""
+
+    def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        left, right = allowed
         return left & right
 
     def ranges(self, grid: Grid) -> Ranges | None:
@@ -254,19 +263,11 @@ class And(OfParts):
         return f"({' & '.join(map(repr, self.parts))})"
 
 
-class Or(OfParts):
+class Or(Combined):
     """Mask `left | right`: a query attends to the keys that at least one part allows."""
 
-    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
-        left, right = self.parts
-        return left.allows(grid, b, h, i, j) | right.allows(grid, b, h, i, j)
-
-    def block(
-        self, grid: Grid, rows: range | None = None, columns: range | None = None
-    ) -> Bool[Tensor, "#batch #heads rows columns"]:
-        """Return the blocks of the parts, combined. A stored part is not indexed, which takes longer."""
-        self.check(grid)
-        left, right = (part.block(grid, rows, columns) for part in self.parts)
+    def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        left, right = allowed
         return left | right
 
     def ranges(self, grid: Grid) -> Ranges | None:
@@ -284,18 +285,12 @@ class Or(OfParts):
         return f"({' | '.join(map(repr, self.parts))})"
 
 
-class Not(OfParts):
+class Not(Combined):
     """Mask `~mask`: a query attends to all keys except those that its one part allows."""
 
-    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
-        return ~self.parts[0].allows(grid, b, h, i, j)
-
-    def block(
-        self, grid: Grid, rows: range | None = None, columns: range | None = None
-    ) -> Bool[Tensor, "#batch #heads rows columns"]:
-        """Return the block of the part, negated. A stored part is not indexed, which takes longer."""
-        self.check(grid)
-        return ~self.parts[0].block(grid, rows, columns)
+    def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        (hidden,) = allowed
+        return ~hidden
 
     def ranges(self, grid: Grid) -> Ranges | None:
         hidden = self.parts[0].few_ranges(grid)

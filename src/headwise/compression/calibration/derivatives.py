@@ -19,8 +19,7 @@ no labels, and no loss.
 """
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,7 @@ from headwise.compression.calibration.recording import (
     stated_padding,
     with_slopes,
 )
-from headwise.data.batches import call_model, copied, count_sequences_and_tokens, floating_tensors
+from headwise.data.batches import call_model, copied, count_sequences_and_tokens, floating_tensors, frozen_parameters
 from headwise.errors import InputError
 from headwise.intercept.module_calls import module_calls
 from headwise.progress import progress_bar
@@ -57,7 +56,7 @@ def token_weights(
     with progress_bar("weights of tokens", len(batches), "batches") as bar:
         for batch in bar.track(batches, step=1):
             slopes_of_batch = projection_slopes(model, paths, batch)
-            with torch.enable_grad(), without_parameter_gradients(model), slopes_of_batch as slopes:
+            with torch.enable_grad(), frozen_parameters(model), slopes_of_batch as slopes:
                 problem = _backward(call_model(model, copied(batch)), batch)
             if problem:
                 reason = f"the output of {type(model).__name__} has no derivatives: {problem}"
@@ -151,7 +150,7 @@ class WeightGradients:
 
 
 def require_slope(loss: Any) -> None:
-    """Raise `InputError` if a loss is no loss, or a distance from the unchanged model, where its derivatives are 0."""
+    """Raise `InputError` if it is not a loss, or a distance from the unchanged model, where its derivatives are 0."""
     require_loss(loss)
     if hasattr(loss, "prepare"):
         expected = "a loss whose derivatives in the unchanged model are not 0, such as hw.next_token_loss"
@@ -200,23 +199,10 @@ def _of_batch(
         return with_slopes(output, add)
 
     calls = module_calls({path: model.get_submodule(path) for path in paths}, record)
-    with torch.enable_grad(), without_parameter_gradients(model), calls:
+    with torch.enable_grad(), frozen_parameters(model), calls:
         losses = loss_per_example(loss, model, batch)
         losses.nansum().backward()  # type: ignore[no-untyped-call]
     missing = [path for path in paths if path not in sums]
     if missing:
         raise InputError("loss", expected="a loss that depends on all attention modules", got=f"none of {missing[0]}")
     return sums
-
-
-@contextmanager
-def without_parameter_gradients(model: nn.Module) -> Iterator[None]:
-    """Let no parameter of a model require a gradient while the context is open."""
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in learned:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in learned:
-            parameter.requires_grad_(True)

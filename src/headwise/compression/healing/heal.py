@@ -23,6 +23,7 @@ from headwise.data.batches import (
     copied,
     device_of,
     digest_of,
+    digest_of_batches,
     evaluation_mode,
     iterate_batches,
     to_device,
@@ -212,7 +213,7 @@ class TrainingBatches:
         self._batches = self._grouped(self._sequences) if self._sequences else list(iterate_batches(data))
         if not self._batches:
             raise InputError("data", expected="at least one batch", got="none")
-        self.digest = digest_of(part for each in self._batches for name in sorted(each) for part in (name, each[name]))
+        self.digest = digest_of_batches(self._batches)
         self._epoch: tuple[int, list[dict[str, Any]]] = (-1, [])
 
     def at(self, step: int) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ from headwise.families.registry import FAMILIES, family_of, head_module
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.progress import progress_bar, shown_progress
 from headwise.removal.head_changes import average_heads, check_parameters, multiply_features, reorder_heads
-from headwise.removal.remove_heads import RECORD, remove_heads
+from headwise.removal.remove_heads import RECORD, has_record, remove_heads
 from headwise.settings import MergeGrouping, MergeMethod
 from headwise.shapes import Float
 
@@ -135,7 +135,7 @@ def mergeable_modules(model: nn.Module, num_kv_heads: int) -> dict[str, HeadModu
         InputError: there are none; their heads cannot be merged to `num_kv_heads`; the configuration records heads that
             were removed.
     """
-    if getattr(getattr(model, "config", None), RECORD, None) is not None:
+    if has_record(getattr(model, "config", None)):
         raise InputError("model", expected="a model whose configuration states its heads", got=f"a record {RECORD}")
     names = {path: type(module).__name__ for path, module in model.named_modules()}
     modules = {path: head_module(model, path) for path, name in names.items() if name in MERGEABLE}

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.analysis.losses import name_of_loss
 from headwise.checks import flag, is_whole
 from headwise.compression.healing.heal import heal
 from headwise.compression.merging.merge_kv import merge_kv
@@ -47,7 +48,7 @@ from headwise.data.documents import require_first_document
 from headwise.data.models import find_model
 from headwise.errors import InputError
 from headwise.progress import shown_progress
-from headwise.removal.remove_heads import RECORD
+from headwise.removal.remove_heads import has_record
 from headwise.runs.checkpoint import first_difference, other_run_error
 from headwise.runs.distributed import LocalProcess
 from headwise.runs.files import (
@@ -274,8 +275,8 @@ class _Run:
         config: Any = current.config
         result = RecipeResult(
             self._inputs.source.title,
-            "headwise" if hasattr(config, RECORD) else "transformers",
-            getattr(loss, "__name__", type(loss).__name__),
+            "headwise" if has_record(config) else "transformers",
+            name_of_loss(loss),
             len(set(held_out.documents)),
             tuple(stages),
         )

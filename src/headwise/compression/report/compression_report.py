@@ -17,6 +17,7 @@ from headwise.analysis.causality import require_causal
 from headwise.analysis.losses import (
     Loss,
     finite_loss_per_example,
+    name_of_loss,
     next_token_loss,
     prepare_loss,
     require_loss,
@@ -115,7 +116,7 @@ def compression_report(
         parts = _Parts(models, data, prompt, new_tokens, tokenizer)
         quality = [*parts.losses(loss), *parts.agreement()]  # first, because an unsuitable loss ends the report
         rows = (*parts.sizes(), *parts.caches(), *parts.times(sizes, rounds), *quality)
-    name = None if loss is None else _name_of(loss)
+    name = None if loss is None else name_of_loss(loss)
     settings = {"loss": name, "prompt": prompt, "new_tokens": new_tokens, "batches": sizes, "rounds": rounds}
     of_dense, of_compressed = (run_settings(model, texts, None, **settings) for model in models)
     metadata = {
@@ -132,10 +133,6 @@ def compression_report(
     if report.warnings:
         warnings.warn("; ".join(report.warnings), stacklevel=2)
     return report
-
-
-def _name_of(loss: Loss) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
 
 
 class _Parts:
@@ -277,7 +274,7 @@ class _Parts:
             row = ReportRow.of_agreement("cosine of outputs", "cosine", cosines, documents)
         else:
             row = ReportRow.of_losses(
-                f"loss, {_name_of(loss)}", *paired_losses(self._models, loss, self._data), documents
+                f"loss, {name_of_loss(loss)}", *paired_losses(self._models, loss, self._data), documents
             )
         if row.documents == 1:
             self.notes.append("no standard errors and intervals of losses and agreement: the data is one document")

@@ -25,7 +25,6 @@ from headwise.analysis.losses import (
 from headwise.attention.masks.factories import causal
 from headwise.checks import finite_number, flag, require_module, whole_number
 from headwise.compression.calibration.calibration_data import calibration_batches, scored_heads
-from headwise.compression.calibration.derivatives import without_parameter_gradients
 from headwise.compression.calibration.reconstruction import layer_of_site
 from headwise.compression.streaming.localized_module import LocalizedModule
 from headwise.compression.streaming.streaming_attention import (
@@ -38,7 +37,7 @@ from headwise.compression.streaming.streaming_attention import (
 )
 from headwise.compression.streaming.streaming_cache import streaming_cache
 from headwise.compression.streaming.streaming_heads import StreamingHeads, weight_samples
-from headwise.data.batches import documents_of, evaluation_mode, select_examples
+from headwise.data.batches import documents_of, evaluation_mode, frozen_parameters, select_examples
 from headwise.errors import InputError, require
 from headwise.intercept.hf_calls import HFCall, ModuleAttention, computing, without_compiled_code
 from headwise.intercept.swap_forward import swap_forward
@@ -418,7 +417,7 @@ def measure_effects(
     reader = PositionReader()
     effects = {module.module: WindowEffects(module, width, first, reader) for module in modules}
     bar = progress_bar("window effects", len(batches), "batches")
-    with without_parameter_gradients(model), torch.enable_grad(), computing(model, effects.values()), bar as progress:
+    with frozen_parameters(model), torch.enable_grad(), computing(model, effects.values()), bar as progress:
         for batch in progress.track(batches, step=1):
             with _checkpointed(model, list(effects)):
                 losses = loss_per_example(loss, model, batch)

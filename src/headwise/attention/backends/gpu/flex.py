@@ -73,8 +73,8 @@ def why_not(problem: Problem, kernel: Kernel = "auto") -> str | None:
         reason = f"FlexAttention is used on a GPU and a CPU, and q is on {device}"
     elif problem.q.dtype not in DTYPES:
         reason = f"FlexAttention's kernels compute in float16, bfloat16 and float32, and q is in {problem.q.dtype}"
-    elif not_derivable := why_no_derivative():
-        reason = not_derivable
+    elif no_derivative := why_no_derivative():
+        reason = no_derivative
     elif not is_compiling and torch._C._is_tracing():
         reason = "FlexAttention cannot be recorded by torch.jit.trace"
     elif not is_compiling and torch._C._functorch.peek_interpreter_stack() is not None:

@@ -5,7 +5,7 @@ engine, and calls whose output is differentiated. Next to the output of the fast
 attention with statistics for tensors on a GPU.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -121,7 +121,7 @@ def weight_statistics(call: StatisticsCall, out: Float[Tensor, "batch heads quer
     rows = lse.new_empty(len(ROWS), batch, heads, queries)
     received = lse.new_empty(batch, heads, keys, dtype=torch.float64)
     seen_by = lse.new_empty(batch, heads, keys, dtype=torch.int32)
-    with _device(call.q):
+    with torch.cuda.device(call.q.device) if call.q.is_cuda else nullcontext():
         _launch(call, tiles, lse, rows, received, seen_by)
     step = max(OUTPUTS_AT_ONCE // (batch * heads * out.shape[3]), 1)
     for start in range(0, queries, step):
@@ -209,11 +209,6 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 def _as_bytes(values: Tensor | None) -> Tensor | None:
     """Return booleans as bytes, without a copy."""
     return None if values is None else values.view(torch.uint8)
-
-
-def _device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which kernels run on the device of a tensor."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------
