@@ -147,9 +147,9 @@ def main() -> None:
         f"`research/tables/families.py` wrote it on {date.today().isoformat()} with torch {torch.__version__} and "
         f"transformers {transformers.__version__}: it tried everything on a tiny model with random weights, or on the "
         "encoder of one with a decoder.\n\n"
-        "All other functions, such as `hw.watch`, `hw.gate`, `hw.ablate` and `hw.path_patching`, derive what they need "
-        "from a run of the model. They need no names, so they work with other models too. `hw.qk_clip` derives the "
-        "projections of other models from a run."
+        "Functions without a column here, such as `hw.watch`, `hw.gate`, `hw.ablate` and `hw.path_patching`, need no "
+        "name of an architecture: they derive what they need from a run of the model. So they work with models that this "
+        "page does not list, too. `hw.qk_clip` derives the projections of models that it does not know in the same way."
     )
     columns = (
         "- **convert**: `hw.from_transformers` and `hw.to_transformers` ([converting weights](../convert.md)).\n"

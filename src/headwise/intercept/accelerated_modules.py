@@ -81,7 +81,7 @@ class AcceleratedModules(threading.local):
         return bool(self.running)
 
     def discard_ended(self) -> None:
-        """Remove the modules of accelerations that have ended while the modules ran: in another thread, or by an
+        """Remove from `running` each module whose acceleration ended while the module ran: in another thread, or by an
         exception after which torch calls no hook, such as KeyboardInterrupt.
         """
         self.running = [module for module in self.running if module.recorder.is_active]

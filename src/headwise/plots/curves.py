@@ -49,7 +49,7 @@ class Curve(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A range of values with a name.
+    """Curve with a name and a range: the smallest, mean and largest value at each position.
 
     Attributes:
         name: its name.

@@ -32,7 +32,7 @@ KEPT_BYTES = 2**26
 
 @dataclass(frozen=True)
 class TokenRollout:
-    """Attention rollout of some tokens of one text.
+    """Attention rollout of some query tokens of one text: the share of each token of the text in them.
 
     Attributes:
         tokens: the tokens of the text, for display.

@@ -88,7 +88,7 @@ class Needle(NamedTuple):
 
 
 class Haystack(NamedTuple):
-    """Text with a needle and a question.
+    """Text that contains a needle, and ends with a question about it.
 
     Attributes:
         text: the text, up to the answer.

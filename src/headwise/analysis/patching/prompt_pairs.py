@@ -278,8 +278,8 @@ class PromptPairs:
 def prompt_pairs(
     model: Any, clean: Any, corrupted: Any, direction: Any, *, answer: Any, wrong: Any, at: Any
 ) -> Iterator[PromptPairs]:
-    """Check two batches of prompts and their answers, run the model on the batch that patched values come from, and
-    yield an object for both. While the context is active, the model is in evaluation mode, without gradients.
+    """Context that checks two batches of prompts and their answers, runs the model on the one that patched values come
+    from (by `direction`), and yields one object with both batches. The model is in evaluation mode, without gradients.
 
     Raises:
         InputError: an argument cannot be used, the batches do not correspond, or the model is not supported by `watch`.

@@ -10,8 +10,8 @@ from headwise.shapes import Float
 
 
 class SinksGradient(torch.autograd.Function):
-    """Gradient of the sink logits. The weight of a sink takes its share from the output, whose value it lacks, and adds
-    to the log-sum-exp.
+    """Gradient of the sink logits. A sink takes a part of the weights of a row but has no value vector, so it makes the
+    output smaller. Its logit is a term of the log-sum-exp.
 
     The rounding error of a log-sum-exp would be one of the weight, so shifts and sums are used. Where the inverse of
     the sum is tiny, the sink has all weight of the row, and the log-sum-exp equals its logit.

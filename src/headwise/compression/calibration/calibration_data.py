@@ -39,7 +39,7 @@ FOLDS = 4
 
 
 class ScoredHead(NamedTuple):
-    """Head of a model that has a score.
+    """Place of a head in a model, for which scores are computed.
 
     Attributes:
         layer, head: zero-based numbers of the head.

@@ -111,7 +111,9 @@ class ReportRow:
         )
 
     def require_consistent(self) -> None:
-        """Raise `InputError` unless values have their types and fit each other."""
+        """Raise `InputError` unless the fields of this quantity have their types and agree, such as an interval with
+        its center.
+        """
         is_agreement = self.kind == AGREEMENT
         center = self.compressed if is_agreement else self.change
         errors = self.dense_sem, self.compressed_sem, self.change_sem

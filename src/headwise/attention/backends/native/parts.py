@@ -38,7 +38,9 @@ class Options(NamedTuple):
         return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias
 
     def dropout_arguments(self, part: Part) -> tuple[Any, ...]:
-        """Return the further arguments of the operators with dropout for one part."""
+        """Return what the operators with dropout take in addition for one part: the probability, the seed, and the
+        first row and column of the part.
+        """
         return self.dropout, self.seed, part.rows.start, part.columns.start
 
 
