@@ -148,8 +148,9 @@ def main() -> None:
         f"transformers {transformers.__version__}: it tried everything on a tiny model with random weights, or on the "
         "encoder of one with a decoder.\n\n"
         "Functions without a column here, such as `hw.watch`, `hw.gate`, `hw.ablate` and `hw.path_patching`, need no "
-        "name of an architecture: they derive what they need from a run of the model. So they work with models that this "
-        "page does not list, too. `hw.qk_clip` derives the projections of models that it does not know in the same way."
+        "name of an architecture: they derive what they need from a run of the model. So they work with models that "
+        "this page does not list, too. `hw.qk_clip` derives the projections of models that it does not know in the "
+        "same way."
     )
     columns = (
         "- **convert**: `hw.from_transformers` and `hw.to_transformers` ([converting weights](../convert.md)).\n"
