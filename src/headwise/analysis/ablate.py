@@ -140,9 +140,6 @@ def ablate(
 def _names_of_units(units: str | HeadSets) -> str | dict[str, list[str]]:
     """Return `units`, the kind or the sets of heads that are ablated together, as JSON values: a kind unchanged, and
     the heads `(layer, head)` of each named set as strings such as "3.5".
-
-    Raises:
-        InputError: `units` is neither "heads", "layers" or "groups" nor sets of heads.
     """
     if isinstance(units, str) and units in UNIT_KINDS:
         return units
@@ -194,15 +191,6 @@ def table_of_losses(
 
     The metadata has the mean loss of the unchanged model ("baseline"), and states whether the loss is a distance from
     the unchanged model, which no ablation can lower.
-
-    Args:
-        table_type: class of the table.
-        parts: losses that each process has measured.
-        documents: document of each example; None if each is independent.
-        metadata: metadata of the run.
-
-    Raises:
-        InputError: no example has a loss.
     """
     units = parts[0].units
     of_batches: dict[int, list[list[float]]] = {}
@@ -235,9 +223,6 @@ def surveyed(
 ) -> tuple[SiteRegistry, Texts | Iterable[Any]]:
     """Return the sites where a model attends when a loss is computed on the first batch of a data set, and the data
     set, of which an iterator still has the first batch.
-
-    Raises:
-        InputError: the data set has no batch.
     """
     batches = iterate_batches(dataset)
     first_batch = next(batches, None)
@@ -260,14 +245,6 @@ def measure_losses(
 ) -> AblationProgress:
     """Compute the loss of every example of this process's batches in the unchanged model and without each ablation unit
     (set of heads that are ablated together), except for losses that the process's checkpoint already includes.
-
-    Args:
-        data: model and data.
-        loss: function `(model, batch) -> (batch,)`.
-        replacement: takes the place of the ablated heads' outputs, or multiplies them.
-        units: kind or sets of heads that are ablated together.
-        data_pass: the pass over the data, which resumes.
-        notes: list to which a statement is added why layer outputs were not reused, if they were not.
     """
     model = data.model
     # Leaving inference mode turns gradients on, and gives tensors the version counters that reuse of outputs needs.
@@ -342,15 +319,6 @@ def _ablation_units(
     key/value group ("group 3.1"), or each named set of heads.
 
     The replacement is prepared for the model first. Heads, layers and groups are in the order of the model.
-
-    Args:
-        registry: sites of the model and their heads.
-        units: "heads", "layers", "groups", or named sets of heads.
-        replacement: takes the place of the ablated heads' outputs, or multiplies them.
-        model: the model, on which the replacement is prepared.
-
-    Raises:
-        InputError: a set without heads, or with a head that the model does not have.
     """
     if isinstance(replacement, Replacement):
         replacement = replacement.prepare(model, {record.site.label for record in registry.records})

@@ -49,13 +49,7 @@ class DocumentEffects:
     def of(
         baseline: Sequence[float], ablated: Sequence[Sequence[float]], documents: Sequence[Hashable] | None
     ) -> "DocumentEffects":
-        """Return the effects from the losses of sequences. Sequences whose loss is NaN are left out.
-
-        Args:
-            baseline: loss of each sequence in the unchanged model.
-            ablated: for each row, the loss of each sequence without its heads.
-            documents: number of the document of each sequence; by default each sequence is a document.
-        """
+        """Return the effects from the losses of sequences. Sequences whose loss is NaN are left out."""
         members: dict[Any, list[int]] = {}
         for index, document in enumerate(range(len(baseline)) if documents is None else documents):
             if not math.isnan(baseline[index]):
@@ -76,9 +70,6 @@ def modified_z(effects: Sequence[float]) -> list[float]:
     deviation, which is divided by 0.6745 to be the standard deviation of normal values (Iglewicz and Hoaglin 1993,
     section 3.3). If more than half of the effects are equal, that deviation is 0, and the mean absolute deviation,
     times the square root of pi / 2, takes its place. The scores are 0 if all effects are equal.
-
-    Raises:
-        MissingExtra: scipy is not installed.
     """
     numpy, stats = (require(package, purpose=PURPOSE, extra="tables") for package in ("numpy", "scipy.stats"))
     distances = numpy.asarray(effects) - numpy.median(effects)

@@ -39,12 +39,6 @@ def require_causal(
     The check changes all tokens of the longest sequence after a place to others, and compares the logits of the tokens
     before, for a few places from its second to its last token. Where these differ by no more than the rounding of a
     dtype below float32, a copy of the model in float32 decides.
-
-    Args:
-        loss: the loss function.
-        model: the model.
-        batches: arguments of the model, on its device.
-        remedy: end of the error message.
     """
     if loss is not next_token_loss:
         return
@@ -56,10 +50,6 @@ def require_causal(
 def require_causal_decoder(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
     """Raise `InputError` if a model is an encoder-decoder, or its logits depend on later tokens. The check is that of
     `require_causal`.
-
-    Args:
-        model: the model.
-        batches: arguments of the model, on its device.
     """
     got = why_not_causal(model, batches)
     if got is not None:

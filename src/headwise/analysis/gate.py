@@ -270,9 +270,6 @@ class GateInterceptor(Interceptor):
     def _head_range(self, head: int | None, call: Call) -> tuple[int, int]:
         """Return the start and stop of the range of query heads that a gate applies to. `head` is the index of a head,
         or of a key/value group if gates are indexed by group; None selects all heads.
-
-        Raises:
-            InputError: the module has no such head or group.
         """
         count = self._count(call)
         if head is None:
@@ -340,9 +337,6 @@ class GateInterceptor(Interceptor):
 def _gated_queries(positions: Tensor, call: Call) -> Bool[Tensor, "#batch queries"]:
     """Return a boolean mask that is True at the gated queries of an attention call. `positions` is such a mask,
     `(queries,)` or `(batch, queries)`, or a tensor of query indices.
-
-    Raises:
-        InputError: a boolean tensor of another shape; an index out of range.
     """
     batch, queries = call.grid.batch, call.grid.queries
     positions = positions.to(call.grid.device)

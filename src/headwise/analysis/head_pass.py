@@ -33,11 +33,6 @@ from headwise.statistics.tally import FurtherStatistics
 def require_finite_outputs(nonfinite: Collection[str], model: nn.Module, batch: dict[str, Any]) -> None:
     """Raise `InputError` if there are modules in which attention was NaN or infinite in the last run of the model, on
     `batch`. The error names the first module in which a number is.
-
-    Args:
-        nonfinite: the paths of these modules.
-        model: the model.
-        batch: its arguments.
     """
     if nonfinite:
         error = nonfinite_error(model, lambda: call_model(model, batch), batch)
@@ -78,10 +73,6 @@ def pass_data(
 ) -> PassData:
     """Return model, data and special tokens of a pass, ready for use. Texts are tokenized, if `shown` with a progress
     bar, and their tokenizer has the default special tokens.
-
-    Raises:
-        InputError: `model` is no model, or the data cannot be used with it.
-        MissingExtra: a package that the data or the progress bar needs is not installed.
     """
     require_module(model)
     if isinstance(dataset, Texts):
@@ -112,19 +103,6 @@ def table_of_pass(
     """Run a model over data, and return the table of the results. A stopped run resumes in the folder `out`, and a
     finished one is read from there. With torch.distributed, the processes share the batches, and each returns the same
     table.
-
-    Args:
-        data: model and data.
-        table_type: class of the table.
-        progress_type: class of the partial results.
-        measure: function of the pass that measures this process's share of the batches.
-        make_table: function of the partial results of all processes and of the metadata that returns the table. Rank 0
-            calls it.
-        out: folder of the run; None writes nothing.
-        force: replace another run in that folder.
-        progress: show a progress bar.
-        title: the model's name for display.
-        settings: arguments that determine the numbers, JSON-compatible.
     """
     rank, world_size = rank_and_world_size()
     collected = run_settings(data.model, data.texts, title, processes=world_size, **settings)
@@ -193,11 +171,6 @@ def measure_heads(
 ) -> SiteProgress:
     """Run a model on this process's share of the batches, except those that the process's checkpoint already includes,
     and return the statistics of heads over the whole share.
-
-    Args:
-        data: model and data.
-        watched: `watch` of the model, which collects the statistics; it is entered here.
-        data_pass: the pass over the data, which resumes.
     """
     progress, device = SiteProgress(), device_of(data.model)
     with watched as heads:
@@ -253,19 +226,7 @@ def measure_sequences(
     make_table: Callable[[SiteRegistry, dict[SiteKey, SequenceValues], dict[str, Any]], TableT],
     **options: Any,
 ) -> TableT:
-    """Run a model over data, measure values of each sequence, and return the table that `make_table` makes of them.
-
-    Args:
-        data: model and data.
-        measure_batch: function of a batch on the model's device that runs the model, and returns its sites and their
-            values.
-        table_type: class of the table.
-        make_table: function of the sites, of their values over all sequences in order, and of the metadata.
-        options: further arguments of `table_of_pass`.
-
-    Raises:
-        InputError: a batch has no value at a site where others have some.
-    """
+    """Run a model over data, measure values of each sequence, and return the table that `make_table` makes of them."""
     device = device_of(data.model)
 
     def measure(data_pass: Pass[SequenceProgress]) -> SequenceProgress:
@@ -301,11 +262,6 @@ def _joined(record: SiteRecord, batches: Sequence[dict[SiteKey, SequenceValues]]
 def estimates(record: SiteRecord, name: str, columns: int) -> list[list[MeanEstimate]]:
     """Return the estimates of a statistic that has several numbers for each head, one list for each head; estimates
     without a sample if the site has no such statistic.
-
-    Args:
-        record: the site.
-        name: name of the statistic.
-        columns: number of numbers for each head.
     """
     if name not in record.statistics:
         return [[NO_ESTIMATE] * columns for _ in range(record.heads)]

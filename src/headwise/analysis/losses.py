@@ -56,9 +56,6 @@ def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Flo
     """Compute the loss of each example of a batch as `loss(model, batch)`, and return it after checking that it is one
     floating-point number per example. The loss receives a copy of the batch: a model that writes to its inputs, such as
     a cache of keys and values, then computes the same the next time.
-
-    Raises:
-        InputError: the loss does not return one floating-point number per example.
     """
     losses, examples = loss(model, copied(batch)), count_sequences_and_tokens(batch)[0]
     if not isinstance(losses, Tensor) or losses.shape != (examples,) or not losses.is_floating_point():
@@ -74,10 +71,6 @@ def finite_loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any])
 
     NaN is the loss of an example without one, such as a text of one token. But if activations of the model are NaN or
     infinite, the error names the first module with such activations.
-
-    Raises:
-        InputError: the loss does not return one floating-point number per example; it is infinite, or NaN because
-            activations or parameters of the model are not finite.
     """
     losses = loss_per_example(loss, model, batch)
     is_finite = losses.detach().isfinite()
@@ -214,9 +207,6 @@ def options_of_loss(loss: Any) -> dict[str, Any] | None:
 def loss_by_name(name: str, tokenizer: Any) -> Any:
     """Return the loss function that the command line calls `name`: "next-token", "masked-token" or "embedding". The
     tokenizer determines the mask token and the tokens that are never masked.
-
-    Raises:
-        InputError: no such loss; "masked-token" with a tokenizer that has no mask token.
     """
     if name == "next-token":
         return next_token_loss
@@ -252,16 +242,7 @@ def _tokens(batch: dict[str, Any]) -> tuple[Int[Tensor, "batch length"], Bool[Te
 
 
 def _is_real(batch: dict[str, Any], tokens: Tensor, name: str = "attention_mask") -> Bool[Tensor, "batch length"]:
-    """Return a mask of tokens, or of vectors of tokens, that is True where they are not padding.
-
-    Args:
-        batch: arguments of the model.
-        tokens: the tokens, or their vectors.
-        name: name of their mask in the batch.
-
-    Raises:
-        InputError: the mask has another shape, such as one with four axes, which does not state what is padding.
-    """
+    """Return a mask of tokens, or of vectors of tokens, that is True where they are not padding."""
     mask = batch.get(name)
     if mask is None:
         return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)

@@ -21,12 +21,6 @@ def nonfinite_error(
     """Run the model once more, and return the error that names the first place where a number is NaN or infinite: a
     module with such a parameter or output, in the order in which modules end; or the inputs. Return None if all numbers
     are finite. Minus infinity alone, which masks contain, and padding do not count.
-
-    Args:
-        model: the model.
-        run: runs the model.
-        batch: arguments of the model in that run, whose attention mask states the padding.
-        examples: True at the examples that count; all by default.
     """
     places: list[str] = []  # where a number is not finite
     running: list[str] = []  # modules that run

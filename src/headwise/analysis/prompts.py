@@ -35,9 +35,6 @@ class AnswerTokens(NamedTuple):
     def from_arguments(cls, answer: Any, wrong: Any, at: Any) -> "AnswerTokens":
         """Convert the arguments `answer`, `wrong` and `at` of a public function to `AnswerTokens`. Each is a whole
         number or a list or tensor of one per prompt; `wrong` may be None.
-
-        Raises:
-            InputError: an argument is not whole numbers, or has more than one axis.
         """
         answer, at = (
             whole_numbers(name, value, dimensions=(0, 1), shape=ONE_OR_PER_PROMPT)
@@ -51,9 +48,6 @@ class AnswerTokens(NamedTuple):
         """Return, for each prompt, the index in the padded batch of the token that the prompt's answer follows. It is
         computed from `at`, the index that does not count padding, and from the batch's attention mask. `like` is any
         tensor with the axes of prompts and tokens.
-
-        Raises:
-            InputError: a prompt has fewer tokens.
         """
         is_real = _real_tokens(batch, like)
         at, lengths = _per_prompt("at", self.at, is_real), is_real.sum(1)
@@ -70,9 +64,6 @@ class AnswerTokens(NamedTuple):
         """Check that the token ids of the answers are below `vocabulary`, the model's number of tokens. Return the id
         of the right answer to each prompt, and the id of the wrong answer to each prompt (None if there is no wrong
         answer). `prompts` is any tensor with one row per prompt.
-
-        Raises:
-            InputError: an id that is not in the vocabulary; another number of ids than prompts.
         """
         ids = []
         for name, value in (("answer", self.answer), ("wrong", self.wrong)):

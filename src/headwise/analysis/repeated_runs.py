@@ -41,11 +41,6 @@ class RepeatedRuns:
 
     Attributes:
         note: statement for the results why no layer outputs were reused; None if the model allows it.
-
-    Args:
-        model: the model, in evaluation mode.
-        sites: paths of the modules that attend.
-        reuse: True to reuse layer outputs. The check takes about half as many runs as the model has layers.
     """
 
     def __init__(self, model: nn.Module, sites: Collection[str], *, reuse: bool = True) -> None:
@@ -56,9 +51,6 @@ class RepeatedRuns:
     def run_unchanged(self, compute: Compute) -> Tensor:
         """Run the unchanged model on the current batch and return its results. Record the layer outputs for runs with
         gated heads on the same batch. On the first batch, also check if these outputs can be reused.
-
-        Raises:
-            InputError: the results of the unchanged model on the first batch depend on earlier runs.
         """
         if not self._reuses:
             return self._results(compute)[0]
@@ -83,9 +75,6 @@ class RepeatedRuns:
 
         The last module up to which outputs can be reused is checked first. So each run with reused outputs finds what
         the run with halved head outputs left in the layers that are not computed.
-
-        Raises:
-            InputError: a complete run differs from the recorded one by more than rounding.
         """
         self._run_halved(compute)
         complete, complete_digests = self._results(compute)

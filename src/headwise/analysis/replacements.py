@@ -181,9 +181,6 @@ class MeanOutputs(OutputReader):
         """Return the mean output of each head in one attention call, over all tokens of the data set that are not
         padding. The call is number `index`, from 0, of those that `site` (a module's self- or cross-attention) makes in
         a run of the model.
-
-        Raises:
-            InputError: the site made fewer calls on the data set.
         """
         if (site, index) not in self._sums:
             expected = f"batches in which {site.path} attends {index + 1} times"

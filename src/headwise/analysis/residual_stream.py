@@ -40,9 +40,6 @@ class ResidualStream:
     output embedding.
 
     From the input and output of the norm it computes each part's effect on the logits.
-
-    Raises:
-        InputError: the model does not name its output embedding.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -98,9 +95,6 @@ class ResidualStream:
         run at these tokens, a vector `direction` for each prompt, and the logits of the answers. With wrong answers,
         their logits are subtracted. The scalar product of `direction` with a summand of the input is what the summand
         adds to the logit.
-
-        Raises:
-            InputError: the module before the output embedding is not a norm, or there is none; a token does not exist.
         """
         norm, before, after = self.final_norm_call()
         like = after
@@ -125,9 +119,6 @@ def projection_weight(model: nn.Module, path: str, width: int, stream: Tensor) -
     """Return the weight matrix `(stream, width)` of the output projection of the attention module at `path`. It maps
     the concatenated outputs of the module's heads, `width` features, to the residual stream. The matrix gets the dtype
     of `stream`, values of that stream.
-
-    Raises:
-        InputError: no projection from `width` features to the stream is found.
     """
     projection = output_projection(dict(model.named_modules()), path, width)
     if projection is None or len(projection.map.weight) != stream.shape[-1]:
@@ -167,17 +158,6 @@ def _direction_before_norm(
 
     The norm is probed with three inputs. Zeros give its bias. Numbers whose mean is 0 give its weight, up to a factor.
     Equal numbers show whether it subtracts the mean. The scale at each token follows from its input and output.
-
-    Args:
-        model: named in the error.
-        norm: the module.
-        before: its input at each prompt's token.
-        after: its output at each prompt's token.
-        unembedding: direction in the output.
-        like: tensor with the width, dtype and device of the norm's input.
-
-    Raises:
-        InputError: the module does not compute `weight * scale * (x - mean) + bias` with or without the mean.
     """
     signs = torch.ones(like.shape[-1], dtype=like.dtype, device=like.device)
     signs[1::2] = -1.0

@@ -28,15 +28,6 @@ def token_cross_entropy(
 
     If the logits are exactly the output of the model's output embedding, they are computed tile by tile from its input,
     and never all in memory.
-
-    Args:
-        model: returns logits `(batch, length, vocabulary)`, or an object with `logits` of that shape.
-        batch: the model's arguments.
-        positions: output positions, one for each target of a sequence.
-        targets: token ids.
-
-    Raises:
-        InputError: the model returns no logits.
     """
     embedding = _linear_output_embedding(model)
     if embedding is not None:

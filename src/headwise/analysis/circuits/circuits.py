@@ -110,9 +110,6 @@ def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None, p
 def _batch(model: nn.Module, batch: Any) -> dict[str, Any]:
     """Return the batch on which weights are checked as arguments of the model, in float64 where it consists of
     floating-point numbers; by default random tokens that are all different.
-
-    Raises:
-        InputError: there is no batch, and the model does not name its token embedding.
     """
     if batch is None:
         weight = getattr(input_embeddings(model), "weight", None)
@@ -379,11 +376,7 @@ class Circuits:
         return Composition(tuple(rows), {**self.metadata, "settings": settings, "measured": measured})
 
     def _available(self, names: Sequence[str], known: Sequence[str], plural: str) -> tuple[str, ...]:
-        """Return the scores that are named, or all `known` ones that a model has. Warn of the others.
-
-        Raises:
-            InputError: the model does not have a score that is named, or none of those that are known.
-        """
+        """Return the scores that are named, or all `known` ones that a model has. Warn of the others."""
         reasons = {name: self.why_not(name) for name in names or known}
         missing = {name: reason for name, reason in reasons.items() if reason is not None}
         present = tuple(name for name in reasons if name not in missing)
@@ -417,9 +410,6 @@ class Circuits:
     def _qk_factors(self, maps: ModuleMaps, distance: int) -> tuple[Tensor, Tensor]:
         """Return the factors of the QK matrices of a module, `(heads, width, head_dim)` and `(heads, head_dim, width)`,
         for queries `distance` tokens after their keys.
-
-        Raises:
-            InputError: the scores of the module are not bilinear.
         """
         if maps.why_no_qk is not None:
             expected = "scores that are a bilinear form of the residual stream"

@@ -54,11 +54,7 @@ class HeadWeights(NamedTuple):
 
 
 def head_weights(model: nn.Module, path: str) -> HeadWeights:
-    """Return the weights of the heads of the attention module at `path` of a model that was copied by `double_copy`.
-
-    Raises:
-        InputError: the module is of no known family, or a projection computes its weights or has further parameters.
-    """
+    """Return the weights of the heads of the attention module at `path` of a model that was copied by `double_copy`."""
     module = head_module(model, path)
     tensors: dict[str, Tensor] = {}
     for parameter, blocks in module.parameters(model):
@@ -136,10 +132,6 @@ class PlacedModule(NamedTuple):
 def placed_module(trace: RunTrace, site: SiteTrace) -> PlacedModule:
     """Read the linear maps of an attention module from its weights, and check that they compute what the module
     computed in a run.
-
-    Raises:
-        InputError: the module is of no known family; it computes something else from its weights; or a norm next to
-            it is unknown.
     """
     model, path = trace.model, site.path
     weights, call = head_weights(model, path), trace.call_of(path)
@@ -173,11 +165,7 @@ def _other_input(path: str, call: ModuleCall | None) -> InputError:
 
 
 def map_of(call: ModuleCall) -> NormMap:
-    """Return the linear part of a norm that was called.
-
-    Raises:
-        InputError: the norm computes something else than a layer norm or an RMS norm.
-    """
+    """Return the linear part of a norm that was called."""
     assert call.of_norm is not None
     return norm_map(call.module, call.path, *call.of_norm)
 
@@ -269,9 +257,6 @@ def _scale(
     The factor is fitted to the weights. A number that the module states or its head_dim implies is used instead if the
     weights follow from it. Scores may be capped, c tanh(score / c), as in Gemma 2. The weights of a head whose QK
     matrix is 0 (`is_zero`) may be uniform, since it is 0 with every factor.
-
-    Raises:
-        _ScoresError: there is no such factor, or the weights are too uniform to show it.
     """
     visible = weights > SMALLEST_WEIGHT
     largest = weights.argmax(-1, keepdim=True)

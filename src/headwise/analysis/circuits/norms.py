@@ -44,16 +44,6 @@ class NormMap(NamedTuple):
 def norm_map(norm: nn.Module, path: str, read: Float[Tensor, "*axes width"], returned: Tensor) -> NormMap:
     """Return the linear part of a norm in float64. The parameters of the norm give its weight, which is `weight`,
     `1 + weight` (Gemma) or 1; outputs of the norm for random inputs decide.
-
-    Args:
-        norm: the module, in float64.
-        path: its path, for the error.
-        read: its input in the run of the model.
-        returned: its output in this run.
-
-    Raises:
-        InputError: the module computes something else than a layer norm or an RMS norm, or in the run its output did
-            not depend on its input alone.
     """
     width, device = read.shape[-1], read.device
     generator = torch.Generator().manual_seed(0)

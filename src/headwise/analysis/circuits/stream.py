@@ -50,16 +50,7 @@ class NotLinearError(Exception):
 
 
 def stream_factors(trace: RunTrace, batch: Any, modules: Sequence[PlacedModule]) -> StreamFactors:
-    """Establish in a second run of a model that its residual stream is linear, and return the factors of its parts.
-
-    Args:
-        trace: the first run.
-        batch: its batch.
-        modules: the attention modules, in the order of their calls.
-
-    Raises:
-        NotLinearError: the stream is not linear.
-    """
+    """Establish in a second run of a model that its residual stream is linear, and return the factors of its parts."""
     ends = [module.input for module in modules]
     shape = ends[0].shape
     shapes = [end.shape for end in ends] + [getattr(module.written.result, "shape", None) for module in modules]
@@ -90,9 +81,6 @@ def stream_factors(trace: RunTrace, batch: Any, modules: Sequence[PlacedModule])
 def _factors(paths: Sequence[str], shifts: Sequence[Tensor], changes: Sequence[Tensor]) -> StreamFactors:
     """Return the factors of the shifts in the changes of the stream at each attention module and at the end. The last
     shifts are those of the modules at `paths`; one before them is that of the token embedding.
-
-    Raises:
-        NotLinearError: a change is no such sum, or a factor is not the same everywhere.
     """
     offset, size = len(shifts) - len(paths), float(shifts[0].norm())
     table = torch.full((len(changes), len(shifts)), torch.nan, dtype=torch.float64)
@@ -180,11 +168,7 @@ def _stream_end(trace: RunTrace, shape: torch.Size) -> tuple[Tensor, ModuleCall 
 
 
 def embedding_product(trace: RunTrace, factors: StreamFactors) -> Float[Tensor, "width width"]:
-    """Return `E^T E`, where row t of E is what token t adds to the residual stream.
-
-    Raises:
-        NotLinearError: the model has no token embedding that is added to the stream.
-    """
+    """Return `E^T E`, where row t of E is what token t adds to the residual stream."""
     product: Tensor | None = None
     for rows, _ in _embedding_rows(trace, factors):
         product = rows.mT @ rows if product is None else product.addmm_(rows.mT, rows)
@@ -195,10 +179,6 @@ def embedding_product(trace: RunTrace, factors: StreamFactors) -> Float[Tensor, 
 def embedding_unembedding_product(trace: RunTrace, factors: StreamFactors) -> Float[Tensor, "width width"]:
     """Return `E^T U`, where row t of E is what token t adds to the residual stream, and row t of U times the stream is
     the logit of token t without the division by the final norm, and without bias.
-
-    Raises:
-        NotLinearError: the model has no token embedding that is added to the stream, or no output embedding whose
-            results are the logits.
     """
     unembedding, product = unembedding_matrix(trace, factors.shape), None
     tokens = len(getattr(input_embeddings(trace.model), "weight", ()))
@@ -230,12 +210,7 @@ def _embedding_rows(trace: RunTrace, factors: StreamFactors) -> Iterator[tuple[T
 
 
 def unembedding_matrix(trace: RunTrace, shape: torch.Size) -> Float[Tensor, "vocabulary width"]:
-    """Return the output embedding times the linear part of the final norm, if there is one.
-
-    Raises:
-        NotLinearError: the model does not name its output embedding, this is not linear, or the logits of the run are
-            not an increasing function of its results.
-    """
+    """Return the output embedding times the linear part of the final norm, if there is one."""
     _, norm, unembedding = _stream_end(trace, shape) or (None, None, None)
     if unembedding is None or unembedding.input is None or unembedding.result is None:
         raise NotLinearError("no output embedding that it names (get_output_embeddings)")

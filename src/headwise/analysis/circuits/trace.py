@@ -29,12 +29,7 @@ PASSIVE_HOOKS = "transformers.utils.output_capturing"
 
 
 def double_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in float64 and in evaluation mode, without gradients. Tied weights stay tied.
-
-    Raises:
-        InputError: the model is compiled, has hooks, parametrizations or replaced methods, which could change what its
-            weights compute; or it has quantised weights, or weights without values; or it cannot be copied.
-    """
+    """Return a copy of a model in float64 and in evaluation mode, without gradients. Tied weights stay tied."""
     require_uncompiled(model)
     for path, module in model.named_modules():
         if (hooks_of_context := uncopied_hooks_of(module)) is not None:
@@ -134,11 +129,7 @@ class AttentionTrace(SiteRegistry):
         self.sites: dict[str, SiteTrace] = {}
 
     def observe(self, call: Call) -> Observation:
-        """Return an observation that records the attention weights of a call.
-
-        Raises:
-            InputError: the call is cross-attention, or the second one of its module, or of several sequences.
-        """
+        """Return an observation that records the attention weights of a call."""
         self.register(call)
         path = call.site.path
         if call.site.cross:
@@ -174,9 +165,6 @@ class RunTrace:
         attention: attention weights and head outputs.
         calls: all calls of modules, in the order in which they ended.
         output: output of the model.
-
-    Raises:
-        InputError: the model does not run on the batch, or computes attention that cannot be seen.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:

@@ -272,9 +272,6 @@ def _aligned(
 ) -> tuple[list[_AlignedSentence], Counter[str]]:
     """Return the sentences that the model can read, with their pairs of words, and the numbers of sentences, words and
     pairs that are left out, by reason.
-
-    Raises:
-        InputError: no sentence has a word with tokens of its own.
     """
     read, left_out = [], Counter[str]()
     for sentence in sentences:
@@ -325,11 +322,7 @@ def _measure(
 
 
 def _selection_documents(documents: Sequence[int], seed: int) -> set[int]:
-    """Return the documents that select, half of all.
-
-    Raises:
-        InputError: there is only one.
-    """
+    """Return the documents that select, half of all."""
     distinct = sorted(set(documents))
     if len(distinct) < 4:
         expected = "at least 4 documents, or sentences of a treebank without documents"
@@ -393,9 +386,6 @@ class MostAttendedWords(WeightReader):
 
     Attributes:
         sees: True where some head attends from one word to another.
-
-    Args:
-        model: the intercepted model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -408,12 +398,7 @@ class MostAttendedWords(WeightReader):
         self.sees: Bool[torch.Tensor, "words words"] = torch.zeros(0, 0, dtype=torch.bool)
 
     def begin_sentence(self, word_of: Int[torch.Tensor, " tokens"], words: int) -> None:
-        """Expect a run of the model over one sentence.
-
-        Args:
-            word_of: index of each token's word; -1 for tokens of no word.
-            words: number of words.
-        """
+        """Expect a run of the model over one sentence."""
         self.begin(1, len(word_of))
         self._word_of, self._found, self._unfinished = word_of, {}, {}
         self._last_row = {word: row for row, word in enumerate(word_of.tolist()) if word != NO_WORD}

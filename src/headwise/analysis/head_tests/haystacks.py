@@ -124,9 +124,6 @@ def draw_needles(count: int, seed: int) -> list[Needle]:
 def read_haystack(source: str | Path | None, column: str = "text") -> str:
     """Return the text in which needles are hidden: the documents of a file or folder, or by default the help topics
     that are part of Python (`pydoc_data.topics`).
-
-    Raises:
-        InputError: the file cannot be read, or has no text.
     """
     if source is None:
         from pydoc_data.topics import topics
@@ -145,17 +142,6 @@ def haystacks(
 ) -> Iterator[Haystack]:
     """Yield a text for each needle, length and depth. Each needle has a part of the long text of its own, which starts
     at a random paragraph. The needle is put after the last paragraph or sentence that ends before its depth.
-
-    Args:
-        tokenizer: a fast tokenizer.
-        text: a long text.
-        needles: the needles.
-        lengths: numbers of tokens of the texts with needle and question, about.
-        depths: shares of the text before the needle, from 0 to 1.
-        seed: seed of the parts of the text.
-
-    Raises:
-        InputError: the long text has too few tokens.
     """
     draws = Random(seed)
     starts = [0, *(index + 2 for index in range(len(text) - 1) if text.startswith("\n\n", index))]

@@ -348,12 +348,7 @@ def name_copying(model: nn.Module, prompts: Sequence[NamePrompt]) -> tuple[dict[
 
 
 def _copying(copy: nn.Module, prompts: Sequence[NamePrompt]) -> dict[str, NameCopying]:
-    """Return whether the heads of a model in float64 copy the names of prompts.
-
-    Raises:
-        NotLinearError: the model has no linear residual stream, or its output embedding is not linear.
-        InputError: an attention module is of no known family, or computes something else than its weights say.
-    """
+    """Return whether the heads of a model in float64 copy the names of prompts."""
     batch = _batch(copy, prompts[:1])
     trace = RunTrace(copy, batch)
     placed = [placed_module(trace, site) for site in trace.attention.sites.values()]

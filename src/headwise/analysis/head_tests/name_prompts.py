@@ -144,17 +144,6 @@ def name_prompts(
 ) -> list[NamePrompt]:
     """Draw prompts from templates, each as often as the others. In half of them the indirect object's name comes first
     (ABBA), in half the subject's (BABA).
-
-    Args:
-        tokenizer: a tokenizer that states the characters of each token.
-        count: number of prompts.
-        seed: seed of the names that are drawn.
-        names: first names; those that are not one token are left out.
-        templates: texts with {A}, {B} and {C} once each, in this order.
-
-    Raises:
-        InputError: the tokenizer does not state characters, fewer than 8 names are one token each, or a template has
-            another form.
     """
     whole_number("prompts", count, least=2)
     whole_number("seed", seed, least=0)

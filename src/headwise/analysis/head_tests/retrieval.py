@@ -264,11 +264,7 @@ def _table(
     recall: float,
     metadata: dict[str, Any],
 ) -> Retrieval:
-    """Return the table from the scores of all texts.
-
-    Raises:
-        InputError: no text counts.
-    """
+    """Return the table from the scores of all texts."""
     of_site = next(iter(values.values()))
     recalls, counting = of_site[RECALLED][:, 0].tolist(), [not score.isnan() for score in of_site[SCORE][:, 0]]
     if not any(counting):
@@ -373,11 +369,7 @@ class Answered:
 
 
 def forced_answer(tokenizer: Any, text: Haystack) -> Answered:
-    """Return a text with the right answer.
-
-    Raises:
-        InputError: the tokens of the text are others without the answer.
-    """
+    """Return a text with the right answer."""
     prompt = _encoded(tokenizer, text.text)
     whole = _encoded(tokenizer, text.text + text.continuation)
     first = len(prompt[0])
@@ -392,11 +384,7 @@ def forced_answer(tokenizer: Any, text: Haystack) -> Answered:
 
 
 def generated_answer(model: Any, tokenizer: Any, text: Haystack, forced: Answered) -> Answered:
-    """Return a text with the answer that the model generates, up to a few tokens more than the right answer has.
-
-    Raises:
-        InputError: the model cannot generate.
-    """
+    """Return a text with the answer that the model generates, up to a few tokens more than the right answer has."""
     if not (hasattr(model, "can_generate") and model.can_generate()):
         remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
         raise InputError("model", expected="a model that generates text", got=type(model).__name__, remedy=remedy)

@@ -158,9 +158,6 @@ def _table(
 def _importance(record: SiteRecord, sequences: int, places: list[int]) -> Float[Tensor, "sequences heads positions"]:
     """Return the importance of some tokens of each sequence in one run of the model, in float64; NaN where a sequence
     has no such token.
-
-    Raises:
-        InputError: the module did not attend once over all sequences, or its first token is another one.
     """
     path, tallies = record.site.label, record.latest_tallies()
     if record.site.cross:

@@ -52,14 +52,6 @@ def read_treebank(source: Any, *, subtypes: bool = False) -> list[TreeSentence]:
     The characters of a word follow from the text of the sentence, in which all words must occur in their order. The
     parts of a contraction have characters if these make up the contraction, as in "do" and "n't"; otherwise, as in
     French "du", they have none. Empty nodes are left out.
-
-    Args:
-        source: a file, a folder with `.conllu` files, or the text of such a file.
-        subtypes: keep subtypes of relations, such as `nsubj:pass`; by default `nsubj`.
-
-    Raises:
-        InputError: a file cannot be read, or is not a treebank with one tree per sentence.
-        MissingExtra: conllu is not installed.
     """
     conllu = require("conllu", purpose="a treebank", extra="trees")
     sentences: list[TreeSentence] = []
@@ -173,15 +165,6 @@ def aligned_tokens(
 ) -> AlignedTokens:
     """Tokenize a text, and find the tokens of each word. A token belongs to the words with whose characters it
     overlaps, blanks aside. Words that share a token, and those without a token, are not aligned.
-
-    Args:
-        tokenizer: a tokenizer that states the characters of each token.
-        text: the text.
-        spans: start and stop of the characters of each word; None for a word that has none.
-        start_token: id of a token that is put before the text, in addition to the special tokens of the tokenizer.
-
-    Raises:
-        InputError: the tokenizer does not state characters.
     """
     require_fast(tokenizer)
     special = SpecialTokens.of(tokenizer)

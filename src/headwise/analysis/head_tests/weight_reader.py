@@ -15,9 +15,6 @@ from headwise.intercept.sites import SiteRegistry
 class WeightReader(SiteRegistry):
     """Base class of interceptors that read attention weights over sequences of the same length, block by block. Each
     attention module must attend once, from all tokens of these sequences to all, or the model is refused by name.
-
-    Args:
-        model: the intercepted model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,9 +31,6 @@ class WeightReader(SiteRegistry):
     def observe(self, call: Call) -> Observation:
         """Return an observation that passes the row blocks of an attention call to `read`, and compares the observed
         weights times the values with the outputs of the heads.
-
-        Raises:
-            InputError: the call is not self-attention over the tokens, or the second one of its module in a run.
         """
         if call.is_recomputation:
             return NO_EFFECT

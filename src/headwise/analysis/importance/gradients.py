@@ -93,9 +93,6 @@ class GateTensors(SiteRegistry):
     def losses(self, create: CreateGates, batch: dict[str, Any]) -> Float[Tensor, " examples"]:
         """Run the model on a batch with new gates on all heads, made by `create` at the first call of each site, and
         return the loss of each example.
-
-        Raises:
-            InputError: the loss is not one number per example, or has no gradient.
         """
         self.by_site, self._create = {}, create
         losses = finite_loss_per_example(self._task.loss, self._task.model, batch)
@@ -152,13 +149,6 @@ def gate_dtype(out: Tensor) -> torch.dtype:
 def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
     """Intercept the model of a task and yield the object that multiplies its head outputs by gates. While the context
     is active, the model is in evaluation mode and its parameters are frozen; both are restored afterwards.
-
-    Raises:
-        InputError: a compiled model; at the end of the context, if the loss did not call the model, or no attention was
-            intercepted.
-
-    Warns:
-        UserWarning: at the end of the context, modules that are called attention were not intercepted.
     """
     model, gates = task.model, GateTensors(task)
     # Leaving inference mode also turns gradients on.

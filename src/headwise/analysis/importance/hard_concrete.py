@@ -82,10 +82,6 @@ class HardConcrete:
     def sample(self, log_alpha: Tensor, noise: Float[Tensor, "examples heads"]) -> Float[Tensor, "examples heads"]:
         """Return a hard concrete gate, from 0 to 1, for each example and head, computed from the heads' parameters
         `log_alpha` and from uniform random numbers `noise` (Louizos et al. 2018, equations 10 and 11).
-
-        Args:
-            log_alpha: learned parameter of each head's gate.
-            noise: random numbers, uniform between 0 and 1.
         """
         stretched = torch.sigmoid((torch.logit(noise, 1e-6) + log_alpha) / self.temperature) * (HIGH - LOW) + LOW
         return stretched.clamp(0.0, 1.0)

@@ -224,10 +224,6 @@ def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalis
     """Create the importance method called `name` with these options, after checking that the name and the options
     exist, and that the method can use the loss. With `normalise`, check also that the statistics of the method can be
     normalised.
-
-    Raises:
-        InputError: an unknown method or option; a loss without a slope; `normalise` with a method whose statistics are
-            probabilities.
     """
     if not isinstance(name, str) or name not in METHODS:
         raise InputError("method", expected=f"one of {', '.join(METHODS)}", got=repr(name))

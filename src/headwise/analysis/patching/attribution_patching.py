@@ -155,10 +155,6 @@ class _OutputGradients(SiteRegistry):
     After `reset` with a site, the outputs of all heads of this site are replaced by points on the straight line from
     their own values in the destination run to those in the run `source`, and only these outputs have derivatives. The
     destination run is the last one without such a site.
-
-    Args:
-        model: the model that is intercepted.
-        source: head outputs in the run that patched values are taken from.
     """
 
     def __init__(self, model: nn.Module, source: RecordedOutputs) -> None:
@@ -204,10 +200,6 @@ class _OutputGradients(SiteRegistry):
         """Differentiate the `result` of the last run with respect to head outputs. Return for each of the `sites`, each
         prompt pair and head the product of the derivative with the output in the source run minus that in the
         destination run, summed over queries and features, in float64.
-
-        Raises:
-            InputError: the model records no gradients, or does not attend prompt by prompt; a site, or one of its calls
-                in the source run, has no derivatives.
         """
         if not result.requires_grad:
             got = "none" if self._inputs else "none, as heads could not be changed"

@@ -148,16 +148,6 @@ class _PathRuns:
     Attributes:
         interceptor: interceptor that patches paths, which must be active for `difference`.
         runs: the runs, which may reuse layer outputs.
-
-    Args:
-        pairs: the two batches, and the run that outputs of senders are taken from.
-        receivers: heads whose inputs are patched; none to patch the paths to the logits.
-        names: letters of the inputs of receivers that are patched: q, k or v.
-        freeze_mlps: freeze the MLPs where all heads but the senders are frozen.
-
-    Raises:
-        InputError: some attention cannot be frozen, the inputs of a receiver cannot be patched, or the MLPs cannot be
-            frozen.
     """
 
     def __init__(self, pairs: PromptPairs, receivers: Iterable[SiteHead], names: str, *, freeze_mlps: bool) -> None:
@@ -199,9 +189,6 @@ class _PathRuns:
     def difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
         """Return the difference of logits of each prompt pair in the run on the destination batch in which the direct
         paths from all `senders` to the receivers are patched.
-
-        Raises:
-            InputError: receivers attend in calls that the unpatched run does not have.
         """
         difference = self._frozen_difference(senders)
         if not self._patches_heads:
@@ -260,11 +247,7 @@ class _PathRuns:
 
 
 def _mlps_of(model: nn.Module, sites: Collection[str]) -> list[nn.Module]:
-    """Return the MLPs of a model: modules named so by their class, outside of each other, and without attention.
-
-    Raises:
-        InputError: there are none.
-    """
+    """Return the MLPs of a model: modules named so by their class, outside of each other, and without attention."""
     paths: list[str] = []
     for path, module in model.named_modules():
         is_mlp = any(name in type(module).__name__.lower() for name in MLP_NAMES)
@@ -283,12 +266,6 @@ class _PathInterceptor(Interceptor):
 
     Attributes:
         recorded: inputs of the receivers in the last run in which they were recorded, by call.
-
-    Args:
-        source: head outputs in the run that the senders' outputs are taken from.
-        unpatched: head outputs in the unpatched run, to which the other heads are frozen.
-        receivers: indices of the heads whose inputs are patched, by site (a module's self- or cross-attention).
-        names: letters of their inputs that are patched: q, k or v.
     """
 
     def __init__(
@@ -343,9 +320,6 @@ class _PathInterceptor(Interceptor):
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the outputs of the heads in an attention call after the change, if there is one. Record the inputs of
         its receivers, if they are recorded.
-
-        Raises:
-            InputError: the inputs of a receiver are unknown, or the call has another shape in another run.
         """
         site, out = key[0], attended.out
         if self._records and receivers:
@@ -367,9 +341,6 @@ class _PathInterceptor(Interceptor):
 def _receiving_problem(attended: HeadOutput, site: SiteKey, heads: list[int]) -> Problem:
     """Return an attention call as a `Problem` with a key/value head for each query head, after a check that its
     definition reproduces the outputs that the model computed for `heads`, the receivers.
-
-    Raises:
-        InputError: queries and keys of the call are unknown, its heads are mixed, or its definition has another result.
     """
     problem = attended.read_problem()
     path = site.label
@@ -418,9 +389,6 @@ def _output_with_inputs(
 
     The change of the output is added to `out`, the output that the model computed, so that equal inputs change nothing.
     `problem` is the call, as `_receiving_problem` returns it.
-
-    Raises:
-        InputError: an input has another shape than in this call.
     """
     tensors = {}
     for name, new in inputs.items():

@@ -99,11 +99,7 @@ def patching_prompts(
 
 
 def _texts(name: str, given: Any) -> list[str]:
-    """Return one text or a sequence of texts as a list.
-
-    Raises:
-        InputError: it is neither, or empty.
-    """
+    """Return one text or a sequence of texts as a list."""
     texts = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise InputError(name, expected="a text or a sequence of texts, none of them empty", got=repr(given))
@@ -111,11 +107,7 @@ def _texts(name: str, given: Any) -> list[str]:
 
 
 def _prompt_tokens(tokenizer: Any, name: str, prompt: str) -> list[int]:
-    """Return the token ids of a prompt, whose last one is a token of the text.
-
-    Raises:
-        InputError: the tokenizer puts a special token after the text, so that no answer follows the last token.
-    """
+    """Return the token ids of a prompt, whose last one is a token of the text."""
     ids = [int(token) for token in tokenizer(prompt)["input_ids"]]
     bare = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not ids or not bare or ids[len(ids) - len(bare) :] != list(bare):
@@ -127,11 +119,7 @@ def _prompt_tokens(tokenizer: Any, name: str, prompt: str) -> list[int]:
 
 
 def _answer_token(tokenizer: Any, name: str, answer: str, prompts: Iterable[tuple[str, list[int]]]) -> int:
-    """Return the token with which an answer continues every prompt, a text with its token ids.
-
-    Raises:
-        InputError: the answer adds another number of tokens, other tokens after other prompts, or changes the prompt's.
-    """
+    """Return the token with which an answer continues every prompt, a text with its token ids."""
     found = set()
     for prompt, ids in prompts:
         together = [int(token) for token in tokenizer(prompt + answer)["input_ids"]]
@@ -156,13 +144,6 @@ class PromptPairs:
         paths: paths of the modules that attend in this run.
         unpatched: difference of logits of each prompt pair in the unpatched run on the destination batch; NaN before
             `set_unpatched`.
-
-    Args:
-        model: the model, in evaluation mode.
-        clean: prompts that the model answers correctly, by the names of the model's arguments.
-        corrupted: as many prompts, with the same shapes and the same padding.
-        tokens: right and wrong answers.
-        direction: "denoise" if the clean batch is the source; "noise" if the corrupted batch is.
     """
 
     def __init__(
@@ -204,11 +185,7 @@ class PromptPairs:
         return self._tokens.logit_difference(self.model, copied(batch))
 
     def set_unpatched(self, difference: Float[Tensor, " pairs"]) -> None:
-        """Store the differences of logits in the unpatched run on the destination batch as `unpatched`.
-
-        Raises:
-            InputError: one of them is NaN or infinite.
-        """
+        """Store the differences of logits in the unpatched run on the destination batch as `unpatched`."""
         self.unpatched = difference.detach()
         self._require_finite(self.unpatched, self._destination)
 
@@ -230,9 +207,6 @@ class PromptPairs:
     def estimates(self, difference: Float[Tensor, " pairs"]) -> dict[str, MeanEstimate]:
         """Return two means over prompt pairs: `difference`, the argument, and `recovered`, its place on a scale from 0
         (corrupted run) to 1 (clean run). Pairs whose two runs have the same difference have no `recovered`.
-
-        Raises:
-            InputError: a difference is NaN or infinite, which a mean would leave out.
         """
         if not bool(difference.isfinite().all()):
             raise InputError("model", expected="finite logits in each patched run", got="NaN or infinity")
@@ -244,9 +218,6 @@ class PromptPairs:
     def heads(self, heads: Iterable[LayerHead] | None, argument: str = "heads") -> list[SiteHead]:
         """Return the site and the labels (layer, head, kv_head, module, kind) of the heads in `heads`, each head once,
         in the order of the model; those of all heads if `heads` is None.
-
-        Raises:
-            InputError: a head does not exist. `argument` is its name in the message.
         """
         all_heads = [(record.site, labels) for record, labels in self.source_run.head_labels()]
         if heads is None:
@@ -280,9 +251,6 @@ def prompt_pairs(
 ) -> Iterator[PromptPairs]:
     """Context that checks two batches of prompts and their answers, runs the model on the one that patched values come
     from (by `direction`), and yields one object with both batches. The model is in evaluation mode, without gradients.
-
-    Raises:
-        InputError: an argument cannot be used, the batches do not correspond, or the model is not supported by `watch`.
     """
     tokens = AnswerTokens.from_arguments(answer, wrong, at)
     require_module(model)
@@ -323,11 +291,7 @@ def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any])
 def output_of_shape(
     run: RecordedOutputs, key: CallKey, shape: torch.Size
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return the head outputs of an attention call in a recorded run.
-
-    Raises:
-        InputError: they do not have the shape `shape`, which the outputs of this call have in another run.
-    """
+    """Return the head outputs of an attention call in a recorded run."""
     outputs = run.output_of_call(*key)
     if outputs.shape != shape:
         expected = f"head outputs of the same shape in all runs, {tuple(shape)} in {key[0].path}"
