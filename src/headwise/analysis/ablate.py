@@ -30,12 +30,12 @@ from headwise.analysis.losses import (
 )
 from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
 from headwise.analysis.replacements import Replacement, zero
-from headwise.checks import collection_of, finite_number, head_pair, named_head, require_module
+from headwise.checks import finite_number, head_pairs, named_head, require_module
 from headwise.data.batches import device_of, documents_of, iterate_batches, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, Change, SiteKey
+from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.survey import survey
 from headwise.progress import progress_bar
@@ -50,8 +50,8 @@ ROUNDING = 1e-5
 HeadSets = Mapping[str, Collection[tuple[int, int]]]
 """Sets of heads `(layer, head)`, by name."""
 
-AblationUnit = tuple[Mapping[SiteKey, list[HeadGate]], Mapping[str, Any]]
-"""Heads that are ablated together: the gates at each site of the model, and the columns that identify the heads."""
+AblationUnit = tuple[Mapping[str, list[HeadGate]], Mapping[str, Any]]
+"""Heads that are ablated together: the gates at each site, by its label, and the columns that identify the heads."""
 
 AblationT = TypeVar("AblationT", bound=Ablation | SetAblation)
 
@@ -138,9 +138,7 @@ def ablate(
 
 
 def _names_of_units(units: str | HeadSets) -> str | dict[str, list[str]]:
-    """Return `units`, the kind or the sets of heads that are ablated together, as JSON values: a kind unchanged, and
-    the heads `(layer, head)` of each named set as strings such as "3.5".
-    """
+    """Return the kind of units unchanged, or the names of the heads of each set, such as "3.5"."""
     if isinstance(units, str) and units in UNIT_KINDS:
         return units
     if not isinstance(units, Mapping):
@@ -148,19 +146,12 @@ def _names_of_units(units: str | HeadSets) -> str | dict[str, list[str]]:
         raise InputError("units", expected=expected, got=repr(units))
     if not units:
         raise InputError("units", expected="at least one set of heads", got="none")
-    expected, names = "heads (layer, head)", {}
-    for name, heads in units.items():
-        pairs = [head_pair("units", head, of=expected) for head in collection_of("units", heads, of=expected)]
-        names[name] = [f"{layer}.{head}" for layer, head in pairs]
-    return names
+    return {name: [f"{layer}.{head}" for layer, head in head_pairs("units", heads)] for name, heads in units.items()}
 
 
 @dataclass
 class AblationProgress(PassProgress):
-    """Partial result of an ablation in one process: the loss of each example so far, in the unchanged model and without
-    each ablation unit (set of heads that are ablated together).
-
-    A checkpoint of these losses lets an interrupted ablation resume, even in the middle of a batch.
+    """Partial result of an ablation in one process. An interrupted ablation resumes even in the middle of a batch.
 
     Attributes:
         units: the columns that identify each unit.
@@ -185,12 +176,9 @@ def table_of_losses(
     documents: Sequence[Hashable] | None,
     metadata: Mapping[str, Any],
 ) -> AblationT:
-    """Return the table of an ablation, one row per ablated unit (set of heads) with two statistics, each as mean and
-    standard error over examples: `loss`, the loss without these heads, and `cost`, that loss minus the loss of the
-    unchanged model. Examples whose loss is NaN are left out.
-
-    The metadata has the mean loss of the unchanged model ("baseline"), and states whether the loss is a distance from
-    the unchanged model, which no ablation can lower.
+    """Return the table of an ablation from the losses that each process has measured. Examples whose loss is NaN are
+    left out. The metadata has the mean loss of the unchanged model ("baseline"), and states whether the loss is a
+    distance from the unchanged model, which no ablation can lower.
     """
     units = parts[0].units
     of_batches: dict[int, list[list[float]]] = {}
@@ -221,8 +209,8 @@ def table_of_losses(
 def surveyed(
     model: nn.Module, dataset: Texts | Iterable[Any], loss: Loss
 ) -> tuple[SiteRegistry, Texts | Iterable[Any]]:
-    """Return the sites where a model attends when a loss is computed on the first batch of a data set, and the data
-    set, of which an iterator still has the first batch.
+    """Return the sites where a model attends when a loss is computed on the first batch, and the data set, of which an
+    iterator still has that batch.
     """
     batches = iterate_batches(dataset)
     first_batch = next(batches, None)
@@ -244,7 +232,8 @@ def measure_losses(
     notes: list[str],
 ) -> AblationProgress:
     """Compute the loss of every example of this process's batches in the unchanged model and without each ablation unit
-    (set of heads that are ablated together), except for losses that the process's checkpoint already includes.
+    (set of heads that are ablated together), except for losses in the checkpoint. Add to `notes` the reason why layer
+    outputs were not reused, if there is one.
     """
     model = data.model
     # Leaving inference mode turns gradients on, and gives tensors the version counters that reuse of outputs needs.
@@ -263,11 +252,11 @@ def measure_losses(
 
         def process_batch(batch: dict[str, Any], _clusters: Clusters) -> None:
             losses = progress.losses.setdefault(progress.batches, [])
-            inputs, gates = to_device(batch, device_of(model)), _UnitGates()
+            inputs, interceptor = to_device(batch, device_of(model)), GateInterceptor({})
             with restored_state(model):
                 prepare_loss(loss, model, inputs)
             compute = partial(finite_loss_per_example, loss, model, inputs)
-            with intercepted(model, gates), progress_bar("ablation", 1 + len(ablated), "runs") as bar:
+            with intercepted(model, interceptor), progress_bar("ablation", 1 + len(ablated), "runs") as bar:
                 bar.step = 1
                 bar.resume(len(losses))
                 baseline = runs.run_unchanged(compute)
@@ -275,9 +264,9 @@ def measure_losses(
                 if not losses:
                     losses.append(baseline.tolist())
                     bar.advance()
-                for by_site, identifiers in ablated[len(losses) - 1 :]:
-                    gates.by_site = by_site
-                    without_unit = runs.run_gated(compute, {site.path for site in by_site})
+                for gates, identifiers in ablated[len(losses) - 1 :]:
+                    interceptor.gates = gates
+                    without_unit = runs.run_gated(compute, {SiteKey.path_of(label) for label in gates})
                     # An example that has no loss without these heads alone would be missing in their mean.
                     if bool((without_unit.isnan() & ~baseline.isnan()).any()):
                         expected = "a number for each example that has one in the unchanged model"
@@ -293,53 +282,32 @@ def measure_losses(
     return progress
 
 
-class _UnitGates(GateInterceptor):
-    """Interceptor of attention calls that ablates the heads of one unit (set of heads that are ablated together).
-
-    Attributes:
-        by_site: gates of the unit that is ablated; they are exchanged between runs of the model.
-    """
-
-    def __init__(self) -> None:
-        super().__init__({})
-        self.by_site: Mapping[SiteKey, list[HeadGate]] = {}
-
-    def change(self, call: Call) -> Change | None:
-        """Return the function that applies the gates (factors or replacements of head outputs) of the current ablation
-        unit to the head outputs of an attention call; None if the unit has no head in the call's module.
-        """
-        self.gates = {call.site.label: self.by_site.get(call.site, [])}
-        return super().change(call)
-
-
 def _ablation_units(
     registry: SiteRegistry, units: str | HeadSets, replacement: float | Replacement, model: nn.Module
 ) -> Iterator[AblationUnit]:
     """Yield the sets of heads that are ablated together (ablation units): each head, each layer ("layer 3"), each
-    key/value group ("group 3.1"), or each named set of heads.
-
-    The replacement is prepared for the model first. Heads, layers and groups are in the order of the model.
+    key/value group ("group 3.1"), in the order of the model, or each named set of heads.
     """
     if isinstance(replacement, Replacement):
         replacement = replacement.prepare(model, {record.site.label for record in registry.records})
-    site_of_head: dict[tuple[int, int], SiteKey] = {}
+    label_of_head: dict[tuple[int, int], str] = {}
     sets = {} if isinstance(units, str) else {name: list(heads) for name, heads in units.items()}
     for record, labels in registry.head_labels():
         layer, head = labels["layer"], labels["head"]
         if units == "heads":
-            yield {record.site: [HeadGate(head, replacement)]}, labels
+            yield {record.site.label: [HeadGate(head, replacement)]}, labels
         elif isinstance(units, str):
             name = f"layer {layer}" if units == "layers" else f"group {layer}.{labels['kv_head']}"
             sets.setdefault(name, []).append((layer, head))
-        site_of_head[layer, head] = record.site
+        label_of_head[layer, head] = record.site.label
     for name, heads in sets.items():
-        gates: dict[SiteKey, list[HeadGate]] = {}
+        gates: dict[str, list[HeadGate]] = {}
         pairs = [named_head(head) for head in heads]
         for layer, head in pairs:
-            if (layer, head) not in site_of_head:
+            if (layer, head) not in label_of_head:
                 expected = f"heads (layer, head) of this model in {name!r}"
                 raise InputError("units", expected=expected, got=(layer, head))
-            gates.setdefault(site_of_head[layer, head], []).append(HeadGate(head, replacement))
+            gates.setdefault(label_of_head[layer, head], []).append(HeadGate(head, replacement))
         if not gates:
             raise InputError("units", expected=f"heads in {name!r}", got="none")
         yield gates, {"name": name, "heads": [f"{layer}.{head}" for layer, head in pairs]}

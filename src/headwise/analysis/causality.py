@@ -16,6 +16,7 @@ from headwise.data.batches import (
     copied,
     evaluation_mode,
     is_encoder_decoder,
+    real_tokens,
     with_cache_disabled,
 )
 from headwise.errors import InputError
@@ -32,33 +33,26 @@ default initialization, in float32, differs by more than 50,000 such units."""
 def require_causal(
     loss: Any, model: nn.Module, batches: Iterable[Mapping[str, Any]], *, remedy: str | None = None
 ) -> None:
-    """Raise `InputError` if a loss is `next_token_loss`, and the model is an encoder-decoder, or its logits depend on
-    later tokens. Other losses are not checked, and neither are models that return no logits or read no token ids, which
-    the loss itself refuses.
-
-    The check changes all tokens of the longest sequence after a place to others, and compares the logits of the tokens
-    before, for a few places from its second to its last token. Where these differ by no more than the rounding of a
-    dtype below float32, a copy of the model in float32 decides.
+    """Raise `InputError` with the end `remedy` if a loss is `next_token_loss`, and the model is not causal by
+    `why_not_causal`. Models that return no logits or read no token ids are refused by the loss itself.
     """
-    if loss is not next_token_loss:
-        return
-    got = why_not_causal(model, batches)
-    if got is not None:
+    if loss is next_token_loss and (got := why_not_causal(model, batches)) is not None:
         raise InputError("loss", expected="hw.next_token_loss for a causal model", got=got, remedy=remedy)
 
 
 def require_causal_decoder(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
-    """Raise `InputError` if a model is an encoder-decoder, or its logits depend on later tokens. The check is that of
-    `require_causal`.
-    """
-    got = why_not_causal(model, batches)
-    if got is not None:
+    """Raise `InputError` if a model is not causal by `why_not_causal`."""
+    if (got := why_not_causal(model, batches)) is not None:
         raise InputError("model", expected="a causal decoder, whose tokens see no later ones", got=got)
 
 
 def why_not_causal(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> str | None:
     """Return a description of a model that is an encoder-decoder, or whose logits depend on later tokens; None if it is
-    neither. The check is that of `require_causal`.
+    neither. `batches` are on its device.
+
+    The check changes all tokens of the longest sequence after a place to others, and compares the logits of the tokens
+    before, for a few places from its second to its last token. Where these differ by no more than the rounding of a
+    dtype below float32, a copy of the model in float32 decides.
     """
     if is_encoder_decoder(model):
         return f"{type(model).__name__}, an encoder-decoder"
@@ -108,10 +102,10 @@ def _name_of_ids(batch: Mapping[str, Any]) -> str:
 
 def _real_tokens(batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
     """Return a mask that is True at tokens that are not padding; None for a batch without token ids."""
-    ids, mask = batch.get(_name_of_ids(batch)), batch.get("attention_mask")
+    ids = batch.get(_name_of_ids(batch))
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         return None
-    return mask.bool() if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids).bool()
+    return real_tokens(batch, ids)
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, "batch tokens vocabulary"] | None:

@@ -22,6 +22,7 @@ from headwise.data.batches import (
     count_sequences_and_tokens,
     is_encoder_decoder,
     name_of_mask,
+    real_tokens,
     with_cache_disabled,
 )
 from headwise.errors import InputError
@@ -45,17 +46,17 @@ def require_loss(loss: Any) -> None:
 
 
 def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
-    """Call `loss.prepare(model, batch)`, in which a loss computes what it needs from the unchanged model; do nothing if
-    the loss has no such method. The loss receives a copy of the batch, as in `loss_per_example`.
+    """Call `loss.prepare`, if there is one, in which a loss computes what it needs from the unchanged model, on a copy
+    of a batch.
     """
     if hasattr(loss, "prepare"):
         loss.prepare(model, copied(batch))
 
 
 def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """Compute the loss of each example of a batch as `loss(model, batch)`, and return it after checking that it is one
-    floating-point number per example. The loss receives a copy of the batch: a model that writes to its inputs, such as
-    a cache of keys and values, then computes the same the next time.
+    """Return the loss of each example of a batch, `loss(model, batch)`, one floating-point number each. The loss
+    receives a copy of the batch: a model that writes to its inputs, such as a cache of keys and values, then computes
+    the same the next time.
     """
     losses, examples = loss(model, copied(batch)), count_sequences_and_tokens(batch)[0]
     if not isinstance(losses, Tensor) or losses.shape != (examples,) or not losses.is_floating_point():
@@ -66,11 +67,8 @@ def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Flo
 
 
 def finite_loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """Return the loss of each example of a batch, as `loss_per_example` does, after checking that the model computed it
-    from finite numbers.
-
-    NaN is the loss of an example without one, such as a text of one token. But if activations of the model are NaN or
-    infinite, the error names the first module with such activations.
+    """Return the loss of each example of a batch; NaN for an example without one, such as a text of one token. Raise
+    `InputError` for an infinite loss, and if activations of the model are not finite: it names their first module.
     """
     losses = loss_per_example(loss, model, batch)
     is_finite = losses.detach().isfinite()
@@ -84,9 +82,7 @@ def finite_loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any])
 
 
 def require_some_loss(examples: int) -> None:
-    """Raise `InputError` if the number of examples whose loss is not NaN is 0, as for the next-token loss of sequences
-    of one token.
-    """
+    """Raise `InputError` if no example has a loss, as for the next-token loss of sequences of one token."""
     if not examples:
         raise InputError("loss", expected="a number for at least one example", got="NaN for all of them")
 
@@ -244,11 +240,10 @@ def _tokens(batch: dict[str, Any]) -> tuple[Int[Tensor, "batch length"], Bool[Te
 def _is_real(batch: dict[str, Any], tokens: Tensor, name: str = "attention_mask") -> Bool[Tensor, "batch length"]:
     """Return a mask of tokens, or of vectors of tokens, that is True where they are not padding."""
     mask = batch.get(name)
-    if mask is None:
-        return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-    if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
+    # A mask of another shape, such as one with four axes, does not state what is padding.
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]):
         got = f"one of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         expected = f"the argument {name} of shape {tuple(tokens.shape[:2])}, which states the padding"
         remedy = "use such a mask, or a loss function of your own"
         raise InputError("loss", expected=expected, got=got, remedy=remedy)
-    return mask.bool()
+    return real_tokens(batch, tokens, name)

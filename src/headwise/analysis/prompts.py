@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checks import whole_numbers
-from headwise.data.batches import arguments_of, call_model, device_of, to_device
+from headwise.data.batches import arguments_of, call_model, device_of, real_tokens, to_device
 from headwise.errors import InputError
-from headwise.shapes import Bool, Float, Int
+from headwise.shapes import Float, Int
 
 ONE_OR_PER_PROMPT = "one for all prompts, or (batch,)"
 
@@ -33,8 +33,8 @@ class AnswerTokens(NamedTuple):
 
     @classmethod
     def from_arguments(cls, answer: Any, wrong: Any, at: Any) -> "AnswerTokens":
-        """Convert the arguments `answer`, `wrong` and `at` of a public function to `AnswerTokens`. Each is a whole
-        number or a list or tensor of one per prompt; `wrong` may be None.
+        """Return the arguments `answer`, `wrong` (which may be None) and `at` of a public function. Each is a whole
+        number, or a list or tensor of one per prompt.
         """
         answer, at = (
             whole_numbers(name, value, dimensions=(0, 1), shape=ONE_OR_PER_PROMPT)
@@ -45,11 +45,11 @@ class AnswerTokens(NamedTuple):
         return cls(answer, wrong, at)
 
     def positions(self, batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Int[Tensor, " prompts"]:
-        """Return, for each prompt, the index in the padded batch of the token that the prompt's answer follows. It is
-        computed from `at`, the index that does not count padding, and from the batch's attention mask. `like` is any
-        tensor with the axes of prompts and tokens.
+        """Return, for each prompt, the index in the padded batch of the token that the prompt's answer follows, from
+        `at` and the attention mask of the batch. `like` is any tensor with the axes of prompts and tokens.
         """
-        is_real = _real_tokens(batch, like)
+        of_decoder = "decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask"
+        is_real = real_tokens(batch, like, of_decoder)
         at, lengths = _per_prompt("at", self.at, is_real), is_real.sum(1)
         index = torch.where(at < 0, at + lengths, at)
         if bool(((index < 0) | (index >= lengths)).any()):
@@ -61,9 +61,8 @@ class AnswerTokens(NamedTuple):
     def ids_per_prompt(
         self, prompts: Tensor, vocabulary: int
     ) -> tuple[Int[Tensor, " prompts"], Int[Tensor, " prompts"] | None]:
-        """Check that the token ids of the answers are below `vocabulary`, the model's number of tokens. Return the id
-        of the right answer to each prompt, and the id of the wrong answer to each prompt (None if there is no wrong
-        answer). `prompts` is any tensor with one row per prompt.
+        """Return the id of the right answer to each prompt, below the number of tokens `vocabulary`, and that of the
+        wrong answer, or None. `prompts` is any tensor with one row per prompt.
         """
         ids = []
         for name, value in (("answer", self.answer), ("wrong", self.wrong)):
@@ -117,9 +116,8 @@ def output_embedding(model: Any) -> nn.Module | None:
 
 
 def one_batch(model: nn.Module, batch: Any, argument: str = "batch") -> dict[str, Any]:
-    """Return `batch` as a dictionary of the model's arguments by name, with tensors on the model's device. For a batch
-    that is a single tensor, the only name is the empty string, which stands for the first positional argument. Anything
-    but a tensor or a mapping with tensors raises `InputError` for the argument of the name `argument`.
+    """Return a tensor or a mapping of the model's arguments as a dictionary, with tensors on the model's device. A
+    single tensor has the empty string as its name. `argument` is the name of `batch` in an error.
     """
     arguments = arguments_of(batch)
     if arguments is None:
@@ -129,21 +127,8 @@ def one_batch(model: nn.Module, batch: Any, argument: str = "batch") -> dict[str
     return to_device(arguments, device_of(model))
 
 
-def _real_tokens(batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Bool[Tensor, "prompts length"]:
-    """Return a mask `(prompts, length)` that is True at tokens that are not padding, from the batch's attention mask
-    (in an encoder-decoder, the decoder's). It is True everywhere if the batch has no mask with the first two axes of
-    `like`.
-    """
-    mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:
-        return mask.bool()
-    return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
-
-
 def _per_prompt(name: str, numbers: Int[Tensor, "*prompts"], like: Tensor) -> Int[Tensor, " prompts"]:
-    """Return `numbers` with one number for each row of `like`; a single number is repeated. Raise `InputError` for the
-    argument `name` if there are several numbers, but not one per row.
-    """
+    """Return the numbers of the argument `name`, one for each row of `like`; a single number is repeated."""
     if numbers.ndim and numbers.shape != (len(like),):
         raise InputError(name, expected=f"one number, or {len(like)}, one per prompt", got=len(numbers))
     return numbers.to(like.device).expand(len(like))

@@ -14,7 +14,7 @@ from torch import nn
 from headwise.analysis.ablate import ablate, surveyed
 from headwise.analysis.losses import Loss, require_loss
 from headwise.analysis.replacements import Replacement
-from headwise.checks import collection_of, finite_number, head_pair, require_module, whole_number
+from headwise.checks import collection_of, finite_number, head_pairs, require_module, whole_number
 from headwise.data.batches import evaluation_mode
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -244,8 +244,7 @@ def _order(name: str, order: Any, heads: Sequence[Head], identity: ModelIdentity
             raise InputError("orders", expected=f"a {statistic} of each head in {name!r}", got=f"NaN for {missing[0]}")
         removed = sorted(values, key=lambda head: values[head])
     else:
-        expected = "heads (layer, head)"
-        removed = [head_pair("orders", head, of=expected) for head in collection_of("orders", order, of=expected)]
+        removed = head_pairs("orders", order)
     if sorted(removed) != sorted(heads):
         different = sorted(set(removed) ^ set(heads)) or [head for head in heads if removed.count(head) > 1]
         expected = f"every head of the model once in {name!r}"

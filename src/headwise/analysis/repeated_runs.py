@@ -9,7 +9,7 @@ that reuse layer outputs, for each layer up to which outputs can be reused.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from headwise.analysis.gate import GateInterceptor, HeadGate
 from headwise.data.batches import digest_of
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
+from headwise.intercept.module_calls import module_calls
 from headwise.intercept.replay import Replay
 
 SIDE_EFFECTS = "the model passes values between layers in other ways than layer outputs, so all runs were complete"
@@ -109,13 +110,12 @@ class RepeatedRuns:
         """
         digests: list[str] = []
 
-        def add_digest(_module: nn.Module, _args: Any, output: Any) -> None:
+        def add_digest(_number: int, _args: Any, output: Any) -> None:
             leaves = pytree.tree_leaves(output)
             digests.append(digest_of(leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta))
 
-        with ExitStack() as hooks, restored_state(self._model):
-            for module in (self._model, *self._replay.stacks):
-                hooks.enter_context(module.register_forward_hook(add_digest))
+        modules = dict(enumerate((self._model, *self._replay.stacks)))
+        with restored_state(self._model), module_calls(modules, add_digest):
             values = compute()
         return values, [digest_of([values]), *digests]
 

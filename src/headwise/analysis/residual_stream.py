@@ -2,8 +2,8 @@
 of modules that are held constant in a later run.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from headwise.analysis.prompts import AnswerTokens, output_embedding
 from headwise.errors import InputError
 from headwise.intercept.linear_map import linear_map
+from headwise.intercept.module_calls import module_calls
 from headwise.intercept.output_projection import output_projection
 from headwise.shapes import Float, Int
 
@@ -28,7 +29,7 @@ def not_direct_error(model: nn.Module) -> InputError:
 
 
 class _ModuleCall(NamedTuple):
-    """One finished call of a module: the module, its first argument and its output, both tensors."""
+    """One finished call of a module, whose first argument and output are tensors."""
 
     module: nn.Module
     input: Tensor
@@ -37,9 +38,7 @@ class _ModuleCall(NamedTuple):
 
 class ResidualStream:
     """Observer of a model's run that finds the call of the final norm, the module whose output is the input of the
-    output embedding.
-
-    From the input and output of the norm it computes each part's effect on the logits.
+    output embedding, and computes from it each part's effect on the logits.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,16 +67,12 @@ class ResidualStream:
             if last_call and args and _is_same_memory(args[0], last_call[0].output):
                 self._final_call = last_call[0]
 
-        with ExitStack() as hooks:
-            for module in self._model.modules():
-                hooks.enter_context(module.register_forward_hook(on_call))
-            hooks.enter_context(self._embedding.register_forward_pre_hook(on_embedding))
+        modules = {module: module for module in self._model.modules()}
+        with module_calls(modules, on_call), self._embedding.register_forward_pre_hook(on_embedding):
             yield
 
     def final_norm_call(self) -> _ModuleCall:
-        """Return the final norm with its input and output in the last observed run of the model. Raise `InputError` if
-        no such module was found, or if its output has another shape than its input.
-        """
+        """Return the final norm with its input and output, of one shape, in the last observed run of the model."""
         call = self._final_call
         if call is None or call.input.shape != call.output.shape or call.output.ndim != 3:
             raise not_direct_error(self._model)
@@ -97,12 +92,12 @@ class ResidualStream:
         adds to the logit.
         """
         norm, before, after = self.final_norm_call()
-        like = after
+        like = after  # the norm's width, dtype and device
         positions = tokens.positions(batch, after)
         prompts = torch.arange(len(positions), device=positions.device)
         dtype = torch.promote_types(after.dtype, torch.float32)
         before, after = (stream[prompts, positions].to(dtype) for stream in (before, after))
-        logits = None if self._embedding is None else linear_map(self._embedding, like.shape[-1])
+        logits = linear_map(self._embedding, like.shape[-1])
         if logits is None:
             raise not_direct_error(self._model)
         embedding, bias = logits
@@ -116,9 +111,8 @@ class ResidualStream:
 
 
 def projection_weight(model: nn.Module, path: str, width: int, stream: Tensor) -> Float[Tensor, "stream width"]:
-    """Return the weight matrix `(stream, width)` of the output projection of the attention module at `path`. It maps
-    the concatenated outputs of the module's heads, `width` features, to the residual stream. The matrix gets the dtype
-    of `stream`, values of that stream.
+    """Return the weight matrix of the output projection of the attention module at `path`, from the concatenated
+    outputs of its heads, `width` features, to the residual stream, in the dtype of `stream`.
     """
     projection = output_projection(dict(model.named_modules()), path, width)
     if projection is None or len(projection.map.weight) != stream.shape[-1]:
@@ -187,27 +181,14 @@ class ModuleOutputs:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._outputs: dict[nn.Module, list[Any]] = {module: [] for module in modules}
+        self._modules = {module: module for module in modules}
+        self._outputs: dict[nn.Module, list[Any]] = {module: [] for module in self._modules}
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record the output of every call of every module while the context is active."""
-        with self._hooks(lambda module, _, output: self._outputs[module].append(output)):
-            yield
+    def recorded(self) -> AbstractContextManager[None]:
+        """Return a context in which the output of every call of every module is recorded."""
+        return module_calls(self._modules, lambda module, _, output: self._outputs[module].append(output))
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Make each module return the outputs that `recorded` stored, in the order of its calls, while the context is
-        active.
-        """
+    def replayed(self) -> AbstractContextManager[None]:
+        """Return a context in which each module returns the recorded outputs, in the order of its calls."""
         remaining = {module: iter(outputs) for module, outputs in self._outputs.items()}
-        with self._hooks(lambda module, *_: next(remaining[module], None)):
-            yield
-
-    @contextmanager
-    def _hooks(self, hook: Callable[..., Any]) -> Iterator[None]:
-        """Register `hook` as forward hook of every module while the context is active."""
-        with ExitStack() as hooks:
-            for module in self._outputs:
-                hooks.enter_context(module.register_forward_hook(hook))
-            yield
+        return module_calls(self._modules, lambda module, *_: next(remaining[module], None))

@@ -178,6 +178,16 @@ def name_of_mask(model: Any) -> str:
     return "decoder_attention_mask" if is_encoder_decoder(model) else "attention_mask"
 
 
+def real_tokens(batch: Mapping[str, Any], like: Tensor, name: str = "attention_mask") -> Tensor:
+    """Return a boolean mask `(sequences, tokens)` that is True at tokens that are not padding: everywhere, if the
+    argument `name` of a batch is not a mask of the first two axes of `like`.
+    """
+    mask = batch.get(name)
+    if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:
+        return mask.bool()
+    return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode while the context is open, then restore each module's training flag."""

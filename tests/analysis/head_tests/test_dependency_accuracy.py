@@ -12,8 +12,7 @@ from tokenizers import models, pre_tokenizers, processors
 import headwise as hw
 from full_attention import weights_of
 from headwise.analysis.head_tests.dependencies import MostAttendedWords
-from headwise.analysis.head_tests.treebank import aligned_tokens, read_treebank
-from headwise.intercept.install import intercepted
+from headwise.analysis.head_tests.treebank import AlignedTokens, aligned_tokens, read_treebank
 from jackknife import jackknife
 from prompt_models import HEADS, LAYERS, language_model
 
@@ -152,11 +151,10 @@ def test_a_word_whose_rows_are_in_two_blocks_is_complete():
     word_of = torch.tensor([-1, *(word for word in range(204) for _ in range(5))])
     reader, stops = _Recorded(model), set()
     reader.stops = stops
-    reader.begin_sentence(word_of, 204)
-    with torch.no_grad(), intercepted(model, reader):
-        model(ids)
+    with torch.no_grad():
+        reader.run_sentence(AlignedTokens(ids[0], word_of, [True] * 204))
     assert any(0 < (stop - 1) % 5 < 4 for stop in stops - {length})
-    found = torch.cat([reader.found()[record.site] for record in reader.records])
+    found = torch.cat([reader.found[record.site] for record in reader.records])
     weights = weights_of(model, ids)[:, 0].flatten(0, 1)[:, 1:, 1:]
     matrix = weights.unflatten(2, (204, 5)).sum(-1).unflatten(1, (204, 5)).mean(2)
     matrix[:, range(204), range(204)] = -1

@@ -196,7 +196,7 @@ REFUSED = [
     (MASKED["right"] | {"at": -6}, "at: expected from -5 to 4, the tokens of the shortest prompt, got -6"),
     ({"heads": [(0, 1), (0, 6)]}, "heads: expected each a (layer, head) of this model, got (0, 6)"),
     ({"heads": 5}, "heads: expected a collection of heads (layer, head), got 5"),
-    ({"heads": [5]}, "heads: expected each a (layer, head) of this model, got 5"),
+    ({"heads": [5]}, "heads: expected heads (layer, head), got 5"),
     ({"clean": "w5"}, "clean: expected a batch: a tensor, or a mapping of tensors"),
 ]
 

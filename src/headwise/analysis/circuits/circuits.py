@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.circuits.module_maps import ModuleMaps, placed_module
+from headwise.analysis.circuits.module_maps import ModuleMaps, placed_modules
 from headwise.analysis.circuits.scores import (
     CircuitScores,
     Composition,
@@ -23,7 +23,6 @@ from headwise.analysis.circuits.stream import (
     NotLinearError,
     StreamFactors,
     embedding_product,
-    embedding_unembedding_product,
     stream_factors,
 )
 from headwise.analysis.circuits.trace import RunTrace, double_copy
@@ -84,7 +83,7 @@ def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None, p
         with without_autocast(device_of(copy)), torch.no_grad():
             trace = RunTrace(copy, batch)
             bar.advance()
-            placed = [placed_module(trace, site) for site in trace.attention.sites.values()]
+            placed = placed_modules(trace)
             bar.advance()
             shortest = min(module.input.shape[1] for module in placed)
             if shortest < FEWEST_TOKENS:
@@ -95,9 +94,9 @@ def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None, p
             try:
                 stream = stream_factors(trace, batch, placed)
                 maps = [each.maps for each in placed]
-                for name, product_of in (("copying", embedding_unembedding_product), ("matching", embedding_product)):
+                for name in ("copying", "matching"):
                     try:
-                        products[name] = product_of(trace, stream)
+                        products[name] = embedding_product(trace, stream, with_logits=name == "copying")
                     except NotLinearError as error:
                         products[name] = str(error)
             except NotLinearError as error:
@@ -284,11 +283,8 @@ class Circuits:
         Raises:
             InputError: a score is unknown, or the model does not have it.
         """
-        for name in names:
-            if name not in SCORES:
-                raise InputError("names", expected=f"some of {', '.join(SCORES)}", got=repr(name))
         distance = whole_number("distance", distance, least=0, most=LARGEST_SIZE)
-        names = self._available(names, SCORES, "scores")
+        names = self._available("names", names, SCORES, "scores")
         values = {}
         with shown_progress(self.shows_progress), progress_bar("scores", len(self._modules), "layers") as bar:
             for maps in bar.track(self._modules):
@@ -331,11 +327,8 @@ class Circuits:
         Raises:
             InputError: a kind is unknown, or the model has no linear residual stream, or scores that are not bilinear.
         """
-        for kind in kinds:
-            if kind not in COMPOSITION_KINDS:
-                raise InputError("kinds", expected=f"some of {', '.join(COMPOSITION_KINDS)}", got=repr(kind))
         distance = whole_number("distance", distance, least=0, most=LARGEST_SIZE)
-        kinds = self._available(kinds, COMPOSITION_KINDS, "composition scores")
+        kinds = self._available("kinds", kinds, COMPOSITION_KINDS, "composition scores")
         if len(self._modules) < 2:
             raise InputError("model", expected="at least two attention layers", got=len(self._modules))
         readers, written = [], []
@@ -375,8 +368,11 @@ class Circuits:
         settings = {**self.metadata["settings"], "distance": distance}
         return Composition(tuple(rows), {**self.metadata, "settings": settings, "measured": measured})
 
-    def _available(self, names: Sequence[str], known: Sequence[str], plural: str) -> tuple[str, ...]:
+    def _available(self, argument: str, names: Sequence[str], known: Sequence[str], plural: str) -> tuple[str, ...]:
         """Return the scores that are named, or all `known` ones that a model has. Warn of the others."""
+        for name in names:
+            if name not in known:
+                raise InputError(argument, expected=f"some of {', '.join(known)}", got=repr(name))
         reasons = {name: self.why_not(name) for name in names or known}
         missing = {name: reason for name, reason in reasons.items() if reason is not None}
         present = tuple(name for name in reasons if name not in missing)

@@ -1,14 +1,15 @@
 """Linear maps of one attention module: its heads' weights, checked against what the module computes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.circuits.norms import NormMap, is_norm, norm_map
-from headwise.analysis.circuits.rotation import LayerRotation, NoRotation, Rotation, module_rotation
-from headwise.analysis.circuits.trace import ModuleCall, RunTrace, SiteTrace
+from headwise.analysis.circuits.norms import norm_map
+from headwise.analysis.circuits.rotation import LayerRotation, Rotation, module_rotation
+from headwise.analysis.circuits.trace import ModuleCall, RunTrace, is_norm
 from headwise.errors import InputError
 from headwise.families.registry import head_module, softcap_of
 from headwise.nn.multihead import MultiHeadAttention
@@ -27,34 +28,18 @@ LEAST_SIGNAL = 20.0
 """Least differences of the logarithms of the weights, in multiples of rounding, by which scores can be checked."""
 
 
-class HeadWeights(NamedTuple):
-    """Weights of the heads of one attention module. Query head h attends with key/value head `h * kv_heads // heads`.
+def head_weights(model: nn.Module, path: str) -> tuple[dict[str, Tensor], str]:
+    """Return the weights of the heads of the attention module at `path` of a model that was copied by `double_copy`,
+    and the path of the module's output projection. Query head h attends with key/value head `h * kv_heads // heads`.
 
-    Attributes:
-        query: matrix from the module's input to each head's query, `(heads, head_dim, width)`.
-        key: matrix to each key, `(kv_heads, head_dim, width)`.
-        value: matrix to each value, `(kv_heads, value_dim, width)`.
-        output: each head's slice of the output projection, `(heads, width, value_dim)`.
-        query_bias: `(heads, head_dim)`; 0 without a bias, as all others.
-        key_bias: `(kv_heads, head_dim)`.
-        value_bias: `(kv_heads, value_dim)`.
-        output_bias: `(width,)`.
-        output_path: path of the output projection in the model.
+        query  (heads, head_dim, width)         from the module's input to each head's query
+        key    (kv_heads, head_dim, width)
+        value  (kv_heads, value_dim, width)
+        output (heads, width, value_dim)        each head's slice of the output projection
+
+    Biases are `query_bias`, `key_bias`, `value_bias`, without the last axis, and `output_bias`, `(width,)`; 0 where the
+    module has none.
     """
-
-    query: Float[Tensor, "heads head_dim width"]
-    key: Float[Tensor, "kv_heads head_dim width"]
-    value: Float[Tensor, "kv_heads value_dim width"]
-    output: Float[Tensor, "heads out value_dim"]
-    query_bias: Float[Tensor, "heads head_dim"]
-    key_bias: Float[Tensor, "kv_heads head_dim"]
-    value_bias: Float[Tensor, "kv_heads value_dim"]
-    output_bias: Float[Tensor, " out"]
-    output_path: str
-
-
-def head_weights(model: nn.Module, path: str) -> HeadWeights:
-    """Return the weights of the heads of the attention module at `path` of a model that was copied by `double_copy`."""
     module = head_module(model, path)
     tensors: dict[str, Tensor] = {}
     for parameter, blocks in module.parameters(model):
@@ -68,17 +53,8 @@ def head_weights(model: nn.Module, path: str) -> HeadWeights:
         tensors.setdefault(f"{part}_bias", torch.zeros_like(tensors[part][..., 0]))
     output = tensors["output"].mT
     bias = getattr(model.get_submodule(module.output), "bias", None)
-    return HeadWeights(
-        query=tensors["query"],
-        key=tensors["key"],
-        value=tensors["value"],
-        output=output,
-        query_bias=tensors["query_bias"],
-        key_bias=tensors["key_bias"],
-        value_bias=tensors["value_bias"],
-        output_bias=output.new_zeros(output.shape[1]) if bias is None else bias.detach(),
-        output_path=module.output,
-    )
+    output_bias = output.new_zeros(output.shape[1]) if bias is None else bias.detach()
+    return tensors | {"output": output, "output_bias": output_bias}, module.output
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +64,9 @@ class ModuleMaps:
 
     Attributes:
         path: path of the module.
-        query: `(heads, head_dim, width)`, from the residual stream to each head's query.
-        key: `(kv_heads, head_dim, width)`.
-        value: `(kv_heads, value_dim, width)`.
-        output: `(heads, width, value_dim)`, from a head's output to the residual stream.
+        query, key, value: from the residual stream to the query of each head, and to each key and value.
+        output: from each head's output to the residual stream.
         scale: factor of each head's scores.
-        rotation: rotation of queries and keys.
         why_no_qk: what makes the scores of the module no bilinear form; None if they are one.
     """
 
@@ -129,60 +102,52 @@ class PlacedModule(NamedTuple):
     projection: ModuleCall
 
 
-def placed_module(trace: RunTrace, site: SiteTrace) -> PlacedModule:
-    """Read the linear maps of an attention module from its weights, and check that they compute what the module
-    computed in a run.
+def placed_modules(trace: RunTrace) -> list[PlacedModule]:
+    """Read the linear maps of all attention modules of a run from their weights, in the order of the calls, and check
+    that they compute what the modules computed.
     """
-    model, path = trace.model, site.path
-    weights, call = head_weights(model, path), trace.call_of(path)
-    if call is None or call.input is None or call.input.ndim != 3:
-        raise _other_input(path, call)
-    if call.input.shape[:2] != (1, site.weights.shape[1]):
-        raise _other_input(path, call)
+    return [_placed_module(trace, path) for path in trace.attention.weights]
+
+
+def _placed_module(trace: RunTrace, path: str) -> PlacedModule:
+    """Return the linear maps of the attention module at `path`, after the check."""
+    (weights, output_path), call = head_weights(trace.model, path), trace.call_of(path)
+    shape = (1, trace.attention.weights[path].shape[1])
+    if call is None or call.input is None or call.input.ndim != 3 or call.input.shape[:2] != shape:
+        got = path if call is None or call.input is None else f"{tuple(call.input.shape)} in {path}"
+        raise InputError("model", expected="attention modules that are called with (1, length, width)", got=got)
     before = trace.norm_before(call.input)
-    projection = trace.call_of(weights.output_path) or call
-    _require_values(site, weights, call.input, projection)
+    projection = trace.call_of(output_path) or call
+    _require_values(trace, path, weights, call.input, projection)
     after = trace.norm_after(projection.result, call.result)
-    scale, rotation, why_no_qk = _scores(trace, site, weights, call)
-    parts = weights.query, weights.key, weights.value, weights.output
-    unfolded = ModuleMaps(path, *parts, scale, rotation, why_no_qk)
+    parts = tuple(weights[part] for part in ("query", "key", "value", "output"))
+    unfolded = ModuleMaps(path, *parts, *_scores(trace, weights, call))
     query, key, value, output = parts
     if before is not None:
-        norm = map_of(before)
+        norm = norm_map(before)
         query, key, value = norm.after(query), norm.after(key), norm.after(value)
     if after is not None:
-        output = map_of(after).before(output)
+        output = norm_map(after).before(output)
     stream = call.input if before is None else before.input
     assert stream is not None
     maps = replace(unfolded, query=query, key=key, value=value, output=output)
     return PlacedModule(maps, unfolded, stream, after or projection, projection)
 
 
-def _other_input(path: str, call: ModuleCall | None) -> InputError:
-    """Return the error for an attention module that is not called once with one sequence along the second axis."""
-    got = path if call is None or call.input is None else f"{tuple(call.input.shape)} in {path}"
-    return InputError("model", expected="attention modules that are called with (1, length, width)", got=got)
-
-
-def map_of(call: ModuleCall) -> NormMap:
-    """Return the linear part of a norm that was called."""
-    assert call.of_norm is not None
-    return norm_map(call.module, call.path, *call.of_norm)
-
-
-def _require_values(site: SiteTrace, weights: HeadWeights, inputs: Tensor, projection: ModuleCall) -> None:
+def _require_values(
+    trace: RunTrace, path: str, weights: Mapping[str, Tensor], inputs: Tensor, projection: ModuleCall
+) -> None:
     """Raise `InputError` unless the values and the output projection of a module compute, from its weights, what it
     computed: head outputs from its attention weights, and the sum that it writes from the head outputs.
     """
-    group = len(weights.query) // len(weights.value)
-    values = torch.einsum("gdw,lw->gld", weights.value, inputs[0]) + weights.value_bias[:, None]
-    out = None
-    if site.weights.shape[-1] == values.shape[1]:
-        out = site.weights @ values.repeat_interleave(group, 0)
-    if out is None or site.out is None or not _is_close(out, site.out):
-        got = f"head outputs of {site.path} that are not its attention weights times W_V x"
+    attention, recorded = trace.attention.weights[path], trace.attention.outputs.get(path)
+    group = len(weights["query"]) // len(weights["value"])
+    values = torch.einsum("gdw,lw->gld", weights["value"], inputs[0]) + weights["value_bias"][:, None]
+    out = attention @ values.repeat_interleave(group, 0) if attention.shape[-1] == values.shape[1] else None
+    if out is None or recorded is None or not _is_close(out, recorded):
+        got = f"head outputs of {path} that are not its attention weights times W_V x"
         raise InputError("model", expected="values that are a linear map of the module's input", got=got)
-    written = torch.einsum("hwd,hld->lw", weights.output, out) + weights.output_bias
+    written = torch.einsum("hwd,hld->lw", weights["output"], out) + weights["output_bias"]
     if projection.result is None or not _is_close(written[None], projection.result):
         got = f"an output of {projection.path} that is not the sum of W_O times the head outputs"
         raise InputError("model", expected="an output projection of all heads", got=got)
@@ -197,41 +162,39 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 def _scores(
-    trace: RunTrace, site: SiteTrace, weights: HeadWeights, call: ModuleCall
+    trace: RunTrace, weights: Mapping[str, Tensor], call: ModuleCall
 ) -> tuple[Float[Tensor, " heads"], Rotation, str | None]:
     """Return the factor of each head's scores, the rotation of queries and keys, and the reason why the scores are no
     bilinear form of the input. The reason is None if this form predicts the attention weights of the run.
     """
     assert call.input is not None
-    rotation = _rotation(trace, call)
+    path, ones, rotation = call.path, torch.ones(len(weights["query"])), _rotation(trace, call)
     if rotation is None:
-        return torch.ones(len(weights.query)), NoRotation(), f"the rotation of {site.path}, which is unknown"
-    inside = (each for each in trace.calls if each.path.startswith(f"{site.path}.") and is_norm(each.module))
+        return ones, Rotation(), f"the rotation of {path}, which is unknown"
+    inside = (each for each in trace.calls if each.path.startswith(f"{path}.") and is_norm(each.module))
     if norm := next(inside, None):
-        return torch.ones(len(weights.query)), rotation, f"the norm {norm.path} of queries or keys"
+        return ones, rotation, f"the norm {norm.path} of queries or keys"
     positions = torch.arange(call.input.shape[1], device=call.input.device)
-    query = torch.einsum("hdw,lw->hld", weights.query, call.input[0]) + weights.query_bias[:, None]
-    key = torch.einsum("gdw,lw->gld", weights.key, call.input[0]) + weights.key_bias[:, None]
+    query = torch.einsum("hdw,lw->hld", weights["query"], call.input[0]) + weights["query_bias"][:, None]
+    key = torch.einsum("gdw,lw->gld", weights["key"], call.input[0]) + weights["key_bias"][:, None]
     group = len(query) // len(key)
     keys = rotation.rotate(key, positions).repeat_interleave(group, 0)
     products = rotation.rotate(query, positions) @ keys.mT
-    is_zero = (weights.query == 0).flatten(1).all(1) | (weights.key == 0).flatten(1).all(1).repeat_interleave(group)
-    try:
-        scale = _scale(call, products, site.weights, is_zero)
-    except _ScoresError as error:
-        return torch.ones(len(query)), rotation, str(error)
-    if rotation.depends_on_length:
-        return scale, rotation, f"the rotation in {site.path}, which depends on the length of the text"
-    return scale, rotation, None
+    has_zeros = [(weights[part] == 0).flatten(1).all(1) for part in ("query", "key")]
+    is_zero = has_zeros[0] | has_zeros[1].repeat_interleave(group)
+    scale, reason = _scale(call, products, trace.attention.weights[path], is_zero)
+    if reason is None and rotation.depends_on_length:
+        reason = f"the rotation in {path}, which depends on the length of the text"
+    return scale, rotation, reason
 
 
 def _rotation(trace: RunTrace, call: ModuleCall) -> Rotation | None:
     """Return the rotation of queries and keys in a call of an attention module; None if it cannot be established."""
     if isinstance(call.module, MultiHeadAttention):
-        return NoRotation() if call.module.rotary is None else LayerRotation(call.module.rotary)
+        return Rotation() if call.module.rotary is None else LayerRotation(call.module.rotary)
     tables = call.kwargs.get("position_embeddings")
     if tables is None:
-        return NoRotation()
+        return Rotation()
     for each in trace.calls:
         if isinstance(each.output, tuple) and each.output[0] is tables[0]:
             assert call.input is not None
@@ -239,20 +202,15 @@ def _rotation(trace: RunTrace, call: ModuleCall) -> Rotation | None:
     return None
 
 
-class _ScoresError(Exception):
-    """Reason why the scores of a module are not known to be products of queries and keys times a factor, in words that
-    state what the model has.
-    """
-
-
 def _scale(
     call: ModuleCall,
     products: Float[Tensor, "heads length length"],
     weights: Float[Tensor, "heads length length"],
     is_zero: Bool[Tensor, " heads"],
-) -> Float[Tensor, " heads"]:
+) -> tuple[Float[Tensor, " heads"], str | None]:
     """Return the factor of the products of queries and keys in each head's scores, such that the scores have the
-    attention weights of the run.
+    attention weights of the run, and None; or 1, and the reason why the scores are not known to be such products times
+    a factor.
 
     The factor is fitted to the weights. A number that the module states or its head_dim implies is used instead if the
     weights follow from it. Scores may be capped, c tanh(score / c), as in Gemma 2. The weights of a head whose QK
@@ -268,7 +226,9 @@ def _scale(
     seen, plain = relative(weights.log()), relative(products)
     rounding = ROUNDING * float(visible[0].sum()) ** 0.5
     if bool((seen.norm(dim=1) < LEAST_SIGNAL * rounding)[~is_zero].any()):
-        raise _ScoresError(f"attention in {call.path} that is too uniform to show the factor of its scores")
+        return torch.ones(
+            len(products)
+        ), f"attention in {call.path} that is too uniform to show the factor of its scores"
     module, cap = call.module, softcap_of(call.module)
     head_dim, options = getattr(module, "head_dim", None), getattr(module, "scores", None)
     stated = [getattr(module, "scaling", None), getattr(module, "scale", None), getattr(options, "scale", None)]
@@ -278,7 +238,6 @@ def _scale(
         scores = products * scale[:, None, None]
         expected = relative(scores if cap is None else cap * (scores / cap).tanh())
         if bool(((expected - seen).norm(dim=1) <= TOLERANCE * seen.norm(dim=1) + rounding).all()):
-            return scale
-    raise _ScoresError(
-        f"scores of {call.path} that do not follow from W_Q x times W_K x, such as with a bias by position"
-    )
+            return scale, None
+    reason = f"scores of {call.path} that do not follow from W_Q x times W_K x, such as with a bias by position"
+    return torch.ones(len(products)), reason

@@ -1,21 +1,17 @@
 """Linear part of a norm: its weight and, for a layer norm, the centring. The division by the size is left out."""
 
-from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from headwise.analysis.circuits.trace import ModuleCall
 from headwise.errors import InputError
 from headwise.shapes import Float
 
 TOLERANCE = 1e-5
 """Largest relative difference between a norm and its formula. Many norms compute in float32."""
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Return True for a module without submodules that has "norm" in the name of its class."""
-    return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
 class NormMap(NamedTuple):
@@ -41,22 +37,27 @@ class NormMap(NamedTuple):
         return centred * self.weight[:, None]
 
 
-def norm_map(norm: nn.Module, path: str, read: Float[Tensor, "*axes width"], returned: Tensor) -> NormMap:
-    """Return the linear part of a norm in float64. The parameters of the norm give its weight, which is `weight`,
-    `1 + weight` (Gemma) or 1; outputs of the norm for random inputs decide.
+def norm_map(call: ModuleCall) -> NormMap:
+    """Return the linear part of a norm that was called, in float64. The parameters of the norm give its weight, which
+    is `weight`, `1 + weight` (Gemma) or 1; outputs of the norm for random inputs decide.
     """
+    assert call.of_norm is not None
+    norm, (read, returned) = call.module, call.of_norm
     width, device = read.shape[-1], read.device
     generator = torch.Generator().manual_seed(0)
     # Large, so that the number added under the root has no effect, and with a mean that is not 0.
     inputs = 1e3 * (torch.randn(1, 7, width, generator=generator, dtype=torch.float64) + 0.5).to(device)
     outputs, repeated = _output_of(norm, inputs), _output_of(norm, read)
-    is_norm_alone = outputs is not None and repeated is not None and _is_close(repeated, returned)
-    for candidate, bias in _candidates(norm, width, device) if is_norm_alone else ():
-        centred = inputs - inputs.mean(-1, keepdim=True) if candidate.is_centred else inputs
-        expected = candidate.weight * centred / centred.square().mean(-1, keepdim=True).sqrt() + bias
-        if outputs is not None and _is_close(outputs, expected):
-            return candidate
-    got = f"{path} of the class {type(norm).__name__}, which computes something else"
+    if outputs is not None and repeated is not None and _is_close(repeated, returned):
+        ones = torch.ones(width, dtype=torch.float64, device=device)
+        own = {name: value.detach() for name, value in norm.named_parameters() if value.shape == ones.shape}
+        weights = [own["weight"], 1 + own["weight"]] if "weight" in own else [ones]
+        for is_centred, weight in product((False, True), weights):
+            centred = inputs - inputs.mean(-1, keepdim=True) if is_centred else inputs
+            expected = weight * centred / centred.square().mean(-1, keepdim=True).sqrt() + own.get("bias", 0.0)
+            if _is_close(outputs, expected):
+                return NormMap(weight, is_centred)
+    got = f"{call.path} of the class {type(norm).__name__}, which computes something else"
     raise InputError("model", expected="layer norms and RMS norms", got=got)
 
 
@@ -73,14 +74,3 @@ def _output_of(norm: nn.Module, inputs: Float[Tensor, "*axes width"]) -> Tensor 
 def _is_close(outputs: Tensor, expected: Tensor) -> bool:
     """Return True if outputs of a norm are equal to what is expected but for rounding, in each token."""
     return bool(((outputs - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)).all())
-
-
-def _candidates(norm: nn.Module, width: int, device: torch.device) -> Iterator[tuple[NormMap, Tensor]]:
-    """Yield the linear parts that a norm with these parameters may have, each with the bias that it then adds."""
-    ones = torch.ones(width, dtype=torch.float64, device=device)
-    own = {name: value.detach() for name, value in norm.named_parameters() if value.shape == ones.shape}
-    weight = own.get("weight")
-    weights = [ones] if weight is None else [weight, 1 + weight]
-    for is_centred in (False, True):
-        for each in weights:
-            yield NormMap(each, is_centred), own.get("bias", torch.zeros_like(ones))

@@ -1,7 +1,8 @@
 """Rotation of queries and keys by their positions, as the attention modules of a model compute it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,54 +14,41 @@ FAR = 1_000_000
 """Position that decides whether rotations depend on the length of the text."""
 
 
-@runtime_checkable
-class Rotation(Protocol):
-    """Interface of rotations of queries and keys by position."""
+class Rotation:
+    """Rotation of queries and keys by position; of this class none, as in a model whose queries and keys do not depend
+    on positions by themselves.
+    """
 
     @property
     def depends_on_length(self) -> bool:
         """True if the rotation of a position depends on the length of the text, not on the position alone."""
+        return False
 
     def rotate(
         self, features: Float[Tensor, "heads columns head_dim"], positions: Int[Tensor, " columns"]
     ) -> Float[Tensor, "heads columns head_dim"]:
         """Return vectors of queries or keys, rotated by the position of each."""
-
-
-class NoRotation:
-    """Rotation of a model whose queries and keys do not depend on positions by themselves."""
-
-    depends_on_length = False
-
-    def rotate(
-        self, features: Float[Tensor, "heads columns head_dim"], positions: Int[Tensor, " columns"]
-    ) -> Float[Tensor, "heads columns head_dim"]:
-        """Return the vectors unchanged."""
         return features
 
 
-class LayerRotation(NamedTuple):
-    """Rotation of headwise's own layer.
-
-    Attributes:
-        rotary: the option of the layer.
-    """
+@dataclass(frozen=True)
+class LayerRotation(Rotation):
+    """Rotation of headwise's own layer, by its option `rotary`."""
 
     rotary: Rotary
 
     @property
     def depends_on_length(self) -> bool:
-        """True if the rotation of a position depends on the length of the text."""
         return self.rotary.depends_on_length
 
     def rotate(
         self, features: Float[Tensor, "heads columns head_dim"], positions: Int[Tensor, " columns"]
     ) -> Float[Tensor, "heads columns head_dim"]:
-        """Return vectors of queries or keys, rotated by the position of each."""
         return self.rotary.rotate(features[None], positions[None])[0]
 
 
-class ModuleRotation(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ModuleRotation(Rotation):
     """Rotation by the cosines and sines that a module of transformers computes from positions, such as
     `LlamaRotaryEmbedding`. Feature i of the rotated ones forms a pair with feature i plus half of their number.
 
@@ -76,15 +64,12 @@ class ModuleRotation(NamedTuple):
 
     @property
     def depends_on_length(self) -> bool:
-        """True if the rotation of a position depends on the largest position of the text."""
         near, far = torch.tensor([1, 5]), torch.tensor([1, FAR])
-        alone, with_far = (torch.cat(self.cosines_and_sines(each), -1)[0] for each in (near, far))
+        alone, with_far = (torch.cat(self._cosines_and_sines(each), -1)[0] for each in (near, far))
         return not torch.allclose(alone, with_far, rtol=0.0, atol=1e-6)
 
-    def cosines_and_sines(self, positions: Int[Tensor, " columns"]) -> tuple[Tensor, Tensor]:
-        """Return the cosines and the sines of the rotary angles at these positions, `(columns, rotated features)`
-        each, in float64, as the model's module computes them.
-        """
+    def _cosines_and_sines(self, positions: Int[Tensor, " columns"]) -> tuple[Tensor, Tensor]:
+        """Return the cosines and the sines of the rotary angles, `(columns, rotated features)` each, in float64."""
         device = next((buffer.device for buffer in self.module.buffers()), positions.device)
         arguments = {**self.arguments, self.place: positions[None].to(device)}
         args = [arguments[index] for index in sorted(key for key in arguments if isinstance(key, int))]
@@ -97,8 +82,7 @@ class ModuleRotation(NamedTuple):
     def rotate(
         self, features: Float[Tensor, "heads columns head_dim"], positions: Int[Tensor, " columns"]
     ) -> Float[Tensor, "heads columns head_dim"]:
-        """Return vectors of queries or keys, rotated by the position of each."""
-        cosines, sines = self.cosines_and_sines(positions)
+        cosines, sines = self._cosines_and_sines(positions)
         width = cosines.shape[-1]
         rotated, unchanged = features[..., :width], features[..., width:]
         first, second = rotated.chunk(2, -1)
@@ -112,8 +96,7 @@ def module_rotation(
     """Return the rotation by the outputs of a module, from the arguments of its call in a model. Return None if the
     positions 0 to `length - 1` are not exactly one of them.
     """
-    arguments: dict[int | str, Any] = dict(enumerate(args))
-    arguments.update(kwargs.items())
+    arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     places = [
         name
         for name, value in arguments.items()

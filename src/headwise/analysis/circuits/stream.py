@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.circuits.module_maps import PlacedModule, map_of
-from headwise.analysis.circuits.norms import is_norm
-from headwise.analysis.circuits.trace import ModuleCall, RunTrace, is_same
+from headwise.analysis.circuits.module_maps import PlacedModule
+from headwise.analysis.circuits.norms import norm_map
+from headwise.analysis.circuits.trace import ModuleCall, RunTrace, is_norm, is_same
 from headwise.data.tokenization import input_embeddings, output_embeddings
 from headwise.intercept.linear_map import linear_map
+from headwise.intercept.module_calls import module_calls
 from headwise.shapes import Float
 
 TOLERANCE = 1e-6
@@ -142,12 +143,8 @@ def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> 
         if shift is not None or is_norm(call.module):
             outputs.setdefault(call.module, []).append(output)
     remaining = {module: iter(stored) for module, stored in outputs.items()}
-    hooks = [module.register_forward_hook(lambda module, *_: next(remaining[module], None)) for module in outputs]
-    try:
+    with module_calls({module: module for module in outputs}, lambda module, *_: next(remaining[module], None)):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _stream_end(trace: RunTrace, shape: torch.Size) -> tuple[Tensor, ModuleCall | None, ModuleCall | None] | None:
@@ -167,46 +164,30 @@ def _stream_end(trace: RunTrace, shape: torch.Size) -> tuple[Tensor, ModuleCall 
     return None if norm is None or norm.input is None else (norm.input, norm, None)
 
 
-def embedding_product(trace: RunTrace, factors: StreamFactors) -> Float[Tensor, "width width"]:
-    """Return `E^T E`, where row t of E is what token t adds to the residual stream."""
-    product: Tensor | None = None
-    for rows, _ in _embedding_rows(trace, factors):
-        product = rows.mT @ rows if product is None else product.addmm_(rows.mT, rows)
-    assert product is not None
-    return product
-
-
-def embedding_unembedding_product(trace: RunTrace, factors: StreamFactors) -> Float[Tensor, "width width"]:
-    """Return `E^T U`, where row t of E is what token t adds to the residual stream, and row t of U times the stream is
-    the logit of token t without the division by the final norm, and without bias.
+def embedding_product(trace: RunTrace, factors: StreamFactors, *, with_logits: bool) -> Float[Tensor, "width width"]:
+    """Return `E^T E`, or `E^T U` with logits, where row t of E is what token t adds to the residual stream, and row t
+    of U times the stream is the logit of token t without the division by the final norm, and without bias.
     """
-    unembedding, product = unembedding_matrix(trace, factors.shape), None
-    tokens = len(getattr(input_embeddings(trace.model), "weight", ()))
-    if tokens != len(unembedding):
-        raise NotLinearError(f"embeddings of {tokens} tokens, and logits of {len(unembedding)}")
-    for rows, block in _embedding_rows(trace, factors):
-        part = rows.mT @ unembedding[block]
-        product = part if product is None else product.add_(part)
-    assert product is not None
-    return product
-
-
-def _embedding_rows(trace: RunTrace, factors: StreamFactors) -> Iterator[tuple[Tensor, slice]]:
-    """Yield what blocks of tokens add to the residual stream, `(tokens, width)`, with the slice of their ids."""
+    unembedding = unembedding_matrix(trace, factors.shape) if with_logits else None
     embedding = input_embeddings(trace.model)
     if embedding is None or not isinstance(getattr(embedding, "weight", None), Tensor):
         raise NotLinearError("no token embedding that it names (get_input_embeddings)")
+    device, vocabulary = embedding.weight.device, len(embedding.weight)
+    if unembedding is not None and len(unembedding) != vocabulary:
+        raise NotLinearError(f"embeddings of {vocabulary} tokens, and logits of {len(unembedding)}")
     if factors.of_embedding is None:
         raise NotLinearError("a token embedding that is not added to what the heads read, such as one with a norm")
-    device, vocabulary = embedding.weight.device, len(embedding.weight)
+    product = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(0, vocabulary, TOKENS_AT_ONCE):
-        tokens = slice(start, min(start + TOKENS_AT_ONCE, vocabulary))
-        ids = torch.arange(tokens.start, tokens.stop, device=device)[None]
+        stop = min(start + TOKENS_AT_ONCE, vocabulary)
+        ids = torch.arange(start, stop, device=device)[None]
         with torch.no_grad():
             rows, reversed_rows = embedding(ids)[0], embedding(ids.flip(1))[0].flip(0)
         if not torch.allclose(rows, reversed_rows, rtol=TOLERANCE, atol=TOLERANCE * float(rows.abs().max())):
             raise NotLinearError("a token embedding that depends on the places of the tokens")
-        yield rows * factors.of_embedding, tokens
+        rows = rows * factors.of_embedding
+        product = product + rows.mT @ (rows if unembedding is None else unembedding[start:stop])
+    return product
 
 
 def unembedding_matrix(trace: RunTrace, shape: torch.Size) -> Float[Tensor, "vocabulary width"]:
@@ -217,15 +198,14 @@ def unembedding_matrix(trace: RunTrace, shape: torch.Size) -> Float[Tensor, "voc
     inputs, results = unembedding.input, unembedding.result
     found = linear_map(unembedding.module, inputs.shape[-1])
     expected = None if found is None else inputs @ found.weight.mT + (0.0 if found.bias is None else found.bias)
-    if found is None or expected is None or expected.shape != results.shape:
-        raise NotLinearError("an output embedding that is not linear")
-    if float((expected - results).abs().max()) > TOLERANCE * float(results.abs().max()):
+    is_linear = found is not None and expected is not None and expected.shape == results.shape
+    if not is_linear or float((expected - results).abs().max()) > TOLERANCE * float(results.abs().max()):
         raise NotLinearError("an output embedding that is not linear")
     outputs = trace.output if isinstance(trace.output, tuple) else (getattr(trace.output, "logits", trace.output),)
     logits = next((each for each in outputs if isinstance(each, Tensor) and each.shape == results.shape), None)
     if logits is None or not _is_increasing(results, logits):
         raise NotLinearError("logits that are no increasing function of the results of the output embedding")
-    return found.weight if norm is None else map_of(norm).after(found.weight)
+    return found.weight if norm is None else norm_map(norm).after(found.weight)
 
 
 def _is_increasing(results: Tensor, logits: Tensor) -> bool:

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from headwise.analysis.circuits.norms import is_norm
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.data.batches import call_model
@@ -69,15 +67,16 @@ def _refusal(expected: str, got: str, remedy: str | None = None) -> InputError:
     return InputError("model", expected=expected, got=got, remedy=remedy)
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Return True for a module without submodules that has "norm" in the name of its class."""
+    return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
+
+
 class ModuleCall(NamedTuple):
     """One finished call of a module.
 
     Attributes:
         path: path of the module in the model.
-        module: the module.
-        args: its positional arguments.
-        kwargs: its arguments by name.
-        output: its output.
         of_norm: copies of the input and of the result of a norm, which the model may change in place later; None for
             other modules.
     """
@@ -102,48 +101,36 @@ class ModuleCall(NamedTuple):
         return first if isinstance(first, Tensor) else None
 
 
-@dataclass
-class SiteTrace:
-    """Attention weights and head outputs that one attention module computed in the run, for one sequence.
-
-    Attributes:
-        path: path of the module.
-        weights: attention weights, `(heads, queries, keys)`.
-        out: head outputs before the output projection, `(heads, queries, value_dim)`; None until they are recorded.
-    """
-
-    path: str
-    weights: Float[Tensor, "heads queries keys"]
-    out: Float[Tensor, "heads queries value_dim"] | None = None
-
-
 class AttentionTrace(SiteRegistry):
-    """Interceptor that records attention weights and head outputs of every attention module in one run of a model.
+    """Interceptor that records attention weights and head outputs of every attention module in one run of a model, for
+    one sequence, by the path of the module, in the order of the calls.
 
     Attributes:
-        sites: what each module computed, by its path, in the order of the calls.
+        weights: attention weights.
+        outputs: head outputs before the output projection.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.sites: dict[str, SiteTrace] = {}
+        self.weights: dict[str, Float[Tensor, "heads queries keys"]] = {}
+        self.outputs: dict[str, Float[Tensor, "heads queries value_dim"]] = {}
 
     def observe(self, call: Call) -> Observation:
         """Return an observation that records the attention weights of a call."""
         self.register(call)
-        path = call.site.path
+        path, grid = call.site.path, call.grid
         if call.site.cross:
             raise InputError("model", expected="self-attention", got=f"cross-attention in {path}")
-        if path in self.sites:
+        if path in self.weights:
             raise InputError("model", expected="modules that attend once in a run", got=f"several calls of {path}")
-        if call.grid.batch != 1:
-            raise InputError("batch", expected="one sequence", got=call.grid.batch)
-        shape = call.grid.heads, call.grid.queries, call.grid.keys
-        site = self.sites[path] = SiteTrace(path, torch.zeros(shape, dtype=torch.float64, device=call.grid.device))
+        if grid.batch != 1:
+            raise InputError("batch", expected="one sequence", got=grid.batch)
+        weights = torch.zeros(grid.heads, grid.queries, grid.keys, dtype=torch.float64, device=grid.device)
+        self.weights[path] = weights
 
         def record(block: RowBlock) -> None:
-            heads, rows = block.tile.heads, slice(block.rows.start, block.rows.stop)
-            site.weights[heads, rows, block.visibility.key_indices] = block.weights[0].double()
+            rows = slice(block.rows.start, block.rows.stop)
+            weights[block.tile.heads, rows, block.visibility.key_indices] = block.weights[0].double()
 
         return Observation(record, CallContext(), lambda: None)
 
@@ -151,7 +138,7 @@ class AttentionTrace(SiteRegistry):
         """Return a function that records the head outputs of a call, and returns them unchanged."""
 
         def record(attended: HeadOutput) -> Tensor:
-            self.sites[call.site.path].out = attended.out[0].detach().double()
+            self.outputs[call.site.path] = attended.out[0].detach().double()
             return attended.out
 
         return record

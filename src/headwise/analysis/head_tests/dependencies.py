@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
 from headwise.analysis.head_tests.treebank import AlignedTokens, TreeSentence, aligned_tokens, read_treebank
-from headwise.analysis.head_tests.weight_reader import WeightReader
+from headwise.analysis.head_tests.weight_reader import WeightReader, require_finite_weights
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, flag, require_module, whole_number
-from headwise.data.batches import NumberedBatches, call_model, device_of, digest_of, with_cache_disabled
+from headwise.data.batches import NumberedBatches, digest_of
 from headwise.data.tokenization import max_input_tokens, text_model
 from headwise.errors import InputError
-from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import SiteKey
+from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate, moment_estimates
@@ -182,17 +181,28 @@ def dependency_accuracy(
     whole_number("fewest", fewest, least=2)
     sentences = read_treebank(treebank, subtypes=flag("subtypes", subtypes))
     sentences = sentences if limit is None else sentences[: whole_number("limit", limit, least=2)]
-    selection = _selection_documents([sentence.document for sentence in sentences], whole_number("seed", seed, least=0))
+    distinct = sorted({sentence.document for sentence in sentences})
+    if len(distinct) < 4:
+        expected = "at least 4 documents, or sentences of a treebank without documents"
+        raise InputError("treebank", expected=expected, got=len(distinct))
+    selection = set(Random(whole_number("seed", seed, least=0)).sample(distinct, len(distinct) // 2))
     relations = frozenset(collection_of("ignored", ignored, of="relations"))
     read, left_out = _aligned(sentences, tokenizer, start_token, max_input_tokens(model, tokenizer), relations)
-    pairs = [pair for sentence in read for pair in sentence.pairs]
+    pairs = [pair for _, _, pairs_of_sentence in read for pair in pairs_of_sentence]
     reader = MostAttendedWords(model)
-    batches = [{"input_ids": each.tokens.ids[None], "sentence": torch.tensor([i])} for i, each in enumerate(read)]
-    documents = [each.document for each in read]
-    data = pass_data(model, NumberedBatches(batches, documents), (), out=out, shown=progress)
+    batches = [{"input_ids": tokens.ids[None], "sentence": torch.tensor([i])} for i, (_, tokens, _) in enumerate(read)]
+    data = pass_data(model, NumberedBatches(batches, [document for document, *_ in read]), (), out=out, shown=progress)
 
     def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
-        return _measure(model, reader, read[int(batch["sentence"])])
+        _, tokens, of_sentence = read[int(batch["sentence"])]
+        reader.run_sentence(tokens)
+        sources = torch.tensor([pair.source for pair in of_sentence], dtype=torch.int64)
+        targets = torch.tensor([pair.target for pair in of_sentence], dtype=torch.int64)
+        is_seen = reader.sees[sources, targets][:, None].float()
+        return reader.records, {
+            site: {IS_CORRECT: (found[:, sources] == targets).mT.float(), IS_SEEN: is_seen}
+            for site, found in reader.found.items()
+        }
 
     def make_table(
         registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]
@@ -208,13 +218,9 @@ def dependency_accuracy(
         if not rows:
             expected = f"a relation with at least {fewest} pairs of words in each half"
             raise InputError("treebank", expected=expected, got=f"{len(visible)} pairs in all")
-        measured = {
-            "sequences": len(sentences),
-            "documents": len({sentence.document for sentence in sentences}),
-            "pairs": len(visible),
-            "left_out": dict(left_out),
-        }
-        return DependencyAccuracy(rows, {**metadata, "measured": metadata["measured"] | measured})
+        measured = {"documents": len(distinct), "pairs": len(visible), "left_out": dict(left_out)}
+        measured = metadata["measured"] | {"sequences": len(sentences)} | measured
+        return DependencyAccuracy(rows, {**metadata, "measured": measured})
 
     options: dict[str, Any] = {"fewest": fewest, "ignored": sorted(relations), "subtypes": subtypes, "limit": limit}
     # Another treebank may have the same words.
@@ -246,22 +252,6 @@ class _Pair(NamedTuple):
     target: int
     document: int
 
-    @property
-    def offset(self) -> int:
-        """Position of the other word minus that of the attending one, in words."""
-        return self.target - self.source
-
-
-class _AlignedSentence(NamedTuple):
-    """A sentence that the model reads: its tokens with the word of each, its number of words, the pairs of words that a
-    syntactic dependency joins, and its document.
-    """
-
-    tokens: AlignedTokens
-    words: int
-    pairs: list[_Pair]
-    document: int
-
 
 def _aligned(
     sentences: Sequence[TreeSentence],
@@ -269,9 +259,9 @@ def _aligned(
     start_token: int | None,
     longest: int | None,
     ignored: Collection[str],
-) -> tuple[list[_AlignedSentence], Counter[str]]:
-    """Return the sentences that the model can read, with their pairs of words, and the numbers of sentences, words and
-    pairs that are left out, by reason.
+) -> tuple[list[tuple[int, AlignedTokens, list[_Pair]]], Counter[str]]:
+    """Return the document, the tokens and the pairs of words of each sentence that the model can read, and the numbers
+    of sentences, words and pairs that are left out, by reason.
     """
     read, left_out = [], Counter[str]()
     for sentence in sentences:
@@ -292,42 +282,11 @@ def _aligned(
             both = (dependent, word.governor)
             for direction, (source, target) in zip(DIRECTIONS, (both, both[::-1]), strict=True):
                 pairs.append(_Pair((word.relation, direction), source, target, sentence.document))
-        read.append(_AlignedSentence(tokens, len(sentence.words), pairs, sentence.document))
+        read.append((sentence.document, tokens, pairs))
     if not read:
         expected = "a sentence within the model's limit, with a word that has tokens of its own"
         raise InputError("treebank", expected=expected, got=f"none of {len(sentences)}")
     return read, left_out
-
-
-def _measure(
-    model: nn.Module, reader: "MostAttendedWords", sentence: _AlignedSentence
-) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
-    """Return the sites of a model, and the values of each pair of words of a sentence."""
-    reader.begin_sentence(sentence.tokens.word_of, sentence.words)
-    ids = sentence.tokens.ids[None].to(device_of(model))
-    with intercepted(model, reader):
-        call_model(model, with_cache_disabled(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}))
-    reader.require_attention()
-    found = reader.found()
-    if missing := [record.site.label for record in reader.records if record.site not in found]:
-        raise InputError("model", expected="attention in the same modules in each run", got=f"none in {missing[0]}")
-    sources = torch.tensor([pair.source for pair in sentence.pairs], dtype=torch.int64)
-    targets = torch.tensor([pair.target for pair in sentence.pairs], dtype=torch.int64)
-    is_seen = reader.sees[sources, targets][:, None].float()
-    values: dict[SiteKey, SequenceValues] = {
-        record.site: {IS_CORRECT: (found[record.site][:, sources] == targets).mT.float(), IS_SEEN: is_seen}
-        for record in reader.records
-    }
-    return reader.records, values
-
-
-def _selection_documents(documents: Sequence[int], seed: int) -> set[int]:
-    """Return the documents that select, half of all."""
-    distinct = sorted(set(documents))
-    if len(distinct) < 4:
-        expected = "at least 4 documents, or sentences of a treebank without documents"
-        raise InputError("treebank", expected=expected, got=len(distinct))
-    return set(Random(seed).sample(distinct, len(distinct) // 2))
 
 
 def _rows(
@@ -358,17 +317,17 @@ def _columns(
     pairs: Sequence[_Pair], correct: Float[Tensor, "pairs heads"], selection: Sequence[int], test: Sequence[int]
 ) -> tuple[int, dict[str, list[MeanEstimate]]]:
     """Return the best offset on some pairs of a relation, and the columns of the table on these and on other pairs."""
-    counts = Counter(pairs[index].offset for index in selection if abs(pairs[index].offset) <= FARTHEST)
+    offsets = [pair.target - pair.source for pair in pairs]
+    counts = Counter(offsets[index] for index in selection if abs(offsets[index]) <= FARTHEST)
     offset = min(counts, key=lambda each: (-counts[each], abs(each), each)) if counts else 1
     columns: dict[str, list[MeanEstimate]] = {}
     for prefix, indices in (("", test), ("selection_", selection)):
         accuracy = correct[list(indices)].double()
-        by_offset = torch.tensor([float(pairs[index].offset == offset) for index in indices], dtype=torch.float64)
+        by_offset = torch.tensor([float(offsets[index] == offset) for index in indices], dtype=torch.float64)
         clusters = clusters_of([pairs[index].document for index in indices])
         values = {"accuracy": accuracy, "offset_accuracy": by_offset[:, None].expand_as(accuracy)}
         values["gain"] = values["accuracy"] - values["offset_accuracy"]
-        names = values if not prefix else ("gain",)
-        for name in names:
+        for name in ("gain",) if prefix else values:
             columns[prefix + name] = moment_estimates(RunningMoments.from_values(values[name], None, clusters))
     return offset, columns
 
@@ -385,39 +344,36 @@ class MostAttendedWords(WeightReader):
     a head come in the order of the rows. Only the sums of the word whose rows are not complete are kept.
 
     Attributes:
+        found: for each site, the index of the most attended other word, `(heads, words)`; -1 for words without tokens
+            of their own, and for those that attend to no other word.
         sees: True where some head attends from one word to another.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._word_of = torch.zeros(0, dtype=torch.int64)
-        self._last_row: dict[int, int] = {}
-        self._eligible: Bool[torch.Tensor, " words"] = torch.zeros(0, dtype=torch.bool)
-        self._found: dict[SiteKey, Int[torch.Tensor, "heads words"]] = {}
-        self._unfinished: dict[SiteKey, tuple[Int[torch.Tensor, " heads"], Float[torch.Tensor, "heads words"]]] = {}
-        self.sees: Bool[torch.Tensor, "words words"] = torch.zeros(0, 0, dtype=torch.bool)
-
-    def begin_sentence(self, word_of: Int[torch.Tensor, " tokens"], words: int) -> None:
-        """Expect a run of the model over one sentence."""
-        self.begin(1, len(word_of))
-        self._word_of, self._found, self._unfinished = word_of, {}, {}
-        self._last_row = {word: row for row, word in enumerate(word_of.tolist()) if word != NO_WORD}
+    def run_sentence(self, tokens: AlignedTokens) -> None:
+        """Run the model on one sentence, and find the words."""
+        words = len(tokens.is_aligned)
+        self._word_of = tokens.word_of
+        self._last_row = {word: row for row, word in enumerate(tokens.word_of.tolist()) if word != NO_WORD}
         self._eligible = torch.zeros(words, dtype=torch.bool)
         self._eligible[list(self._last_row)] = True
-        self.sees = torch.zeros(words, words, dtype=torch.bool)
+        self._unfinished: dict[SiteKey, tuple[Int[Tensor, " heads"], Float[Tensor, "heads words"]]] = {}
+        self.sees: Bool[Tensor, "words words"] = torch.zeros(words, words, dtype=torch.bool)
+        self.run(tokens.ids[None])
+
+    def start(self, call: Call) -> Int[Tensor, "heads words"]:
+        """Return the words that are attended to, none so far."""
+        return torch.full((call.grid.heads, len(self._eligible)), NO_WORD)
 
     def read(self, site: SiteKey, block: RowBlock) -> None:
         """Add the weights of some query rows, and find the most attended word of each word whose rows are complete."""
         heads, rows, words = block.tile.heads, block.rows, len(self._eligible)
-        if site not in self._found:
-            self._found[site] = torch.full((block.grid.heads, words), NO_WORD)
+        if site not in self._unfinished:
             sums_of_heads = block.weights.new_zeros(block.grid.heads, words, device="cpu")
             self._unfinished[site] = torch.full((block.grid.heads,), NO_WORD), sums_of_heads
         of_rows, of_columns = self._word_of[rows.start : rows.stop], self._word_of[block.visibility.key_indices.cpu()]
         is_row, is_column = of_rows != NO_WORD, of_columns != NO_WORD
         weights = block.weights[0].cpu()[:, is_row][..., is_column]
-        if not bool(weights.isfinite().all()):
-            raise InputError("model", expected="finite attention weights", got=f"NaN or infinity in {site.label}")
+        require_finite_weights(site, weights)
         to_words = weights.new_zeros(len(weights), weights.shape[1], words)
         to_words.index_add_(2, of_columns[is_column], weights)
         local, place = torch.unique(of_rows[is_row], return_inverse=True)
@@ -427,23 +383,8 @@ class MostAttendedWords(WeightReader):
         is_complete = torch.tensor([self._last_row[word] < rows.stop for word in local.tolist()], dtype=torch.bool)
         if len(local):
             unfinished_word[heads], unfinished_sums[heads] = NO_WORD if is_complete[-1] else local[-1], sums[:, -1]
-        self._finish(site, heads, local[is_complete], sums[:, is_complete])
-
-    def _finish(
-        self,
-        site: SiteKey,
-        heads: slice,
-        words: Int[torch.Tensor, " complete"],
-        sums: Float[torch.Tensor, "heads complete words"],
-    ) -> None:
-        """Store the most attended word of each word in `words`, from sums over the tokens of both words."""
-        self.sees[words] |= (sums > 0).any(0)
-        is_other = self._eligible & (torch.arange(len(self._eligible)) != words[:, None])
+        complete, sums = local[is_complete], sums[:, is_complete]
+        self.sees[complete] |= (sums > 0).any(0)
+        is_other = self._eligible & (torch.arange(words) != complete[:, None])
         best = sums.masked_fill(~is_other, -1.0).max(-1)
-        self._found[site][heads, words] = best.indices.masked_fill(best.values <= 0, NO_WORD)
-
-    def found(self) -> Mapping[SiteKey, Int[torch.Tensor, "heads words"]]:
-        """Return the index of the most attended other word of each word, by site; -1 for words without tokens of their
-        own, and for those that attend to no other word.
-        """
-        return self._found
+        self.found[site][heads, complete] = best.indices.masked_fill(best.values <= 0, NO_WORD)

@@ -9,62 +9,16 @@ from headwise.data.documents import read_documents
 from headwise.errors import InputError
 
 THINGS = ("password", "motto", "access code", "callsign", "code name", "secret phrase")
-PLACES = [
-    "Oslo",
-    "Lima",
-    "Cairo",
-    "Dublin",
-    "Prague",
-    "Havana",
-    "Nairobi",
-    "Vienna",
-    "Lisbon",
-    "Seoul",
-    "Denver",
-    "Quito",
-    "Athens",
-    "Manila",
-    "Geneva",
-    "Warsaw",
-    "Tunis",
-    "Bergen",
-    "Kyoto",
-    "Boston",
-]
-ANSWERS = [
-    "amber",
-    "falcon",
-    "river",
-    "candle",
-    "winter",
-    "marble",
-    "orange",
-    "violin",
-    "silver",
-    "copper",
-    "garden",
-    "rocket",
-    "lemon",
-    "castle",
-    "tiger",
-    "pepper",
-    "ocean",
-    "button",
-    "thunder",
-    "velvet",
-    "hammer",
-    "island",
-    "mirror",
-    "pencil",
-    "desert",
-    "kitten",
-    "ladder",
-    "basket",
-    "cotton",
-    "saddle",
-    "turtle",
-    "anchor",
-]
+_PLACES = """
+Oslo Lima Cairo Dublin Prague Havana Nairobi Vienna Lisbon Seoul Denver Quito Athens Manila Geneva Warsaw Tunis Bergen
+Kyoto Boston
+"""
+PLACES = _PLACES.split()
+_ANSWERS = """
+amber falcon river candle winter marble orange violin silver copper garden rocket lemon castle tiger pepper ocean
+button thunder velvet hammer island mirror pencil desert kitten ladder basket cotton saddle turtle anchor
+"""
+ANSWERS = _ANSWERS.split()
 """Words of which needles are drawn."""
 
 WORDS = 5
@@ -154,34 +108,23 @@ def haystacks(
         long = f"{text[start:]}\n\n{text[:start]}"
         for length in lengths:
             room = length - overhead
-            part = _first_tokens(tokenizer, long, room, length)
+            if room < 1:
+                raise InputError("lengths", expected="room for needle and question", got=length)
+            part = long[: 40 * room + 100]
+            encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            offsets = encoded["offset_mapping"]
+            if len(offsets) < room:
+                raise InputError("haystack", expected=f"a text of at least {room} tokens", got=len(offsets))
+            part = part[: offsets[room - 1][1]]
             for depth in depths:
-                cut = _sentence_end(part, depth)
+                limit = round(depth * len(part))
+                ends = [
+                    part.rfind(mark, 0, limit) + len(mark) for mark in (". ", ".\n", "\n\n") if mark in part[:limit]
+                ]
+                cut = len(part) if depth >= 1.0 else max(ends, default=0)
                 before, after = part[:cut].rstrip(), part[cut:].strip()
                 opening = f"{before}\n\n{needle.before}" if before else needle.before
                 whole = f"{opening}{needle.answer}{needle.after}\n\n{after}".rstrip()
                 answer = (len(opening), len(opening) + len(needle.answer))
                 prompt = f"{whole}\n\n{needle.question}"
                 yield Haystack(prompt, answer, number, length, depth, f" {needle.answer}")
-
-
-def _first_tokens(tokenizer: Any, text: str, tokens: int, length: int) -> str:
-    """Return the start of a text, up to a number of tokens."""
-    if tokens < 1:
-        raise InputError("lengths", expected="room for needle and question", got=length)
-    shown = text[: 40 * tokens + 100]
-    offsets = tokenizer(shown, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-    if len(offsets) < tokens:
-        raise InputError("haystack", expected=f"a text of at least {tokens} tokens", got=len(offsets))
-    return shown[: offsets[tokens - 1][1]]
-
-
-def _sentence_end(text: str, depth: float) -> int:
-    """Return the place after the last sentence or paragraph of a text that ends at a depth or before; at a depth of 1
-    the end of the text, and the start if there is none.
-    """
-    if depth >= 1.0:
-        return len(text)
-    limit = round(depth * len(text))
-    ends = [text.rfind(mark, 0, limit) + len(mark) for mark in (". ", ".\n", "\n\n") if mark in text[:limit]]
-    return max(ends, default=0)

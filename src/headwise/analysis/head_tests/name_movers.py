@@ -1,29 +1,28 @@
 """Name-mover test: heads that move a name to the end of a prompt, and heads that do the opposite."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.analysis.attribution import logit_parts
 from headwise.analysis.causality import require_causal_decoder
-from headwise.analysis.circuits.module_maps import ModuleMaps, placed_module
+from headwise.analysis.circuits.module_maps import placed_modules
 from headwise.analysis.circuits.stream import NotLinearError, stream_factors, unembedding_matrix
 from headwise.analysis.circuits.trace import RunTrace, double_copy
 from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
 from headwise.analysis.head_tests.name_prompts import NAMES, ROLES, TEMPLATES, NamePrompt, name_prompts
-from headwise.analysis.head_tests.weight_reader import WeightReader
+from headwise.analysis.head_tests.weight_reader import WeightReader, batch_of_ids, require_finite_weights
 from headwise.analysis.prompts import AnswerTokens
 from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import require_module, whole_number
-from headwise.data.batches import NumberedBatches, call_model, device_of, evaluation_mode, with_cache_disabled
+from headwise.data.batches import NumberedBatches, device_of, evaluation_mode
 from headwise.errors import InputError
-from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import SiteKey
+from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.plots.kinds import require_name
 from headwise.runs.head_table import HeadTable
@@ -34,7 +33,7 @@ from headwise.runs.significance import (
     one_sided_p_values,
 )
 from headwise.settings import COPIED_PROMPTS, NAME_PROMPTS
-from headwise.shapes import Bool, Float
+from headwise.shapes import Float, Int
 from headwise.statistics.columns import Column
 
 
@@ -91,7 +90,9 @@ class NameMovers(HeadTable[HeadRow]):
             one_sided_p_values(measured, sign)
             for measured, sign in zip((*columns, columns[1]), (1, 1, -1), strict=True)
         )
-        for name, p in (("name_mover", _largest(prefers, raises)), ("negative", _largest(prefers, lowers))):
+        for name, of_logit in (("name_mover", raises), ("negative", lowers)):
+            # The larger p-value of each head; NaN if one is NaN.
+            p = [max(pair) if pair[0] == pair[0] else pair[0] for pair in zip(prefers, of_logit, strict=True)]
             tests |= {f"{name}_p": p, f"{name}_q": false_discovery_rates(p)}
         return tests
 
@@ -111,11 +112,6 @@ class NameMovers(HeadTable[HeadRow]):
         q = self.tests()[f"{kind}_q"]
         rows = [row for row, adjusted in zip(self.rows, q, strict=True) if adjusted <= rate]
         return sorted(rows, key=lambda row: -abs(row.statistics["logit"].value))
-
-
-def _largest(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Return the larger of two p-values of each head; NaN if one is NaN."""
-    return [max(pair) if pair[0] == pair[0] else pair[0] for pair in zip(first, second, strict=True)]
 
 
 AT_ONCE = 32
@@ -173,17 +169,45 @@ def name_movers(
     drawn = name_prompts(tokenizer, prompts, seed, names, templates)
     whole_number("copied", copied, least=0)
     with evaluation_mode(model), torch.no_grad():
-        require_causal_decoder(model, [_batch(model, drawn[:1])])
-    reader, groups = _EndAttention(model), list(_groups(drawn))
+        require_causal_decoder(model, [batch_of_ids(model, drawn[0].ids[None])])
+    by_length: dict[int, list[NamePrompt]] = defaultdict(list)  # a model reads prompts of one length without padding
+    for prompt in drawn:
+        by_length[len(prompt.ids)].append(prompt)
+    groups = [
+        group[start : start + AT_ONCE]
+        for _, group in sorted(by_length.items())
+        for start in range(0, len(group), AT_ONCE)
+    ]
     numbers = [prompt.template for group in groups for prompt in group]
     batches = [
         {"input_ids": torch.stack([prompt.ids for prompt in group]), "group": torch.full((len(group),), index)}
         for index, group in enumerate(groups)
     ]
     data = pass_data(model, NumberedBatches(batches, numbers), (), out=out, shown=progress)
+    reader = _EndAttention(model)
 
     def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
-        return _measure(model, reader, groups[int(batch["group"][0])])
+        group, ids = groups[int(batch["group"][0])], batch["input_ids"]
+        reader.places = torch.tensor([prompt.places for prompt in group])
+        reader.run(ids)
+        answers, wrong = [prompt.answer for prompt in group], [prompt.wrong for prompt in group]
+        parts = logit_parts(model, batch_of_ids(model, ids), AnswerTokens.from_arguments(answers, wrong, -1))
+        sizes = [record.heads for record in reader.records]
+        if sum(sizes) != parts.heads.shape[1]:
+            raise InputError("model", expected="attention in the same modules in each run", got="other modules")
+        values: dict[SiteKey, SequenceValues] = {}
+        for record, effects in zip(reader.records, torch.split(parts.heads.double().cpu(), sizes, 1), strict=True):
+            weights = reader.found[record.site]
+            require_finite_weights(record.site, weights)
+            indirect, subject = weights[..., 0], weights[..., 1:].sum(-1)
+            values[record.site] = {
+                "attention_indirect": indirect,
+                "attention_subject": subject,
+                "preference": indirect - subject,
+                "logit": effects,
+                OF_MODEL: parts.logit.double().cpu()[:, None],
+            }
+        return reader.records, values
 
     def make_table(
         registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]
@@ -196,11 +220,22 @@ def name_movers(
             "solved": float((logits > 0).double().mean()),
             "no_copying": reason,
         }
-        rows = tuple(
-            _row(labels, values[record.site], copying.get(record.site.path), numbers)
-            for record, labels in registry.head_labels()
-        )
-        return NameMovers(rows, {**metadata, "measured": metadata["measured"] | measured})
+        rows = []
+        for record, labels in registry.head_labels():
+            head, of_names = labels["head"], copying.get(record.site.path, {})
+            statistics = {
+                name: MeanEstimate.of(of_site[:, head].tolist(), numbers)
+                for name, of_site in values[record.site].items()
+                if name != OF_MODEL
+            }
+            templates = [prompt.template for prompt in drawn[:copied] for _ in range(2)]  # of both names
+            for name in ("copying", "negative_copying"):
+                of_heads = of_names.get(name)
+                statistics[name] = (
+                    NO_ESTIMATE if of_heads is None else MeanEstimate.of(of_heads[:, head].tolist(), templates)
+                )
+            rows.append(HeadRow(**labels, statistics=statistics))
+        return NameMovers(tuple(rows), {**metadata, "measured": metadata["measured"] | measured})
 
     options: dict[str, Any] = {"prompts": prompts, "copied": copied, "seed": seed}
     options |= {"out": out, "force": force, "progress": progress, "title": title}
@@ -213,121 +248,40 @@ OF_MODEL = "logit_of_model"
 """Name of the difference of the model's logits in the values of a prompt."""
 
 
-def _measure(
-    model: nn.Module, reader: "_EndAttention", prompts: Sequence[NamePrompt]
-) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
-    """Return the sites of a model, and for each prompt the attention to names and the direct effects of heads."""
-    batch = _batch(model, prompts)
-    reader.begin_prompts(torch.tensor([prompt.places for prompt in prompts]), batch["input_ids"].shape[1])
-    with intercepted(model, reader):
-        call_model(model, batch)
-    reader.require_attention()
-    answers, wrong = [prompt.answer for prompt in prompts], [prompt.wrong for prompt in prompts]
-    parts = logit_parts(model, batch, AnswerTokens.from_arguments(answers, wrong, -1))
-    sizes = [record.heads for record in reader.records]
-    if sum(sizes) != parts.heads.shape[1]:
-        raise InputError("model", expected="attention in the same modules in each run", got="other modules")
-    values: dict[SiteKey, SequenceValues] = {}
-    for record, effects in zip(reader.records, torch.split(parts.heads.double().cpu(), sizes, 1), strict=True):
-        weights = reader.weights_of(record.site)
-        if not bool(weights.isfinite().all()):
-            raise InputError("model", expected="finite attention weights", got="NaN or infinity")
-        indirect, subject = weights[..., 0], weights[..., 1:].sum(-1)
-        values[record.site] = {
-            "attention_indirect": indirect,
-            "attention_subject": subject,
-            "preference": indirect - subject,
-            "logit": effects,
-            OF_MODEL: parts.logit.double().cpu()[:, None],
-        }
-    return reader.records, values
-
-
-def _row(
-    labels: dict[str, Any], of_site: SequenceValues, copying: "NameCopying | None", templates: Sequence[int]
-) -> HeadRow:
-    """Return the row of a head from the values of its site, and from the copying of names in its module."""
-    head, statistics = labels["head"], dict.fromkeys(("copying", "negative_copying"), NO_ESTIMATE)
-    measured = {
-        name: MeanEstimate.of(values[:, head].tolist(), templates)
-        for name, values in of_site.items()
-        if name != OF_MODEL
-    }
-    if copying is not None:
-        for name, of_heads in (("copying", copying.highest), ("negative_copying", copying.lowest)):
-            statistics[name] = MeanEstimate.of(of_heads[:, head].double().tolist(), copying.templates)
-    return HeadRow(**labels, statistics=measured | statistics)
-
-
-def _groups(prompts: Sequence[NamePrompt]) -> Iterator[list[NamePrompt]]:
-    """Yield prompts of one length, which a model reads together without padding."""
-    by_length: dict[int, list[NamePrompt]] = defaultdict(list)
-    for prompt in prompts:
-        by_length[len(prompt.ids)].append(prompt)
-    for _, group in sorted(by_length.items()):
-        yield from (group[start : start + AT_ONCE] for start in range(0, len(group), AT_ONCE))
-
-
-def _batch(model: nn.Module, prompts: Sequence[NamePrompt]) -> dict[str, Any]:
-    """Return the arguments of a model for prompts of one length."""
-    ids = torch.stack([prompt.ids for prompt in prompts]).to(device_of(model))
-    return with_cache_disabled(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-
-
 class _EndAttention(WeightReader):
-    """Interceptor that reads the attention weights of the last token of prompts for the names in them."""
+    """Interceptor that reads the attention weights of the last token of prompts for the names in them, at the positions
+    `places`, `(prompts, roles)`. The weights at a site are `(prompts, heads, roles)`.
+    """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._places = torch.zeros(0, len(ROLES), dtype=torch.int64)
-        self._row = 0
-        self._weights: dict[SiteKey, Float[Tensor, "batch heads roles"]] = {}
+    places: Int[Tensor, "prompts roles"]
 
-    def begin_prompts(self, places: Tensor, length: int) -> None:
-        """Expect a run of the model over prompts of `length` tokens, with names at `places`, `(prompts, roles)`."""
-        self.begin(len(places), length)
-        self._places, self._row, self._weights = places, length - 1, {}
+    def start(self, call: Call) -> Float[Tensor, "prompts heads roles"]:
+        """Return the weights, 0 so far."""
+        return torch.zeros(call.grid.batch, call.grid.heads, len(ROLES), dtype=torch.float64)
 
     def read(self, site: SiteKey, block: RowBlock) -> None:
         """Store the weights of the last row for the tokens of names."""
-        grid = block.grid
-        if site not in self._weights:
-            self._weights[site] = torch.zeros(grid.batch, grid.heads, len(ROLES), dtype=torch.float64)
-        if self._row not in block.rows:
+        last = block.grid.queries - 1
+        if last not in block.rows:
             return
         sequences, heads = block.sequences_and_heads
-        weights = block.weights[:, :, self._row - block.rows.start].double().cpu()
-        is_place = block.visibility.key_indices.cpu() == self._places[sequences, :, None]
-        self._weights[site][sequences, heads] += torch.einsum("bhc,brc->bhr", weights, is_place.double())
-
-    def weights_of(self, site: SiteKey) -> Float[Tensor, "prompts heads roles"]:
-        """Return the weights at a site in the last run."""
-        if site not in self._weights:
-            raise InputError("model", expected="attention in the same modules in each run", got=f"none in {site.label}")
-        return self._weights[site]
+        weights = block.weights[:, :, last - block.rows.start].double().cpu()
+        is_place = block.visibility.key_indices.cpu() == self.places[sequences, :, None]
+        self.found[site][sequences, heads] += torch.einsum("bhc,brc->bhr", weights, is_place.double())
 
 
 TOP = 5
 """Number of logits among which the name's must be."""
 
-
-class NameCopying(NamedTuple):
-    """Copying of names by the heads of one attention module.
-
-    Attributes:
-        highest: True if the logit of the name is among the 5 highest that the head's OV matrix produces.
-        lowest: True if it is among the 5 lowest.
-        templates: number of the template that each name is from.
-    """
-
-    highest: Bool[Tensor, "names heads"]
-    lowest: Bool[Tensor, "names heads"]
-    templates: list[int]
+Copying = dict[str, Float[Tensor, "names heads"]]
+"""1 where the logit of a name is among the highest ("copying"), or the lowest ("negative_copying"), that the OV matrix
+of a head produces.
+"""
 
 
-def name_copying(model: nn.Module, prompts: Sequence[NamePrompt]) -> tuple[dict[str, NameCopying], str | None]:
-    """Return whether the heads of each attention module but the first copy names, by the path of the module; and the
-    reason why that is unknown, or None.
+def name_copying(model: nn.Module, prompts: Sequence[NamePrompt]) -> tuple[dict[str, Copying], str | None]:
+    """Return whether the heads of each attention module but the first copy both names of each prompt, by the path of
+    the module; and the reason why that is unknown, or None.
 
     The state x of the residual stream at each name is that before the second attention module, which contains the first
     MLP. The logits are `U OV x`, with the OV matrices and the output embedding U of `hw.circuits`: without biases, and
@@ -347,56 +301,35 @@ def name_copying(model: nn.Module, prompts: Sequence[NamePrompt]) -> tuple[dict[
         return {}, str(error)
 
 
-def _copying(copy: nn.Module, prompts: Sequence[NamePrompt]) -> dict[str, NameCopying]:
-    """Return whether the heads of a model in float64 copy the names of prompts."""
-    batch = _batch(copy, prompts[:1])
+def _copying(copy: nn.Module, prompts: Sequence[NamePrompt]) -> dict[str, Copying]:
+    """Return whether the heads of a model in float64 copy the names of prompts, by the path of the module."""
+    batch = batch_of_ids(copy, prompts[0].ids[None])
     trace = RunTrace(copy, batch)
-    placed = [placed_module(trace, site) for site in trace.attention.sites.values()]
+    placed = placed_modules(trace)
     factors = stream_factors(trace, batch, placed)
     unembedding = unembedding_matrix(trace, factors.shape)
     if len(placed) < 2:
         return {}
-    second, states, names, templates = placed[1].maps.path, [], [], []
+    states, names = [], []
     for prompt in prompts:
-        stream = _stream_before(RunTrace(copy, _batch(copy, [prompt])), second)
-        for place, name in ((prompt.places[0], prompt.answer), (prompt.places[1], prompt.wrong)):
-            states.append(stream[0, place])
-            names.append(name)
-            templates.append(prompt.template)
-    inputs, ids = torch.stack(states, 1), torch.tensor(names, device=unembedding.device)
-    return {
-        module.maps.path: NameCopying(*_of_module(module.maps, factor, inputs, unembedding, ids), templates)
-        for module, factor in zip(placed[1:], factors.of_modules[1:], strict=True)
-    }
-
-
-def _stream_before(trace: RunTrace, path: str) -> Float[Tensor, "1 length width"]:
-    """Return the residual stream that the attention module at `path` reads, before a norm."""
-    call = trace.call_of(path)
-    assert call is not None
-    assert call.input is not None
-    norm = trace.norm_before(call.input)
-    stream = call.input if norm is None else norm.input
-    assert stream is not None
-    return stream
-
-
-def _of_module(
-    maps: ModuleMaps,
-    factor: float,
-    inputs: Float[Tensor, "width names"],
-    unembedding: Float[Tensor, "vocabulary width"],
-    ids: Tensor,
-) -> tuple[Bool[Tensor, "names heads"], Bool[Tensor, "names heads"]]:
-    """Return whether the logit of each name is among the highest, and among the lowest, that each head of a module
-    produces for it.
-    """
-    highest, lowest = [], []
-    columns = torch.arange(len(ids), device=ids.device)
-    for head in range(len(maps.output)):
-        written = factor * (maps.output[head] @ (maps.value[maps.kv_head(head)] @ inputs))
-        logits = unembedding @ written
-        own = logits[ids, columns]
-        highest.append((logits > own).sum(0) < TOP)
-        lowest.append((logits < own).sum(0) < TOP)
-    return torch.stack(highest, 1).cpu(), torch.stack(lowest, 1).cpu()
+        trace = RunTrace(copy, batch_of_ids(copy, prompt.ids[None]))
+        call = trace.call_of(placed[1].maps.path)
+        assert call is not None
+        assert call.input is not None
+        norm = trace.norm_before(call.input)
+        stream = call.input if norm is None else norm.input
+        assert stream is not None
+        states += [stream[0, prompt.places[0]], stream[0, prompt.places[1]]]
+        names += [prompt.answer, prompt.wrong]
+    inputs, ids = torch.stack(states, 1), torch.tensor(names, device=unembedding.device)[None]
+    found: dict[str, Copying] = {}
+    for module, factor in zip(placed[1:], factors.of_modules[1:], strict=True):
+        maps, highest, lowest = module.maps, [], []
+        for head, output in enumerate(maps.output):
+            logits = unembedding @ (factor * (output @ (maps.value[maps.kv_head(head)] @ inputs)))
+            of_names = logits.gather(0, ids)
+            highest.append((logits > of_names).sum(0) < TOP)
+            lowest.append((logits < of_names).sum(0) < TOP)
+        of_module = {"copying": torch.stack(highest, 1), "negative_copying": torch.stack(lowest, 1)}
+        found[maps.path] = {name: of_heads.double().cpu() for name, of_heads in of_module.items()}
+    return found

@@ -1,7 +1,7 @@
 """Prompts with two names, one of which the model is to repeat (indirect object identification; Wang et al. 2022)."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from random import Random
 from typing import Any, NamedTuple
 
@@ -14,80 +14,13 @@ from headwise.data.tokenization import SpecialTokens
 from headwise.errors import InputError
 from headwise.shapes import Int
 
-NAMES = [
-    "Alice",
-    "Amy",
-    "Andrew",
-    "Anna",
-    "Anthony",
-    "Ben",
-    "Brian",
-    "Carl",
-    "Charles",
-    "Charlie",
-    "Chris",
-    "Christine",
-    "Claire",
-    "Daniel",
-    "David",
-    "Diana",
-    "Edward",
-    "Ella",
-    "Emily",
-    "Emma",
-    "Eric",
-    "Frank",
-    "George",
-    "Grace",
-    "Hannah",
-    "Harry",
-    "Helen",
-    "Henry",
-    "Jack",
-    "Jacob",
-    "James",
-    "Jane",
-    "Jason",
-    "Jennifer",
-    "Jessica",
-    "John",
-    "Joseph",
-    "Julia",
-    "Karen",
-    "Kate",
-    "Kevin",
-    "Laura",
-    "Lisa",
-    "Lucy",
-    "Maria",
-    "Mark",
-    "Martin",
-    "Mary",
-    "Matthew",
-    "Michael",
-    "Nancy",
-    "Nick",
-    "Oliver",
-    "Paul",
-    "Peter",
-    "Rachel",
-    "Rebecca",
-    "Richard",
-    "Robert",
-    "Rose",
-    "Ryan",
-    "Sam",
-    "Sarah",
-    "Simon",
-    "Sophie",
-    "Stephen",
-    "Steven",
-    "Susan",
-    "Thomas",
-    "Tom",
-    "Victoria",
-    "William",
-]
+_NAMES = """
+Alice Amy Andrew Anna Anthony Ben Brian Carl Charles Charlie Chris Christine Claire Daniel David Diana Edward Ella
+Emily Emma Eric Frank George Grace Hannah Harry Helen Henry Jack Jacob James Jane Jason Jennifer Jessica John Joseph
+Julia Karen Kate Kevin Laura Lisa Lucy Maria Mark Martin Mary Matthew Michael Nancy Nick Oliver Paul Peter Rachel
+Rebecca Richard Robert Rose Ryan Sam Sarah Simon Sophie Stephen Steven Susan Thomas Tom Victoria William
+"""
+NAMES = _NAMES.split()
 """English first names, of which those are used that are one token each."""
 
 TEMPLATES = (
@@ -148,7 +81,11 @@ def name_prompts(
     whole_number("prompts", count, least=2)
     whole_number("seed", seed, least=0)
     require_fast(tokenizer)
-    texts = [_checked_template(text) for text in collection_of("templates", templates, of="texts")]
+    texts = list(collection_of("templates", templates, of="texts"))
+    for text in texts:
+        if not isinstance(text, str) or re.findall("{.*?}", text) != ["{A}", "{B}", "{C}"] or text != text.rstrip():
+            expected = "texts with {A}, {B} and {C} once each, in this order, that do not end with a blank"
+            raise InputError("templates", expected=expected, got=repr(text))
     if len(texts) < 2:
         raise InputError("templates", expected="at least 2 texts", got=len(texts))
     candidates = list(dict.fromkeys(str(name) for name in collection_of("names", names, of="names")))
@@ -160,31 +97,17 @@ def name_prompts(
             got=f"{len(usable)} of {len(candidates)}",
             remedy="pass other names",
         )
-    return list(_drawn(tokenizer, count, Random(seed), usable, texts))
-
-
-def _drawn(
-    tokenizer: Any, count: int, draws: Random, names: Sequence[str], texts: Sequence[str]
-) -> Iterator[NamePrompt]:
-    """Yield prompts: template by template, with the indirect object first in every other round."""
+    draws, prompts = Random(seed), []
     for number in range(count):
         template = number % len(texts)
-        indirect, subject = draws.sample(names, 2)
-        pair = (indirect, subject) if number // len(texts) % 2 == 0 else (subject, indirect)
-        ids, places = _tokens(tokenizer, texts[template], pair, subject)
-        found = dict(zip(pair, places, strict=False))
-        indices = found[indirect][0], found[subject][0], places[2][0]
-        yield NamePrompt(torch.tensor(ids), indices, ids[found[indirect][0]], ids[found[subject][0]], template)
-
-
-def _checked_template(text: Any) -> str:
-    """Return a template; raise `InputError` unless it has {A}, {B} and {C} once each, in this order, and no blank at
-    its end.
-    """
-    if not isinstance(text, str) or re.findall("{.*?}", text) != ["{A}", "{B}", "{C}"] or text != text.rstrip():
-        expected = "texts with {A}, {B} and {C} once each, in this order, that do not end with a blank"
-        raise InputError("templates", expected=expected, got=repr(text))
-    return text
+        indirect, subject = draws.sample(usable, 2)
+        is_indirect_first = number // len(texts) % 2 == 0
+        pair = (indirect, subject) if is_indirect_first else (subject, indirect)
+        ids, of_names = _tokens(tokenizer, texts[template], pair, subject)
+        first, second, again = (place[0] for place in of_names)
+        places = (first, second, again) if is_indirect_first else (second, first, again)
+        prompts.append(NamePrompt(torch.tensor(ids), places, ids[places[0]], ids[places[1]], template))
+    return prompts
 
 
 def _fits(tokenizer: Any, text: str, name: str) -> bool:
@@ -198,40 +121,23 @@ def _fits(tokenizer: Any, text: str, name: str) -> bool:
     return len({ids[-1], *(ids[place[0]] for place in places)}) == 1 and ids[-1] != tokenizer.unk_token_id
 
 
-def _tokens(
-    tokenizer: Any, template: str, pair: tuple[str, str], again: str
-) -> tuple[list[int], tuple[list[int], ...]]:
+def _tokens(tokenizer: Any, template: str, pair: tuple[str, str], again: str) -> tuple[list[int], list[list[int]]]:
     """Return the token ids of a prompt, after the tokens that the tokenizer puts before a text, and the positions of
-    the tokens of each of its three names.
+    the tokens of each of its three names; no positions if a token of a name also contains other characters.
     """
     text, spans = "", []
-    for part, name in zip(_parts(template), (*pair, again, ""), strict=True):
+    for part, name in zip(re.split("{[ABC]}", template), (*pair, again, ""), strict=True):
         text += part
         spans.append((len(text), len(text) + len(name)))
         text += name
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     before = SpecialTokens.of(tokenizer).before
-    places = tuple(
-        [
-            len(before) + index
-            for index, (start, stop) in enumerate(encoded["offset_mapping"])
-            if start < span_stop and stop > span_start
-        ]
-        for span_start, span_stop in spans[:3]
-    )
-    outside = [
-        (len(text[start:stop].strip()) > span_stop - span_start)
-        for (span_start, span_stop), place in zip(spans, places, strict=False)
-        for start, stop in (encoded["offset_mapping"][index - len(before)] for index in place)
-    ]
-    if any(outside):  # a token that also contains other characters is no name
-        places = tuple([] for _ in places)
+    places: list[list[int]] = []
+    for span_start, span_stop in spans[:3]:
+        places.append([])
+        for index, (start, stop) in enumerate(encoded["offset_mapping"], len(before)):
+            if start < span_stop and stop > span_start:
+                places[-1].append(index)
+                if len(text[start:stop].strip()) > span_stop - span_start:
+                    return [*before, *encoded["input_ids"]], [[], [], []]
     return [*before, *encoded["input_ids"]], places
-
-
-def _parts(template: str) -> list[str]:
-    """Return the texts before, between and after the fields of a template."""
-    first, rest = template.split("{A}")
-    second, rest = rest.split("{B}")
-    third, last = rest.split("{C}")
-    return [first, second, third, last]

@@ -13,22 +13,14 @@ from headwise.analysis.causality import require_causal_decoder
 from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
 from headwise.analysis.head_tests.haystacks import Haystack, Needle, draw_needles, haystacks, read_haystack
 from headwise.analysis.head_tests.treebank import require_fast
-from headwise.analysis.head_tests.weight_reader import WeightReader
+from headwise.analysis.head_tests.weight_reader import WeightReader, batch_of_ids, require_finite_weights
 from headwise.analysis.viewer import DISAGREEMENT
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, probability, require_module, whole_number
-from headwise.data.batches import (
-    NumberedBatches,
-    call_model,
-    device_of,
-    digest_of,
-    evaluation_mode,
-    with_cache_disabled,
-)
+from headwise.data.batches import NumberedBatches, device_of, digest_of, evaluation_mode
 from headwise.data.tokenization import SpecialTokens, max_input_tokens
 from headwise.errors import InputError
-from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import SiteKey
+from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
@@ -144,50 +136,83 @@ def retrieval_score(
     texts = _texts(tokenizer, haystack, lengths, depths, needles, seed)
     forced = [forced_answer(tokenizer, text) for text in texts]
     with evaluation_mode(model), torch.no_grad():
-        require_causal_decoder(model, [_batch(model, forced[0].ids[:CHECKED])])
-    _require_within_limit(model, tokenizer, texts, forced)
+        require_causal_decoder(model, [batch_of_ids(model, forced[0].ids[None, :CHECKED])])
+    limit = max_input_tokens(model, tokenizer)
+    for text, answered in zip(texts, forced, strict=True):
+        if limit is not None and len(answered.ids) > limit:
+            raise InputError("lengths", expected=f"at most {limit} tokens, the model's limit", got=text.length)
     reader, needle_of = _TopKeys(model), list(dict.fromkeys(text.needle for text in texts))
     batches = [{"input_ids": each.ids[None], "text": torch.tensor([index])} for index, each in enumerate(forced)]
-    data = pass_data(
-        model,
-        NumberedBatches(batches, [needle_of.index(text.needle) for text in texts]),
-        (),
-        out=out,
-        shown=progress,
-    )
+    numbered = NumberedBatches(batches, [needle_of.index(text.needle) for text in texts])
+    data = pass_data(model, numbered, (), out=out, shown=progress)
 
     def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
         index = int(batch["text"])
         answered = forced[index]
         if continuation == "generated":
             answered = generated_answer(model, tokenizer, texts[index], answered)
-        found = _recall(answered)
-        counts = continuation == "forced" or found > recall
-        return _scores(model, reader, answered, found, counts=counts)
+        ids, needle = answered.ids, answered.ids[answered.needle]
+        # Each token of the answer that the continuation repeats counts as often as it occurs in both.
+        expected = Counter(needle.tolist())
+        repeated = (expected & Counter(ids[answered.first :].tolist())).total() / expected.total()
+        counts = continuation == "forced" or repeated > recall
+        reader.rows = range(answered.first - 1, len(ids) - 1)
+        answered.require_same_tokens(reader.run(ids[None]))
+        values: dict[SiteKey, SequenceValues] = {}
+        for site, keys in reader.found.items():
+            is_copy = (keys[:, None] == answered.needle[:, None]) & (ids[answered.first :] == needle[:, None])
+            scores = is_copy.any(2).double().mean(1, keepdim=True).mT
+            values[site] = {
+                SCORE: scores if counts else torch.full_like(scores, torch.nan),
+                RECALLED: scores.new_full((1, 1), repeated),
+            }
+        return reader.records, values
 
     def make_table(
         registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]
     ) -> Retrieval:
-        return _table(registry, values, texts, recall, metadata)
+        of_site = next(iter(values.values()))
+        recalls, counting = of_site[RECALLED][:, 0].tolist(), (~of_site[SCORE][:, 0].isnan()).tolist()
+        counted = [text for text, counts in zip(texts, counting, strict=True) if counts]
+        if not counted:
+            raise InputError(
+                "model",
+                expected=f"one that repeats more than {recall:.0%} of the answer to some text",
+                got=f"{max(recalls):.0%} at most",
+                remedy='continuation="forced" makes it read the answers',
+            )
+        chosen, distinct = {SCORE: list(range(len(texts)))}, sorted({text.length for text in counted})
+        for length in distinct if len(distinct) > 1 else ():
+            chosen[f"{SCORE}_{length}"] = [index for index, text in enumerate(texts) if text.length == length]
+        rows = []
+        for record, labels in registry.head_labels():
+            of_head = values[record.site][SCORE][:, labels["head"]].tolist()
+            statistics = {
+                name: MeanEstimate.of([of_head[i] for i in indices], [texts[i].needle for i in indices])
+                for name, indices in chosen.items()
+            }
+            rows.append(HeadRow(**labels, statistics=statistics))
+        measured = {
+            "sequences": len(counted),
+            "texts": len(texts),
+            "needles": len({text.needle for text in counted}),
+            "recall": sum(recalls) / len(recalls),
+        }
+        return Retrieval(tuple(rows), {**metadata, "measured": metadata["measured"] | measured})
 
-    sizes, shares = sorted({text.length for text in texts}), sorted({text.depth for text in texts})
-    # Other needles may be the same tokens in a text.
-    drawn = needles if isinstance(needles, int) else {"digest": digest_of(needles)}
-    options: dict[str, Any] = {"lengths": sizes, "depths": shares, "needles": drawn, "continuation": continuation}
-    options |= {"recall": recall, "seed": seed, "out": out, "force": force, "progress": progress, "title": title}
+    options: dict[str, Any] = {
+        "lengths": sorted({text.length for text in texts}),
+        "depths": sorted({text.depth for text in texts}),
+        # Other needles may be the same tokens in a text.
+        "needles": needles if isinstance(needles, int) else {"digest": digest_of(needles)},
+        "continuation": continuation,
+        "recall": recall,
+        "seed": seed,
+    }
+    options |= {"out": out, "force": force, "progress": progress, "title": title}
     table = measure_sequences(data, measure_batch, Retrieval, make_table, **options)
     reader.warn_of_unread(stacklevel=3)
     return table
-
-
-def _require_within_limit(
-    model: nn.Module, tokenizer: Any, texts: Sequence[Haystack], forced: "Sequence[Answered]"
-) -> None:
-    """Raise `InputError` if a text with its answer is too long for the model."""
-    limit = max_input_tokens(model, tokenizer)
-    for text, answered in zip(texts, forced, strict=True):
-        if limit is not None and len(answered.ids) > limit:
-            raise InputError("lengths", expected=f"at most {limit} tokens, the model's limit", got=text.length)
 
 
 def _texts(
@@ -221,112 +246,26 @@ def _share(value: Any) -> float:
     return number
 
 
-def _batch(model: nn.Module, ids: Int[Tensor, " tokens"]) -> dict[str, Any]:
-    """Return the arguments of a model for one sequence."""
-    rows = ids[None].to(device_of(model))
-    return with_cache_disabled(model, {"input_ids": rows, "attention_mask": torch.ones_like(rows)})
-
-
-def _recall(answered: "Answered") -> float:
-    """Return the share of the needle's answer tokens that the continuation repeats, each as often as it occurs."""
-    expected = Counter(answered.ids[answered.needle].tolist())
-    found = expected & Counter(answered.ids[answered.first :].tolist())
-    return found.total() / expected.total()
-
-
-def _scores(
-    model: nn.Module, reader: "_TopKeys", answered: "Answered", recall: float, *, counts: bool
-) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
-    """Return the sites of a model, and the score of each head on one text with the recall of its answer. The score is
-    NaN if the text does not count.
-    """
-    ids, rows = answered.ids, range(answered.first - 1, len(answered.ids) - 1)
-    reader.begin_rows(rows, len(ids))
-    with intercepted(model, reader):
-        output = call_model(model, _batch(model, ids))
-    answered.require_same_tokens(output)
-    reader.require_attention()
-    values: dict[SiteKey, SequenceValues] = {}
-    for record in reader.records:
-        keys = reader.top_keys(record.site)
-        is_copied = torch.zeros(len(keys), len(answered.needle), dtype=torch.bool)
-        for index, place in enumerate(answered.needle.tolist()):
-            is_copied[:, index] = ((keys == place) & (ids[rows.start + 1 :] == ids[place])).any(1)
-        scores = is_copied.double().mean(1) if counts else torch.full((len(keys),), torch.nan, dtype=torch.float64)
-        values[record.site] = {SCORE: scores[None], RECALLED: torch.full((1, 1), recall, dtype=torch.float64)}
-    return reader.records, values
-
-
-def _table(
-    registry: SiteRegistry,
-    values: dict[SiteKey, SequenceValues],
-    texts: Sequence[Haystack],
-    recall: float,
-    metadata: dict[str, Any],
-) -> Retrieval:
-    """Return the table from the scores of all texts."""
-    of_site = next(iter(values.values()))
-    recalls, counting = of_site[RECALLED][:, 0].tolist(), [not score.isnan() for score in of_site[SCORE][:, 0]]
-    if not any(counting):
-        raise InputError(
-            "model",
-            expected=f"one that repeats more than {recall:.0%} of the answer to some text",
-            got=f"{max(recalls):.0%} at most",
-            remedy='continuation="forced" makes it read the answers',
-        )
-    lengths = sorted({text.length for text, counts in zip(texts, counting, strict=True) if counts})
-    chosen = {SCORE: list(range(len(texts)))}
-    for length in lengths if len(lengths) > 1 else ():
-        chosen[f"{SCORE}_{length}"] = [index for index, text in enumerate(texts) if text.length == length]
-    rows = []
-    for record, labels in registry.head_labels():
-        of_head = values[record.site][SCORE][:, labels["head"]].tolist()
-        statistics = {
-            name: MeanEstimate.of([of_head[i] for i in indices], [texts[i].needle for i in indices])
-            for name, indices in chosen.items()
-        }
-        rows.append(HeadRow(**labels, statistics=statistics))
-    measured = {
-        "sequences": sum(counting),
-        "texts": len(texts),
-        "needles": len({text.needle for text, counts in zip(texts, counting, strict=True) if counts}),
-        "recall": sum(recalls) / len(recalls),
-    }
-    return Retrieval(tuple(rows), {**metadata, "measured": metadata["measured"] | measured})
-
-
 class _TopKeys(WeightReader):
-    """Interceptor that finds the key with the largest attention weight in some query rows of one sequence. Weights of
-    other rows are not computed.
+    """Interceptor that finds the key with the largest attention weight in the query rows `rows` of one sequence. The
+    keys of a site are `(heads, rows)`. Weights of other rows are not computed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._rows, self._keys = range(0), dict[SiteKey, Int[Tensor, "heads rows"]]()
+    rows = range(0)
 
-    def begin_rows(self, rows: range, length: int) -> None:
-        """Expect a run of the model over one sequence of `length` tokens, of which `rows` are read."""
-        self.begin(1, length)
-        self._rows, self._keys = rows, {}
+    def start(self, call: Call) -> Int[Tensor, "heads rows"]:
+        """Return the keys, -1 so far."""
+        return torch.full((call.grid.heads, len(self.rows)), -1)
 
     def read(self, site: SiteKey, block: RowBlock) -> None:
         """Store the key with the largest power of each row: a row's weights are its powers, divided by one number."""
-        if site not in self._keys:
-            self._keys[site] = torch.full((block.grid.heads, len(self._rows)), -1)
-        start, stop = max(block.rows.start, self._rows.start), min(block.rows.stop, self._rows.stop)
+        start, stop = max(block.rows.start, self.rows.start), min(block.rows.stop, self.rows.stop)
         if start >= stop:
             return
         powers = block.tile.by_head(block.powers)[0, :, start - block.rows.start : stop - block.rows.start]
-        if not bool(powers.isfinite().all()):
-            raise InputError("model", expected="finite attention weights", got=f"NaN or infinity in {site.label}")
+        require_finite_weights(site, powers)
         keys = block.visibility.key_indices[powers.argmax(-1)].cpu()
-        self._keys[site][block.tile.heads, start - self._rows.start : stop - self._rows.start] = keys
-
-    def top_keys(self, site: SiteKey) -> Int[Tensor, "heads rows"]:
-        """Return the key with the largest weight of each row that was read."""
-        if site not in self._keys:
-            raise InputError("model", expected="attention in the same modules in each run", got=f"none in {site.label}")
-        return self._keys[site]
+        self.found[site][block.tile.heads, start - self.rows.start : stop - self.rows.start] = keys
 
 
 MORE = 4

@@ -89,7 +89,9 @@ def sink_rate(
             that `hw.watch` finds.
         MissingExtra: a package that `out`, `progress` or the data needs is not installed.
     """
-    places = _places(positions)
+    places = [whole_number("positions", k, least=0) for k in collection_of("positions", positions, of="numbers")]
+    if not places or len(set(places)) < len(places):
+        raise InputError("positions", expected="at least one number, each once", got=places)
     epsilon = sink_threshold(epsilon)
     data = pass_data(model, dataset, (), out=out, shown=progress)
 
@@ -104,7 +106,22 @@ def sink_rate(
         }
 
     def make_table(registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]) -> SinkRate:
-        return _table(registry, values, documents_of(data.dataset), epsilon, places, metadata)
+        documents, rows = documents_of(data.dataset), []
+        for record, labels in registry.head_labels():
+            of_head = values[record.site][IMPORTANCE][:, labels["head"]]
+            statistics = {
+                f"{name}_{place}": MeanEstimate.of(each[:, index].tolist(), documents)
+                for index, place in enumerate(places)
+                for name, each in (("sink", _exceeds(of_head, epsilon)), ("attention", of_head))
+            }
+            rows.append(HeadRow(**labels, statistics=statistics))
+        all_heads = torch.cat([values[record.site][IMPORTANCE] for record in registry.records], 1)
+        shares = _exceeds(all_heads, epsilon).mean(1)
+        of_model = {
+            f"sink_{place}": MeanEstimate.of(shares[:, index].tolist(), documents)._asdict()
+            for index, place in enumerate(places)
+        }
+        return SinkRate(tuple(rows), {**metadata, "measured": metadata["measured"] | {"model": of_model}})
 
     options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
     return measure_sequences(data, measure_batch, SinkRate, make_table, epsilon=epsilon, positions=places, **options)
@@ -118,41 +135,9 @@ def sink_threshold(epsilon: Any) -> float:
     return threshold
 
 
-def _places(positions: Any) -> list[int]:
-    """Return the numbers of tokens; raise `InputError` for other values, none, or the same ones."""
-    places = [whole_number("positions", k, least=0) for k in collection_of("positions", positions, of="numbers")]
-    if not places or len(set(places)) < len(places):
-        raise InputError("positions", expected="at least one number, each once", got=places)
-    return places
-
-
-def _table(
-    registry: SiteRegistry,
-    values: dict[SiteKey, SequenceValues],
-    documents: list[int] | None,
-    epsilon: float,
-    places: list[int],
-    metadata: dict[str, Any],
-) -> SinkRate:
-    """Return the table from the importance of tokens in each sequence."""
-    importance = {site: of_site[IMPORTANCE] for site, of_site in values.items()}
-    rows = []
-    for record, labels in registry.head_labels():
-        of_head = importance[record.site][:, labels["head"]]
-        is_sink = (of_head > epsilon).double().masked_fill(of_head.isnan(), torch.nan)
-        statistics = {
-            f"{name}_{place}": MeanEstimate.of(each[:, index].tolist(), documents)
-            for index, place in enumerate(places)
-            for name, each in (("sink", is_sink), ("attention", of_head))
-        }
-        rows.append(HeadRow(**labels, statistics=statistics))
-    all_heads = torch.cat([importance[record.site] for record in registry.records], 1)
-    shares = (all_heads > epsilon).double().masked_fill(all_heads.isnan(), torch.nan).mean(1)
-    of_model = {
-        f"sink_{place}": MeanEstimate.of(shares[:, index].tolist(), documents)._asdict()
-        for index, place in enumerate(places)
-    }
-    return SinkRate(tuple(rows), {**metadata, "measured": {**metadata["measured"], "model": of_model}})
+def _exceeds(importance: Float[Tensor, "..."], epsilon: float) -> Float[Tensor, "..."]:
+    """Return 1 where the importance of a token exceeds a threshold, 0 where it does not, and NaN without a token."""
+    return (importance > epsilon).double().masked_fill(importance.isnan(), torch.nan)
 
 
 def _importance(record: SiteRecord, sequences: int, places: list[int]) -> Float[Tensor, "sequences heads positions"]:
@@ -169,24 +154,17 @@ def _importance(record: SiteRecord, sequences: int, places: list[int]) -> Float[
     if len(received) != sequences:
         got = f"{len(received)} in {path}"
         raise InputError("model", expected=f"attention over {sequences} sequences", got=got)
-    keys = _keys_of_tokens(seen_by, max(places) + 1)
+    # The keys of the first tokens: keys to which a query may attend. A sequence with fewer tokens has -1.
+    is_token = (seen_by > 0).any(1)
+    number = is_token.cumsum(1) - 1
+    keys = torch.full((sequences, max(places) + 1), -1, dtype=torch.int64)
+    for token in {0, *places}:
+        is_place = is_token & (number == token)
+        keys[:, token] = torch.where(is_place.any(1), is_place.int().argmax(1), -1)
     _require_first(tallies[0], received, keys[:, 0], path)
     index = keys[:, None, places].clamp(min=0).expand(-1, received.shape[1], -1)
     importance = received.gather(2, index) / seen_by.gather(2, index)
     return importance.masked_fill((keys[:, places] < 0)[:, None], torch.nan)
-
-
-def _keys_of_tokens(seen_by: Float[Tensor, "sequences heads keys"], tokens: int) -> Int[Tensor, "sequences tokens"]:
-    """Return the keys of the first tokens of each sequence, those that are not padding: keys to which a query may
-    attend; -1 where a sequence has fewer.
-    """
-    is_token = (seen_by > 0).any(1)
-    number = is_token.cumsum(1) - 1
-    keys = torch.full((len(seen_by), tokens), -1, dtype=torch.int64)
-    for token in range(tokens):
-        is_place = is_token & (number == token)
-        keys[:, token] = torch.where(is_place.any(1), is_place.int().argmax(1), -1)
-    return keys
 
 
 def _require_first(

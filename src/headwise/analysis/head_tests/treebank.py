@@ -163,8 +163,9 @@ class AlignedTokens(NamedTuple):
 def aligned_tokens(
     tokenizer: Any, text: str, spans: Sequence[tuple[int, int] | None], start_token: int | None = None
 ) -> AlignedTokens:
-    """Tokenize a text, and find the tokens of each word. A token belongs to the words with whose characters it
-    overlaps, blanks aside. Words that share a token, and those without a token, are not aligned.
+    """Tokenize a text, and find the tokens of each word, which has the characters of its span, or None. A token belongs
+    to the words with whose characters it overlaps, blanks aside. Words that share a token, and those without a token,
+    are not aligned. `start_token` is put before the text and the special tokens of the tokenizer.
     """
     require_fast(tokenizer)
     special = SpecialTokens.of(tokenizer)

@@ -1,32 +1,52 @@
 """Reading of attention weights of chosen query rows while a model runs over sequences without padding."""
 
 from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from headwise.analysis.viewer import require_agreement
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.data.batches import call_model, device_of, with_cache_disabled
 from headwise.errors import InputError
+from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import NO_EFFECT, Call, Observation, SiteKey
 from headwise.intercept.sites import SiteRegistry
+from headwise.shapes import Int
+
+
+def batch_of_ids(model: nn.Module, ids: Int[Tensor, "batch length"]) -> dict[str, Any]:
+    """Return the arguments of a model, on its device, for sequences without padding."""
+    ids = ids.to(device_of(model))
+    return with_cache_disabled(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
 class WeightReader(SiteRegistry):
     """Base class of interceptors that read attention weights over sequences of the same length, block by block. Each
     attention module must attend once, from all tokens of these sequences to all, or the model is refused by name.
+
+    Attributes:
+        found: for each site, what `read` stored in the last run.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
+        self.found: dict[SiteKey, Tensor] = {}
         self._shape = (0, 0, 0)
-        self._read: set[SiteKey] = set()
         self._context = CallContext()
 
-    def begin(self, batch: int, length: int) -> None:
-        """Expect a run of the model over `batch` sequences of `length` tokens, none of which is padding."""
-        self._shape, self._context = (batch, length, length), CallContext()
-        self._read.clear()
+    def run(self, ids: Int[Tensor, "batch length"]) -> Any:
+        """Run the model on sequences without padding, whose weights are read, and return its output."""
+        model = self._modules[""]
+        self._shape, self._context, self.found = (*ids.shape, ids.shape[1]), CallContext(), {}
+        with intercepted(model, self):
+            output = call_model(model, batch_of_ids(model, ids))
+        self.require_attention()
+        if missing := [record.site.label for record in self.records if record.site not in self.found]:
+            raise InputError("model", expected="attention in the same modules in each run", got=f"none in {missing[0]}")
+        return output
 
     def observe(self, call: Call) -> Observation:
         """Return an observation that passes the row blocks of an attention call to `read`, and compares the observed
@@ -44,12 +64,21 @@ class WeightReader(SiteRegistry):
                 expected=f"self-attention over {batch} x {length} tokens",
                 got=f"{kind}{grid.batch} x {grid.queries} queries and {grid.keys} keys in {path}",
             )
-        if call.site in self._read:
+        if call.site in self.found:
             raise InputError("model", expected="modules that attend once in a run", got=f"several calls of {path}")
-        self._read.add(call.site)
+        self.found[call.site] = self.start(call)
         return Observation(partial(self.read, call.site), self._context, lambda: None, partial(require_agreement, path))
 
+    def start(self, call: Call) -> Tensor:
+        """Return the tensor of a site in which `read` stores what it finds."""
+        raise NotImplementedError
+
     def read(self, site: SiteKey, block: RowBlock) -> None:
-        """Read some query rows of some heads of a site. The tensors of the block are overwritten later. Subclasses
-        override this method; here it does nothing.
-        """
+        """Read some query rows of some heads of a site. The tensors of the block are overwritten later."""
+        raise NotImplementedError
+
+
+def require_finite_weights(site: SiteKey, weights: Tensor) -> None:
+    """Raise `InputError` if attention weights, or their powers, are NaN or infinite."""
+    if not bool(weights.isfinite().all()):
+        raise InputError("model", expected="finite attention weights", got=f"NaN or infinity in {site.label}")

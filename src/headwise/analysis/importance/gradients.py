@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,19 +42,16 @@ CreateGates = Callable[[Call, Tensor], Float[Tensor, "#examples heads"]]
 """Function from a site's first call and its head outputs to the gates of the site."""
 
 
-@dataclass(frozen=True)
-class ImportanceTask:
+class ImportanceTask(NamedTuple):
     """Model, data and loss for which the importance of heads is measured.
 
     Attributes:
-        data: model and data.
-        loss: function `(model, batch) -> (batch,)`.
         warnings: messages about the measurement, which are issued at its end.
     """
 
     data: PassData
     loss: Loss
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str]
 
     @property
     def model(self) -> nn.Module:
@@ -64,8 +61,8 @@ class ImportanceTask:
 
 class GateTensors(SiteRegistry):
     """Interceptor that multiplies head outputs by gates, tensors with respect to which the loss of a task can be
-    differentiated. An attention site (a module's self- or cross-attention) has one gate per head, either for each
-    example or shared by all examples. All calls of a site in a run use the same gates.
+    differentiated. An attention site has one gate per head, for each example or for all. All calls of a site in a run
+    use the same gates.
 
     Attributes:
         by_site: gates of each site that was called in the last run.
@@ -81,9 +78,7 @@ class GateTensors(SiteRegistry):
         self._lock = threading.Lock()
 
     def start_batch(self, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Move a batch to the model's device, and call the loss's method `prepare`, if it has one, on the model without
-        gates. Return the moved batch and its number of examples.
-        """
+        """Return a batch on the model's device and its number of examples, after the loss's `prepare` without gates."""
         batch = to_device(batch, device_of(self._task.model))
         self.by_site, self._create = {}, None
         prepare_loss(self._task.loss, self._task.model, batch)
@@ -91,9 +86,7 @@ class GateTensors(SiteRegistry):
         return batch, count_sequences_and_tokens(batch)[0]
 
     def losses(self, create: CreateGates, batch: dict[str, Any]) -> Float[Tensor, " examples"]:
-        """Run the model on a batch with new gates on all heads, made by `create` at the first call of each site, and
-        return the loss of each example.
-        """
+        """Return the loss of each example with new gates on all heads, made by `create` at a site's first call."""
         self.by_site, self._create = {}, create
         losses = finite_loss_per_example(self._task.loss, self._task.model, batch)
         if self.by_site and not losses.requires_grad:
@@ -111,9 +104,7 @@ class GateTensors(SiteRegistry):
         return self.losses(create, batch)
 
     def change(self, call: Call) -> Change | None:
-        """Register the site (a module's self- or cross-attention) of an attention call. Return the function that
-        multiplies the call's head outputs by the gates of the site; None in runs without gates.
-        """
+        """Return the function that multiplies a call's head outputs by the gates of its site; None without gates."""
         self.register(call)
         site, create = call.site, self._create
         if create is None:
@@ -147,8 +138,8 @@ def gate_dtype(out: Tensor) -> torch.dtype:
 
 @contextmanager
 def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
-    """Intercept the model of a task and yield the object that multiplies its head outputs by gates. While the context
-    is active, the model is in evaluation mode and its parameters are frozen; both are restored afterwards.
+    """Yield the interceptor that multiplies the head outputs of a model by gates. While the context is active, the
+    model is in evaluation mode and its parameters are frozen.
     """
     model, gates = task.model, GateTensors(task)
     # Leaving inference mode also turns gradients on.
@@ -163,8 +154,7 @@ def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
 
 @dataclass
 class GradientProgress(SiteProgress):
-    """Partial result of a gradient-based importance method in one process: running statistics of all heads, and the
-    examples whose loss is not NaN.
+    """Partial result of a gradient-based importance method in one process.
 
     Attributes:
         counted: moments of a 0 for each example whose loss is not NaN.
@@ -184,9 +174,7 @@ class GradientProgress(SiteProgress):
 
 @dataclass(frozen=True)
 class GradientMethod:
-    """Base class of importance methods that score heads by the derivatives of a loss with respect to gates, which are
-    factors of the heads' outputs.
-    """
+    """Base class of importance methods that score heads by the derivatives of a loss with respect to gates."""
 
     only_at_one: ClassVar[bool] = True
     """True if the derivative is taken only where all gates are 1, in the unchanged model."""
@@ -194,17 +182,13 @@ class GradientMethod:
     progress_type: ClassVar[type[Any]] = GradientProgress
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """Compute the statistics of the importance method from `gradient`, the derivatives of the loss with respect to
-        the gates of heads; return them by name, with a value for each example and head. Subclasses implement this.
-
-        All statistics are 0 where the derivative is 0.
+        """Return the statistics of the method by name, from the derivatives of the loss with respect to the gates. All
+        statistics are 0 where the derivative is 0.
         """
         raise NotImplementedError
 
     def measure(self, task: ImportanceTask, data_pass: Pass[GradientProgress]) -> GradientProgress:
-        """Differentiate the loss of each example of this process's batches with respect to the gates (factors of
-        outputs) of all heads, and return the statistics of the derivatives.
-        """
+        """Return the statistics of the derivatives of the loss of each example of this process's batches."""
         resumed, progress = data_pass.resumed, GradientProgress()
         with differentiable_gates(task) as gates:
             gates.merge(resumed.records)
@@ -226,9 +210,8 @@ class GradientMethod:
     def rows(
         self, task: ImportanceTask, parts: Sequence[GradientProgress], _metadata: dict[str, Any]
     ) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Combine the statistics of all processes. Return a row per head with their means and standard errors over
-        examples, and further entries for the metadata. A head that did not run for an example counts with a derivative
-        of 0.
+        """Return a row per head with means over the examples of all processes, and further entries for the metadata. A
+        head that did not run for an example counts with a derivative of 0.
         """
         registry, counted = merged_registry(task.model, parts), _zeros(torch.zeros(0, dtype=torch.bool), None)
         for part in parts:
@@ -258,9 +241,7 @@ class GradientMethod:
     def gradients_at(
         self, gates: GateTensors, batch: dict[str, Any], values: Sequence[tuple[float, float]]
     ) -> Derivatives:
-        """Return the derivatives of a batch at several gate values, each times its weight, added. `values` has pairs of
-        a gate value, one number for all heads of the model, and a weight.
-        """
+        """Return the sum of the derivatives of a batch at several values of all gates, each times its weight."""
         batch, examples = gates.start_batch(batch)
         sums: dict[SiteKey, Tensor] = {}
         has_loss = torch.zeros(examples, dtype=torch.bool)
@@ -298,11 +279,8 @@ def _missing(counted: RunningMoments, measured: RunningMoments | None, heads: in
 
 @dataclass(frozen=True)
 class Gradient(GradientMethod):
-    """Importance method that scores each head by the derivative of the loss L with respect to the head's gate g (factor
-    of its output): the mean over examples of the absolute derivative, E |dL/dg|, and E[-dL/dg], the ablation effect to
-    first order.
-
-    The first is equation 5 of Michel, Levy and Neubig (2019).
+    """Importance method: the mean over examples of the absolute derivative of the loss with respect to a head's gate, E
+    |dL/dg| (Michel, Levy and Neubig 2019, equation 5), and E[-dL/dg], the ablation effect to first order.
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
@@ -311,10 +289,8 @@ class Gradient(GradientMethod):
 
 @dataclass(frozen=True)
 class Square(GradientMethod):
-    """Importance method that scores each head by the mean over examples of the squared derivative of the loss L with
-    respect to the head's gate g (factor of its output), E (dL/dg)^2: the empirical Fisher information of the gate.
-
-    Sources: Theis et al. 2018; Molchanov et al. 2019.
+    """Importance method: the mean over examples of the squared derivative of the loss with respect to a head's gate, E
+    (dL/dg)^2, the empirical Fisher information of the gate (Theis et al. 2018; Molchanov et al. 2019).
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
@@ -323,16 +299,14 @@ class Square(GradientMethod):
 
 @dataclass(frozen=True)
 class Integrated(GradientMethod):
-    """Importance method that scores each head by integrated gradients: -dL/dg of its gate g (factor of its output),
-    integrated over the common value of all gates from 0 to 1. For each example, the scores of all heads add up to the
-    effect of removing all heads, up to the error of the quadrature (the axiom of completeness).
+    """Importance method: integrated gradients (Sundararajan, Taly and Yan 2017), -dL/dg of a head's gate g, integrated
+    over the common value of all gates from 0 to 1. For each example, the scores of all heads add up to the effect of
+    removing all heads, up to the error of the quadrature (the axiom of completeness).
 
     The completeness gap is the sum over examples of the absolute difference between the two, divided by the sum of the
     absolute effects. So errors of opposite sign do not cancel. For each batch, the number of points is doubled until
     the gap is at most 5 %. In some models the loss varies so fast along this path that no affordable number of points
     is enough: the gap is in the metadata of the table, and a warning names one above 5 %.
-
-    Source: Sundararajan, Taly and Yan 2017.
 
     Attributes:
         steps: number of points of the Gauss-Legendre quadrature at first.
@@ -373,8 +347,7 @@ class Integrated(GradientMethod):
 
     def report(self, task: ImportanceTask, parts: Sequence[GradientProgress]) -> dict[str, Any]:
         """Return the completeness of the scores: means over examples of the sum of all scores and of the effect of
-        removing all heads, the relative difference of these means, the completeness gap, and the largest number of
-        steps. Add a warning to those of the task if the gap is above 5 %.
+        removing all heads, the relative difference of these means, the gap, and the largest number of steps.
         """
         examples = sum(int(part.counted.count) for part in parts)
         scores, effect, effects, differences = (

@@ -94,8 +94,7 @@ class Importance(HeadTable[HeadRow]):
 
 
 class ImportanceMethod(Protocol):
-    """Interface of importance methods, which score every head of a model. A method is a frozen dataclass whose fields
-    are the method's options.
+    """Interface of importance methods, frozen dataclasses whose fields are the method's options.
 
     Attributes:
         progress_type: class of the partial results.
@@ -118,9 +117,7 @@ class ImportanceMethod(Protocol):
 
 @dataclass(frozen=True)
 class AblationMethod:
-    """Importance method that scores each head by its ablation effect, the increase of the loss without the head, as
-    measured by `ablate` (Michel, Levy and Neubig 2019, section 3.2).
-    """
+    """Importance method: the ablation effect of a head, as measured by `ablate`."""
 
     progress_type: ClassVar[type[Any]] = AblationProgress
 
@@ -193,7 +190,7 @@ def importance(
     require_loss(loss)
     chosen = create_method(method, options, loss, normalise=flag("normalise", normalise))
     data = PassData(model, prepare_texts(dataset, model, out, shown=progress), [])
-    task = ImportanceTask(data, loss)
+    task = ImportanceTask(data, loss, [])
 
     def make_table(parts: list[Any], metadata: dict[str, Any]) -> Importance:
         rows, further = chosen.rows(task, parts, metadata)
@@ -221,9 +218,8 @@ def importance(
 
 
 def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalise: bool) -> Any:
-    """Create the importance method called `name` with these options, after checking that the name and the options
-    exist, and that the method can use the loss. With `normalise`, check also that the statistics of the method can be
-    normalised.
+    """Create the importance method called `name`, after checking that the name and the options exist, that the method
+    can use the loss, and with `normalise`, that its statistics can be normalised.
     """
     if not isinstance(name, str) or name not in METHODS:
         raise InputError("method", expected=f"one of {', '.join(METHODS)}", got=repr(name))
@@ -243,9 +239,7 @@ def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalis
 
 def _normalised_per_layer(rows: Iterable[HeadRow]) -> Iterator[HeadRow]:
     """Yield each head's row with every statistic and its standard error divided by the l2 norm of the statistic over
-    the heads of the same layer; the statistic's name gets the suffix `_per_layer`.
-
-    Statistics that are 0 in a whole layer stay 0.
+    the heads of the layer, unless that is 0.
     """
     for _, rows_of_layer in groupby(rows, key=lambda row: row.layer):
         layer = list(rows_of_layer)

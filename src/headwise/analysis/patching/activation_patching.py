@@ -144,9 +144,8 @@ def patch_together(
 def _patched_runs(
     pairs: PromptPairs, *, reuse: bool
 ) -> Iterator[tuple[RepeatedRuns, Callable[[Collection[SiteHead]], dict[str, MeanEstimate]]]]:
-    """Run the model on the destination batch of `pairs`. Yield its further runs on this batch, which reuse layer
-    outputs if `reuse` is set, and a function that makes one: with the outputs of some heads from the run on the source
-    batch. The function returns `PromptPairs.estimates` of this run.
+    """Run the model on the destination batch. Yield its further runs on this batch, and a function that makes one, with
+    the outputs of some heads from the source run, and returns `PromptPairs.estimates` of it.
     """
     gates = GateInterceptor({})
     runs = RepeatedRuns(pairs.model, pairs.paths, reuse=reuse)

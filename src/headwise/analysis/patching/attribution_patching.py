@@ -128,10 +128,9 @@ def attribution_patching(
 def _integrated_effects(
     pairs: PromptPairs, gradients: "_OutputGradients", runs: RepeatedRuns, site: SiteKey, steps: int
 ) -> tuple[Float[Tensor, "pairs heads"], float]:
-    """Return the estimated effect of patching each head of a site (a module's self- or cross-attention) on the
-    difference of logits: integrated gradients along the straight line from the head's output in the unpatched run to
-    that in the source run. Return also the largest absolute difference, over prompt pairs, between the sum of these
-    effects and the effect of patching all heads of the site at once.
+    """Return the effect of patching each head of a site on the difference of logits, by integrated gradients along the
+    straight line from the head's output in the unpatched run to that in the source run; and the largest absolute
+    difference, over prompt pairs, between the sum of these effects and the effect of patching all heads of the site.
     """
 
     def products() -> Tensor:
@@ -148,13 +147,13 @@ def _integrated_effects(
 
 
 class _OutputGradients(SiteRegistry):
-    """Interceptor that adds a tensor of zeros to the head outputs of each attention call. A result of the run can be
-    differentiated with respect to these tensors: the derivatives are those with respect to the head outputs, with all
-    that depends on these computed again (later heads, MLPs and norms).
+    """Interceptor that adds a tensor of zeros to the head outputs of each attention call, with respect to which a
+    result of the run can be differentiated, with all that depends on the outputs computed again (later heads, MLPs and
+    norms).
 
     After `reset` with a site, the outputs of all heads of this site are replaced by points on the straight line from
-    their own values in the destination run to those in the run `source`, and only these outputs have derivatives. The
-    destination run is the last one without such a site.
+    their own values in the destination run, the last one without such a site, to those in the run `source`, and only
+    these outputs have derivatives.
     """
 
     def __init__(self, model: nn.Module, source: RecordedOutputs) -> None:
@@ -166,14 +165,14 @@ class _OutputGradients(SiteRegistry):
         self._share = 0.0
 
     def reset(self, moved: SiteKey | None = None, share: float = 0.0) -> None:
-        """Prepare for the next run of the model, in which the heads of the site `moved` have their outputs at the place
-        `share` of the line: 0 in the destination run, 1 in the source run. None moves no head.
+        """In the next run, put the outputs of the heads of the site `moved` at the place `share` of the line: 0 in the
+        destination run, 1 in the source run. None moves no head.
         """
         self._inputs, self._moved, self._share = {}, moved, share
 
     def change(self, call: Call) -> Change | None:
-        """Register the site of an attention call, and return the function that makes its head outputs depend on a
-        tensor that requires gradients; None if another site is moved.
+        """Return the function that makes the head outputs of a call depend on a tensor that requires gradients; None if
+        another site is moved.
         """
         if not call.is_recomputation:
             self.register(call)
@@ -197,9 +196,8 @@ class _OutputGradients(SiteRegistry):
     def products(
         self, result: Float[Tensor, " pairs"], sites: Collection[SiteKey]
     ) -> dict[SiteKey, Float[Tensor, "pairs heads"]]:
-        """Differentiate the `result` of the last run with respect to head outputs. Return for each of the `sites`, each
-        prompt pair and head the product of the derivative with the output in the source run minus that in the
-        destination run, summed over queries and features, in float64.
+        """Return for each site, prompt pair and head the product of the derivative of the `result` of the last run with
+        the output in the source run minus that in the destination run, summed over queries and features, in float64.
         """
         if not result.requires_grad:
             got = "none" if self._inputs else "none, as heads could not be changed"

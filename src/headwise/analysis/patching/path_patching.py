@@ -141,9 +141,8 @@ def path_patching(
 
 
 class _PathRuns:
-    """Runs of a model on the destination batch of `pairs` with patched paths from senders to receivers.
-
-    The model runs on that batch at creation, without patches.
+    """Runs of a model on the destination batch of `pairs` with patched paths from senders to the inputs `names` (q, k
+    or v) of receivers, or to the logits without names. The model runs on that batch at creation, without patches.
 
     Attributes:
         interceptor: interceptor that patches paths, which must be active for `difference`.
@@ -187,9 +186,7 @@ class _PathRuns:
                 self._require_frozen_mlps()
 
     def difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
-        """Return the difference of logits of each prompt pair in the run on the destination batch in which the direct
-        paths from all `senders` to the receivers are patched.
-        """
+        """Return the differences of logits with the direct paths from all `senders` to the receivers patched."""
         difference = self._frozen_difference(senders)
         if not self._patches_heads:
             return difference
@@ -206,8 +203,8 @@ class _PathRuns:
         return self.runs.run_gated(self._pairs.difference, {site.path for site, _ in changed})
 
     def _frozen_difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
-        """Run the model with all heads frozen but the senders, which have their outputs of the source run. Return the
-        differences of logits. Without senders, no layer outputs are reused.
+        """Return the differences of logits with all heads frozen but the senders, which have their outputs of the
+        source run. Without senders, no layer outputs are reused.
         """
         self.interceptor.freeze(senders)
         with nullcontext() if self._mlps is None else self._mlps.replayed():
@@ -215,9 +212,7 @@ class _PathRuns:
             return self.runs.run_gated(self._pairs.difference, paths)
 
     def _require_unpatched(self, difference: Float[Tensor, " pairs"], expected: str) -> None:
-        """Raise `InputError` if a run that should change nothing has another result than the unpatched run. `expected`
-        describes a model for which this cannot happen.
-        """
+        """Raise `InputError` if a run that should change nothing has another result than the unpatched run."""
         unpatched = self._pairs.unpatched
         if not torch.allclose(difference, unpatched, TOLERANCE, TOLERANCE, equal_nan=True):
             got = f"logit differences {difference.tolist()} in place of {unpatched.tolist()}"
@@ -261,8 +256,8 @@ def _mlps_of(model: nn.Module, sites: Collection[str]) -> list[nn.Module]:
 
 
 class _PathInterceptor(Interceptor):
-    """Interceptor that freezes heads, gives receivers other inputs, or only records the inputs of receivers. At first
-    it only records.
+    """Interceptor that freezes heads, gives receivers other inputs, or, at first, only records the inputs of receivers,
+    which `names` has the letters of.
 
     Attributes:
         recorded: inputs of the receivers in the last run in which they were recorded, by call.
@@ -278,30 +273,26 @@ class _PathInterceptor(Interceptor):
         self.recorded: dict[CallKey, HeadInputs] = {}
 
     def freeze(self, senders: Iterable[tuple[SiteKey, int]]) -> None:
-        """In the next runs, give the heads in `senders` their outputs of the source run, and all other heads those of
-        the unpatched run. Record the inputs of the receivers.
+        """In the next runs, give senders their outputs of the source run, and all other heads those of the unpatched
+        run. Record the inputs of the receivers.
         """
         self._senders, self._new_inputs, self._records, self.recorded = {}, {}, True, {}
         for site, head in senders:
             self._senders.setdefault(site, []).append(head)
 
     def patch(self, inputs: Mapping[CallKey, HeadInputs]) -> None:
-        """In the next runs, let the receivers compute their outputs with these inputs in place of their own. Without
-        inputs, change nothing.
-        """
+        """In the next runs, let the receivers compute their outputs with these inputs; without any, change nothing."""
         self._senders, self._new_inputs, self._records = None, inputs, False
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Raise `InputError` for a module whose attention cannot be frozen. Do nothing after an error of this object
-        itself, since the attention at which the run stopped is reported as unchanged.
+        """Raise `InputError` for a module whose attention cannot be frozen, but not after an error of this object,
+        since the attention at which the run stopped is reported as unchanged.
         """
         if not self._has_failed:
             raise InputError("model", expected=ALL_FROZEN, got=f"{reason}: {path}")
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that changes the outputs of the heads in an attention call, or reads the inputs of its
-        receivers; None if neither is needed.
-        """
+        """Return the function that changes the outputs of heads, or reads the inputs of receivers; None for neither."""
         key, receivers = (call.site, call.index), self._receivers.get(call.site, [])
         if self._senders is None and not (self._records and receivers) and key not in self._new_inputs:
             return None
@@ -318,9 +309,7 @@ class _PathInterceptor(Interceptor):
     def _changed(
         self, attended: HeadOutput, key: CallKey, receivers: list[int]
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the outputs of the heads in an attention call after the change, if there is one. Record the inputs of
-        its receivers, if they are recorded.
-        """
+        """Return the outputs of the heads in an attention call after the change, and record the inputs of receivers."""
         site, out = key[0], attended.out
         if self._records and receivers:
             problem = _receiving_problem(attended, site, receivers)
@@ -339,11 +328,11 @@ class _PathInterceptor(Interceptor):
 
 
 def _receiving_problem(attended: HeadOutput, site: SiteKey, heads: list[int]) -> Problem:
-    """Return an attention call as a `Problem` with a key/value head for each query head, after a check that its
-    definition reproduces the outputs that the model computed for `heads`, the receivers.
+    """Return an attention call as a `Problem` with a key/value head for each query head, after a check that the
+    definition of attention reproduces what the model computed for `heads`, the receivers, but for rounding, at all
+    queries that have a visible key.
     """
-    problem = attended.read_problem()
-    path = site.label
+    problem, path = attended.read_problem(), site.label
     remedy = 'use receivers="logits", or an implementation of attention that calls scaled_dot_product_attention'
     if problem is None:
         expected = "heads whose queries, keys and values are known"
@@ -354,41 +343,30 @@ def _receiving_problem(attended: HeadOutput, site: SiteKey, heads: list[int]) ->
         raise InputError("receivers", expected=expected, got=got, remedy='use receivers="logits"')
     k, v = (each.repeat_interleave(problem.grid.heads // each.shape[1], 1) for each in (problem.k, problem.v))
     problem = replace(problem, k=k, v=v, gate=None, return_lse=True, return_weights=False)
-    if not _is_reproduced(problem, attended.out, heads):
+    answer, out = reference.run(problem), attended.out
+    assert answer.lse is not None
+    is_reproduced = answer.out.shape == out.shape
+    has_key = answer.lse[:, heads] > -torch.inf
+    if is_reproduced and bool(has_key.any()):
+        difference = (answer.out[:, heads].double() - out[:, heads].double()).abs().amax(-1)[has_key]
+        # Rounding of a score s changes its weight by a factor of up to exp(eps * s). Models may compute the softmax in
+        # float32, also between tensors of float64.
+        eps = max(torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps)
+        largest_score = answer.lse[:, heads][has_key].abs().max().double()
+        largest_value = problem.v[:, heads].abs().max().double()
+        is_reproduced = bool((difference <= eps * (8 + 4 * largest_score) * largest_value).all())
+    if not is_reproduced:
         expected = "heads whose outputs follow from their queries, keys and values"
         raise InputError("receivers", expected=expected, got=f"other outputs in {path}", remedy=remedy)
     return problem
 
 
-def _is_reproduced(problem: Problem, out: Float[Tensor, "batch heads queries value_dim"], heads: list[int]) -> bool:
-    """Return True if the definition of attention has the same result for `problem` as the model, `out`, but for
-    rounding, for some heads and all queries that have a visible key.
-    """
-    answer = reference.run(problem)
-    assert answer.lse is not None
-    if answer.out.shape != out.shape:
-        return False
-    lse = answer.lse[:, heads]
-    has_key = lse > -torch.inf
-    difference = (answer.out[:, heads].double() - out[:, heads].double()).abs().amax(-1)[has_key]
-    if not difference.numel():
-        return True
-    # Rounding of a score s changes its weight by a factor of up to exp(eps * s). Models may compute the softmax in
-    # float32, also between tensors of float64.
-    eps = max(torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps)
-    largest_score, largest_value = lse[has_key].abs().max().double(), problem.v[:, heads].abs().max().double()
-    return bool((difference <= eps * (8 + 4 * largest_score) * largest_value).all())
-
-
 def _output_with_inputs(
     out: Float[Tensor, "batch heads queries value_dim"], problem: Problem, heads: list[int], inputs: HeadInputs
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return the outputs of all heads of an attention call, where the heads in `heads` receive the queries, keys or
-    values in `inputs`, and the other heads are unchanged. That is also true for heads that share a key/value head with
-    a receiver.
-
-    The change of the output is added to `out`, the output that the model computed, so that equal inputs change nothing.
-    `problem` is the call, as `_receiving_problem` returns it.
+    """Return the outputs of all heads of an attention call, `problem`, where the heads in `heads` receive the queries,
+    keys or values in `inputs`. Other heads are unchanged, also those that share a key/value head with a receiver. The
+    change of the output is added to `out`, which the model computed, so that equal inputs change nothing.
     """
     tensors = {}
     for name, new in inputs.items():

@@ -12,7 +12,7 @@ from headwise.analysis.nonfinite import nonfinite_error
 from headwise.analysis.prompts import AnswerTokens, one_batch
 from headwise.analysis.recording import RecordedOutputs, RecordedRun
 from headwise.analysis.repeated_runs import restored_state
-from headwise.checks import collection_of, head_pair, require_module
+from headwise.checks import head_pairs, require_module
 from headwise.data.batches import call_model, copied, evaluation_mode
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
@@ -136,10 +136,10 @@ def _answer_token(tokenizer: Any, name: str, answer: str, prompts: Iterable[tupl
 
 class PromptPairs:
     """A clean and a corrupted batch of prompts, of which one is the source of patched values and the other is the
-    destination, whose run is patched. The model runs on the source batch at creation.
+    destination, whose run is patched: the corrupted one for the direction "denoise". The model runs on the source batch
+    at creation.
 
     Attributes:
-        model: the model.
         source_run: head outputs in the run on the source batch.
         paths: paths of the modules that attend in this run.
         unpatched: difference of logits of each prompt pair in the unpatched run on the destination batch; NaN before
@@ -161,9 +161,7 @@ class PromptPairs:
         self.unpatched = torch.full_like(self._source_difference, math.nan)
 
     def difference(self) -> Float[Tensor, " pairs"]:
-        """Run the model on the destination batch, and return for each prompt pair the logit of the right answer minus
-        that of the wrong one.
-        """
+        """Run the model on the destination batch, and return its logits of right answers minus those of wrong ones."""
         return self._tokens.logit_difference(self.model, copied(self._destination))
 
     def difference_in_other_context(self) -> Float[Tensor, " pairs"]:
@@ -190,9 +188,7 @@ class PromptPairs:
         self._require_finite(self.unpatched, self._destination)
 
     def _require_finite(self, difference: Float[Tensor, " pairs"], batch: dict[str, Any]) -> None:
-        """Raise `InputError` if a difference of logits in a run on a batch is NaN or infinite. The error names the
-        first module in which a number is.
-        """
+        """Raise `InputError` with the first module whose numbers are NaN or infinite, if a difference of logits is."""
         is_finite = difference.isfinite()
         if not bool(is_finite.all()):
             error = nonfinite_error(self.model, lambda: call_model(self.model, copied(batch)), batch, ~is_finite)
@@ -205,8 +201,8 @@ class PromptPairs:
         return both if self._direction == "denoise" else both[::-1]
 
     def estimates(self, difference: Float[Tensor, " pairs"]) -> dict[str, MeanEstimate]:
-        """Return two means over prompt pairs: `difference`, the argument, and `recovered`, its place on a scale from 0
-        (corrupted run) to 1 (clean run). Pairs whose two runs have the same difference have no `recovered`.
+        """Return the mean over prompt pairs of `difference`, and of its place on a scale from 0 (corrupted run) to 1
+        (clean run), `recovered`, which pairs whose two runs have the same difference do not have.
         """
         if not bool(difference.isfinite().all()):
             raise InputError("model", expected="finite logits in each patched run", got="NaN or infinity")
@@ -216,28 +212,24 @@ class PromptPairs:
         return {"recovered": MeanEstimate.of(recovered.tolist()), "difference": MeanEstimate.of(difference.tolist())}
 
     def heads(self, heads: Iterable[LayerHead] | None, argument: str = "heads") -> list[SiteHead]:
-        """Return the site and the labels (layer, head, kv_head, module, kind) of the heads in `heads`, each head once,
-        in the order of the model; those of all heads if `heads` is None.
+        """Return the heads in the argument `argument`, each once, in the order of the model; all heads if `heads` is
+        None.
         """
         all_heads = [(record.site, labels) for record, labels in self.source_run.head_labels()]
         if heads is None:
             return all_heads
-        expected = "each a (layer, head) of this model"
-        wanted = [
-            head_pair(argument, head, of=expected) for head in collection_of(argument, heads, of="heads (layer, head)")
-        ]
+        wanted = head_pairs(argument, heads)
         names = [{(labels["layer"], labels["head"]), (labels["module"], labels["head"])} for _, labels in all_heads]
         for head in wanted:
             if not any(head in names_of_head for names_of_head in names):
-                raise InputError(argument, expected=expected, got=head)
+                raise InputError(argument, expected="each a (layer, head) of this model", got=head)
         return [head for head, own in zip(all_heads, names, strict=True) if not own.isdisjoint(wanted)]
 
     def table(
         self, table_type: type[TableT], rows: Sequence[HeadRow], further: Mapping[str, Any], **settings: Any
     ) -> TableT:
-        """Return a table with the settings of the run, and with a summary of both runs without patches: the number of
-        prompt pairs, and the mean over pairs of the logit difference in the clean run and in the corrupted run.
-        `further` has further entries of the summary.
+        """Return a table with a summary of both runs without patches, with further entries `further`: the number of
+        prompt pairs, and the mean of the logit difference in the clean and in the corrupted run.
         """
         clean, corrupted = self._clean_and_corrupted
         measured = {"sequences": len(clean), "clean": clean.mean().item(), "corrupted": corrupted.mean().item()}
@@ -249,8 +241,8 @@ class PromptPairs:
 def prompt_pairs(
     model: Any, clean: Any, corrupted: Any, direction: Any, *, answer: Any, wrong: Any, at: Any
 ) -> Iterator[PromptPairs]:
-    """Context that checks two batches of prompts and their answers, runs the model on the one that patched values come
-    from (by `direction`), and yields one object with both batches. The model is in evaluation mode, without gradients.
+    """Check two batches of prompts and their answers, and yield one object with both batches. While the context is
+    active, the model is in evaluation mode, without gradients.
     """
     tokens = AnswerTokens.from_arguments(answer, wrong, at)
     require_module(model)
@@ -269,9 +261,7 @@ def prompt_pairs(
 
 
 def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
-    """Raise `InputError` unless the clean and the corrupted batch have the same arguments of the model, with tensors of
-    the same shapes and with the same padding.
-    """
+    """Raise `InputError` unless both batches have the same arguments, of the same shapes and with the same padding."""
     if clean.keys() != corrupted.keys():
         names = ", ".join(clean) or "a tensor"
         expected = f"the arguments of clean, {names}"
@@ -291,7 +281,7 @@ def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any])
 def output_of_shape(
     run: RecordedOutputs, key: CallKey, shape: torch.Size
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return the head outputs of an attention call in a recorded run."""
+    """Return the head outputs of an attention call in a recorded run, whose shape is that in another run."""
     outputs = run.output_of_call(*key)
     if outputs.shape != shape:
         expected = f"head outputs of the same shape in all runs, {tuple(shape)} in {key[0].path}"
