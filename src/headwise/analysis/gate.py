@@ -29,8 +29,7 @@ POSITIONS = "whole numbers, or a boolean tensor (queries,) or (batch, queries)"
 
 
 class HeadGate(NamedTuple):
-    """Gate of one head, of one key/value group, or of all heads of an attention module: a factor of their outputs, or a
-    replacement of their outputs.
+    """Gate of one head, of one key/value group, or of all heads of an attention module.
 
     Attributes:
         head: zero-based index of the head or group; None for all heads.
@@ -106,9 +105,8 @@ def gate(
 
 
 def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> "dict[str, list[HeadGate]]":
-    """Check the mapping `values`, from heads `(layer, head)` or whole layers to gates (factors or replacements of head
-    outputs). Return the gates of each attention module by its path. If several modules may have a layer number, each of
-    them has the gate.
+    """Return the gates of each attention module by its path, from the argument `values` of `gate`. If several modules
+    may have a layer number, each of them has the gate.
     """
     if not isinstance(values, Mapping):
         raise InputError("values", expected="a mapping {(layer, head): value}", got=type(values).__name__)
@@ -136,8 +134,7 @@ def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> "dict
 
 
 def _prepared(gates: "Mapping[str, list[HeadGate]]", model: nn.Module) -> "dict[str, list[HeadGate]]":
-    """Return the gates (factors or replacements of head outputs) of each module, by path. Each replacement among them
-    is exchanged for the result of its method `prepare`, which may run the model. A replacement that several gates share
+    """Return the gates with prepared replacements, for which the model may run. A replacement that several gates share
     is prepared once, for all modules that use it.
     """
     modules: dict[int, tuple[Replacement, list[str]]] = {}
@@ -164,9 +161,7 @@ def _as_index(value: Any) -> int | None:
 
 
 def _positions_tensor(positions: Any) -> Tensor | None:
-    """Check query positions and return them as a tensor: indices with one axis, or booleans with one or two axes. None,
-    which stands for all queries, is returned unchanged; anything else raises `InputError`.
-    """
+    """Return query positions as a tensor: indices with one axis, or booleans with one or two axes; None for all."""
     if positions is None:
         return None
     try:
@@ -182,8 +177,7 @@ def _positions_tensor(positions: Any) -> Tensor | None:
 
 
 class GateInterceptor(Interceptor):
-    """Interceptor of attention calls that multiplies or replaces the outputs of gated heads, at all query positions or
-    at selected ones.
+    """Interceptor that multiplies or replaces the outputs of gated heads, at all query positions or at selected ones.
 
     Attributes:
         gates: gates of each module, by the module's path. It may be replaced between two runs of the model.
@@ -204,24 +198,18 @@ class GateInterceptor(Interceptor):
         self._parts.on_model_call()
 
     def on_module_call(self, path: str) -> None:
-        """Record, when any module of the model is called, that the model ran. If the model did not run,
-        `require_intercepted` raises no error.
-        """
+        """Record that the model ran, without which `require_intercepted` raises no error."""
         self._ran = True
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Raise `InputError` for a gated module that computed something like attention that is not changed, for
-        `reason`. So heads are never gated in part. The error is raised once for each module.
-        """
+        """Raise `InputError` once for a gated module that computed something like attention that cannot be changed."""
         is_first = path not in self._unreadable
         self._unreadable.add(path)
         if is_first and any(self._gates_of(label) for label in self.gates if SiteKey.path_of(label) == path):
             raise InputError("values", expected="modules whose attention can be changed", got=f"{reason}: {path}")
 
     def change(self, call: Call) -> Change | None:
-        """Record the first attention call of each site (a module's self- or cross-attention). Return the function that
-        applies the gates of the call's module to the call's head outputs; None if the module has no gates.
-        """
+        """Return the function that applies the gates of a call's module to its head outputs; None without gates."""
         if not call.is_recomputation:
             self._layer_of_site.setdefault(call.site, call.layer)
         gates = self._gates_of(call.site.label)
@@ -245,9 +233,7 @@ class GateInterceptor(Interceptor):
         ]
 
     def _apply(self, gates: list[HeadGate], attended: HeadOutput, call: Call) -> Tensor:
-        """Return the head outputs of an attention call after its gates are applied: first all replacements of head
-        outputs, then all factors. At query positions that are not gated, the outputs are unchanged.
-        """
+        """Return the head outputs of a call after its gates: first all replacements, then all factors."""
         out = attended.out
         for head, value, _ in gates:
             if isinstance(value, Replacement):
@@ -262,15 +248,11 @@ class GateInterceptor(Interceptor):
         return out
 
     def _count(self, call: Call) -> int:
-        """Return the number of heads of an attention call, or the number of its key/value groups if gates are indexed
-        by group.
-        """
+        """Return the number of heads of a call, or of its key/value groups if gates are indexed by group."""
         return call.kv_heads if self._groups else call.grid.heads
 
     def _head_range(self, head: int | None, call: Call) -> tuple[int, int]:
-        """Return the start and stop of the range of query heads that a gate applies to. `head` is the index of a head,
-        or of a key/value group if gates are indexed by group; None selects all heads.
-        """
+        """Return start and stop of the query heads of a head or group; all heads if `head` is None."""
         count = self._count(call)
         if head is None:
             return 0, call.grid.heads
@@ -283,10 +265,9 @@ class GateInterceptor(Interceptor):
     def _factors(
         self, head: int | None, value: float | Tensor, out: Tensor, call: Call
     ) -> Float[Tensor, "#batch heads #queries 1"]:
-        """Return a tensor of factors that broadcasts to the outputs of all heads: `value` for the heads that the gate
-        applies to, and 1 for all other heads. `head` is the index of the gated head or key/value group, for which
-        `value` broadcasts to `(batch, queries)`. None selects all heads, for which `value` has the shape `()`,
-        `(heads,)`, `(batch, heads)` or `(batch, heads, queries)`.
+        """Return factors of the outputs of all heads: `value` for those of the gate, and 1 for others. For one head or
+        group it broadcasts to `(batch, queries)`. For all heads, where `head` is None, its shape is `()`, `(heads,)`,
+        `(batch, heads)` or `(batch, heads, queries)`.
         """
         start, stop = self._head_range(head, call)
         batch, count, queries = call.grid.batch, self._count(call), call.grid.queries
@@ -307,9 +288,8 @@ class GateInterceptor(Interceptor):
         return ones.slice_scatter(factors, 1, start, stop)[..., None]
 
     def require_intercepted(self, model: nn.Module, stated: Collection[str] = ()) -> None:
-        """Raise `InputError` if there is a gated module in which no attention was intercepted, or one of the modules at
-        the paths `stated`, about whose attention the user made statements, or if the run showed that the number of a
-        gated layer belongs to another module. Do nothing if the model did not run.
+        """Raise `InputError` if the model ran, and no attention was intercepted in a gated module, or in one of
+        `stated`, about whose attention the user made statements, or if the number of a gated layer is another module's.
         """
         if not self._ran:
             return
@@ -335,9 +315,7 @@ class GateInterceptor(Interceptor):
 
 
 def _gated_queries(positions: Tensor, call: Call) -> Bool[Tensor, "#batch queries"]:
-    """Return a boolean mask that is True at the gated queries of an attention call. `positions` is such a mask,
-    `(queries,)` or `(batch, queries)`, or a tensor of query indices.
-    """
+    """Return a mask that is True at the gated queries of a call, from such a mask or from query indices."""
     batch, queries = call.grid.batch, call.grid.queries
     positions = positions.to(call.grid.device)
     if positions.dtype == torch.bool:

@@ -102,7 +102,8 @@ def table_of_pass(
 ) -> TableT:
     """Run a model over data, and return the table of the results. A stopped run resumes in the folder `out`, and a
     finished one is read from there. With torch.distributed, the processes share the batches, and each returns the same
-    table.
+    table: `measure` measures a process's share, and `make_table` is called once, with the partial results of all
+    processes and the metadata. `settings` are the arguments that determine the numbers, JSON-compatible.
     """
     rank, world_size = rank_and_world_size()
     collected = run_settings(data.model, data.texts, title, processes=world_size, **settings)
@@ -226,7 +227,10 @@ def measure_sequences(
     make_table: Callable[[SiteRegistry, dict[SiteKey, SequenceValues], dict[str, Any]], TableT],
     **options: Any,
 ) -> TableT:
-    """Run a model over data, measure values of each sequence, and return the table that `make_table` makes of them."""
+    """Run a model over data, measure values of each sequence, and return the table that `make_table` makes of the
+    sites, their values over all sequences in order, and the metadata. `measure_batch` runs the model on a batch that is
+    on its device, and returns its sites and their values. `options` are further arguments of `table_of_pass`.
+    """
     device = device_of(data.model)
 
     def measure(data_pass: Pass[SequenceProgress]) -> SequenceProgress:

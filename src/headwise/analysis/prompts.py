@@ -16,10 +16,8 @@ ONE_OR_PER_PROMPT = "one for all prompts, or (batch,)"
 
 
 class AnswerTokens(NamedTuple):
-    """Token ids of the right and of the wrong answer to each prompt, and the position in the prompt at which the model
-    predicts the answer, that of the token just before the answer.
-
-    Each is one number for all prompts, or one per prompt.
+    """Token ids of the right and of the wrong answer, and the position of the token just before the answer. Each is one
+    number for all prompts, or one per prompt.
 
     Attributes:
         answer: token id of the right answer.
@@ -75,10 +73,8 @@ class AnswerTokens(NamedTuple):
 
     def logit_difference(self, model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, " prompts"]:
         """Run the model on a batch of prompts, and return for each prompt the logit of the right answer minus that of
-        the wrong answer, at the token that the answer follows. Without a wrong answer, return the logit of the right
-        one.
-
-        In a model with an output embedding, the logits of one position per prompt are computed, and no others.
+        the wrong answer, if there is one, at the token that the answer follows. In a model with an output embedding, no
+        other logits are computed.
         """
         restricted_to: list[Tensor] = []
 

@@ -50,8 +50,8 @@ class RepeatedRuns:
         self.note: str | None = None
 
     def run_unchanged(self, compute: Compute) -> Tensor:
-        """Run the unchanged model on the current batch and return its results. Record the layer outputs for runs with
-        gated heads on the same batch. On the first batch, also check if these outputs can be reused.
+        """Return the results of the unchanged model on the current batch, and record layer outputs for runs with gated
+        heads. On the first batch, also check if these outputs can be reused.
         """
         if not self._reuses:
             return self._results(compute)[0]
@@ -63,16 +63,16 @@ class RepeatedRuns:
         return recorded
 
     def run_gated(self, compute: Compute, paths: Collection[str]) -> Tensor:
-        """Run the model on the current batch and return its results. The caller has gated heads of the attention
-        modules at `paths`, and no others. Layers that end before these modules return their recorded outputs, unless
-        the check of the first batch has shown that this would change results.
+        """Return the results of the model on the current batch, where the caller has gated heads of the attention
+        modules at `paths`, and no others. Layers that end before these modules return their recorded outputs, if
+        possible.
         """
         with restored_state(self._model), self._replay.reused_until(paths) if self._reuses else nullcontext():
             return compute()
 
     def _why_not_reuse(self, compute: Compute, recorded: Tensor, digests: list[str]) -> str | None:
-        """Return the reason why layer outputs cannot be reused: a note for the results. Return None if they can.
-        `recorded` are the results of the run whose layer outputs were recorded, and `digests` their hashes.
+        """Return a note with the reason why layer outputs cannot be reused; None if they can. The outputs are those of
+        the run with the results `recorded`, whose hashes are `digests`.
 
         The last module up to which outputs can be reused is checked first. So each run with reused outputs finds what
         the run with halved head outputs left in the layers that are not computed.
@@ -104,9 +104,8 @@ class RepeatedRuns:
             compute()
 
     def _results(self, compute: Compute) -> tuple[Tensor, list[str]]:
-        """Run the model on the current batch. Return its results, one per example, and hashes of the results and of the
-        tensors that the model and its stacks of layers returned. Tensors without content, which stand for logits that a
-        loss computes itself, are left out.
+        """Return the results of the model, one per example, and hashes of the results and of the tensors that the model
+        and its stacks of layers returned, without those that have no content and stand for logits of a loss.
         """
         digests: list[str] = []
 

@@ -138,10 +138,8 @@ class Uniform(Replacement):
 
 
 class MeanOutputs(OutputReader):
-    """Interceptor that averages the output of each head over all tokens of a data set that are not padding. If a module
+    """Interceptor that averages the output of each head over all tokens that are not padding, in float64. If a module
     attends several times in a run of the model, each of these calls has means of its own.
-
-    The sums are in float64.
     """
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
@@ -156,17 +154,16 @@ class MeanOutputs(OutputReader):
         self._real_queries = {}
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that reads the head outputs of an attention call, as the base class does. Read the
-        padding of all calls, since that of cross-attention follows from the self-attention before it.
+        """Return the function of the base class, after reading the padding, which cross-attention has from earlier
+        calls of other modules.
         """
         if not call.is_recomputation:
             self._real_queries[id(call)] = self._contexts.read(call).context.real_queries
         return super().change(call)
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Add the head outputs of one attention call, summed over tokens that are not padding, to running sums. Calls
-        are added to the same sums if they are of the same site (a module's self- or cross-attention) and have the same
-        number within a run of the model.
+        """Add head outputs, summed over tokens that are not padding, to the sums of the site and the number of the call
+        within a run of the model.
         """
         batch, _, queries, _ = out.shape
         out, tokens = out.detach(), float(batch * queries)
@@ -178,10 +175,7 @@ class MeanOutputs(OutputReader):
         self._sums[key] = earlier_total + total, earlier_tokens + tokens
 
     def mean_of_call(self, site: SiteKey, index: int) -> Float[Tensor, "heads value_dim"]:
-        """Return the mean output of each head in one attention call, over all tokens of the data set that are not
-        padding. The call is number `index`, from 0, of those that `site` (a module's self- or cross-attention) makes in
-        a run of the model.
-        """
+        """Return the mean outputs of the call number `index`, from 0, of those that a site makes in a run."""
         if (site, index) not in self._sums:
             expected = f"batches in which {site.path} attends {index + 1} times"
             raise InputError("dataset", expected=expected, got="none")
@@ -190,9 +184,8 @@ class MeanOutputs(OutputReader):
 
 
 class Mean(Replacement):
-    """Object that replaces a head's output by the mean of this head's output over a data set. The function `mean`
-    creates such objects, still without means. The method `prepare` runs the model over the data set and returns an
-    object with means.
+    """Object that replaces a head's output by its mean over a data set. The function `mean` creates such objects
+    without means; `prepare` runs the model over the data set and returns one with means.
 
     Attributes:
         dataset: `Texts` or batches.
@@ -203,9 +196,7 @@ class Mean(Replacement):
         self.dataset, self.means = dataset, means
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Run the model over the data set, and return a replacement that contains the mean output of each head of the
-        attention modules at the paths `modules`. If this object already contains these means, return it without a run.
-        """
+        """Return a replacement with the means of these modules, after a run over the data set if this one has none."""
         if self.means is not None and self.means.modules is not None and set(modules) <= set(self.means.modules):
             return self
         means = MeanOutputs(set(modules))
@@ -219,9 +210,6 @@ class Mean(Replacement):
         return None if isinstance(dataset, Iterator) else digest_of_batches(iterate_batches(dataset))
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return each head's mean output over the data set in the attention calls that correspond to `call`: those of
-        the same module, the same kind (self- or cross-attention) and the same number within a run of the model.
-        """
         assert self.means is not None
         return self.means.mean_of_call(call.site, call.index)[None, :, None, :]
 
@@ -241,12 +229,6 @@ class Patch(Replacement):
         return digest_of(output for _, outputs in sorted(self.run.by_site.items()) for output in outputs)
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return the head outputs in the recorded attention call that corresponds to `call`: that of the same module,
-        the same kind (self- or cross-attention) and the same number within the run of the model.
-
-        Raises:
-            InputError: the recorded call has another shape.
-        """
         recorded, shape = self.run.output_of_call(call.site, call.index), attended.out.shape
         if recorded.shape[0] not in (1, shape[0]) or recorded.shape[1:] != shape[1:]:
             expected = f"(batch, heads, queries, value_dim) = {tuple(shape)} in {call.site.path}, or a batch of 1"
@@ -255,9 +237,8 @@ class Patch(Replacement):
 
 
 class Resample(Replacement):
-    """Object that replaces a head's output by the same head's output on another batch, which the object stores. The
-    function `resample` creates such objects. The method `prepare` runs the model on that batch and returns a `Patch`
-    with the outputs.
+    """Object that replaces a head's output by the head's output on another batch. The function `resample` creates such
+    objects; `prepare` runs the model on that batch and returns a `Patch` with the outputs.
 
     Attributes:
         batch: a tensor, or a mapping of the model's arguments.
@@ -276,9 +257,7 @@ class Resample(Replacement):
 
 
 def _run_batches(model: nn.Module, dataset: Texts | Iterable[Any], reader: OutputReader) -> int:
-    """Run the model on all batches of a data set, in evaluation mode and without gradients, with `reader` as its only
-    active interceptor; return the number of batches.
-    """
+    """Run the model on all batches with `reader` as its only active interceptor, and return their number."""
     count = 0
     with evaluation_mode(model), torch.no_grad(), call_stack.exclusive_to(reader), intercepted(model, reader):
         for batch in iterate_batches(dataset):

@@ -5,6 +5,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from headwise.analysis.head_tests.token_spans import tokens_with_spans
 from headwise.data.documents import read_documents
 from headwise.errors import InputError
 
@@ -111,11 +112,10 @@ def haystacks(
             if room < 1:
                 raise InputError("lengths", expected="room for needle and question", got=length)
             part = long[: 40 * room + 100]
-            encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            offsets = encoded["offset_mapping"]
-            if len(offsets) < room:
-                raise InputError("haystack", expected=f"a text of at least {room} tokens", got=len(offsets))
-            part = part[: offsets[room - 1][1]]
+            _, spans = tokens_with_spans(tokenizer, part)
+            if len(spans) < room:
+                raise InputError("haystack", expected=f"a text of at least {room} tokens", got=len(spans))
+            part = part[: spans[room - 1][1]]
             for depth in depths:
                 limit = round(depth * len(part))
                 ends = [

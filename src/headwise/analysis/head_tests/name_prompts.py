@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.analysis.head_tests.treebank import require_fast
+from headwise.analysis.head_tests.token_spans import prompt_with_spans, require_fast
 from headwise.checks import collection_of, whole_number
-from headwise.data.tokenization import SpecialTokens
 from headwise.errors import InputError
 from headwise.shapes import Int
 
@@ -130,14 +129,13 @@ def _tokens(tokenizer: Any, template: str, pair: tuple[str, str], again: str) ->
         text += part
         spans.append((len(text), len(text) + len(name)))
         text += name
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    before = SpecialTokens.of(tokenizer).before
+    ids, token_spans = prompt_with_spans(tokenizer, text)
     places: list[list[int]] = []
     for span_start, span_stop in spans[:3]:
         places.append([])
-        for index, (start, stop) in enumerate(encoded["offset_mapping"], len(before)):
+        for index, (start, stop) in enumerate(token_spans):
             if start < span_stop and stop > span_start:
                 places[-1].append(index)
                 if len(text[start:stop].strip()) > span_stop - span_start:
-                    return [*before, *encoded["input_ids"]], [[], [], []]
-    return [*before, *encoded["input_ids"]], places
+                    return ids, [[], [], []]
+    return ids, places

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from headwise.analysis.causality import require_causal_decoder
 from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
 from headwise.analysis.head_tests.haystacks import Haystack, Needle, draw_needles, haystacks, read_haystack
-from headwise.analysis.head_tests.treebank import require_fast
+from headwise.analysis.head_tests.token_spans import prompt_with_spans, require_fast
 from headwise.analysis.head_tests.weight_reader import WeightReader, batch_of_ids, require_finite_weights
 from headwise.analysis.viewer import DISAGREEMENT
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, probability, require_module, whole_number
 from headwise.data.batches import NumberedBatches, device_of, digest_of, evaluation_mode
-from headwise.data.tokenization import SpecialTokens, max_input_tokens
+from headwise.data.tokenization import max_input_tokens
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
@@ -309,17 +309,17 @@ class Answered:
 
 def forced_answer(tokenizer: Any, text: Haystack) -> Answered:
     """Return a text with the right answer."""
-    prompt = _encoded(tokenizer, text.text)
-    whole = _encoded(tokenizer, text.text + text.continuation)
-    first = len(prompt[0])
-    if whole[0][:first] != prompt[0] or len(whole[0]) == first:
+    prompt, spans = prompt_with_spans(tokenizer, text.text)
+    whole, _ = prompt_with_spans(tokenizer, text.text + text.continuation)
+    first = len(prompt)
+    if whole[:first] != prompt or len(whole) == first:
         remedy = "choose needles whose answers are tokens of their own"
         raise InputError(
             "tokenizer", expected="tokens of an answer after those of the question", got="others", remedy=remedy
         )
     start, stop = text.answer
-    places = [index for index, (begin, end) in enumerate(prompt[1]) if begin < stop and end > start]
-    return Answered(torch.tensor(whole[0]), torch.tensor(places), first)
+    places = [index for index, (begin, end) in enumerate(spans) if begin < stop and end > start]
+    return Answered(torch.tensor(whole), torch.tensor(places), first)
 
 
 def generated_answer(model: Any, tokenizer: Any, text: Haystack, forced: Answered) -> Answered:
@@ -341,11 +341,3 @@ def generated_answer(model: Any, tokenizer: Any, text: Haystack, forced: Answere
     if len(result) != 1 or result.shape[1] <= ids.shape[1]:
         raise InputError("model", expected="a generation config that returns one sequence", got=f"{len(result)}")
     return replace(forced, ids=result[0].cpu(), is_generated=True)
-
-
-def _encoded(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the token ids of a text, after those that the tokenizer puts before a text, and the characters of each."""
-    before = SpecialTokens.of(tokenizer).before
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    spans = [(0, 0)] * len(before) + [tuple(span) for span in encoded["offset_mapping"]]
-    return [*before, *encoded["input_ids"]], spans

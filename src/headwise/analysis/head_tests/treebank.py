@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from headwise.analysis.head_tests.token_spans import require_fast, tokens_with_spans
 from headwise.data.documents import list_files
 from headwise.data.tokenization import SpecialTokens
 from headwise.errors import InputError, require
@@ -170,7 +171,7 @@ def aligned_tokens(
     require_fast(tokenizer)
     special = SpecialTokens.of(tokenizer)
     before = [*([] if start_token is None else [start_token]), *special.before]
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    token_ids, token_spans = tokens_with_spans(tokenizer, text)
     word_at = torch.full((len(text) + 1,), -1, dtype=torch.int64)
     for index, span in enumerate(spans):
         if span is not None:
@@ -178,7 +179,7 @@ def aligned_tokens(
     is_aligned = [False] * len(spans)
     shared: set[int] = set()
     word_of = []
-    for start, stop in encoded["offset_mapping"]:
+    for start, stop in token_spans:
         is_blank = [character.isspace() for character in text[start:stop]]
         at = {int(word_at[start + place]) for place, blank in enumerate(is_blank) if not blank}
         own = at - {-1}
@@ -190,14 +191,7 @@ def aligned_tokens(
             shared |= own
     for word in shared:
         is_aligned[word] = False
-    ids = [*before, *encoded["input_ids"], *special.after]
+    ids = [*before, *token_ids, *special.after]
     padded = [*[-1] * len(before), *word_of, *[-1] * len(special.after)]
     of_words = torch.tensor([word if word >= 0 and is_aligned[word] else -1 for word in padded])
     return AlignedTokens(torch.tensor(ids), of_words, is_aligned)
-
-
-def require_fast(tokenizer: Any) -> None:
-    """Raise `InputError` if a tokenizer does not state the characters of each token."""
-    if not getattr(tokenizer, "is_fast", False):
-        expected = "a fast tokenizer, which states the characters of each token"
-        raise InputError("tokenizer", expected=expected, got=type(tokenizer).__name__)

@@ -19,8 +19,7 @@ from headwise.checks import finite_number, whole_number
 from headwise.data.batches import iterate_batches
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, SiteKey
-from headwise.intercept.sites import SiteRegistry
-from headwise.progress import ProgressBar, progress_bar
+from headwise.progress import progress_bar
 from headwise.runs.data_pass import Pass
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.shapes import Float
@@ -68,99 +67,76 @@ class HardConcrete:
             raise InputError("seeds", expected="at least one", got="none")
 
     def open_probability(self, log_alpha: Tensor) -> Tensor:
-        """Return the probability that a hard concrete gate with the learned parameter `log_alpha` is not 0 (Louizos et
-        al. 2018, equation 12).
-        """
+        """Return the probability that a gate is not 0 (Louizos et al. 2018, equation 12)."""
         return torch.sigmoid(log_alpha - self.temperature * math.log(-LOW / HIGH))
-
-    def gate_without_noise(self, log_alpha: Tensor) -> Tensor:
-        """Return the value, from 0 to 1, of a hard concrete gate with the learned parameter `log_alpha` if no noise is
-        added (Louizos et al. 2018, equation 13).
-        """
-        return (torch.sigmoid(log_alpha) * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
-
-    def sample(self, log_alpha: Tensor, noise: Float[Tensor, "examples heads"]) -> Float[Tensor, "examples heads"]:
-        """Return a hard concrete gate, from 0 to 1, for each example and head, computed from the heads' parameters
-        `log_alpha` and from uniform random numbers `noise` (Louizos et al. 2018, equations 10 and 11).
-        """
-        stretched = torch.sigmoid((torch.logit(noise, 1e-6) + log_alpha) / self.temperature) * (HIGH - LOW) + LOW
-        return stretched.clamp(0.0, 1.0)
 
     def measure(self, task: ImportanceTask, data_pass: Pass[SequenceProgress]) -> SequenceProgress:
         """Fit the gates of all heads once per seed, and return the learned parameters at each site by the number of the
         fit. Each process does so, and there are no checkpoints.
         """
         assert isinstance(self.seeds, list)
-        fits = [_GateFit(self, task, seed) for seed in self.seeds]
+        dataset, progress = task.data.dataset, SequenceProgress()
+        progress.begin(dataset)
         with progress_bar("gates", None, "batches", shown=data_pass.shows_progress) as bar:
             bar.step = 1
-            for fit in fits:
-                fit.learn(bar)
-        progress = fits[0].data
-        progress.records = fits[0].registry.records
-        for number, fit in enumerate(fits):
-            progress.values[number] = {site: {LOG_ALPHA: each.detach()} for site, each in fit.log_alpha.items()}
+            for number, seed in enumerate(self.seeds):
+                fit = _GateFit(self, seed)
+                with differentiable_gates(task) as gates:
+                    for epoch in range(self.epochs):
+                        batch = None
+                        for batch in iterate_batches(dataset):
+                            if number == epoch == 0:
+                                progress.count_batch(batch)
+                            fit.step(gates, batch)
+                            bar.advance()
+                        if batch is None:
+                            raise InputError(
+                                "dataset",
+                                expected="at least one batch in every pass",
+                                got="none" if epoch == 0 else "an iterator, which can be read once",
+                                remedy="a list of batches can be read again",
+                            )
+                    if number == 0:
+                        progress.records = gates.records
+                progress.values[number] = {site: {LOG_ALPHA: each.detach()} for site, each in fit.log_alpha.items()}
         return progress
 
     def rows(
         self, task: ImportanceTask, parts: Sequence[SequenceProgress], _metadata: dict[str, Any]
     ) -> tuple[list[HeadRow], dict[str, Any]]:
         """Return a row per head with two means over the fits of the first process: `open`, the probability that the
-        head's gate is not 0, and `gate`, the value of the head's gate without noise.
+        head's gate is not 0, and `gate`, its value without noise (Louizos et al. 2018, equation 13).
         """
         rows: list[HeadRow] = []
         fits = parts[0].values.values()
         for record, labels in merged_registry(task.model, parts[:1]).head_labels():
             log_alpha = torch.stack([fit[record.site][LOG_ALPHA][labels["head"]] for fit in fits])
-            values = {"open": self.open_probability(log_alpha), "gate": self.gate_without_noise(log_alpha)}
+            values = {"open": self.open_probability(log_alpha), "gate": _stretched(torch.sigmoid(log_alpha))}
             statistics = {name: MeanEstimate.of(of_fits.tolist()) for name, of_fits in values.items()}
             rows.append(HeadRow(**labels, statistics=statistics))
         return rows, {}
 
 
+def _stretched(gates: Tensor) -> Tensor:
+    """Return numbers between 0 and 1 stretched to a larger range, and clipped to [0, 1]."""
+    return (gates * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
+
+
 class _GateFit:
-    """One fit of the hard concrete gates (random factors of head outputs) of all heads, with one seed of the noise.
+    """One fit of the gates of all heads, with one seed of the noise.
 
     Attributes:
-        method: options of the fit.
-        task: model, data and loss.
-        registry: sites of the model, after `learn`.
-        data: number of sequences and tokens, after `learn`.
         log_alpha: the learned parameter of each head's gate, by site.
     """
 
-    def __init__(self, method: HardConcrete, task: ImportanceTask, seed: int) -> None:
-        self.method, self.task = method, task
-        self.registry, self.data = SiteRegistry(task.model), SequenceProgress()
-        self.data.begin(task.data.dataset)
+    def __init__(self, method: HardConcrete, seed: int) -> None:
         self.log_alpha: dict[SiteKey, Float[Tensor, " heads"]] = {}
-        self._noise = torch.Generator().manual_seed(seed)
+        self._method, self._noise = method, torch.Generator().manual_seed(seed)
         self._adam = torch.optim.Adam([{"params": []}], lr=method.learning_rate)
 
-    def learn(self, bar: ProgressBar) -> None:
-        """Learn the gates of all heads in `epochs` passes over the data. `bar` counts the batches."""
-        with differentiable_gates(self.task) as gates:
-            for epoch in range(self.method.epochs):
-                batches = 0
-                for batch in iterate_batches(self.task.data.dataset):
-                    batches += 1
-                    if epoch == 0:
-                        self.data.count_batch(batch)
-                    self._step(gates, batch)
-                    bar.advance()
-                if not batches:
-                    raise InputError(
-                        "dataset",
-                        expected="at least one batch in every pass",
-                        got="none" if epoch == 0 else "an iterator, which can be read once",
-                        remedy="a list of batches can be read again",
-                    )
-            self.registry.merge(gates.records)
-
-    def _step(self, gates: GateTensors, batch: dict[str, Any]) -> None:
-        """Run the model on a batch with random gates, and update the parameters of all gates by one step of Adam. There
-        is no update if the loss of every example is NaN, or if no gate parameter exists yet because no attention call
-        was intercepted so far.
+    def step(self, gates: GateTensors, batch: dict[str, Any]) -> None:
+        """Run the model on a batch with random gates, and update their parameters by one step of Adam, unless no
+        example has a loss, or no attention call was intercepted so far.
         """
         batch, examples = gates.start_batch(batch)
 
@@ -173,15 +149,17 @@ class _GateFit:
             # In a module that does not attend example by example, all examples share their gates.
             rows = examples if out.shape[0] == examples else 1
             noise = torch.rand(rows, heads, generator=self._noise).to(out.device)
-            return self.method.sample(self.log_alpha[call.site], noise).to(gate_dtype(out))
+            # Louizos et al. 2018, equations 10 and 11.
+            logits = (torch.logit(noise, 1e-6) + self.log_alpha[call.site]) / self._method.temperature
+            return _stretched(torch.sigmoid(logits)).to(gate_dtype(out))
 
         losses = gates.losses(create, batch)
         has_loss = ~losses.isnan()
         if not self.log_alpha or not bool(has_loss.any()):
             return
         parameters = list(self.log_alpha.values())
-        expected_open = sum(self.method.open_probability(log_alpha).sum().to(losses) for log_alpha in parameters)
-        objective = losses[has_loss].mean() + self.method.sparsity * expected_open
+        expected_open = sum(self._method.open_probability(log_alpha).sum().to(losses) for log_alpha in parameters)
+        objective = losses[has_loss].mean() + self._method.sparsity * expected_open
         gradients = torch.autograd.grad(objective, parameters, materialize_grads=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

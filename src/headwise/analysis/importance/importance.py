@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -93,28 +93,6 @@ class Importance(HeadTable[HeadRow]):
         return sorted(values, key=lambda head: math.inf if math.isnan(values[head]) else -values[head])
 
 
-class ImportanceMethod(Protocol):
-    """Interface of importance methods, frozen dataclasses whose fields are the method's options.
-
-    Attributes:
-        progress_type: class of the partial results.
-    """
-
-    progress_type: ClassVar[type[Any]]
-
-    def measure(self, task: ImportanceTask, data_pass: Pass[Any]) -> Any:
-        """Measure this process's share of the data, except for what its checkpoint already includes, and return the
-        partial result.
-        """
-
-    def rows(
-        self, task: ImportanceTask, parts: Sequence[Any], metadata: dict[str, Any]
-    ) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Return a row of statistics per head, the first of which is larger for more important heads, from the partial
-        results of all processes and the metadata of the table. Return also further entries for what was measured.
-        """
-
-
 @dataclass(frozen=True)
 class AblationMethod:
     """Importance method: the ablation effect of a head, as measured by `ablate`."""
@@ -132,14 +110,18 @@ class AblationMethod:
         return rows, table.metadata["measured"]
 
 
-METHODS: dict[str, type[Any]] = {
+METHODS: dict[str, Any] = {
     "gradient": Gradient,
     "square": Square,
     "integrated": Integrated,
     "hard_concrete": HardConcrete,
     "ablation": AblationMethod,
 }
-"""Importance methods by name; a new method is a new entry."""
+"""Importance methods by name; a new method is a new entry. A method is a frozen dataclass whose fields are its options.
+It has the class of its partial results, `progress_type`; `measure`, which measures this process's share of the data,
+except for what its checkpoint already includes; and `rows`, which returns a row of statistics per head, the first of
+which is larger for more important heads, and further entries for what was measured.
+"""
 
 
 def importance(
