@@ -177,15 +177,6 @@ def test_it_is_a_table(tmp_path):
     assert found.plot().images[0].get_array().shape == (2, 6)
 
 
-def test_the_model_is_left_as_it_was():
-    model = causal().train()
-    before = model(CLEAN).logits
-    logit_attribution(model, CLEAN, answer=7)
-    assert model.training
-    assert torch.equal(model(CLEAN).logits, before)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
 class Bare(nn.Module):
     """Attention in a residual stream that ends with a norm and dropout, with or without an output projection."""
 

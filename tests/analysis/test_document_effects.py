@@ -161,11 +161,6 @@ def test_numbered_batches_state_documents():
     assert found.effects().equals(hw.ablate(causal(), texts(), hw.next_token_loss, units="layers").effects())
 
 
-def test_a_distance_has_summaries_and_no_tests():
-    found = hw.ablate(tiny.model("encoder"), [torch.randint(5, 90, (3, 7))], hw.EmbeddingDistance())
-    assert list(found.table())[-4:] == ["loss", "cost_median", "cost_trimmed", "cost_outliers"]
-
-
 def test_a_table_of_an_older_version_has_no_effects(tmp_path):
     table = table_of(ONE_OUTLIER)
     hw.Ablation(table.rows, {}).save(tmp_path)

@@ -122,7 +122,7 @@ def test_accuracy_is_that_of_whole_matrices(kind, start_token):
         assert row.statistics["accuracy"].value == pytest.approx(accuracy, rel=1e-10)
 
 
-def test_the_best_relation_of_a_head_is_chosen_on_the_other_half(tmp_path):
+def test_the_best_relation_of_a_head_is_chosen_on_the_other_half():
     stats = pytest.importorskip("scipy.stats")
     table = hw.dependency_accuracy(language_model("bert"), tokenizer("bert"), treebank(documents=False), fewest=5)
     best = table.best()
@@ -132,10 +132,7 @@ def test_the_best_relation_of_a_head_is_chosen_on_the_other_half(tmp_path):
         assert row.statistics["selection_gain"].value == max(each.statistics["selection_gain"].value for each in own)
     frame = best.table()
     assert frame["gain_q"].tolist() == pytest.approx(stats.false_discovery_control(frame["gain_p"]).tolist())
-    table.save(tmp_path)
-    loaded = hw.DependencyAccuracy.load(tmp_path)
-    assert loaded.rows == table.rows
-    assert loaded.plot().has_data()
+    assert table.plot().has_data()
 
 
 def test_another_treebank_with_the_same_words_is_refused(tmp_path):

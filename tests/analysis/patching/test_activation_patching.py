@@ -116,15 +116,14 @@ def test_one_answer_for_all_prompts():
     assert found.heads == each.heads
 
 
-def test_the_model_is_left_as_it_was(capsys):
-    model = causal().train()
-    before, seen = model(CLEAN).logits, []
-    model.register_forward_hook(lambda part, *_: seen.append((part.training, torch.is_grad_enabled())))
-    activation_patching(model, CLEAN, CORRUPTED, **ASKED, heads=[(0, 1)], progress=True)
-    assert set(seen) == {(False, False)}
-    assert model.training
-    assert torch.equal(model(CLEAN).logits, before)
-    assert not model.lm_head._forward_pre_hooks
+@pytest.mark.parametrize(
+    "measure", [partial(hw.activation_patching, heads=[(0, 1)]), partial(hw.path_patching, senders=[(0, 1)])]
+)
+def test_progress_is_shown_and_gradients_are_not_recorded(measure, capsys):
+    model, seen = causal(), []
+    model.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    measure(model, CLEAN, CORRUPTED, **ASKED, progress=True)
+    assert set(seen) == {False}
     assert "1/1 heads" in capsys.readouterr().err
 
 

@@ -222,16 +222,6 @@ def test_plain_modules_and_shared_layers():
     assert received.head(1, 0).statistics["recovered"].value != 0.0, "the second call of layer 0 is after layer 1"
 
 
-def test_progress_and_state_of_the_model(capsys):
-    model = language_model("gpt2").train()
-    before = model(CLEAN).logits.shape
-    path_patching(model, CLEAN, CORRUPTED, **ASKED, senders=[(0, 1)], mlps="freeze", progress=True)
-    assert "1/1 heads" in capsys.readouterr().err
-    assert model.training
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert model(CLEAN).logits.shape == before
-
-
 REFUSED = {
     "receivers": ({"receivers": "q"}, "receivers: expected 'logits' or heads (layer, head), got 'q'"),
     "no receivers": ({"receivers": [], "input": "q"}, "receivers: expected 'logits', or at least one head, got none"),
