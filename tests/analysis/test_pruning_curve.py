@@ -103,17 +103,13 @@ def test_a_table_of_another_model_is_refused(model):
         ("^orders: expected other names than 'random', which the random orders have, got random", {"random": HEADS}),
         ("^orders: expected a table of heads, or orders of heads by name, got list", HEADS),
         ("^orders: expected at least one order, got none", {}),
+        # The names of the sets of these orders would be the same.
+        ("^orders: expected strings as names of orders, got 1$", {1: HEADS, "1": HEADS[::-1]}),
     ],
 )
 def test_orders_that_are_refused(model, message, arguments):
     with pytest.raises(hw.InputError, match=message):
         hw.pruning_curve(model, texts(9, 8), next_token_loss, arguments)
-
-
-def test_orders_with_other_names_than_strings_are_refused(model):
-    orders = {1: HEADS, "1": HEADS[::-1]}  # the names of whose sets would be the same
-    with pytest.raises(hw.InputError, match="^orders: expected strings as names of orders, got 1$"):
-        hw.pruning_curve(model, texts(9, 8), next_token_loss, orders)
 
 
 def test_batches_that_can_be_read_once_are_refused(model):

@@ -226,15 +226,7 @@ def test_mean(name):
         {"input_ids": OTHERS[:1, :5], "attention_mask": torch.ones(1, 5, dtype=torch.long)},
         {"input_ids": OTHERS, "attention_mask": LEFT},
     ]
-    rows = []
-    for batch in batches:
-        given = []
-        hook = model.get_submodule(projection).register_forward_pre_hook(
-            lambda _, args, given=given: given.append(args)
-        )
-        model(**batch)
-        hook.remove()
-        rows.append(given[0][0].unflatten(-1, (6, -1))[batch["attention_mask"].bool()])
+    rows = [projected_of(model, projection, **batch)[batch["attention_mask"].bool()] for batch in batches]
     mean = torch.cat(rows).mean(0)
     assert len(torch.cat(rows)) == 21 + 5 + 21
     plain = projected(model, projection)
@@ -247,14 +239,21 @@ def test_mean(name):
     torch.testing.assert_close(found, expected, **BUDGET)
 
 
-@torch.no_grad()
-def test_mean_of_cross_attention_is_over_the_decoders_tokens():
+CROSS = "decoder.layers.0.encoder_attn"
+
+
+def bart():
+    """Return an encoder-decoder with cross-attention at the path `CROSS`."""
     sizes = {"d_model": 48, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37}
     heads = {"encoder_attention_heads": 6, "decoder_attention_heads": 6}
     torch.manual_seed(0)
-    model = spread(transformers.BartModel(transformers.BartConfig(vocab_size=97, **sizes, **heads)))
+    return spread(transformers.BartModel(transformers.BartConfig(vocab_size=97, **sizes, **heads)))
+
+
+@torch.no_grad()
+def test_mean_of_cross_attention_is_over_the_decoders_tokens():
+    model, path = bart(), CROSS
     batch = {"input_ids": TOKENS, "attention_mask": RIGHT, "decoder_input_ids": OTHERS, "decoder_attention_mask": LEFT}
-    path = "decoder.layers.0.encoder_attn"
     plain = projected_of(model, f"{path}.out_proj", **batch)
     with hw.gate(model, {(path, 3): replacements.mean([batch])}):
         found = projected_of(model, f"{path}.out_proj", **batch)
@@ -304,16 +303,18 @@ def test_mean_of_texts():
 
 
 @torch.no_grad()
-def test_a_module_that_attends_twice_has_one_mean_per_call():
-    sizes = {"vocab_size": 97, "hidden_size": 48, "embedding_size": 11, "num_hidden_layers": 2, "intermediate_size": 37}
+def test_each_call_of_a_module_that_attends_several_times_is_replaced_by_the_same_call():
+    sizes = {"vocab_size": 97, "hidden_size": 48, "embedding_size": 11, "num_hidden_layers": 3, "intermediate_size": 37}
     torch.manual_seed(0)
     model = spread(transformers.AlbertModel(transformers.AlbertConfig(**sizes, num_attention_heads=6)))
     path = "encoder.albert_layer_groups.0.albert_layers.0.attention"
-    plain = projected_of(model, f"{path}.dense", OTHERS)
-    with hw.gate(model, {(path, 2): replacements.mean([OTHERS])}):
-        found = projected_of(model, f"{path}.dense", TOKENS)
-    for own, expected in zip(found, plain, strict=True):
-        torch.testing.assert_close(own[:, :, 2], expected[:, :, 2].mean((0, 1)).expand(2, 13, 8), **BUDGET)
+    plain = projected_of(model, f"{path}.dense", OTHERS)[..., 2, :]
+    mean = plain.mean((1, 2), keepdim=True).expand_as(plain)
+    for value, expected in ((replacements.mean([OTHERS]), mean), (replacements.resample(OTHERS), plain)):
+        with hw.gate(model, {(path, 2): value}):
+            found = projected_of(model, f"{path}.dense", TOKENS)
+        assert len(found) == 3
+        torch.testing.assert_close(found[..., 2, :], expected, **BUDGET)
 
 
 @torch.no_grad()
@@ -423,25 +424,8 @@ def test_recording_generation_keeps_the_last_run():
 
 
 @torch.no_grad()
-def test_each_call_of_a_module_is_patched_with_the_same_call():
-    sizes = {"vocab_size": 97, "hidden_size": 48, "embedding_size": 11, "num_hidden_layers": 3, "intermediate_size": 37}
-    torch.manual_seed(0)
-    model = spread(transformers.AlbertModel(transformers.AlbertConfig(**sizes, num_attention_heads=6)))
-    path = "encoder.albert_layer_groups.0.albert_layers.0.attention"
-    other = projected_of(model, f"{path}.dense", OTHERS)
-    with hw.gate(model, {(path, 2): replacements.resample(OTHERS)}):
-        found = projected_of(model, f"{path}.dense", TOKENS)
-    assert len(found) == 3
-    torch.testing.assert_close(found[..., 2, :], other[..., 2, :], **BUDGET)
-
-
-@torch.no_grad()
 def test_cross_attention_is_patched():
-    sizes = {"d_model": 48, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37}
-    heads = {"encoder_attention_heads": 6, "decoder_attention_heads": 6}
-    torch.manual_seed(0)
-    model = spread(transformers.BartModel(transformers.BartConfig(vocab_size=97, **sizes, **heads)))
-    path = "decoder.layers.0.encoder_attn"
+    model, path = bart(), CROSS
     other, this = ({"input_ids": each, "decoder_input_ids": each[:, :5]} for each in (OTHERS, TOKENS))
     expected = projected_of(model, f"{path}.out_proj", **this).clone()
     expected[:, 2, 1] = projected_of(model, f"{path}.out_proj", **other)[:, 2, 1]

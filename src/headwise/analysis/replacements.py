@@ -196,7 +196,7 @@ class Mean(Replacement):
         self.dataset, self.means = dataset, means
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Return a replacement with the means of these modules, after a run over the data set if this one has none."""
+        """Return a replacement with the means of `modules`: this object, or one made by a run over the data set."""
         if self.means is not None and self.means.modules is not None and set(modules) <= set(self.means.modules):
             return self
         means = MeanOutputs(set(modules))

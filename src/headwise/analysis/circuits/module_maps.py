@@ -120,9 +120,8 @@ def _placed_module(trace: RunTrace, path: str) -> PlacedModule:
     projection = trace.call_of(output_path) or call
     _require_values(trace, path, weights, call.input, projection)
     after = trace.norm_after(projection.result, call.result)
-    parts = tuple(weights[part] for part in ("query", "key", "value", "output"))
-    unfolded = ModuleMaps(path, *parts, *_scores(trace, weights, call))
-    query, key, value, output = parts
+    query, key, value, output = (weights[part] for part in ("query", "key", "value", "output"))
+    unfolded = ModuleMaps(path, query, key, value, output, *_scores(trace, weights, call))
     if before is not None:
         norm = norm_map(before)
         query, key, value = norm.after(query), norm.after(key), norm.after(value)

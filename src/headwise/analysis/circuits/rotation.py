@@ -15,8 +15,8 @@ FAR = 1_000_000
 
 
 class Rotation:
-    """Rotation of queries and keys by position; of this class none, as in a model whose queries and keys do not depend
-    on positions by themselves.
+    """Rotation of queries and keys by position. This base class rotates nothing, as in a model whose queries and keys
+    do not depend on positions by themselves.
     """
 
     @property

@@ -361,7 +361,7 @@ class MostAttendedWords(WeightReader):
         self.run(tokens.ids[None])
 
     def start(self, call: Call) -> Int[Tensor, "heads words"]:
-        """Return the words that are attended to, none so far."""
+        """Return the words that are attended to, which are -1 until they are found."""
         return torch.full((call.grid.heads, len(self._eligible)), NO_WORD)
 
     def read(self, site: SiteKey, block: RowBlock) -> None:

@@ -220,6 +220,7 @@ def name_movers(
             "solved": float((logits > 0).double().mean()),
             "no_copying": reason,
         }
+        templates = [prompt.template for prompt in drawn[:copied] for _ in range(2)]  # of both names
         rows = []
         for record, labels in registry.head_labels():
             head, of_names = labels["head"], copying.get(record.site.path, {})
@@ -228,7 +229,6 @@ def name_movers(
                 for name, of_site in values[record.site].items()
                 if name != OF_MODEL
             }
-            templates = [prompt.template for prompt in drawn[:copied] for _ in range(2)]  # of both names
             for name in ("copying", "negative_copying"):
                 of_heads = of_names.get(name)
                 statistics[name] = (
@@ -256,7 +256,7 @@ class _EndAttention(WeightReader):
     places: Int[Tensor, "prompts roles"]
 
     def start(self, call: Call) -> Float[Tensor, "prompts heads roles"]:
-        """Return the weights, 0 so far."""
+        """Return the weights, which are 0 until they are read."""
         return torch.zeros(call.grid.batch, call.grid.heads, len(ROLES), dtype=torch.float64)
 
     def read(self, site: SiteKey, block: RowBlock) -> None:

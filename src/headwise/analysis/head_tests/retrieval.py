@@ -254,7 +254,7 @@ class _TopKeys(WeightReader):
     rows = range(0)
 
     def start(self, call: Call) -> Int[Tensor, "heads rows"]:
-        """Return the keys, -1 so far."""
+        """Return the keys, which are -1 until they are found."""
         return torch.full((call.grid.heads, len(self.rows)), -1)
 
     def read(self, site: SiteKey, block: RowBlock) -> None:

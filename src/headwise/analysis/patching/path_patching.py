@@ -256,8 +256,8 @@ def _mlps_of(model: nn.Module, sites: Collection[str]) -> list[nn.Module]:
 
 
 class _PathInterceptor(Interceptor):
-    """Interceptor that freezes heads, gives receivers other inputs, or, at first, only records the inputs of receivers,
-    which `names` has the letters of.
+    """Interceptor that freezes heads, gives receivers other inputs, or, as at first, only records the inputs of
+    receivers. `names` are the letters of these inputs.
 
     Attributes:
         recorded: inputs of the receivers in the last run in which they were recorded, by call.
