@@ -188,11 +188,14 @@ def test_a_tensor_multiplies_the_input_of_the_projection(name, form):
         torch.testing.assert_close(projected(model, projection), expected, **BUDGET)
 
 
+OF_EACH_EXAMPLE = torch.rand(2, 13, generator=torch.Generator().manual_seed(6)) < 0.4
 POSITIONS = {
-    "whole numbers": ([0, 4, -1], torch.tensor([0, 4, 12])),
-    "a range": (range(3, 6), torch.tensor([3, 4, 5])),
-    "a tensor": (torch.tensor([7]), torch.tensor([7])),
-    "none of them": ([], torch.tensor([], dtype=torch.long)),
+    "whole numbers": ([0, 4, -1], [0, 4, 12]),
+    "a range": (range(3, 6), [3, 4, 5]),
+    "a tensor": (torch.tensor([7]), [7]),
+    "none of them": ([], []),
+    "a mask": (OF_EACH_EXAMPLE[0], OF_EACH_EXAMPLE[0]),
+    "a mask of each example": (OF_EACH_EXAMPLE, OF_EACH_EXAMPLE),
 }
 
 
@@ -200,24 +203,14 @@ POSITIONS = {
 @pytest.mark.parametrize("value", [0.3, hw.replacements.zero()])
 @torch.no_grad()
 def test_positions(form, value):
-    model, (positions, there) = decoder(), POSITIONS[form]
-    expected = projected(model, "layers.1.self_attn.o_proj").clone()
-    expected[:, there, 2] *= value if isinstance(value, float) else 0.0
-    with hw.gate(model, {(1, 2): value}, positions=positions):
-        torch.testing.assert_close(projected(model, "layers.1.self_attn.o_proj"), expected, **BUDGET)
-
-
-@torch.no_grad()
-def test_positions_of_each_example():
-    model, there = gptj(), torch.rand(2, 13) < 0.4
-    expected = projected(model, "h.1.attn.out_proj").clone()
-    expected[..., 2, :][there] *= 0.3
-    with hw.gate(model, {(1, 2): 0.3}, positions=there):
-        torch.testing.assert_close(projected(model, "h.1.attn.out_proj"), expected, **BUDGET)
-    expected = projected(model, "h.1.attn.out_proj").clone()
-    expected[:, there[0], 2] *= 0.3
-    with hw.gate(model, {(1, 2): 0.3}, positions=there[0]):
-        torch.testing.assert_close(projected(model, "h.1.attn.out_proj"), expected, **BUDGET)
+    positions, there = POSITIONS[form]
+    is_gated = torch.zeros(2, 13, dtype=torch.bool)
+    is_gated[there if isinstance(there, torch.Tensor) and there.ndim == 2 else (slice(None), there)] = True
+    for model, projection in ((decoder(), "layers.1.self_attn.o_proj"), (gptj(), "h.1.attn.out_proj")):
+        expected = projected(model, projection).clone()
+        expected[..., 2, :][is_gated] *= value if isinstance(value, float) else 0.0
+        with hw.gate(model, {(1, 2): value}, positions=positions):
+            torch.testing.assert_close(projected(model, projection), expected, **BUDGET)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------

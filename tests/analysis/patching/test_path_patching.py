@@ -1,6 +1,7 @@
 """Path patching, compared with forward passes written out by hand, and with what must be true of paths."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -142,16 +143,20 @@ def test_names_of_receivers_and_senders():
     require_values(found.heads[0], expected, scale(model, "denoise")[2])
 
 
+PATHS = {"senders": [(0, 1), (1, 5)], "receivers": [(1, 0), (2, 3)], "input": "qkv"}
+
+
 @pytest.mark.parametrize(
-    ("side", "implementation"),
+    ("side", "implementation", "measure"),
     [
-        ("left", "sdpa"),
-        ("right", "eager"),
-        pytest.param("left", "eager", marks=pytest.mark.slow),
-        pytest.param("right", "sdpa", marks=pytest.mark.slow),
+        ("left", "sdpa", partial(path_patching, **PATHS)),
+        ("right", "eager", partial(path_patching, **PATHS)),
+        ("right", "sdpa", partial(hw.attribution_patching, heads=[(1, 2), (2, 5)])),
+        pytest.param("left", "eager", partial(path_patching, **PATHS), marks=pytest.mark.slow),
+        pytest.param("right", "sdpa", partial(path_patching, **PATHS), marks=pytest.mark.slow),
     ],
 )
-def test_padding(side, implementation):
+def test_padding(side, implementation, measure):
     """Prompts of other lengths in one batch have the results that each has alone."""
     lengths = (11, 7, 5)
     shift = torch.arange(11) - (11 - torch.tensor(lengths)[:, None]) * (side == "left")
@@ -160,17 +165,16 @@ def test_padding(side, implementation):
     if side == "left":
         padded = [batch | {"position_ids": shift.clamp(min=0)} for batch in padded]
     model = language_model("gpt2", implementation=implementation)
-    options = {"senders": [(0, 1), (1, 5)], "receivers": [(1, 0), (2, 3)], "input": "qkv"}
-    found = path_patching(model, *padded, **ASKED, **options)
+    found = measure(model, *padded, **ASKED)
     tables = [
-        path_patching(
+        measure(
             model,
             *(ids[pair : pair + 1, :length] for ids in (CLEAN, CORRUPTED)),
             **{name: ids[pair : pair + 1] for name, ids in ASKED.items()},
-            **options,
         )
         for pair, length in enumerate(lengths)
     ]
+    assert len(found.heads) == 2
     for row in found.heads:
         alone = [table.head(row.layer, row.head).statistics["recovered"].value for table in tables]
         assert row.statistics["recovered"].value == pytest.approx(sum(alone) / 3, abs=1e-9)

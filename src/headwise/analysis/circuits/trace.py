@@ -148,10 +148,8 @@ class RunTrace:
     """Record of one run of a model on a batch: attention, and all calls of its modules.
 
     Attributes:
-        model: the model.
         attention: attention weights and head outputs.
         calls: all calls of modules, in the order in which they ended.
-        output: output of the model.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:

@@ -53,10 +53,8 @@ class NamePrompt(NamedTuple):
     """Tokens of a prompt, which the name of the indirect object continues.
 
     Attributes:
-        ids: token ids.
         places: positions of the indirect object's name and of both occurrences of the subject's name.
-        answer: token id of the indirect object's name.
-        wrong: token id of the subject's name.
+        answer, wrong: token ids of the indirect object's name and of the subject's.
         template: number of the template.
     """
 

@@ -277,7 +277,6 @@ class Answered:
     """Text with a needle, a question and an answer, as tokens.
 
     Attributes:
-        ids: token ids.
         needle: places of the tokens of the needle's answer.
         first: place of the first token of the answer to the question.
         is_generated: True if the model generated the answer.

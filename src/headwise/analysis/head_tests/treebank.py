@@ -35,8 +35,6 @@ class TreeSentence(NamedTuple):
     """Sentence of a treebank.
 
     Attributes:
-        text: its text.
-        words: its words.
         document: number of its document; its own number if the treebank states no documents.
         name: id of the sentence, for messages.
     """
