@@ -40,7 +40,8 @@ class WeightReader(SiteRegistry):
     def run(self, ids: Int[Tensor, "batch length"]) -> Any:
         """Run the model on sequences without padding, whose weights are read, and return its output."""
         model = self._modules[""]
-        self._shape, self._context, self.found = (*ids.shape, ids.shape[1]), CallContext(), {}
+        self._shape = len(ids), ids.shape[1], ids.shape[1]
+        self._context, self.found = CallContext(), {}
         with intercepted(model, self):
             output = call_model(model, batch_of_ids(model, ids))
         self.require_attention()

@@ -83,13 +83,14 @@ class HardConcrete:
                 fit = _GateFit(self, seed)
                 with differentiable_gates(task) as gates:
                     for epoch in range(self.epochs):
-                        batch = None
+                        batches = 0
                         for batch in iterate_batches(dataset):
+                            batches += 1
                             if number == epoch == 0:
                                 progress.count_batch(batch)
                             fit.step(gates, batch)
                             bar.advance()
-                        if batch is None:
+                        if not batches:
                             raise InputError(
                                 "dataset",
                                 expected="at least one batch in every pass",
