@@ -151,9 +151,13 @@ def test_norms_of_queries_and_keys_leave_ov():
     assert circuits.composition("v").statistics == ("v",)
 
 
-def test_a_bias_by_position_is_refused():
-    model = Model(layer=lambda: hw.MultiHeadAttention(24, num_heads=3, mask=hw.causal(), position_bias=hw.ALiBi()))
-    with pytest.raises(hw.InputError, match="position_bias"):
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [({"position_bias": hw.ALiBi()}, "position_bias"), ({"output_gate": "head"}, r"blocks\.0\.attention")],
+)
+def test_a_bias_by_position_and_a_gate_of_head_outputs_are_refused(options, sentence):
+    model = Model(layer=lambda: hw.MultiHeadAttention(24, num_heads=3, mask=hw.causal(), **options))
+    with pytest.raises(hw.InputError, match=sentence):
         hw.circuits(model)
 
 
@@ -170,12 +174,6 @@ def test_the_bias_by_position_of_t5_leaves_ov():
     assert close(circuits.ov(1, 2).matrix(), (attention.SelfAttention.o.weight[:, own] @ value).detach())
     with pytest.raises(hw.InputError, match="got scores of encoder.block.1.layer.0.SelfAttention that do not follow"):
         circuits.qk(1, 2)
-
-
-def test_a_gate_of_head_outputs_is_refused():
-    model = Model(layer=lambda: hw.MultiHeadAttention(24, num_heads=3, mask=hw.causal(), output_gate="head"))
-    with pytest.raises(hw.InputError, match=r"blocks\.0\.attention"):
-        hw.circuits(model)
 
 
 def test_models_that_do_not_run_in_float64_are_refused():

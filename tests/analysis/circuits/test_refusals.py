@@ -158,32 +158,35 @@ def test_hooks_that_transformers_leaves_are_no_obstacle():
     hw.circuits(model)
 
 
-def test_a_replaced_method_is_named():
-    model = model_of("gpt2")
+def replace_method(model):
     model.lm_head.forward = lambda x: x
-    with pytest.raises(hw.InputError, match="with the forward method of their class, got another one of lm_head"):
-        hw.circuits(model)
 
 
-def test_parametrizations_are_named():
-    model = model_of("llama")
+def parametrize(model):
     nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
-    with pytest.raises(hw.InputError, match=r"got a parametrization of model\.layers\.0\.mlp\.up_proj"):
-        hw.circuits(model)
 
 
-def test_quantised_weights_are_named():
-    model = model_of("llama")
+def quantise(model):
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().to(torch.float8_e4m3fn))
-    with pytest.raises(hw.InputError, match=r"got lm_head\.weight of float8_e4m3fn on cpu; load the weights, without"):
-        hw.circuits(model)
 
 
-def test_adapters_are_named():
+def adapt(model):
+    model.model.layers[2].self_attn.v_proj.lora_a = nn.Linear(48, 2).double()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (replace_method, "with the forward method of their class, got another one of lm_head"),
+        (parametrize, r"got a parametrization of model\.layers\.0\.mlp\.up_proj"),
+        (quantise, r"got lm_head\.weight of float8_e4m3fn on cpu; load the weights, without"),
+        (adapt, r"v_proj with lora_a"),
+    ],
+)
+def test_changes_of_modules_and_weights_are_named(change, sentence):
     model = model_of("llama")
-    attention = model.model.layers[2].self_attn
-    attention.v_proj.lora_a = nn.Linear(48, 2).double()
-    with pytest.raises(hw.InputError, match=r"v_proj with lora_a"):
+    change(model)
+    with pytest.raises(hw.InputError, match=sentence):
         hw.circuits(model)
 
 
