@@ -20,7 +20,7 @@ from headwise.data.batches import (
     with_cache_disabled,
 )
 from headwise.errors import InputError
-from headwise.shapes import Bool, Float, Int
+from headwise.shapes import Float, Int
 
 PLACES = 8
 """Number of parts into which the places divide the longest sequence."""
@@ -56,7 +56,11 @@ def why_not_causal(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> st
     """
     if is_encoder_decoder(model):
         return f"{type(model).__name__}, an encoder-decoder"
-    pairs = [(batch, is_real) for batch in batches if (is_real := _real_tokens(batch)) is not None]
+    pairs = []
+    for batch in batches:
+        ids = batch.get(_name_of_ids(batch))
+        if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
+            pairs.append((batch, real_tokens(batch, ids)))
     if not pairs:
         return None
     batch, is_real = max(pairs, key=lambda pair: int(pair[1].sum(1).max()))
@@ -98,14 +102,6 @@ def _depends_across(
 def _name_of_ids(batch: Mapping[str, Any]) -> str:
     """Return the name of the token ids in a batch."""
     return POSITIONAL if POSITIONAL in batch else "input_ids"
-
-
-def _real_tokens(batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
-    """Return a mask that is True at tokens that are not padding; None for a batch without token ids."""
-    ids = batch.get(_name_of_ids(batch))
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        return None
-    return real_tokens(batch, ids)
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, "batch tokens vocabulary"] | None:

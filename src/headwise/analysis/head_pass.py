@@ -1,6 +1,6 @@
 """Passes of a model over data that measure statistics of its heads: what all of them need."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -248,19 +248,17 @@ def measure_sequences(
     def make(parts: list[SequenceProgress], metadata: dict[str, Any]) -> TableT:
         registry = merged_registry(data.model, parts)
         batches = [of_batch for _, of_batch in sorted(each for part in parts for each in part.values.items())]
-        return make_table(registry, {record.site: _joined(record, batches) for record in registry.records}, metadata)
+        joined: dict[SiteKey, SequenceValues] = {}
+        for record in registry.records:
+            if any(record.site not in of_batch for of_batch in batches):
+                got = f"some without {record.site.label}"
+                raise InputError("model", expected="the same attention modules in each batch", got=got)
+            of_site = [of_batch[record.site] for of_batch in batches]
+            names = [name for name in of_site[0] if all(name in each for each in of_site)]
+            joined[record.site] = {name: torch.cat([each[name] for each in of_site]) for name in names}
+        return make_table(registry, joined, metadata)
 
     return table_of_pass(data, table_type, SequenceProgress, measure, make, **options)
-
-
-def _joined(record: SiteRecord, batches: Sequence[dict[SiteKey, SequenceValues]]) -> SequenceValues:
-    """Return the values at a site over the sequences of all batches, of the names that all batches have."""
-    if any(record.site not in of_batch for of_batch in batches):
-        got = f"some without {record.site.label}"
-        raise InputError("model", expected="the same attention modules in each batch", got=got)
-    of_site = [of_batch[record.site] for of_batch in batches]
-    names = [name for name in of_site[0] if all(name in each for each in of_site)]
-    return {name: torch.cat([each[name] for each in of_site]) for name in names}
 
 
 def estimates(record: SiteRecord, name: str, columns: int) -> list[list[MeanEstimate]]:

@@ -203,15 +203,12 @@ def unembedding_matrix(trace: RunTrace, shape: torch.Size) -> Float[Tensor, "voc
         raise NotLinearError("an output embedding that is not linear")
     outputs = trace.output if isinstance(trace.output, tuple) else (getattr(trace.output, "logits", trace.output),)
     logits = next((each for each in outputs if isinstance(each, Tensor) and each.shape == results.shape), None)
-    if logits is None or not _is_increasing(results, logits):
+    is_increasing = False
+    if logits is not None:
+        # In the order of the results, no logit is below the one before it. So are a positive factor and a cap.
+        ordered = logits.double().gather(-1, results.argsort(-1))
+        steps, span = ordered.diff(dim=-1), ordered[..., -1] - ordered[..., 0]
+        is_increasing = bool((steps >= -TOLERANCE * span[..., None].abs()).all()) and bool((span > 0).all())
+    if not is_increasing:
         raise NotLinearError("logits that are no increasing function of the results of the output embedding")
     return found.weight if norm is None else norm_map(norm).after(found.weight)
-
-
-def _is_increasing(results: Tensor, logits: Tensor) -> bool:
-    """Return True if logits are an increasing function of the results of the output embedding, such as a positive
-    factor or a cap c tanh(x / c): in the order of the results, no logit is below the one before it.
-    """
-    ordered = logits.double().gather(-1, results.argsort(-1))
-    steps, span = ordered.diff(dim=-1), ordered[..., -1] - ordered[..., 0]
-    return bool((steps >= -TOLERANCE * span[..., None].abs()).all()) and bool((span > 0).all())

@@ -18,8 +18,7 @@ from headwise.intercept.watch import watch
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.settings import SINK_EPSILON
-from headwise.shapes import Float, Int
-from headwise.statistics.tally import Tally
+from headwise.shapes import Float
 
 IMPORTANCE = "importance"
 """Name of the values of each sequence: the importance of some tokens, by the position of the token."""
@@ -161,26 +160,19 @@ def _importance(record: SiteRecord, sequences: int, places: list[int]) -> Float[
     for token in {0, *places}:
         is_place = is_token & (number == token)
         keys[:, token] = torch.where(is_place.any(1), is_place.int().argmax(1), -1)
-    _require_first(tallies[0], received, keys[:, 0], path)
-    index = keys[:, None, places].clamp(min=0).expand(-1, received.shape[1], -1)
-    importance = received.gather(2, index) / seen_by.gather(2, index)
-    return importance.masked_fill((keys[:, places] < 0)[:, None], torch.nan)
-
-
-def _require_first(
-    tally: Tally, received: Float[Tensor, "sequences heads keys"], first: Int[Tensor, " sequences"], path: str
-) -> None:
-    """Raise `InputError` unless the first token that `watch` finds in each sequence is the key `first`: the sums of the
-    attention weights on both are the same.
-    """
-    sums = (tally.means()["first"] * tally.counts()["first"]).double().cpu()
+    # The first token that `watch` finds must be the first key: the sums of the attention weights on both are the same.
+    first, counts = keys[:, 0], tallies[0].counts()["first"]
+    sums = (tallies[0].means()["first"] * counts).double().cpu()
     own = received.gather(2, first.clamp(min=0)[:, None, None].expand(-1, received.shape[1], 1))[..., 0]
     is_known = (first >= 0)[:, None] & ~sums.isnan()
-    limit = ROUNDING * (1 + tally.counts()["first"].double().cpu())
-    if bool(((sums - own).abs() > limit)[is_known.expand_as(sums)].any()):
+    is_other = (sums - own).abs() > ROUNDING * (1 + counts.double().cpu())
+    if bool(is_other[is_known.expand_as(sums)].any()):
         raise InputError(
             "dataset",
             expected="sequences of one document each",
             got=f"several first tokens in {path}",
             remedy="pass the documents as sequences of their own",
         )
+    index = keys[:, None, places].clamp(min=0).expand(-1, received.shape[1], -1)
+    importance = received.gather(2, index) / seen_by.gather(2, index)
+    return importance.masked_fill((keys[:, places] < 0)[:, None], torch.nan)

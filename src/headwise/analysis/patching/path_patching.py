@@ -315,8 +315,19 @@ class _PathInterceptor(Interceptor):
             problem = _receiving_problem(attended, site, receivers)
             self.recorded[key] = {name: getattr(problem, name)[:, receivers] for name in self._names}
         if key in self._new_inputs:
-            problem = _receiving_problem(attended, site, receivers)
-            return _output_with_inputs(out, problem, receivers, self._new_inputs[key])
+            problem, tensors = _receiving_problem(attended, site, receivers), dict[str, Tensor]()
+            for name, new in self._new_inputs[key].items():
+                current = getattr(problem, name)
+                if current[:, receivers].shape != new.shape:
+                    expected = f"receivers with {name} of the same shape in all runs, {tuple(new.shape)}"
+                    raise InputError("receivers", expected=expected, got=tuple(current[:, receivers].shape))
+                tensors[name] = current.clone()
+                tensors[name][:, receivers] = new.to(current)
+            # Equal inputs change nothing, and neither do those of other heads that share a key/value head.
+            patched, plain = (reference.run(each).out[:, receivers] for each in (replace(problem, **tensors), problem))
+            out = out.clone()
+            out[:, receivers] += (patched - plain).to(out)
+            return out
         if self._senders is None:
             return out
         frozen, senders = output_of_shape(self._unpatched, key, out.shape), self._senders.get(site)
@@ -359,24 +370,3 @@ def _receiving_problem(attended: HeadOutput, site: SiteKey, heads: list[int]) ->
         expected = "heads whose outputs follow from their queries, keys and values"
         raise InputError("receivers", expected=expected, got=f"other outputs in {path}", remedy=remedy)
     return problem
-
-
-def _output_with_inputs(
-    out: Float[Tensor, "batch heads queries value_dim"], problem: Problem, heads: list[int], inputs: HeadInputs
-) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return the outputs of all heads of an attention call, `problem`, where the heads in `heads` receive the queries,
-    keys or values in `inputs`. Other heads are unchanged, also those that share a key/value head with a receiver. The
-    change of the output is added to `out`, which the model computed, so that equal inputs change nothing.
-    """
-    tensors = {}
-    for name, new in inputs.items():
-        current = getattr(problem, name)
-        if current[:, heads].shape != new.shape:
-            expected = f"receivers with {name} of the same shape in all runs, {tuple(new.shape)}"
-            raise InputError("receivers", expected=expected, got=tuple(current[:, heads].shape))
-        tensors[name] = current.clone()
-        tensors[name][:, heads] = new.to(current)
-    change = reference.run(replace(problem, **tensors)).out[:, heads] - reference.run(problem).out[:, heads]
-    patched = out.clone()
-    patched[:, heads] += change.to(out)
-    return patched
