@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from headwise.analysis.circuits.norms import is_norm
+from headwise.analysis.circuits.trace import is_norm
 from headwise.attention.autocast import without_autocast
 from headwise.attention.position_bias import ALiBi
 from headwise.data.batches import call_model, copied, device_of, evaluation_mode, with_cache_disabled

@@ -96,7 +96,8 @@ def module_rotation(
     """Return the rotation by the outputs of a module, from the arguments of its call in a model. Return None if the
     positions 0 to `length - 1` are not exactly one of them.
     """
-    arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    arguments: dict[int | str, Any] = dict(enumerate(args))
+    arguments.update(kwargs.items())
     places = [
         name
         for name, value in arguments.items()

@@ -197,9 +197,12 @@ def unembedding_matrix(trace: RunTrace, shape: torch.Size) -> Float[Tensor, "voc
         raise NotLinearError("no output embedding that it names (get_output_embeddings)")
     inputs, results = unembedding.input, unembedding.result
     found = linear_map(unembedding.module, inputs.shape[-1])
-    expected = None if found is None else inputs @ found.weight.mT + (0.0 if found.bias is None else found.bias)
-    is_linear = found is not None and expected is not None and expected.shape == results.shape
-    if not is_linear or float((expected - results).abs().max()) > TOLERANCE * float(results.abs().max()):
+    is_linear = False
+    if found is not None:
+        expected = inputs @ found.weight.mT + (0.0 if found.bias is None else found.bias)
+        limit = TOLERANCE * float(results.abs().max())
+        is_linear = expected.shape == results.shape and not float((expected - results).abs().max()) > limit
+    if found is None or not is_linear:
         raise NotLinearError("an output embedding that is not linear")
     outputs = trace.output if isinstance(trace.output, tuple) else (getattr(trace.output, "logits", trace.output),)
     logits = next((each for each in outputs if isinstance(each, Tensor) and each.shape == results.shape), None)

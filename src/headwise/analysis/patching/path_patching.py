@@ -315,7 +315,7 @@ class _PathInterceptor(Interceptor):
             problem = _receiving_problem(attended, site, receivers)
             self.recorded[key] = {name: getattr(problem, name)[:, receivers] for name in self._names}
         if key in self._new_inputs:
-            problem, tensors = _receiving_problem(attended, site, receivers), dict[str, Tensor]()
+            problem, tensors = _receiving_problem(attended, site, receivers), dict[str, Any]()
             for name, new in self._new_inputs[key].items():
                 current = getattr(problem, name)
                 if current[:, receivers].shape != new.shape:
