@@ -109,16 +109,8 @@ class Choice(NamedTuple):
 
 
 def choose_fastest(problem: Problem) -> Choice:
-    """Return the `Choice` between the backends `native`, `fused` and `blockwise`, or between `fused` and `reference`
-    for a program that torch records.
-
-    On a CPU it is `native` wherever this can compute the problem, unless `fused` can, too, and `_why_not_native`
-    returns a reason to prefer it. If only one of the other two can compute the problem, it is chosen. If both can, it
-    is the one with the lower expected cost, or `fused` where `_why_unplanned` returns a reason not to compare costs, as
-    on a GPU or for few scores. Raises `InputError` if none can compute it.
-
-    Raises:
-        InputError: no backend can do the problem; the message contains all reasons.
+    """Return the `Choice` of the backend that is expected to be fastest for a problem, by the rules of this module.
+    Raise `InputError` with the reasons of all backends if none can compute it.
     """
     if records_program() or problem.q.device.type == "cuda":
         return _choose_for_program(problem) if records_program() else _choose_on_gpu(problem)
@@ -142,9 +134,8 @@ def choose_fastest(problem: Problem) -> Choice:
 
 
 def _choose_for_program(problem: Problem) -> Choice:
-    """Return the `Choice` between the backends whose operators are torch's own, for a program that is being recorded:
-    `fused`, or `reference` for what torch's kernel cannot compute. The log-sum-exp is left to `reference`, too: it
-    comes from an operator that programs cannot store or other runtimes do not have.
+    """Return the `Choice` for a program that torch records: `fused`, or `reference` for what torch's kernel cannot
+    compute. So is the log-sum-exp, whose operator programs cannot store or other runtimes do not have.
     """
     reason = "torch's operator for the log-sum-exp is no part of programs" if problem.return_lse else None
     reason = fused.why_not(problem) or reason
@@ -154,8 +145,8 @@ def _choose_for_program(problem: Problem) -> Choice:
 
 
 def _choose_on_gpu(problem: Problem) -> Choice:
-    """Return the `Choice` between the backends `fused`, `flex` and `blockwise` on a GPU; raise `InputError` if none can
-    compute the problem.
+    """Return the `Choice` between `fused`, `flex` and `blockwise` on a GPU; raise `InputError` if none can compute
+    it.
     """
     backends = (fused, flex, blockwise)
     candidates = tuple(Candidate(backend.name, backend.why_not(problem)) for backend in backends)
@@ -174,8 +165,8 @@ def _choose_on_gpu(problem: Problem) -> Choice:
 
 
 def _why_fused_on_gpu(problem: Problem) -> str | None:
-    """Return the reason to choose torch's fused kernels on a GPU where FlexAttention could compute the problem, too, in
-    one sentence; None if there is none.
+    """Return the reason to choose torch's kernels on a GPU where FlexAttention could compute the problem; None without
+    one.
     """
     if problem.return_weights:
         return MATRIX
@@ -211,8 +202,8 @@ def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, Candidate, Ca
 
 
 def _why_not_native(problem: Problem) -> str | None:
-    """Return the reason to choose torch's fused kernel, although the native kernels can compute the problem, in one
-    sentence; None if there is none.
+    """Return the reason to choose torch's kernel although the native kernels can compute the problem; None without
+    one.
     """
     if problem.return_weights:
         return MATRIX
@@ -253,11 +244,8 @@ def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
 
 
 def choose_named(backend: Backend, problem: Problem) -> Choice:
-    """Return the `Choice` of the backend that the caller named; raise `InputError` with the reason if that backend
-    cannot compute the problem.
-
-    Raises:
-        InputError: the backend cannot do the problem; the message contains the reason.
+    """Return the `Choice` of the backend that the caller named; raise `InputError` with its reason if it cannot compute
+    it.
     """
     reason = backend.why_not(problem)
     if reason is not None:
@@ -266,8 +254,8 @@ def choose_named(backend: Backend, problem: Problem) -> Choice:
 
 
 def _refusal(reasons: dict[str, str | None]) -> InputError:
-    """Return (not raise) the `InputError` for a problem that no considered backend can compute. Its message contains
-    each backend's reason.
+    """Return (not raise) the `InputError` for a problem that no considered backend can compute, with each one's
+    reason.
     """
     return InputError(
         "backend",
@@ -284,9 +272,7 @@ def _all_scores(problem: Problem) -> int:
 
 
 def _why_unplanned(problem: Problem) -> str | None:
-    """Return the reason to choose `fused` without comparing its expected cost with that of `blockwise`, in one
-    sentence; None if the two costs should be compared.
-    """
+    """Return the reason to choose `fused` without comparing its cost with that of `blockwise`; None to compare them."""
     if problem.q.device.type != "cpu":
         return f"nothing has been measured on {problem.q.device.type}"
     if torch.compiler.is_compiling():

@@ -126,9 +126,7 @@ def first_tokens(length: int, tensors: CachedTensors) -> CachedTensors:
 
 
 def reordered(tensors: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
-    """Return copies of the tensors in which sequence b is sequence `index[b]` of the original tensors. The first axis
-    of each tensor is the batch.
-    """
+    """Return copies of the tensors, whose first axis is the batch, in which sequence b is sequence `index[b]`."""
     sequences = whole_numbers("index", index, dimensions=(1,), shape="one for each sequence")
     batch = tensors[0].shape[0]
     if has_readable_values(sequences) and ((sequences < 0) | (sequences >= batch)).any():
@@ -195,11 +193,9 @@ class GrowingCache(Cache):
             self.tensors = reordered(self.tensors, index)
 
     def _append(self, new: CachedTensors) -> tuple[CachedTensors, CachedTensors | None]:
-        """Return the stored tokens followed by the new ones, and the preallocated buffers that contain both. In the
-        first call the new tokens are returned unchanged, with None as buffers. Where tensors may not be written in
-        place, all tokens are copied, and the buffers are None too.
-
-        Stored tokens and the attributes of the cache stay unchanged, so that the call may still fail.
+        """Return the stored tokens followed by the new ones, and the preallocated buffers that contain both; None as
+        buffers in the first call and where tensors may not be written in place. The attributes of the cache stay
+        unchanged, so that the call may still fail.
         """
         if self.tensors is None:
             return tuple(new), None
@@ -224,8 +220,8 @@ class GrowingCache(Cache):
         return first_tokens(length, buffers), buffers
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy or a pickle, with copied tensors and without the preallocated buffers.
-        Two caches must not write to the same buffer.
+        """Return the attributes for a copy or a pickle, with copied tensors: two caches must not write to one
+        buffer.
         """
         tensors = None if self.tensors is None else tuple(tensor.clone() for tensor in self.tensors)
         return vars(self) | {"tensors": tensors, "buffers": None}
@@ -405,9 +401,7 @@ class StaticCache(Cache):
 
     @property
     def tensors(self) -> CachedTensors:
-        """Views of the slots for tokens, one view for each stored tensor, `(batch, kv_heads, capacity, width)`. The
-        first slot of each sequence, which receives padding, is left out.
-        """
+        """Views of the slots for tokens, `(batch, kv_heads, capacity, width)` each, without the first slot."""
         return self._slots_of(range(self.capacity))
 
     def _slots_of(self, positions: range) -> CachedTensors:
@@ -416,8 +410,8 @@ class StaticCache(Cache):
 
     @property
     def can_omit_empty_slots(self) -> bool:
-        """True if `prepare_update` may leave out the slots beyond the length of the longest sequence. For that it has
-        to read the lengths, so this is True only on a CPU, and not while compiling or under `torch.func`.
+        """True if `prepare_update` may read the lengths, and so leave out the slots beyond the longest sequence: on a
+        CPU, and not while compiling or under `torch.func`.
         """
         return has_readable_values(self.lengths)
 
@@ -491,8 +485,8 @@ class StaticCache(Cache):
         return CacheUpdate(tensors, key_positions, token_counts)
 
     def _check_new(self, new: CachedTensors) -> None:
-        """Raise `InputError` unless new keys and values have the heads, width, dtype and device of the cache's slots.
-        Raises it too if gradients are enabled and a new tensor requires a gradient, since writing in place loses it.
+        """Raise `InputError` unless new tensors have the heads, width, dtype and device of the slots, and need no
+        gradient, which writing in place would lose.
         """
         slot_sizes, new_sizes = ([tensor.shape[1::2] for tensor in tensors] for tensors in (self.slots, new))
         if slot_sizes != new_sizes:
@@ -548,8 +542,8 @@ class StaticCache(Cache):
         self._crop_to(torch.zeros_like(self.lengths))
 
     def _crop_to(self, lengths: Int[Tensor, " batch"]) -> None:
-        """Set the length of each sequence to its number in `lengths`, which callers keep at or below the current
-        length. Fill the slots of the removed tokens with zeros.
+        """Set the length of each sequence to a number that is not above the present one, and clear the removed
+        tokens.
         """
         removed = slice(None)
         if self.can_omit_empty_slots and not self._has_uncommitted_writes:
@@ -559,10 +553,8 @@ class StaticCache(Cache):
         self._has_uncommitted_writes = False
 
     def _clear_empty_slots(self, positions: slice) -> None:
-        """Fill empty slots with zeros: those at the positions in the slice `positions` that are beyond the length of
-        their sequence.
-
-        Attention multiplies the value of an empty slot by a weight of 0, which leaves NaN and infinity.
+        """Fill slots beyond the length of their sequence with zeros, at some positions: attention multiplies the value
+        of an empty slot by a weight of 0, which leaves NaN and infinity.
         """
         is_empty = torch.arange(self.capacity, device=self.lengths.device)[positions] >= self.lengths[:, None]
         for tensor in self.tensors:
@@ -573,8 +565,8 @@ class StaticCache(Cache):
 
 
 def keep_addresses(tensors: Sequence[Tensor]) -> None:
-    """Tell the compiler that these tensors stay at their addresses. With `mode="reduce-overhead"` it captures a CUDA
-    graph of a step of decoding only then, since the step writes to them.
+    """Tell the compiler that these tensors stay at their addresses. Only then it captures a CUDA graph of a step of
+    decoding with `mode="reduce-overhead"`, since the step writes to them.
     """
     import torch._dynamo  # takes long to import
 
@@ -583,8 +575,8 @@ def keep_addresses(tensors: Sequence[Tensor]) -> None:
 
 
 def _common_span(positions: Int[Tensor, "batch new"]) -> range | None:
-    """Return the positions of new tokens, as `next_positions` returns them, as one range if they are the same in all
-    sequences, without padding; otherwise None.
+    """Return the positions of new tokens as one range if they are the same in all sequences, without padding; otherwise
+    None.
     """
     # The real tokens of a sequence are consecutive. So all positions agree if together they fill a range of this size.
     first, last = _extremes(positions)
@@ -593,9 +585,7 @@ def _common_span(positions: Int[Tensor, "batch new"]) -> range | None:
 
 
 def _extremes(positions: Int[Tensor, "batch new"]) -> tuple[int, int]:
-    """Return the smallest and the largest of some positions. Few of them are compared in Python, as in a step of
-    decoding, which takes less time than an operator.
-    """
+    """Return the smallest and the largest of some positions. Few of them are compared in Python, which is faster."""
     if positions.numel() <= MOST_LISTED:
         numbers = [position for row in positions.tolist() for position in row]
         return min(numbers), max(numbers)

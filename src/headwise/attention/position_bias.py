@@ -165,9 +165,7 @@ class RelativeBias(nn.Module):
         return bucket + (distances > 0) * self._per_direction if self.bidirectional else bucket
 
     def extra_repr(self) -> str:
-        """Return `num_heads`, `num_buckets`, `max_distance` and `bidirectional` as text, which `repr` of the module
-        includes.
-        """
+        """Return the sizes as text, for `repr`."""
         return (
             f"num_heads={self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
             f"bidirectional={self.bidirectional}"
@@ -198,9 +196,8 @@ def _kept_first_distances(*key: Any) -> Int[Tensor, " edges"]:
 def _key_minus_query(
     query_positions: Int[Tensor, "#batch queries"], key_positions: Int[Tensor, "#batch keys"]
 ) -> Int[Tensor, "#batch queries keys"]:
-    """Return the position of each key minus that of each query, negative for keys before the query. Raises `InputError`
-    for positions that are not whole numbers, or if queries and keys are on different devices or in batches that do not
-    broadcast.
+    """Return the position of each key minus that of each query; raise `InputError` for positions that are not whole
+    numbers, on different devices, or in batches that do not broadcast.
     """
     position_ids("query_positions", query_positions)
     position_ids("key_positions", key_positions, device=query_positions.device)

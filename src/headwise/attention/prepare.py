@@ -44,8 +44,8 @@ class AttentionInputs(NamedTuple):
 
     @property
     def query_positions(self) -> Int[Tensor, "#batch queries"]:
-        """Positions of the queries for rotary embeddings and position biases: `(batch, queries)` or `(1, queries)`. By
-        default the last query is at the position of the last key.
+        """Positions of the queries for rotary embeddings and position biases, `(batch or 1, queries)`. By default the
+        last query is at the position of the last key.
         """
         if self.explicit_query_positions is None:
             queries, keys = self.q.shape[2], self.k.shape[2]
@@ -143,9 +143,8 @@ def prepare_qkv(
 
 
 def _rotated_by_length(rotary: Rotary, inputs: AttentionInputs, offsets: packed.Offsets | None) -> AttentionInputs:
-    """Return the inputs with queries and keys rotated by angles that depend on the length of their text, its largest
-    position plus 1. Each packed sequence has its own length; without `offsets`, the largest position of the batch
-    decides for all.
+    """Return the inputs rotated by angles that depend on the length of the text, its largest position plus 1: that of
+    each packed sequence or, without `offsets`, of the batch.
     """
     if offsets is None:
         texts = [(slice(None), slice(None))]

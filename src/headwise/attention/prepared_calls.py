@@ -85,8 +85,8 @@ def signature(
     """Return what the preparation of a call of `attend` depends on, as a key; None if the call is not ordinary. All
     other arguments of `attend` must have their defaults. The operators check the dtypes of k and v.
 
-    Without a mask that is evaluated, the batch is not part of the signature. Neither is the number of keys, except for
-    so few keys that torch's kernel gets a mask. So the steps of decoding share one.
+    The batch, and the number of keys, are part of the signature only with a mask that is evaluated, and for so few keys
+    that torch's kernel gets a mask. So the steps of decoding share one.
     """
     if not (
         type(q) is type(k) is type(v) is Tensor
@@ -149,8 +149,7 @@ def _is_ordinary_bias(bias: Any, dtype: torch.dtype) -> bool:
 
 def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor | tuple[Tensor, Tensor] | None:
     """Return the output of a call with this signature, or output and weights; None if it has not been prepared, if its
-    operator refuses the tensors, if its mask was changed, or if NaN or infinity may have other results on the readable
-    path.
+    operator refuses the tensors, if its mask was changed, or if NaN or infinity may have other results.
     """
     try:
         call = _calls.get(key)
@@ -223,9 +222,7 @@ def clear() -> None:
 def _prepared(
     parts: tuple[Any, ...], tensors: tuple[Tensor, ...], problem: Problem, choice: Choice
 ) -> PreparedCall | None:
-    """Return the prepared call of a problem; None if its backend is none of `fused`, `native` and, for weights,
-    `reference`, or changes q, k and v before its operator.
-    """
+    """Return the prepared call of a problem; None if its backend cannot be prepared, or changes q, k and v."""
     needs_gradient = problem.needs_grad
     # The prepared tensors serve later calls, which may save them for a backward pass.
     with torch.inference_mode(False), torch.no_grad():
@@ -250,8 +247,8 @@ def _prepared(
 
 
 def _fused(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
-    """Return the function that computes a problem with torch's kernel, and the number of elements of its mask. Return
-    None if the kernel needs other tensors than q, k and v themselves.
+    """Return the function that computes a problem with torch's kernel, and the number of elements of its mask; None if
+    the kernel needs other tensors than q, k and v themselves.
     """
     is_grouped = problem.q.shape[1] != problem.k.shape[1]
     if problem.grid.queries == 1 and (is_grouped or problem.q.dtype == torch.bfloat16):
@@ -289,8 +286,8 @@ def _run_fused(
 
 
 def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
-    """Return the function that computes a problem with the native kernels, and the number of elements of its mask.
-    Return None if they compute the problem in parts.
+    """Return the function that computes a problem with the native kernels, and the number of elements of its mask; None
+    if they compute it in parts.
     """
     visible = visible_keys(problem.mask, problem.grid)
     if visible.parts() is not None:
@@ -311,7 +308,7 @@ def _run_native(operator: Any, arguments: list[Any], q: Tensor, k: Tensor, v: Te
 
 def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
     """Return the function that computes output and weights with the operators of the reference, and the number of
-    elements of its mask. Return None if they compute in another dtype, or set the weights of a row without a key to 0.
+    elements of its mask; None if they compute in another dtype, or for a row without a key.
     """
     if problem.q.dtype != problem.score_dtype:
         return None
@@ -365,8 +362,8 @@ def _parts(mask: Any) -> Iterator[Mask]:
 
 
 def _stored_tensors(mask: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors that a mask stores, all of them copies that headwise made; raise `TypeError` for masks
-    whose results may change otherwise: matrices of the caller, functions, and masks of other packages.
+    """Iterate over the tensors that a mask stores, all of them copies; raise `TypeError` for masks whose results may
+    change otherwise: matrices of the caller, functions, and masks of other packages.
     """
     kind = type(mask)
     if kind in (And, Or, Not, PerHead):

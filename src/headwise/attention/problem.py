@@ -101,8 +101,8 @@ class Problem:
         return replace(self, dropout=0.0, return_lse=False, return_weights=False)
 
     def with_uniform_weights(self) -> "Problem":
-        """Return the problem in which every visible key has the same weight: queries of 0, a bias that only hides keys,
-        and no sinks, talking heads, gate or dropout. It requests the output alone.
+        """Return the problem in which every visible key has the same weight, without gate and dropout, for the output
+        alone.
         """
         bias = self.bias
         if bias is not None:
@@ -215,8 +215,8 @@ def score_dtype(q: Tensor) -> torch.dtype:
 
 
 def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _ _ _"] | None]:
-    """Return a user's `mask=` as a `Mask` or None, and the user's `bias=` as a tensor of four axes or None. A boolean
-    tensor passed as mask becomes a `Mask`; a float tensor passed as mask is returned as the bias.
+    """Return a user's `mask=` as a `Mask` or None, and `bias=` as a tensor of four axes or None. A boolean tensor
+    passed as mask becomes a `Mask`, and a float tensor passed as mask becomes the bias.
     """
     if isinstance(mask, Tensor) and mask.is_floating_point():
         if bias is not None:
@@ -244,9 +244,7 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
 def _positions(
     of_queries: Any, of_keys: Any, q: Tensor, k: Tensor
 ) -> tuple[Int[Tensor, "#batch queries"] | None, Int[Tensor, "#batch keys"] | None]:
-    """Return the caller's positions of queries and of keys as `(batch or 1, length)`, or None for both if not passed.
-    Raises `InputError` if one is passed without the other, or has another shape or device.
-    """
+    """Return the positions of queries and keys as `(batch or 1, length)`, or None for both."""
     if of_queries is None and of_keys is None:
         return None, None
     if of_queries is None or of_keys is None:
@@ -259,9 +257,7 @@ def _positions(
 
 
 def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
-    """Return the caller's two matrices `(heads, heads)` of talking heads as `TalkingHeads` in the dtype of the scores;
-    raise `InputError` for anything else.
-    """
+    """Return the caller's two matrices `(heads, heads)` of talking heads in the dtype of the scores."""
     heads = q.shape[1]
     if not isinstance(matrices, tuple | list) or len(matrices) != 2:
         got = type(matrices).__name__
@@ -274,9 +270,7 @@ def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
 
 
 def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
-    """Return `values`, a tensor of one number for each query head, cast to the dtype of the scores. Raises `InputError`
-    with the argument's `name` for anything else.
-    """
+    """Return one number for each query head in the dtype of the scores."""
     tensor = float_tensor(name, values, like=q)
     if tensor.shape != q.shape[1:2]:
         got = f"shape {tuple(tensor.shape)}"
@@ -285,10 +279,7 @@ def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
 
 
 def gate_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
-    """Return a gate in the dtype of q with axes of size 1 added, so that it multiplies outputs `(batch, heads, queries,
-    value_dim)`. The gate has one value for each head, each head and sequence, or each head, sequence and query; any
-    other shape raises `InputError`.
-    """
+    """Return a gate in the dtype of q, with axes of size 1 so that it multiplies head outputs."""
     factor = float_tensor("gate", gate, like=q)
     batch, heads, queries, _ = q.shape
     forms = ((heads,), (batch, heads), (batch, heads, queries))

@@ -40,18 +40,15 @@ TextLength = int | Int[Tensor, ""] | None
 def base_frequencies(
     theta: float | Float[Tensor, ""], width: int, device: torch.device | None = None
 ) -> Float[Tensor, " pairs"]:
-    """Return the unscaled frequency of each pair of features: theta^(-2i / width) radians per position for pair i.
-
-    Source: Su et al. 2021, equation 15.
+    """Return the unscaled frequency theta^(-2i / width) of each pair i, in radians per position (Su et al. 2021, eq.
+    15).
     """
     exponents = torch.arange(0, -width, -2, dtype=most_precise_dtype(device), device=device) / width
     return theta**exponents
 
 
 def in_program(number: float, device: torch.device | None) -> float | Float[Tensor, ""]:
-    """Return a number unchanged, or as a tensor while a program is exported: the ONNX exporter of torch rounds Python
-    numbers to float32.
-    """
+    """Return a number, as a tensor while a program is exported: torch's ONNX exporter rounds numbers to float32."""
     if not torch.compiler.is_exporting():
         return number
     return torch.tensor(number, dtype=most_precise_dtype(device), device=device)
@@ -93,9 +90,7 @@ class LinearScaling:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the unscaled frequencies of all feature pairs, divided by `factor`, and the number 1.0, by which each
-        rotated query and key is multiplied (the attention factor).
-        """
+        """Return the unscaled frequencies divided by `factor`, and the attention factor 1.0."""
         return base_frequencies(theta, width, device) / self.factor, 1.0
 
 
@@ -303,8 +298,8 @@ class Rotary:
         return self.scaling is not None and self.scaling.depends_on_length
 
     def check(self, features: int, name: str = "head_dim") -> None:
-        """Raise `InputError` if there are fewer `features` than `width`. If `width` is None, which means that all
-        features are rotated, raise it if their number is odd. `name` is the argument for the number of features.
+        """Raise `InputError` if `features`, the argument called `name`, are fewer than `width`, or odd without a
+        width.
         """
         if self.width is None and features % 2:
             expected = "an even number, since Rotary rotates pairs of features"
@@ -367,13 +362,8 @@ class Rotary:
         *,
         length: TextLength = None,
     ) -> Angles:
-        """Return the cosine and the signed sine of each feature's angle at each position, the input of `apply_angles`.
-        The sine has the opposite sign for the first feature of each rotated pair. Both are multiplied by the attention
-        factor of the scaling (1 without a scaling). `length` is the number of tokens of
-        the whole text, as in `rotate`.
-
-        They serve every tensor with the width and positions of `x`, whatever its number of heads. The arguments are
-        those of `rotate`.
+        """Return the cosine and the signed sine of each feature's angle at each position, times the attention factor of
+        the scaling: the input of `apply_angles`. They serve every tensor with the width and positions of `x`.
         """
         self._check_input(x, positions)
         if self.depends_on_length and length is None:
@@ -399,7 +389,7 @@ class Rotary:
             return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
     def _check_input(self, x: Any, positions: Any) -> None:
-        """Raise `InputError` unless `x` is a float tensor of four axes that fits, and `positions` are those of its
+        """Raise `InputError` unless `x` is a float tensor of four axes that fits, with these positions of its
         tokens.
         """
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 4:
@@ -438,14 +428,14 @@ class Rotary:
 @lru_cache(maxsize=64)
 def _kept_frequencies(rotary: Rotary, width: int, device: torch.device) -> tuple[Float[Tensor, " pairs"], float]:
     """Return the turns per position and the attention factor of a rotation that does not depend on the length of the
-    text. They are computed once, and must not be changed.
+    text. They must not be changed.
     """
     with torch.inference_mode(False):
         return rotary._turns_per_position(width, None, device)
 
 
 def _exported_frequencies(rotary: Rotary, width: int, device: torch.device) -> tuple[Float[Tensor, " pairs"], float]:
-    """Return the result of `_kept_frequencies` as a constant of the program that is being exported. Other runtimes
+    """Return the result of `_kept_frequencies` as a constant of the program that is being exported: other runtimes
     compute frequencies in float32, and angles far from the first position are then wrong.
     """
     with _disable_current_modes():
@@ -460,9 +450,8 @@ def _rotated(
     sin: Float[Tensor, "#batch 1 length width"],
     interleaved: bool,
 ) -> Float[Tensor, "batch heads length width"]:
-    """Return `x` with each pair of features rotated in its plane: each feature times `cos`, plus the other feature of
-    its pair times `sin`. `sin` already has the opposite sign for the first feature of a pair. The result has the dtype
-    of `x`, but is computed in that of `cos`.
+    """Return `x` with each pair of features rotated: each feature times `cos`, plus the other one of its pair times
+    `sin`, which has the sign. It is computed in the dtype of `cos`.
     """
     width = x.shape[-1]
     partners = x.reshape(*x.shape[:-1], width // 2, 2).flip(-1).flatten(-2) if interleaved else x.roll(width // 2, -1)
@@ -470,8 +459,8 @@ def _rotated(
 
 
 def suits_native(x: Float[Tensor, "batch heads length head_dim"], positions: Int[Tensor, "#batch length"]) -> bool:
-    """Return True if the native operator can rotate queries or keys by these positions, and is expected to be faster
-    than the operators of torch. It has no gradient.
+    """Return True if the native operator, which has no gradient, can rotate by these positions and is expected to be
+    faster.
     """
     return (
         makes_plain_tensors()  # first: while exporting, reading sizes would fix them

@@ -106,9 +106,7 @@ class DifferentialAttention(MultiHeadAttention):
         self._reset_lambdas()
 
     def _reset_lambdas(self) -> None:
-        """Draw the learned vectors `lambda_q1`, `lambda_k1`, `lambda_q2` and `lambda_k2`, which determine lambda, from
-        a normal distribution of standard deviation 0.1.
-        """
+        """Draw the four learned vectors from a normal distribution of standard deviation 0.1 (Ye et al. 2024)."""
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("lambda_"):
                 nn.init.normal_(parameter, std=0.1)
@@ -125,9 +123,8 @@ class DifferentialAttention(MultiHeadAttention):
     def _attend(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return the output of each head, normalised, then multiplied by 1 - lambda_init (the constant part of lambda)
-        and by the gate of the call. Also return the difference A1 - lambda A2 of the two softmax maps A1 and A2 as
-        attention weights, or None if the call does not request them.
+        """Return the normalised output of each head times 1 - lambda_init and the gate of the call, and A1 - lambda A2
+        as weights or None.
         """
         (first_inputs, first_parameters), (second_inputs, second_parameters) = self._score_maps(inputs)
         call = self._with_position_bias(first_inputs, call)
@@ -145,9 +142,7 @@ class DifferentialAttention(MultiHeadAttention):
         return heads if factor is None else heads * factor, weights
 
     def _score_maps(self, inputs: AttentionInputs) -> list[tuple[AttentionInputs, ScoreParameters]]:
-        """Return the attention inputs and score parameters of the two softmax maps as two pairs: one for the first map
-        of every head, one for the second. Queries and keys differ between them; values are the same.
-        """
+        """Return the inputs and score parameters of the first maps of all heads, and of the second maps."""
         parameters = self._score_parameters(self.head_dim)
         maps = []
         for index in range(2):
@@ -163,10 +158,7 @@ class DifferentialAttention(MultiHeadAttention):
 
 
 def _checked_lambda_init(lambda_init: float | None, depth: int | None) -> float:
-    """Return the constant lambda_init, which is added to the learned part of lambda, the factor of the second softmax
-    map. It is the argument `lambda_init` if that is passed, `0.8 - 0.6 exp(-0.3 depth)` if `depth` is, and 0.8 if
-    neither is. Raise `InputError` if both are passed, for a share outside [0, 1), and for a negative depth.
-    """
+    """Return lambda_init, or what follows from `depth`; 0.8 by default."""
     if depth is not None:
         if lambda_init is not None:
             raise InputError("lambda_init", expected="one of lambda_init and depth", got="both")

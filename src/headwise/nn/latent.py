@@ -217,9 +217,7 @@ class LatentAttention(AttentionLayer):
         return layout.output_and_weights(y, weights, has_batch=has_batch)
 
     def _queries(self, x: Float[Tensor, "batch queries embed"]) -> Float[Tensor, "batch heads queries width"]:
-        """Return the queries of each head, projected from x, with features in the order of `Rotary`: first the
-        `rotary_dim` to be rotated, then the `head_dim` others.
-        """
+        """Return the queries of each head with features in the order of `Rotary`: those to be rotated first."""
         if self.q_rank is None:
             q = project(self.q_proj, x)
         else:
@@ -232,8 +230,8 @@ class LatentAttention(AttentionLayer):
     def _attend_expanded(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return head outputs, and attention weights or None, by computing the keys and values of each head from the
-        latent vectors with `kv_up` and attending to those (DeepSeek-V2, equations 9 to 11 and 16 to 19).
+        """Return head outputs and weights or None, by attending to keys and values of each head that `kv_up` computes
+        from the latents (DeepSeek-V2, equations 9 to 11 and 16 to 19).
         """
         rotated, latent = torch.split(inputs.k, [self.rotary_dim, self.kv_rank], dim=-1)
         expanded = self._split_heads(project(self.kv_up, latent.squeeze(1)), self.num_heads)
@@ -245,11 +243,8 @@ class LatentAttention(AttentionLayer):
     def _attend_absorbed(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return head outputs, and attention weights or None, by attending to the latent vectors themselves. No keys
-        and values are computed from the latent vectors; instead the matrix of `kv_up`, which would compute them, is
-        multiplied into the queries and into the attention output.
-
-        q . (K c) = (q K) . c and sum_j A_j (V c_j) = V sum_j A_j c_j, with K and V the two parts of `kv_up`.
+        """Return head outputs and weights or None, by attending to the latents themselves, with `kv_up` multiplied into
+        queries and outputs: q . (K c) = (q K) . c and sum_j A_j (V c_j) = V sum_j A_j c_j, with K and V its two parts.
         """
         rotated, content = torch.split(inputs.q, [self.rotary_dim, self.head_dim], dim=-1)
         keys_up, values_up = torch.split(self._kv_up_matrices(inputs.k), [self.head_dim, self.value_dim], dim=1)
@@ -260,9 +255,8 @@ class LatentAttention(AttentionLayer):
         return latent_outputs @ values_up.mT, weights
 
     def _kv_up_matrices(self, like: Tensor) -> Float[Tensor, "heads head_dim_value_dim kv_rank"]:
-        """Return the weight matrix of `kv_up` split by head: rows that map a latent vector to the head's keys, followed
-        by rows that map it to the head's values. If `kv_up` is not a plain `nn.Linear`, its matrix is computed from
-        unit vectors with the dtype and device of `like`.
+        """Return the matrix of `kv_up` for each head: rows for keys, then rows for values. That of another module than
+        a plain `nn.Linear` is computed from unit vectors with the dtype and device of `like`.
         """
         matrix: Tensor
         if type(self.kv_up) is nn.Linear and not has_hooks(self.kv_up):
@@ -272,10 +266,8 @@ class LatentAttention(AttentionLayer):
         return matrix.reshape(self.num_heads, self.head_dim + self.value_dim, self.kv_rank)
 
     def _is_absorbed(self, absorbed: bool | None, *, queries: int, keys: int) -> bool:
-        """Return True if attention is to run over the latent vectors themselves, False if over the keys and values of
-        each head. The result is the caller's argument `absorbed` if that is not None, otherwise the form with fewer
-        multiplications for so many queries and keys. If `kv_up` has a bias, the result is False, and `absorbed=True`
-        raises `InputError`.
+        """Return the caller's `absorbed`, by default the form with fewer multiplications; False if `kv_up` has a
+        bias.
         """
         if absorbed is not None and not isinstance(absorbed, bool):
             raise InputError("absorbed", expected="True, False or None", got=repr(absorbed))
@@ -293,10 +285,7 @@ class LatentAttention(AttentionLayer):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Number of heads and width of the single tensor that a cache of latent attention stores. Its one head is
-        shared by all query heads; its features are the key part that is rotated by position, followed by the latent
-        vector.
-        """
+        """Heads and width of the cached tensor: rotated key and latent, shared by all heads."""
         return [(1, self.rotary_dim + self.kv_rank)]
 
     def extra_repr(self) -> str:

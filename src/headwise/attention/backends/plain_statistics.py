@@ -83,9 +83,8 @@ class StatisticsCall(NamedTuple):
 
 
 def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the results of the operator for the arguments of a `StatisticsCall`: the output, the log-sum-exp, the
-    numbers of `ROWS` for each row, the sum of the weights on each key over counted rows in units of `RECEIVED_UNIT`,
-    and the number of counted rows that may attend to the key.
+    """Return the output, the log-sum-exp, the numbers of `ROWS` for each row, the sum of the weights on each key over
+    counted rows in units of `RECEIVED_UNIT`, and the number of counted rows that may attend to the key.
     """
     call = StatisticsCall(*arguments)
     batch, heads, queries, _ = call.q.shape
@@ -117,8 +116,8 @@ def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
 def output_norms(
     out: Float[Tensor, "batch heads rows value_dim"], gram: Float[Tensor, "heads value_dim value_dim"] | None
 ) -> Float[Tensor, "2 batch heads rows"]:
-    """Return the norm of each row's head output, and that after the head's slice of the output projection: the root of
-    `o G o` with the matrix `gram` of the head. The latter is 0 where the matrix is unknown.
+    """Return the norm of each row's head output, and the root of `o G o` with the matrix `gram` of the head: the norm
+    after the head's slice of the output projection, 0 where that is unknown.
     """
     out = out.to(score_dtype(out))
     norms = out.norm(dim=-1)
@@ -130,8 +129,8 @@ def output_norms(
 def _scores(
     call: StatisticsCall, part: slice
 ) -> tuple[Float[Tensor, "batch heads rows keys"], Float[Tensor, "batch heads rows keys"]]:
-    """Return the scores of some rows before the softcap and the bias, and those that enter the softmax, both -inf at
-    hidden keys.
+    """Return the scores of some rows before softcap and bias, and as they enter the softmax, both -inf at hidden
+    keys.
     """
     dtype = score_dtype(call.q)
     products = grouped_matmul(call.q[:, :, part].to(dtype), call.k.to(dtype).mT) * call.scale

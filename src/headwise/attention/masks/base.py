@@ -199,8 +199,8 @@ class OfParts(Mask):
         return sum(part.stored_values for part in self.parts)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with, for each axis, the largest size that any of the parts prescribes. Its device is that of
-        the first of these that is not on the CPU.
+        """Return a grid with the largest sizes that the parts prescribe, on the first of their devices that is not the
+        CPU.
         """
         grids = [part.natural_grid() for part in self.parts]
         batch, heads, queries, keys = (

@@ -89,8 +89,8 @@ class VisibleKeys:
 
     def parts(self) -> list[Part] | None:
         """Return parts of the score matrix, in the order of their rows, whose matrices have at most `MATRIX_ELEMENTS`
-        elements; None if no matrix is evaluated or if the whole one is small enough. While compiling for any length,
-        whether it is small is unknown, and the result is None.
+        elements; None if no matrix is evaluated, or if the whole one is small enough or, while compiling, of unknown
+        size.
         """
         grid, queries = self.grid, self.grid.queries
         if self.stores_matrix or not known_to_be_true(grid.batch * grid.heads * queries * grid.keys > MATRIX_ELEMENTS):
@@ -108,8 +108,8 @@ class VisibleKeys:
         return parts
 
     def of_part(self, part: Part) -> tuple[Ranges32 | None, Matrix | None]:
-        """Return the ranges and the matrix of a part of the score matrix; the ranges count keys from the first column
-        of the part. None for ranges or a matrix that exclude nothing.
+        """Return the ranges, counted from the first column of a part, and the matrix of the part; None where they
+        exclude nothing.
         """
         rows, columns = part
         ranges = None
@@ -118,8 +118,8 @@ class VisibleKeys:
         return ranges, None if len(self.others) == 0 else self._evaluate_in_pieces(part)
 
     def matrix(self) -> Matrix | None:
-        """Return the matrix of the further masks; None without such masks. Keys that the ranges hide may be False or
-        True.
+        """Return the matrix of the further masks, in which hidden keys of the ranges may be True; None without such
+        masks.
         """
         if len(self.others) == 0:
             return None
@@ -149,8 +149,8 @@ class VisibleKeys:
         return reduce(torch.logical_and, (unexpanded(mask.block(self.grid, rows, columns)) for mask in self.others))
 
     def _evaluate_in_pieces(self, part: Part) -> Matrix:
-        """Return the matrix of the further masks for a part, evaluated for few rows at a time, and only for the columns
-        that the ranges of these show.
+        """Return the matrix of the further masks for a part, evaluated for few rows and the keys of their ranges at a
+        time.
         """
         if not _can_evaluate(self.grid) or 0 in (self.grid.batch, self.grid.heads):
             return self.evaluate(*part)
@@ -172,9 +172,7 @@ class VisibleKeys:
 
 
 def visible_keys(mask: Mask | None, grid: Grid) -> VisibleKeys:
-    """Return the keys that a mask lets each query of a grid attend to, as ranges as far as possible. Of two masks that
-    are combined with `&`, each may be ranges or a matrix.
-    """
+    """Return the keys that a mask lets each query attend to, as ranges as far as possible."""
     if mask is None:
         return VisibleKeys(None, (), grid)
     if _can_evaluate(grid) and grid.uses_default_positions and mask.is_constant:
@@ -210,9 +208,7 @@ def _visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
 
 
 def _split(mask: Mask, grid: Grid) -> tuple[Ranges | None, tuple[Mask, ...]]:
-    """Return ranges of positions and masks that a mask is the intersection of. The ranges are None where they exclude
-    nothing.
-    """
+    """Return ranges of positions, or None for all, and masks that a mask is the intersection of."""
     ranges = mask.few_ranges(grid)
     if ranges is not None:
         return ranges, ()
@@ -318,16 +314,12 @@ FINITE_ROWS = RunLengths(None, "the mask hides all keys of a query by finite num
 
 @torch.no_grad()
 def run_lengths(mask: Tensor, dtype: torch.dtype | None = None) -> RunLengths:
-    """Return a boolean mask (True: attends) or an additive mask as ranges of keys, at most `MOST_RANGES` for each
-    query. The ranges are exactly the visible keys. An additive mask is such ranges if it consists of 0, at visible
+    """Return a boolean mask (True: attends), or an additive one, cast to `dtype`, as ranges that are exactly the
+    visible keys, at most `MOST_RANGES` for each query. An additive mask is such ranges if it consists of 0, at visible
     keys, and of -inf or numbers up to `HIDING`. Axes along which the mask repeats have size 1 in the result.
 
     A row without a visible key is empty ranges. But if it has finite numbers, softmax is uniform over the keys with the
     largest one, and the mask is not ranges.
-
-    Args:
-        mask: the mask.
-        dtype: dtype to which an additive mask is cast before it is read; by default its own.
     """
     for axis in range(3):
         if mask.stride(axis) == 0:
@@ -354,8 +346,8 @@ def run_lengths(mask: Tensor, dtype: torch.dtype | None = None) -> RunLengths:
 
 
 def _edges(visible: Bool[Tensor, "rows keys"]) -> Int[Tensor, "rows edges"] | None:
-    """Return the starts and stops of the runs of True in each row, in order, followed by zeros; None if a row has more
-    than `MOST_RANGES` runs.
+    """Return the starts and stops of the runs of True in each row, followed by zeros; None for more than `MOST_RANGES`
+    runs.
     """
     padded = F.pad(visible, (1, 1))
     row, key = (padded[:, 1:] ^ padded[:, :-1]).nonzero(as_tuple=True)

@@ -32,16 +32,13 @@ from headwise.shapes import Bool, Int
 
 
 class ByPosition(Mask):
-    """Base class of masks that go by the positions of query and key alone; they define `allows_positions`. Position -1,
-    which marks padding and empty slots of a cache, is compared like any other, except by `HasPosition`, which `attend`
-    adds to hide them.
+    """Base class of masks that go by the positions of query and key alone. Position -1, which marks padding and empty
+    slots of a cache, is compared like any other, except by `HasPosition`, which `attend` adds to hide them.
     """
 
     @abstractmethod
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
-        """Return True where a query at the first position attends to a key at the second, for positions that broadcast,
-        or that are single numbers.
-        """
+        """Return True where a query at the first position attends to a key at the second; positions broadcast."""
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         return self.allows_positions(grid.query_position(i, b), grid.key_position(j, b))
@@ -179,10 +176,8 @@ class Chunked(ByPosition):
 
 @dataclass(frozen=True)
 class HasPosition(ByPosition):
-    """Mask that excludes empty slots and padding, which have position -1: a query attends to a key if the positions of
-    both are 0 or more.
-
-    A query at position -1 attends to no key. `attend` adds this mask wherever positions are explicit.
+    """Mask that excludes empty slots and padding, which have position -1. `attend` adds it wherever positions are
+    explicit.
     """
 
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
@@ -197,11 +192,8 @@ class HasPosition(ByPosition):
 
 
 class DeviceCopies:
-    """One tensor of a mask, and its copies on other devices. Each copy is made once, in the first call that needs it: a
-    copy from the CPU to a GPU in every call would make every call wait.
-
-    Args:
-        tensor: numbers of the mask, which must not change afterwards.
+    """One tensor of a mask, which must not change afterwards, and its copies on other devices, each made once: a copy
+    from the CPU to a GPU in every call would make every call wait.
     """
 
     def __init__(self, tensor: Int[Tensor, "..."]) -> None:
@@ -209,9 +201,7 @@ class DeviceCopies:
         self._copies: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Int[Tensor, "..."]:
-        """Return the tensor, or its copy on another device. While compiling or tracing, a copy would have no values, so
-        that this method must not be called.
-        """
+        """Return the tensor, or its copy on another device. While compiling or tracing, a copy would have no values."""
         if self._tensor.device == device:
             return self._tensor
         if device not in self._copies:
@@ -277,9 +267,8 @@ class Padding(Mask):
         return [Range(zeros, lengths) if self.side == "right" else Range(keys - lengths, keys)]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are real (not padding), counted over all
-        sequences. PARTIAL may also mean unknown: on a grid with explicit positions, or if the extreme lengths are
-        unknown, as while compiling.
+        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are real (not padding) over all sequences.
+        PARTIAL may also mean unknown: with explicit positions, or if the lengths cannot be read.
         """
         extremes = self._extremes if grid.uses_default_positions else None
         if extremes is None:
@@ -294,10 +283,8 @@ class Padding(Mask):
         return Coverage.FULL if last < shortest else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless the mask has one length for each sequence of the grid. Raise it also if
-        the mask pads on the left and the grid has explicit positions. If the mask's attribute `bounded` is True, raise
-        it also for a length above the grid's number of keys, unless the grid has explicit positions or the largest
-        length is unknown, as while compiling. Such a length then counts as the number of keys.
+        """Raise `InputError` unless there is one length for each sequence of the grid. Lengths above the number of keys
+        are refused if `bounded`, and padding on the left with explicit positions.
         """
         if len(self.lengths) != grid.batch:
             raise InputError(
@@ -315,8 +302,8 @@ class Padding(Mask):
         return Padding(self.lengths[index : index + 1], self.side, self.bounded)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with one sequence for each length, and with the largest length as number of keys. It has 1 key
-        if that is unknown, as while compiling.
+        """Return a grid with one sequence for each length and the largest length as number of keys, 1 if that is
+        unknown.
         """
         extremes = self._extremes
         keys = 1 if extremes is None else extremes[1]
@@ -397,10 +384,9 @@ class Segments(Mask):
         return [Range(start, torch.where(exists[:, None], end + 1, 0))]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY for a block if, in every sequence, the document ids of the block's queries are all smaller, or
-        all larger, than those of its keys. Return FULL if, in every sequence, all queries and keys of the block have
-        the same id. Otherwise return PARTIAL, also for explicit positions and where ids cannot be read, as on a GPU
-        and while compiling.
+        """Return EMPTY for a block if, in every sequence, the ids of its queries are all smaller, or all larger, than
+        those of its keys; FULL if all have the same id; otherwise PARTIAL, also where positions are explicit or ids
+        cannot be read.
         """
         if not grid.uses_default_positions or not has_readable_values(self.ids):
             return Coverage.PARTIAL
@@ -414,8 +400,8 @@ class Segments(Mask):
         return Coverage.FULL if is_one_segment and rows.start + grid.offset >= 0 else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one document id for each key, in one row for all sequences or in one row
-        for each. With explicit positions, the number of ids is not checked.
+        """Raise `InputError` unless there is one id for each key, in one row for all sequences or for each. With
+        explicit positions, as from a cache with empty slots, positions may run as far as there are ids.
         """
         batch, keys = self.ids.shape
         # With explicit positions, as from a cache with empty slots, positions may run as far as there are ids.
@@ -430,9 +416,7 @@ class Segments(Mask):
         return self if self.ids.shape[0] == 1 else Segments(self.ids[index : index + 1], self.known_one_piece or None)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with one sequence for each row of document ids and one key for each id of a row. If all
-        sequences share one row, the number of sequences is 0, which stands for any number.
-        """
+        """Return a grid with a sequence for each row of ids, or any number for one row, and a key for each id."""
         batch, keys = self.ids.shape
         return Grid(batch if batch > 1 else 0, 0, 0, keys, _drawing_device(self.ids))
 
@@ -457,8 +441,8 @@ def are_one_piece_each(ids: Int[Tensor, "batch keys"]) -> bool:
 
 
 def _drawing_device(values: Int[Tensor, "..."]) -> torch.device:
-    """Return the device of the grid on which `Mask.picture` draws a mask that stores the tensor `values`: meta if this
-    tensor is on meta, otherwise the CPU.
+    """Return the device on which `Mask.picture` draws a mask with these stored values: meta for meta, otherwise the
+    CPU.
     """
     return values.device if values.is_meta else torch.device("cpu")
 
@@ -496,8 +480,8 @@ class Dense(Mask):
         return values if columns is None else values[..., columns.start : columns.stop]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some of the stored values of a block of the grid are True.
-        PARTIAL is returned as well where the values cannot be read, as while compiling.
+        """Return EMPTY, FULL or PARTIAL: none, all or some of the stored values of a block are True, or they cannot be
+        read.
         """
         if not has_readable_values(self.values):
             return Coverage.PARTIAL
@@ -521,9 +505,7 @@ class Dense(Mask):
         return self if self.values.shape[1] == 1 else Dense(self.values[:, index : index + 1])
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the sizes and device of the stored tensor; an axis of size 1 becomes 0, which stands for
-        any size.
-        """
+        """Return a grid with the sizes and device of the stored tensor, 0 for an axis of size 1."""
         batch, heads, queries, keys = (size if size > 1 else 0 for size in self.values.shape)
         return Grid(batch, heads, queries, keys, self.values.device)
 
@@ -547,10 +529,8 @@ class MaskRule(Mask):
     first_head: int = 0
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
-        """Return the result of the rule for sequence `b`, head `h`, query row `i` and key `j`.
-
-        Raises:
-            InputError: the rule returns no boolean tensor, or one of another shape than that of a block.
+        """Return the result of the rule; raise `InputError` for another one than a boolean tensor of a block's
+        shape.
         """
         positions = grid.query_position(i, b), grid.key_position(j, b)
         allowed = self.rule(b + self.first_sequence, h + self.first_head, *positions)
@@ -567,11 +547,11 @@ class MaskRule(Mask):
             raise InputError("mask_rule(rule)", expected=expected, got=tuple(allowed.shape)) from None
 
     def for_sequence(self, index: int) -> Mask:
-        """Return the mask of sequence `index` alone; the rule still receives that index, not 0, as its sequence."""
+        """Return the mask of one sequence; the rule still receives that index, not 0."""
         return MaskRule(self.rule, self.first_sequence + index, self.first_head)
 
     def for_head(self, index: int) -> Mask:
-        """Return the mask of head `index` alone; the rule still receives that index, not 0, as its head."""
+        """Return the mask of one head; the rule still receives that index, not 0."""
         return MaskRule(self.rule, self.first_sequence, self.first_head + index)
 
     def __repr__(self) -> str:
@@ -596,8 +576,8 @@ class InRanges(Mask):
         return inside
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY if no range of the query rows has a key of the block, FULL if each row has a range with all of
-        them, otherwise PARTIAL. Return PARTIAL also where the ranges cannot be read, as on a GPU.
+        """Return EMPTY if no range of the rows has a key of the block, FULL if each row has a range with all of them,
+        otherwise PARTIAL, also where the ranges cannot be read, as on a GPU.
         """
         if not has_readable_values(self.key_ranges):
             return Coverage.PARTIAL
@@ -615,8 +595,8 @@ class InRanges(Mask):
 
 
 def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] | None) -> Mask | None:
-    """Return the mask by which a query attends to the keys in its ranges at which a matrix is True. Ranges or a matrix
-    that exclude nothing are None; the result is None without both.
+    """Return the mask of the keys in some ranges at which a matrix is True; None stands for all keys, also in the
+    result.
     """
     if ranges is None:
         return None if matrix is None else Dense(matrix)

@@ -66,15 +66,12 @@ class RowBlock:
 
     @property
     def sequences_and_heads(self) -> tuple[slice, slice]:
-        """Slices of the batch axis and the head axis that select this block's sequences and heads, with all query rows,
-        from a tensor of the call.
-        """
+        """Slices of the batch axis and the head axis that select this block from a tensor of the call."""
         return self.tile.sequences, self.tile.heads
 
     def with_call_context(self, call_context: CallContext) -> "RowBlock":
-        """Return this block with the same weights and another call context (token ids, special tokens and padding of
-        the call). The padded keys of the block, and numbers of each key such as "is a special token", are then those
-        of the new context.
+        """Return this block with the same weights, and the tokens, special tokens and padding of another call
+        context.
         """
         if call_context is self.call_context:
             return self
@@ -95,9 +92,8 @@ class RowBlock:
 
     @cached_property
     def weight_sum(self) -> Float[Tensor, "batch heads rows"]:
-        """Sum of each row's attention weights over its keys; 0 in a row without a visible key. In other rows it is 1
-        minus the weight of the head's attention sink, if there is one. Talking heads, which mix the weights of heads,
-        can change the sum.
+        """Sum of each row's weights over its keys: 0 in a row without a visible key, otherwise 1 minus the weight of
+        the head's attention sink. Talking heads, which mix the weights of heads, can change it.
         """
         return self._by_head(self.power_sum / self.normalizer).nan_to_num(0.0)
 
@@ -108,8 +104,8 @@ class RowBlock:
 
     @cached_property
     def largest_content_weight(self) -> Float[Tensor, "batch heads rows"]:
-        """Largest attention weight of each row over the keys that are not special tokens; 0 in a row that may attend to
-        none of them. Requires that special tokens are known.
+        """Largest attention weight of each row over the keys that are not special tokens, which must be known; 0 in a
+        row that may attend to none of them.
         """
         is_special = self.visibility.is_special
         assert is_special is not None
@@ -121,9 +117,7 @@ class RowBlock:
 
     @cached_property
     def entropy(self) -> Float[Tensor, "batch heads rows"]:
-        """Entropy of each row's attention weights A, which is -sum A ln A over the keys, in nats; 0 in a row without a
-        visible key.
-        """
+        """Entropy -sum A ln A of each row's weights A over the keys, in nats; 0 in a row without a visible key."""
         # ln A is the score less the log of the normalizer: no logarithm of a weight that may be 0.
         mean_score = self._by_head(self.power_score_sum / self.normalizer)
         logarithm = self._by_head(self.normalizer.log2()).masked_fill(self.weight_per_power == 0, 0.0)
@@ -141,9 +135,7 @@ class RowBlock:
         return product.view(sequences, heads, rows, -1) * self.weight_per_power[..., None]
 
     def weight_at_lag(self, lag: int) -> Float[Tensor, "batch heads rows"]:
-        """Return each row's attention weight on the key `lag` positions before the query, or 0 if there is no such key.
-        Lag 0 is the query's own token, lag 1 the previous one, and lag -1 the next one.
-        """
+        """Return each row's weight on the key `lag` positions before the query, or 0 if there is no such key."""
         if not self.visibility.grid.uses_default_positions:
             return (self.weights * (self.visibility.lags == lag)[:, None]).sum(-1)
         powers = torch.zeros_like(self.weight_per_power)
@@ -163,8 +155,8 @@ class RowBlock:
         return (self.weights * is_first[:, None]).sum(-1)
 
     def weight_after_copies(self, shift: int) -> Float[Tensor, "batch heads rows"]:
-        """Return for each query row the sum of its attention weights on keys that are `shift` tokens after an earlier
-        occurrence of the query's token.
+        """Return each row's weight on the keys that are `shift` tokens after an earlier occurrence of the query's
+        token.
         """
         powers, sums = self.tile.by_head(self.powers), torch.zeros_like(self.weight_per_power)
         offset = self.visibility.grid.offset
@@ -192,8 +184,8 @@ class RowBlock:
 
     @property
     def _distance_between(self) -> Float[Tensor, "batch heads rows"]:
-        """For each row, the sum of |query position - key position| times unnormalized weight, over those keys whose
-        position is in the range from the position of the block's first row to that of its last row.
+        """Sum of |query position - key position| times unnormalized weight, for each row, over the keys between the
+        positions of the block's first and last row.
         """
         sums, position = torch.zeros_like(self.weight_per_power), self.visibility.query_positions[0]
         first, last = int(position[0]), int(position[-1])
@@ -207,8 +199,8 @@ class RowBlock:
 
     @cached_property
     def received(self) -> tuple[Float[Tensor, "batch heads columns"], Float[Tensor, "batch heads columns"]]:
-        """Two numbers for each key column: the sum over rows of the attention weight on the key, and the number of rows
-        that may attend to the key. Rows that are padding or have no visible key are left out of both.
+        """Sum over rows of the weight on each key column, and number of rows that may attend to it. Rows that are
+        padding or have no visible key are left out of both.
         """
         row_factors = (self.weight_per_power * self.visibility.counted_rows)[..., None, :]
         received = row_factors @ self.tile.by_head(self.powers)
@@ -216,8 +208,8 @@ class RowBlock:
 
     @cached_property
     def feature_sums(self) -> dict[str, Float[Tensor, "batch heads rows"]]:
-        """For each row, the sum over keys of attention weight times each feature of the keys (such as their position),
-        in a dictionary by name of the feature. The features are those of `visibility.key_features`.
+        """Sum over keys of weight times feature, for each row, by the name of the feature in
+        `visibility.key_features`.
         """
         if self.feature_products is None:
             sums = self.weighted_sums(self.visibility.stacked_key_features)
@@ -226,8 +218,8 @@ class RowBlock:
         return dict(zip(self.visibility.key_features, sums.unbind(-1), strict=False))
 
     def _by_head(self, column: Float[Tensor, "kv stacked 1"]) -> Float[Tensor, "batch heads rows"]:
-        """Return one number for each query row, as a tensor with the axes batch, head and row. In `column` these
-        numbers are stacked: the rows of all heads that share a key/value head are joined to one axis.
+        """Return one number for each query row with the axes batch, head and row, from numbers stacked as in
+        `powers`.
         """
         return self.tile.by_head(column)[..., 0]
 

@@ -45,8 +45,8 @@ class KeyRange(NamedTuple):
 
 
 class PlannedBlock(NamedTuple):
-    """Block of the score matrix to compute: a range of query rows, and the ranges of key columns to compute for these
-    rows, in ascending order. The ranges include every key that at least one of the rows may attend to.
+    """Block of the score matrix to compute: a range of query rows, and the ranges of key columns, in order, that
+    contain every key which some of the rows may attend to.
     """
 
     rows: range
@@ -54,9 +54,8 @@ class PlannedBlock(NamedTuple):
 
     @property
     def spans(self) -> list[range]:
-        """Ranges of the block's key columns, as long as possible. Adjacent ranges of the attribute `parts`, which
-        separates columns that need a mask from others, are joined, so that one matrix product can compute all scores of
-        a range.
+        """Ranges of the block's key columns, as long as possible: adjacent ranges of `parts`, with and without a mask,
+        are joined, so that one product computes all scores of a range.
         """
         spans: list[range] = []
         for columns, _ in self.parts:
@@ -68,7 +67,7 @@ class PlannedBlock(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of key columns in the block, over all its ranges."""
+        """Number of key columns in the block."""
         return sum(len(part.columns) for part in self.parts)
 
 
@@ -97,16 +96,9 @@ BlockwisePlan = tuple[MaskGroup, ...]
 def plan_of(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
 ) -> BlockwisePlan:
-    """Return the blocks of the score matrix to compute for a mask, grouped by the sequences and heads that share one
-    mask. Blocks are planned for all sequences together or for each one separately, and likewise for heads, whichever
-    has the lower cost: the number of scores plus `overhead` for each block.
-
-    Args:
-        mask: the mask; None if it hides nothing.
-        grid: the score grid.
-        overhead: fixed cost of one block, in scores.
-        rows: query rows of each block; by default `rows_of` chooses them for each mask.
-        most_rows: largest number of rows that is chosen by default.
+    """Return the blocks of the score matrix to compute for a mask, of `rows` query rows each; by default `rows_of`
+    chooses up to `most_rows`. Sequences, and heads, are planned together or separately, whichever has the lower cost:
+    the number of scores, plus `overhead` for each block.
     """
     separations = [(False, False)]
     if mask is not None and grid.uses_default_positions:
@@ -118,8 +110,8 @@ def plan_of(
 
 
 def rows_of(mask: Mask | None, grid: Grid, overhead: int, tile_count: int) -> int:
-    """Return the number of query rows of a block that is expected to be fastest for a mask: 64, 128, 256 or 512.
-    The blocks are for `tile_count` pairs of a sequence and a head; `overhead` is a block's fixed cost, in scores.
+    """Return the number of query rows of a block that is expected to be fastest for a mask, from 64 to 512, for blocks
+    that `tile_count` pairs of a sequence and a head have.
 
     More rows make products faster, but add columns that only some of the rows need. Gain and loss are about equal at a
     quarter of the columns that the last 64 rows need. A lower bound keeps the overhead of blocks from dominating: under
@@ -132,9 +124,8 @@ def rows_of(mask: Mask | None, grid: Grid, overhead: int, tile_count: int) -> in
 
 
 def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list[KeyRange]:
-    """Return the ranges of key `columns` that at least one of the query `rows` may attend to under the mask. A range
-    with both visible and hidden pairs of query and key is halved, down to 64 columns, and marked as masked if it still
-    has both. Ranges without a visible pair are left out.
+    """Return the ranges of key `columns` that at least one of the query `rows` may attend to. A range with visible and
+    hidden pairs is halved, down to 64 columns, and marked as masked if it still has both.
     """
     if mask is None or not columns:
         return [KeyRange(columns, False)] if columns else []
@@ -153,7 +144,7 @@ def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list
 
 
 def score_count(plan: BlockwisePlan) -> int:
-    """Return the number of scores (query-key products) in all blocks of a plan, over sequences and heads."""
+    """Return the number of scores (query-key products) in a plan, over sequences and heads."""
     return sum(
         len(group.sequences) * len(group.heads) * len(block.rows) * block.width
         for group in plan
@@ -162,8 +153,8 @@ def score_count(plan: BlockwisePlan) -> int:
 
 
 def reads_most_keys(plan: BlockwisePlan) -> bool:
-    """Return True if some block of a plan includes at least half of the keys. Copying keys and values to a memory
-    layout that is faster to read then saves more time than it takes.
+    """Return True if some block of a plan has at least half of the keys: then it pays to copy keys and values to a
+    layout that is faster to read.
     """
     return any(2 * block.width >= group.grid.keys for group in plan for block in group.blocks)
 
@@ -182,10 +173,8 @@ def _plan(
     separate_sequences: bool,
     separate_heads: bool,
 ) -> BlockwisePlan:
-    """Return the blocks of `rows` query rows to compute for a mask as a plan, which is a tuple of `MaskGroup`. The two
-    flags say if sequences, and if heads, are planned separately. Adjacent sequences or heads with equal masks form one
-    group. If `rows` is None, it is chosen for each group from the mask and `overhead`, the fixed cost of a block in
-    scores, up to `most_rows`.
+    """Return the plan in which sequences, and heads, are planned separately or not. Adjacent ones with equal masks form
+    one group.
     """
     if mask is None:
         blocks = _blocks(None, grid, overhead, rows, most_rows, grid.batch * grid.heads)
@@ -204,7 +193,7 @@ def _plan(
 
 
 def _runs(masks: list[Mask]) -> list[range]:
-    """Return the ranges of indices in which adjacent masks of a list are equal; together the ranges cover the list."""
+    """Return the ranges of indices in which adjacent masks of a list are equal."""
     starts = [index for index in range(len(masks)) if index == 0 or masks[index] != masks[index - 1]]
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
 
@@ -212,11 +201,7 @@ def _runs(masks: list[Mask]) -> list[range]:
 def _blocks(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None, most_rows: int, tile_count: int
 ) -> tuple[PlannedBlock, ...]:
-    """Return the blocks of the score matrix to compute under one mask, of `rows` query rows each. Blocks without a
-    visible key are left out. If `rows` is None, the number expected to be fastest is chosen, up to `most_rows`. This
-    choice depends on `overhead`, the fixed cost of a block in scores, and `tile_count`, the number of pairs of a
-    sequence and a head that share the mask.
-    """
+    """Return the blocks under one mask that have a visible key, for `tile_count` pairs of a sequence and a head."""
     rows = min(rows_of(mask, grid, overhead, tile_count), most_rows) if rows is None else rows
     row_ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))
     blocks = (PlannedBlock(each, tuple(parts_of(mask, grid, each, range(grid.keys)))) for each in row_ranges)
@@ -290,8 +275,8 @@ class Tile(NamedTuple):
         return torch.cat([part.expand(*sizes, -1).to(parts[0].device) for part in parts], -1)
 
     def visible_parts(self) -> Iterator[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
-        """Yield each range of key columns of the block with a mask that is True where a row may attend to a key, or
-        with None if all rows may attend to all of its keys.
+        """Yield each range of key columns of the block with a mask that is True where a row may attend to a key; None
+        if all may.
         """
         bounds_at, offset = dict(self.ceilings), 0
         for columns, _ in self.block.parts:
@@ -299,9 +284,8 @@ class Tile(NamedTuple):
             offset += len(columns)
 
     def stack_rows(self, tensor: Float[Tensor, "batch heads queries width"]) -> Float[Tensor, "kv stacked width"]:
-        """Return the tile's query rows of a tensor `(batch, heads, queries, width)`, stacked for products with keys.
-        The first axis of the result is one for each pair of sequence and key/value head. The second joins the rows of
-        all query heads that share the key/value head.
+        """Return the tile's query rows, stacked for products with keys: one first index for each pair of sequence and
+        key/value head, and on the second axis the rows of all query heads that share it.
         """
         rows = tensor[self.row_slices]
         return rows.reshape(self._groups, -1, rows.shape[-1])
@@ -309,41 +293,33 @@ class Tile(NamedTuple):
     def write(
         self, target: Float[Tensor, "batch heads queries width"], rows: Float[Tensor, "kv stacked width"]
     ) -> None:
-        """Copy one row of numbers for each query row of the tile from `rows` to `target`, at the tile's sequences,
-        query heads and queries. In `rows`, the query rows of all heads that share a key/value head are joined to one
-        axis, as by `stack_rows`.
-        """
+        """Copy numbers that are stacked as by `stack_rows` to the tile's rows of `target`."""
         target[self.row_slices] = self.by_head(rows)
 
     def select_keys(
         self, tensor: Float[Tensor, "batch kv_heads all width"], keys: range
     ) -> Float[Tensor, "kv keys width"]:
-        """Return the given range of `keys` in k or v, for the tile's sequences and key/value heads. The axes of
-        sequences and of key/value heads are joined to one.
-        """
+        """Return a range of keys of k or v, with the tile's sequences and key/value heads joined to one axis."""
         return tensor[self.sequences, self.kv_heads, keys.start : keys.stop].flatten(0, 1)
 
     def spans(self, scores: Float[Tensor, "*heads rows columns"]) -> Iterator[tuple[range, Tensor]]:
-        """Yield each range of adjacent keys of the tile, together with a view of the columns of `scores` for these
-        keys.
-        """
+        """Yield each range of adjacent keys of the tile with a view of its columns of `scores`."""
         offset = 0
         for keys in self.block.spans:
             yield keys, scores[..., offset : offset + len(keys)]
             offset += len(keys)
 
     def hide(self, scores: Float[Tensor, "kv stacked columns"]) -> None:
-        """Lower the scores of hidden keys to at most `score_of_hidden_key`, in place; other scores stay unchanged.
-        There is one exception: in a row in which all keys are hidden and `has_key` is False, scores are lowered to at
-        most 0 instead.
+        """Lower the scores of hidden keys to `score_of_hidden_key`, in place, and those of a row without a key to at
+        most 0.
         """
         for offset, bounds in self.ceilings:
             part = self.by_head(scores)[..., offset : offset + bounds.shape[-1]]
             torch.minimum(part, bounds, out=part)
 
     def by_head(self, stacked: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "batch heads rows columns"]:
-        """Return a view of `stacked` with separate axes for sequences, query heads and rows. In `stacked`, the query
-        rows of all heads that share a key/value head are joined to one axis, as by `stack_rows`.
+        """Return a view of numbers that are stacked as by `stack_rows`, with axes of sequences, query heads and
+        rows.
         """
         return stacked.view(*self.shape, stacked.shape[-1])
 
@@ -361,8 +337,8 @@ def score_of_hidden_key(dtype: torch.dtype) -> float:
 
 
 def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"] | None = None) -> Tile:
-    """Return the tile (rectangle of scores) of a range of query rows, all sequences, heads and keys.
-    `allowed` is its mask, True where a row attends to a key; None hides nothing.
+    """Return the tile of some query rows, with all sequences, heads and keys, and the mask `allowed`; None hides
+    nothing.
     """
     sequences, heads, ceilings = slice(0, grid.batch), slice(0, grid.heads), []
     if allowed is not None:
@@ -371,8 +347,8 @@ def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #head
 
 
 def threads_of(dropout: float) -> int:
-    """Return the number of threads that tiles are made for: those of torch, or 1 with dropout, whose random numbers
-    depend on the tiles and must be the same in the backward pass.
+    """Return the number of threads that tiles are made for: 1 with dropout, whose random numbers depend on the
+    tiles.
     """
     return 1 if dropout > 0 else torch.get_num_threads()
 
@@ -380,9 +356,8 @@ def threads_of(dropout: float) -> int:
 def iterate_tiles(
     plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor | None, threads: int
 ) -> Iterator[Tile]:
-    """Yield every tile of a plan's blocks, in the same order each time. A tile is the part of a block, for some
-    sequences and heads, that is computed at once. If `hiding_bias` is passed, keys are hidden where it is -inf, in
-    addition to the mask.
+    """Yield every tile of a plan, in the same order each time. Keys are hidden by the mask, and where `hiding_bias` is
+    -inf.
     """
     cache: dict[Any, tuple[list[Ceiling], Tensor | None]] = {}
     for group, block in _blocks_of(plan):
@@ -398,10 +373,8 @@ def iterate_tiles(
 
 
 class Pool:
-    """Named buffers of memory, each for the scores of one tile. All tiles of a call reuse them, since allocating memory
-    is slow.
-
-    Each buffer has the size of the largest tile. Each thread keeps its buffers of up to `TILE_BYTES` for its next call.
+    """Named buffers, each for the scores of one tile, which all tiles of a call reuse, since allocating memory is slow.
+    A thread keeps its buffers of up to `TILE_BYTES` for its next call.
     """
 
     _of_thread = threading.local()
@@ -419,17 +392,15 @@ class Pool:
         self._buffers: dict[str, Tensor] = {}
 
     def buffer(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Float[Tensor, "kv stacked columns"]:
-        """Return the buffer called `name` as a view in the shape of a tile's scores: the first two axes of `rows`, and
-        the tile's number of keys. The buffer is not cleared.
-        """
+        """Return the buffer of a name in the shape of a tile's scores, for stacked query rows. It is not cleared."""
         if name not in self._buffers:
             self._buffers[name] = self._allocate(name)
         shape = (*rows.shape[:2], tile.block.width)
         return self._buffers[name][: math.prod(shape)].view(shape)
 
     def _allocate(self, name: str) -> Tensor:
-        """Return flat memory for the scores of the call's largest tile. On CPU, up to `TILE_BYTES` (4 MiB), it is the
-        buffer called `name` that the thread keeps from one call to the next; otherwise it is new.
+        """Return flat memory for the largest tile of the call: that which the thread keeps on a CPU if it is small
+        enough.
         """
         size = self._size * self._like.element_size()
         if self._like.device.type != "cpu" or size > TILE_BYTES:
@@ -449,8 +420,8 @@ def products(
     factor: float,
     pool: Pool,
 ) -> Float[Tensor, "kv stacked columns"]:
-    """Return `factor * rows @ right` for the columns of `right` that are a tile's keys, in the pool's buffer called
-    `name`. The product is rounded once, after the factor.
+    """Return `factor * rows @ right` for a tile's keys, in the pool's buffer of that name, rounded once, after the
+    factor.
     """
     result = pool.buffer(name, tile, rows)
     for keys, span in tile.spans(result):
@@ -474,9 +445,8 @@ def _blocks_of(plan: BlockwisePlan) -> Iterator[tuple[MaskGroup, PlannedBlock]]:
 def _tile_slices(
     group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor, threads: int
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield for each tile of a block its slices of the sequences, the query heads and the key/value heads. The scores
-    of a tile take about `TILE_BYTES` (4 MiB), or more where a number of threads would otherwise get less than one
-    key/value head each.
+    """Yield the slices of sequences, query heads and key/value heads of each tile of a block. The scores of a tile take
+    about `TILE_BYTES`, or more where a thread would otherwise get less than one key/value head.
     """
     heads_per_kv = q.shape[1] // k.shape[1]
     first, last = group.heads.start, group.heads.stop
@@ -495,9 +465,8 @@ def _tile_slices(
 
 
 def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
-    """Return a dictionary key. Two blocks with the same key have equal masks when query rows and key columns are
-    counted from the first row of each block. The key is None if the block has no mask, or one that does not depend on
-    distance alone, or if the caller passed positions.
+    """Return a key that is equal for blocks whose masks, counted from the first row and key, are equal; None if there
+    is no mask, or if it does not go by distance alone.
     """
     if group.mask is None or not (group.mask.depends_on_distance_only and group.grid.uses_default_positions):
         return None
@@ -509,9 +478,8 @@ def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
 def _ceilings(
     group: MaskGroup, block: PlannedBlock, hiding_bias: Float[Tensor, "#batch #heads #queries #keys"] | None, q: Tensor
 ) -> tuple[list[Ceiling], Bool[Tensor, "#batch #heads rows 1"] | None]:
-    """Return a block's ceilings, which are upper bounds that hide scores, and a boolean mask that is True at rows with
-    a visible key. Keys are hidden by the mask, and where `hiding_bias` is -inf. The boolean mask is None if all rows
-    are known to have a visible key.
+    """Return the upper bounds that hide a block's scores, and a boolean mask of the rows with a visible key; None if
+    all rows are known to have one.
     """
     visible, offset = [], 0
     for columns, masked in block.parts:

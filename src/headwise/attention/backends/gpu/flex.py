@@ -61,9 +61,7 @@ Kernel = Literal["auto", "triton", "flash"]
 
 
 def why_not(problem: Problem, kernel: Kernel = "auto") -> str | None:
-    """Return one sentence that says why FlexAttention cannot compute an attention problem (tensors, mask and options of
-    one call) with one of its kernels; None if it can.
-    """
+    """Return the reason that a kernel of FlexAttention cannot compute a problem, in one sentence; None if it can."""
     device, is_compiling = problem.q.device, torch.compiler.is_compiling()
     if problem.talking is not None:
         reason = "FlexAttention keeps heads apart, and talking_heads mixes them"
@@ -128,9 +126,7 @@ def _has_flash_package() -> bool:
 
 
 def run(problem: Problem, kernel: Kernel = "auto") -> Answer:
-    """Compute attention with FlexAttention, or with the reference backend if the call is to return the weights. The
-    gate (a factor of the output) is not applied. `why_not` must have returned None for the problem.
-    """
+    """Compute attention with FlexAttention, or with the reference if the weights are asked for."""
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
     if 0 in (*problem.q.shape, *problem.k.shape, *problem.v.shape):
@@ -179,7 +175,7 @@ def compiled() -> Callable[..., Any]:
 
 
 def _kernel_options(problem: Problem, kernel: Kernel) -> dict[str, Any] | None:
-    """Return the options of FlexAttention's kernel; None for its own choice. The kernel for few queries has no gradient
+    """Return the options of FlexAttention's kernel; None for its own choice. Its kernel for few queries has no gradient
     of a bias.
     """
     if problem.q.device.type == "cpu":
@@ -271,8 +267,8 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
 
 
 def score_rule(problem: Problem) -> ScoreRule | None:
-    """Return the rule by which scores that have no scale of their head, softcap and bias get them; None if they need
-    none of them. A bias of -inf hides a key.
+    """Return the rule by which scores get a scale of their head, a softcap and a bias; None if they need none of
+    them.
     """
     scale = problem.scale.flatten() if isinstance(problem.scale, Tensor) else None
     softcap, bias = problem.softcap, problem.bias
@@ -311,9 +307,7 @@ Blocks = Bool[Tensor, "#batch #heads row_blocks key_blocks"]
 
 
 def block_mask_of(mask: Mask, grid: Grid) -> "BlockMask":
-    """Return the block mask of a mask on a grid. That of a mask made of numbers alone is cached: all layers of a model
-    have the same mask.
-    """
+    """Return the block mask of a mask. That of a mask made of numbers alone is kept: all layers of a model share it."""
     if mask.is_constant and grid.uses_default_positions and has_values(torch.empty(0, device=grid.device)):
         return _constant_block_mask(mask, grid)
     return _block_mask(mask, grid)
@@ -327,9 +321,9 @@ def _constant_block_mask(mask: Mask, grid: Grid) -> "BlockMask":
 
 
 def _block_mask(mask: Mask, grid: Grid) -> "BlockMask":
-    """Return the block mask of a mask, without a matrix of queries x keys. A block of `BLOCK` queries and keys is left
-    out if no query may attend to a key of it, full if every query may attend to every key, and partial otherwise; then
-    FlexAttention evaluates the rule of the mask.
+    """Return the block mask of a mask, without a matrix of queries x keys. A block is left out if no query may attend
+    to a key of it, full if every query may attend to every key, and partial otherwise: then FlexAttention evaluates the
+    rule.
     """
     from torch.nn.attention.flex_attention import BlockMask  # takes long to import
 
@@ -345,9 +339,8 @@ def _block_mask(mask: Mask, grid: Grid) -> "BlockMask":
 
 
 def visible_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks]:
-    """Return two tensors: True for blocks in which some query may attend to a key, and for those in which every query
-    may attend to every key. The first may also be True for a block without a visible key, and the second is False for
-    blocks that the last query or key leaves incomplete.
+    """Return two tensors: True for blocks in which some pair may be visible, and for those in which every pair is.
+    Blocks that the last query or key leaves incomplete are not full.
     """
     grid = visible.grid
     row_blocks, key_blocks = -(-grid.queries // BLOCK), -(-grid.keys // BLOCK)
@@ -381,8 +374,8 @@ def _blocks_of_ranges(ranges: Int[Tensor, "#batch #heads queries ranges 2"], key
 
 
 def _evaluated_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks] | None:
-    """Return the blocks in which the masks that are no ranges allow some, and every, pair, by evaluating them for some
-    rows at a time; None if that would take long, or while compiling.
+    """Return the blocks in which the masks that are no ranges allow some, and every, pair; None if evaluating them
+    would take long, or while compiling.
     """
     grid = visible.grid
     first = visible.evaluate(range(min(2, grid.queries)))

@@ -90,11 +90,7 @@ def tiles_of(head_dim: int, dtype: torch.dtype, *, reads_matrix: bool, has_softc
     memory of a multiprocessor (docs/reports/gpu_kernels.md). Among 16 sizes, those of half precision without a matrix
     and a softcap were the fastest on an H100 for 64 features; the others have not been timed.
 
-    Args:
-        head_dim: number of features of a head.
-        dtype: dtype of queries and keys.
-        reads_matrix: True with a dense mask or a bias, whose addresses need registers.
-        has_softcap: True with a softcap, whose polynomial needs registers.
+    A dense mask or a bias needs registers for its addresses (`reads_matrix`), and a softcap for its polynomial.
     """
     features = max(1 << (head_dim - 1).bit_length(), 16)
     if dtype == torch.float32:
@@ -107,12 +103,7 @@ def tiles_of(head_dim: int, dtype: torch.dtype, *, reads_matrix: bool, has_softc
 
 
 def weight_statistics(call: StatisticsCall, out: Float[Tensor, "batch heads queries value_dim"]) -> WeightStatistics:
-    """Return the statistics of a call's attention weights and of its output.
-
-    Args:
-        call: the attention call.
-        out: its output.
-    """
+    """Return the statistics of a call's attention weights and of its output."""
     reads_matrix = call.dense is not None or call.bias is not None
     tiles = tiles_of(call.q.shape[-1], call.q.dtype, reads_matrix=reads_matrix, has_softcap=bool(call.softcap))
     batch, heads, queries, _ = call.q.shape
@@ -218,8 +209,8 @@ _implementations: list[torch.library.Library] = []
 
 @cache
 def why_not_registered() -> str | None:
-    """Register the operator for tensors on a GPU at the first call, and return None; or return the reason that it
-    cannot be registered, in one sentence.
+    """Register the operator for tensors on a GPU at the first call, and return None; or return why that is not
+    possible.
     """
     if library.load() is not None:
         reason: str | None = operator.why_not_registered()
@@ -232,9 +223,7 @@ def why_not_registered() -> str | None:
 
 
 def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the results of the operator for the arguments of a `StatisticsCall`; see
-    `plain_statistics.attend_statistics`.
-    """
+    """Return the results of the operator, as `plain_statistics.attend_statistics` defines them."""
     call = StatisticsCall(*arguments)
     problem = Problem.checked(
         call.q,

@@ -25,9 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return one sentence that says why the native kernels cannot compute an attention problem (tensors, mask and
-    options of one call); None if they can.
-    """
+    """Return the reason that the native kernels cannot compute a problem, in one sentence; None if they can."""
     if problem.talking is not None:
         return "the native kernels keep heads apart, and talking_heads mixes them"
     reason: str | None = why_no_derivative() or _why_not_tensors(problem) or library.why_not_loaded()
@@ -35,8 +33,8 @@ def why_not(problem: Problem) -> str | None:
 
 
 def why_no_derivative() -> str | None:
-    """Return one sentence that names a derivative which torch may compute here, and which the operators of the native
-    kernels do not have; None if there is none.
+    """Return the reason to refuse forward-mode derivatives, which the native operators do not have; None if there are
+    none.
     """
     if forward_ad._current_level >= 0:
         return "the native kernels have no forward-mode derivative, and one may be computed here"
@@ -59,9 +57,7 @@ def _why_not_tensors(problem: Problem) -> str | None:
 
 
 def run(problem: Problem) -> Answer:
-    """Compute attention with the native kernels, or with the reference backend if the call is to return the weights.
-    The gate (a factor of the output) is not applied. `why_not` must have returned None for the problem.
-    """
+    """Compute attention with the native kernels, or with the reference if the weights are asked for."""
     dtype = problem.q.dtype
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
@@ -87,9 +83,8 @@ def run(problem: Problem) -> Answer:
 
 
 def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of a call of the native operator with these arguments. Where nothing is
-    dropped or differentiated, that is the operator without a gradient, since torch's function for gradients of custom
-    operators takes longer than a short call's attention.
+    """Return the output and the log-sum-exp of a native operator. Where nothing is dropped or differentiated, that is
+    the one without a gradient: torch's function for gradients of custom operators takes longer than a short call.
     """
     if (
         dropout[0] > 0
@@ -108,8 +103,8 @@ def arguments(
     ranges: Int[Tensor, "#batch #heads queries ranges 2"] | None,
     matrix: Bool[Tensor, "#batch #heads #queries #keys"] | None,
 ) -> tuple[Any, ...]:
-    """Return the arguments that all native operators share, from an attention problem and the keys that each query
-    attends to: those in one of its ranges at which the matrix is True.
+    """Return the arguments that all native operators share. A query attends to the keys in one of its ranges at which
+    the matrix is True.
     """
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         operators.register_flops()  # one of the modes may be torch's counter of operations

@@ -15,8 +15,8 @@ from headwise.shapes import Float
 
 
 def register_rules(names: Iterable[str]) -> None:
-    """Register with torch the rules by which it traces the operators with these names, differentiates attention
-    and counts its operations. The gradient of the gradient is an error; otherwise it would silently be 0.
+    """Register the rules by which torch traces these operators, differentiates attention and counts its operations. The
+    gradient of the gradient is an error; otherwise it would silently be 0.
     """
     for name in names:
         torch.library.register_fake(f"headwise::{name}", FAKES[name])
@@ -91,9 +91,7 @@ def _backward(
     lse_gradient: Float[Tensor, "batch heads queries"] | None,
     _: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all inputs of the forward pass, given those of its output and its log-sum-exp. Only q, k,
-    v, the sinks and the bias have one.
-    """
+    """Return the gradients of q, k, v, the sinks and the bias, given those of the output and the log-sum-exp."""
     q, k, v, head_scale, sinks, ranges, matrix, bias, seed, out, lse, normalizers = ctx.saved_tensors
     out_gradient, lse_gradient = with_usual_strides(out_gradient, lse_gradient, out)
     arguments = (
@@ -116,8 +114,8 @@ def with_usual_strides(
     lse_gradient: Float[Tensor, "batch heads queries"] | None,
     out: Float[Tensor, "batch heads queries value_dim"],
 ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries"] | None]:
-    """Return the gradients of the output and of the log-sum-exp with strides that the operator of the backward pass
-    accepts. Zeros stand for a missing gradient of the output.
+    """Return the gradients of output and log-sum-exp as the operator of the backward pass reads them: of the output,
+    zeros if it is missing.
     """
     out_gradient = torch.zeros_like(out) if out_gradient is None else out_gradient
     if out_gradient.stride(-1) != 1:
@@ -136,8 +134,8 @@ def _refuse_second_derivative(ctx: Any, *_: Tensor | None) -> None:
 
 
 def register_flops() -> None:
-    """Register the formulas with torch's counter of operations if it has been imported, and with the counters that are
-    active. Importing it here would take as long as importing a large part of torch.
+    """Register the formulas with torch's counter of operations, if it has been imported (importing it takes long), and
+    with the counters that are active.
     """
     counter: Any = sys.modules.get("torch.utils.flop_counter")
     if counter is None or not hasattr(torch.ops.headwise, "attend_forward"):

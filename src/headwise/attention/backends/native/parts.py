@@ -47,16 +47,8 @@ class Options(NamedTuple):
 def attend_in_parts(
     q: Tensor, k: Tensor, v: Tensor, options: Options, visible: VisibleKeys, parts: list[Part]
 ) -> tuple[Output, LogSumExp]:
-    """Return the output and the log-sum-exp, computed part by part. They can be differentiated with respect to q, k, v,
-    the sinks and the bias.
-
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        options: further arguments of the operators.
-        visible: keys that each query may attend to.
-        parts: parts of the score matrix, in the order of their rows.
+    """Return the output and the log-sum-exp, computed part by part in the order of the rows. They can be differentiated
+    with respect to q, k, v, the sinks and the bias.
     """
     if torch.compiler.is_compiling():
         return _traced(q, k, v, options, visible, parts)
