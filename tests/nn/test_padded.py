@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.attention import packed
+from headwise.nn import layout
 
 LENGTHS = [7, 3, 0, 11]
 
@@ -45,7 +45,7 @@ def arguments_of_sequence(call: dict, index: int, length: int) -> dict:
 def _packing(request, monkeypatch):
     """Run a test with padding removed where the layer can do so, and with padding masked."""
     if not request.param:
-        monkeypatch.setattr(packed.PaddedBatch, "should_pack", False)
+        monkeypatch.setattr(layout, "MOST_REAL", -1.0)
 
 
 @pytest.mark.usefixtures("_packing")

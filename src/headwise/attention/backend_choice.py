@@ -112,36 +112,32 @@ def choose_fastest(problem: Problem) -> Choice:
     """Return the `Choice` of the backend that is expected to be fastest for a problem, by the rules of this module.
     Raise `InputError` with the reasons of all backends if none can compute it.
     """
-    if records_program() or problem.q.device.type == "cuda":
-        return _choose_for_program(problem) if records_program() else _choose_on_gpu(problem)
+    if records_program():
+        # Programs cannot store the operator for the log-sum-exp, or other runtimes do not have it.
+        lse = "torch's operator for the log-sum-exp is no part of programs" if problem.return_lse else None
+        reason = fused.why_not(problem) or lse
+        backend: Backend = fused if reason is None else reference
+        candidates = (Candidate(fused.name, reason), Candidate(reference.name, None))
+        return Choice(backend.name, RECORDED, candidates, backend.run)
+    if problem.q.device.type == "cuda":
+        return _choose_on_gpu(problem)
     reasons = {backend.name: backend.why_not(problem) for backend in (native, fused, blockwise)}
     if None not in reasons.values():
         raise _refusal(reasons)
-    kernels, torch_kernel, blocks = (Candidate(name, reason) for name, reason in reasons.items())
-    candidates = (kernels, torch_kernel, blocks)
-    if kernels.reason is None:
-        why_fused = "torch's kernel cannot" if torch_kernel.reason is not None else _why_not_native(problem)
-        if torch_kernel.reason is not None or why_fused is None:
-            because = why_fused or "its kernels leave out hidden keys, and are as fast as torch's where none is hidden"
-            return Choice("native", because, candidates, native.run)
-        return Choice("fused", why_fused, candidates, fused.run)
+    candidates = kernels, torch_kernel, blocks = tuple(Candidate(*reason) for reason in reasons.items())
     if torch_kernel.reason is not None:
-        return Choice("blockwise", "torch's kernel cannot", candidates, blockwise.run)
-    unplanned = blocks.reason or _why_unplanned(problem)
-    if unplanned is not None:
-        return Choice("fused", unplanned, candidates, fused.run)
-    return _choose_by_cost(problem, candidates)
-
-
-def _choose_for_program(problem: Problem) -> Choice:
-    """Return the `Choice` for a program that torch records: `fused`, or `reference` for what torch's kernel cannot
-    compute. So is the log-sum-exp, whose operator programs cannot store or other runtimes do not have.
-    """
-    reason = "torch's operator for the log-sum-exp is no part of programs" if problem.return_lse else None
-    reason = fused.why_not(problem) or reason
-    backend: Backend = fused if reason is None else reference
-    candidates = (Candidate(fused.name, reason), Candidate(reference.name, None))
-    return Choice(backend.name, RECORDED, candidates, backend.run)
+        backend = native if kernels.reason is None else blockwise
+        return Choice(backend.name, "torch's kernel cannot", candidates, backend.run)
+    if kernels.reason is None:
+        why_fused = _why_not_native(problem)
+        if why_fused is None:
+            because = "its kernels leave out hidden keys, and are as fast as torch's where none is hidden"
+            return Choice("native", because, candidates, native.run)
+    else:
+        why_fused = blocks.reason or _why_unplanned(problem)
+        if why_fused is None:
+            return _choose_by_cost(problem, candidates)
+    return Choice("fused", why_fused, candidates, fused.run)
 
 
 def _choose_on_gpu(problem: Problem) -> Choice:
@@ -178,13 +174,13 @@ def _why_fused_on_gpu(problem: Problem) -> str | None:
     return None
 
 
-def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, Candidate, Candidate]) -> Choice:
+def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, ...]) -> Choice:
     """Return the `Choice` between `fused` and `blockwise` by their expected costs, in scores of torch's kernel."""
     kernels, torch_kernel, blocks = candidates
     width, value_dim = problem.q.shape[-1], problem.v.shape[-1]
     score_cost = 2 * max(width, value_dim) / (width + value_dim)  # the narrower one is padded
     score_cost *= FULL_MATRIX_COST if fused.keeps_matrix(problem) else 1.0
-    scores = round(_all_scores(problem) * (CAUSAL_FLAG_SHARE if fused.uses_is_causal(problem) else 1.0))
+    scores = round(problem.grid.scores * (CAUSAL_FLAG_SHARE if fused.uses_is_causal(problem) else 1.0))
     kernel_cost = score_cost * scores
     plan = blockwise.plan_blocks(problem)
     if blockwise.uses_bfloat16_scores(problem):
@@ -265,30 +261,20 @@ def _refusal(reasons: dict[str, str | None]) -> InputError:
     )
 
 
-def _all_scores(problem: Problem) -> int:
-    """Return the number of scores in a problem, including those that the mask hides."""
-    grid = problem.grid
-    return grid.batch * grid.heads * grid.queries * grid.keys
-
-
 def _why_unplanned(problem: Problem) -> str | None:
     """Return the reason to choose `fused` without comparing its cost with that of `blockwise`; None to compare them."""
-    if problem.q.device.type != "cpu":
-        return f"nothing has been measured on {problem.q.device.type}"
-    if torch.compiler.is_compiling():
-        return "costs depend on sizes, which are not known while compiling"
-    return MATRIX if problem.return_weights else _why_not_compared(problem)
-
-
-def _why_not_compared(problem: Problem) -> str | None:
-    """Return the reason that follows from the sizes of a problem to choose `fused` without a comparison, in one
-    sentence; None if there is none.
-    """
-    if _all_scores(problem) < SMALLEST_PLANNED:
-        return f"fewer than {SMALLEST_PLANNED:,} scores are not worth a plan"
     hides_nothing = problem.mask is None or fused.uses_is_causal(problem)
-    if hides_nothing and not fused.keeps_matrix(problem) and not blockwise.uses_bfloat16_scores(problem):
-        return "where nothing is hidden, or the causal flag says it, products in float32 are the kernel's"
-    if problem.mask is not None and problem.mask.stored_values > problem.grid.queries * problem.grid.keys:
-        return "a matrix for each sequence or head would take long to read"
-    return None
+    reason = None
+    if problem.q.device.type != "cpu":
+        reason = f"nothing has been measured on {problem.q.device.type}"
+    elif torch.compiler.is_compiling():
+        reason = "costs depend on sizes, which are not known while compiling"
+    elif problem.return_weights:
+        reason = MATRIX
+    elif problem.grid.scores < SMALLEST_PLANNED:
+        reason = f"fewer than {SMALLEST_PLANNED:,} scores are not worth a plan"
+    elif hides_nothing and not fused.keeps_matrix(problem) and not blockwise.uses_bfloat16_scores(problem):
+        reason = "where nothing is hidden, or the causal flag says it, products in float32 are the kernel's"
+    elif problem.mask is not None and problem.mask.stored_values > problem.grid.queries * problem.grid.keys:
+        reason = "a matrix for each sequence or head would take long to read"
+    return reason

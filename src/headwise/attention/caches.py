@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headwise.attention.masks import factories as masks
 from headwise.attention.masks.base import Mask
+from headwise.attention.packed import real_lengths
 from headwise.checks import (
     collection_of,
     float_dtype,
@@ -242,11 +243,9 @@ class DynamicCache(GrowingCache):
         return CacheUpdate(tensors, None, tensors[0].shape[2], buffers)
 
     def commit(self, update: CacheUpdate) -> None:
-        """Make the tokens of an update, stored and new, the content of the cache."""
         self.tensors, self.buffers, self.token_count = update.tensors, update.buffers, update.token_counts
 
     def crop(self, length: int) -> None:
-        """Remove all but the first `length` tokens of each sequence."""
         length = whole_number("length", length, least=0)
         if self.tensors is not None and length < self.token_count:
             self.tensors, self.token_count = first_tokens(length, self.tensors), length
@@ -313,8 +312,7 @@ class SlidingCache(GrowingCache):
         self.tensors, self.buffers, self.token_count = tensors, buffers, update.token_counts
 
     def crop(self, length: int) -> None:
-        """Remove all but the first `length` tokens of each sequence. Raises `InputError` once the cache has dropped
-        tokens, unless `length` removes nothing.
+        """Remove all but the first `length` tokens of each sequence.
 
         Raises:
             InputError: tokens before `length` have been dropped already.
@@ -434,13 +432,7 @@ class StaticCache(Cache):
         step = torch.arange(new, device=device)
         positions = self.lengths[:, None] + step
         if lengths is not None:
-            counts = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence")
-            if counts.shape != (batch,):
-                raise InputError("lengths", expected=f"one for each of {batch} sequences", got=tuple(counts.shape))
-            if has_readable_values(counts) and ((counts < 0) | (counts > new)).any():
-                raise InputError("lengths", expected=f"numbers from 0 to {new}, the tokens", got=counts.tolist())
-            counts = counts.to(device, non_blocking=True)
-            positions = torch.where(step < counts[:, None], positions, -1)
+            positions = torch.where(step < real_lengths(lengths, batch, new, device)[:, None], positions, -1)
         # Where positions are not read, the index check of the device still rejects a token beyond the capacity.
         if has_readable_values(positions) and positions.numel():
             self._require_room(_extremes(positions)[1] + 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.checks import has_readable_values, whole_numbers
 from headwise.errors import InputError
-from headwise.shapes import Bool, Float, Int
+from headwise.shapes import Int
 
 
 class Offsets(NamedTuple):
@@ -41,57 +41,18 @@ def checked_offsets(
     return numbers
 
 
-class PaddedBatch(NamedTuple):
-    """Lengths of a batch of sequences that is padded on the right, with conversion to packed tokens and back.
-
-    Attributes:
-        lengths: number of real tokens of each sequence.
-        is_real: True at real tokens, False at padding.
+def real_lengths(
+    lengths: Tensor | Sequence[int], batch: int, tokens: int, device: torch.device
+) -> Int[Tensor, " batch"]:
+    """Return the number of real tokens, the first ones, of each of `batch` sequences of so many tokens, on a device.
+    Lengths on a GPU are not read: a negative one counts as 0, and one above the number of tokens as that number.
     """
-
-    lengths: Int[Tensor, " batch"]
-    is_real: Bool[Tensor, "batch queries"]
-
-    @staticmethod
-    def from_lengths(lengths: Tensor | Sequence[int], x: Float[Tensor, "*batch queries width"]) -> "PaddedBatch":
-        """Return the `PaddedBatch` of a tensor that is padded on the right. Lengths on a GPU are not read: a negative
-        one counts as 0, and one above the number of tokens as that number.
-        """
-        if x.ndim != 3:
-            raise InputError("lengths", expected="x of shape (batch, queries, width)", got=tuple(x.shape))
-        numbers = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence")
-        if len(numbers) != len(x):
-            raise InputError("lengths", expected=f"one for each of {len(x)} sequences", got=len(numbers))
-        if has_readable_values(numbers) and ((numbers < 0) | (numbers > x.shape[1])).any():
-            raise InputError("lengths", expected=f"numbers from 0 to {x.shape[1]}, the tokens", got=numbers.tolist())
-        numbers = numbers.to(x.device, non_blocking=True)
-        return PaddedBatch(numbers, torch.arange(x.shape[1], device=x.device) < numbers[:, None])
-
-    @property
-    def should_pack(self) -> bool:
-        """True if at least 1/16 of the tokens is padding, so that packing saves work; False if lengths cannot be
-        read.
-        """
-        return has_readable_values(self.lengths) and 16 * int(self.lengths.sum()) <= 15 * self.is_real.numel()
-
-    @property
-    def offsets(self) -> list[int]:
-        """Index of the first token of each sequence among the packed tokens, then the number of packed tokens."""
-        return [0, *self.lengths.cumsum(0).tolist()]
-
-    def pack(self, x: Float[Tensor, "batch queries width"]) -> Float[Tensor, "tokens width"]:
-        """Return the real tokens of all sequences of a padded tensor, concatenated in one axis."""
-        return x.flatten(0, 1).index_select(0, self._real_indices)
-
-    def unpack(self, tokens: Float[Tensor, "tokens width"]) -> Float[Tensor, "batch queries width"]:
-        """Return packed tokens as a padded tensor, with 0 at padding."""
-        padded = tokens.new_zeros(self.is_real.numel(), tokens.shape[-1])
-        return padded.index_copy(0, self._real_indices, tokens).view(*self.is_real.shape, tokens.shape[-1])
-
-    @property
-    def _real_indices(self) -> Int[Tensor, " tokens"]:
-        """Indices of the real tokens among all tokens of the batch."""
-        return self.is_real.flatten().nonzero()[:, 0]
+    numbers = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence")
+    if len(numbers) != batch:
+        raise InputError("lengths", expected=f"one for each of {batch} sequences", got=len(numbers))
+    if has_readable_values(numbers) and ((numbers < 0) | (numbers > tokens)).any():
+        raise InputError("lengths", expected=f"numbers from 0 to {tokens}, the tokens", got=numbers.tolist())
+    return numbers.to(device, non_blocking=True)
 
 
 def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

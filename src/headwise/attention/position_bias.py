@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -159,8 +159,12 @@ class RelativeBias(nn.Module):
         distances in one bucket have the same learned bias.
         """
         size = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
-        first_distances = _kept_first_distances if makes_plain_tensors() else _first_distances
-        edges = first_distances(self._exact, self._per_direction, self.max_distance, size.device)
+        key = self._exact, self._per_direction, self.max_distance, size.device
+        if makes_plain_tensors():
+            with torch.inference_mode(False):
+                edges = _kept_first_distances(*key)
+        else:
+            edges = _first_distances(*key)
         bucket = size.clamp(max=self._exact) + torch.bucketize(size, edges, right=True)
         return bucket + (distances > 0) * self._per_direction if self.bidirectional else bucket
 
@@ -186,11 +190,7 @@ def _first_distances(exact: int, per_direction: int, max_distance: int, device: 
     return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *parts])
 
 
-@lru_cache(maxsize=64)
-def _kept_first_distances(*key: Any) -> Int[Tensor, " edges"]:
-    """Return the result of `_first_distances`, which is kept."""
-    with torch.inference_mode(False):
-        return _first_distances(*key)
+_kept_first_distances = lru_cache(maxsize=64)(_first_distances)
 
 
 def _key_minus_query(

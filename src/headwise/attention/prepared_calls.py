@@ -95,7 +95,16 @@ def signature(
         and v.is_cpu
         and (scale is None or type(scale) is float)
         and (backend is None or type(backend) is str)
-        and (bias is None or _is_ordinary_bias(bias, q.dtype))
+        and (
+            bias is None
+            or (
+                (type(bias) is Tensor or type(bias) is Parameter)
+                and bias.is_cpu
+                and bias.dtype is q.dtype
+                and bias.layout is torch.strided
+                and (not bias.is_inference() or torch.is_inference_mode_enabled())  # autograd may save it
+            )
+        )
     ):
         return None
     if (
@@ -134,17 +143,6 @@ def signature(
     few_keys = keys if keys < fused.FEWEST_KEYS_WITHOUT_MASK else None
     sizes = queries, heads, kv_heads, width, q.dtype
     return *sizes, needs_gradient, masked, biased, scale, return_weights, backend, few_keys
-
-
-def _is_ordinary_bias(bias: Any, dtype: torch.dtype) -> bool:
-    """Return True if the operators read a bias as it is."""
-    return (
-        (type(bias) is Tensor or type(bias) is Parameter)
-        and bias.is_cpu
-        and bias.dtype is dtype
-        and bias.layout is torch.strided
-        and (not bias.is_inference() or torch.is_inference_mode_enabled())  # autograd may save it
-    )
 
 
 def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor | tuple[Tensor, Tensor] | None:
@@ -194,13 +192,9 @@ def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) 
         return
     try:
         if known is False:
-            _calls[key] = (
-                ()
-                if mask is None
-                else tuple(
-                    part if part.is_constant else weakref.ref(part, lambda _: _calls.pop(key, None) and None)
-                    for part in _parts(mask)
-                )
+            _calls[key] = tuple(
+                part if part.is_constant else weakref.ref(part, lambda _: _calls.pop(key, None) and None)
+                for part in ([] if mask is None else _parts(mask))
             )
         elif isinstance(known, tuple):  # the parts of the first call keep the signature valid
             _calls[key] = _prepared(known, tensors, problem, choice)
@@ -260,12 +254,10 @@ def _fused(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
         hidden = None if problem.mask is None else ~problem.mask.block(problem.grid)
         return partial(_run_fused, hidden, False, options), 0 if hidden is None else hidden.numel()
     matrix, is_causal = fused.mask_arguments(problem)
-    elements = 0
     if matrix is not None:
         matrix = unexpanded(matrix)
-        elements = matrix.numel()
         matrix = torch.zeros(matrix.shape, dtype=problem.q.dtype).masked_fill(~matrix, -torch.inf)  # as torch does
-    return partial(_run_fused, matrix, is_causal, options), elements
+    return partial(_run_fused, matrix, is_causal, options), 0 if matrix is None else matrix.numel()
 
 
 def _run_fused(
@@ -297,13 +289,7 @@ def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
     operators = torch.ops.headwise
     operator = operators.attend_forward.default if needs_gradient else operators.attend.default
     elements = sum(tensor.numel() for tensor in (visible.ranges, matrix) if tensor is not None)
-    return partial(_run_native, operator, arguments), elements
-
-
-def _run_native(operator: Any, arguments: list[Any], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the output of a native operator."""
-    out: Tensor = operator(q, k, v, *arguments, bias)[0]
-    return out
+    return lambda q, k, v, bias: operator(q, k, v, *arguments, bias)[0], elements
 
 
 def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
@@ -314,33 +300,22 @@ def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | N
         return None
     is_grouped = problem.q.shape[1] != problem.k.shape[1]
     product = reference.grouped_matmul if is_grouped else torch.matmul
-    if problem.mask is None:
-        return partial(_run_with_weights, product, None, problem.scale), 0
-    matrix = problem.mask.block(problem.grid)
-    if not matrix.any(-1).all():
+    matrix = None if problem.mask is None else problem.mask.block(problem.grid)
+    if matrix is not None and not matrix.any(-1).all():
         return None
-    hidden = ~unexpanded(matrix)
-    return partial(_run_with_weights, product, hidden, problem.scale), hidden.numel()
+    hidden_by_mask, scale = None if matrix is None else ~unexpanded(matrix), problem.scale
 
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores, hidden = product(q, k.mT) * scale, hidden_by_mask
+        if bias is not None:
+            scores = scores + bias
+            hidden = bias == -torch.inf if hidden is None else hidden | (bias == -torch.inf)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        weights = torch.softmax(scores, -1)
+        return product(weights, v), weights
 
-def _run_with_weights(
-    product: Callable[[Tensor, Tensor], Tensor],
-    hidden: Tensor | None,
-    scale: float | Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return output and weights by the operators of the reference."""
-    scores = product(q, k.mT) * scale
-    if bias is not None:
-        scores = scores + bias
-        hidden = bias == -torch.inf if hidden is None else hidden | (bias == -torch.inf)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
-    weights = torch.softmax(scores, -1)
-    return product(weights, v), weights
+    return run, 0 if hidden_by_mask is None else hidden_by_mask.numel()
 
 
 def _key_of(mask: Any) -> Hashable:

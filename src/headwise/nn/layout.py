@@ -10,6 +10,7 @@ The layer itself computes with `(batch, length, width)` alone:
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwise.attention import packed
@@ -18,12 +19,22 @@ from headwise.attention.prepare import AttentionInputs
 from headwise.checks import float_tensor, has_readable_values
 from headwise.errors import InputError
 from headwise.nn.base import LayerCall
-from headwise.shapes import Float
+from headwise.shapes import Bool, Float, Int
+
+MOST_REAL = 15 / 16
+"""Largest share of real tokens for which padding is worth removing."""
+
+
+def padded_lengths(lengths: Any, x: Tensor) -> Int[Tensor, " batch"]:
+    """Return the checked lengths of a batch that is padded on the right."""
+    if x.ndim != 3:
+        raise InputError("lengths", expected="x of shape (batch, queries, width)", got=tuple(x.shape))
+    return packed.real_lengths(lengths, x.shape[0], x.shape[1], x.device)
 
 
 def without_padding(
-    x: Float[Tensor, "batch queries embed"], padded: packed.PaddedBatch, call: LayerCall
-) -> tuple[Float[Tensor, "rows length embed"], LayerCall]:
+    x: Float[Tensor, "batch queries embed"], lengths: Int[Tensor, " batch"], call: LayerCall
+) -> tuple[Float[Tensor, "rows length embed"], LayerCall, Bool[Tensor, "batch queries"]]:
     """Return a batch that is padded on the right in a form in which padding has no effect, and the call options for it:
     packed real tokens, with offsets, if that saves work and the call allows it; otherwise the padding is masked, and
     its inputs are 0, since a weight of 0 would not stop NaN and infinity.
@@ -34,30 +45,34 @@ def without_padding(
     has_free_mask = extent is None or not (extent.queries or extent.keys)
     has_free_gate = call.gate is None or call.gate.ndim < 3
     can_pack = has_free_mask and has_free_gate and call.bias is None and not call.return_weights
-    if padded.should_pack and can_pack:
-        offsets = padded.offsets
+    is_real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+    if can_pack and has_readable_values(lengths) and int(lengths.sum()) <= MOST_REAL * is_real.numel():
+        offsets = [0, *lengths.cumsum(0).tolist()]
         positions = call.positions
         if positions is not None:
-            positions = positions.expand(x.shape[:2])[padded.is_real][None]
-        return padded.pack(x)[None], call._replace(positions=positions, offsets=packed.Offsets(offsets, offsets))
-    if not (has_readable_values(padded.lengths) and bool(padded.is_real.all())):
-        x = x.masked_fill(~padded.is_real[..., None], 0.0)
-    is_real = Padding(padded.lengths, "right")  # `padding` would read lengths on a GPU
-    return x, call._replace(mask=is_real if call.mask is None else is_real & call.mask)
+            positions = positions.expand(x.shape[:2])[is_real][None]
+        real = x.flatten(0, 1).index_select(0, is_real.flatten().nonzero()[:, 0])
+        return real[None], call._replace(positions=positions, offsets=packed.Offsets(offsets, offsets)), is_real
+    if not (has_readable_values(lengths) and bool(is_real.all())):
+        x = x.masked_fill(~is_real[..., None], 0.0)
+    mask = Padding(lengths, "right")  # `padding` would read lengths on a GPU
+    return x, call._replace(mask=mask if call.mask is None else mask & call.mask), is_real
 
 
 def with_padding(
     y: Float[Tensor, "rows length out"],
     weights: Float[Tensor, "batch heads queries keys"] | None,
-    padded: packed.PaddedBatch,
+    is_real: Bool[Tensor, "batch queries"],
     *,
     is_packed: bool,
 ) -> tuple[Float[Tensor, "batch queries out"], Float[Tensor, "batch heads queries keys"] | None]:
     """Return output and weights of what `without_padding` returned as the padded batch, with 0 at padding."""
     if is_packed:
-        return padded.unpack(y.squeeze(0)), weights
-    y = y.masked_fill(~padded.is_real[..., None], 0.0)
-    return y, None if weights is None else weights.masked_fill(~padded.is_real[:, None, :, None], 0.0)
+        padded = y.new_zeros(is_real.numel(), y.shape[-1])
+        padded = padded.index_copy(0, is_real.flatten().nonzero()[:, 0], y.squeeze(0))
+        return padded.view(*is_real.shape, y.shape[-1]), weights
+    y = y.masked_fill(~is_real[..., None], 0.0)
+    return y, None if weights is None else weights.masked_fill(~is_real[:, None, :, None], 0.0)
 
 
 def output_and_weights(

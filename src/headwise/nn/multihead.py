@@ -305,14 +305,13 @@ class MultiHeadAttention(AttentionLayer):
         packing = layout.query_and_key_offsets(x, inputs.num_keys, offsets, context_offsets, cross=cross)
         padded = None
         if lengths is not None and cache is None and not cross and offsets is None:
-            padded = packed.PaddedBatch.from_lengths(lengths, x)
-            lengths = None
+            padded, lengths = layout.padded_lengths(lengths, x), None
         self._check_cache(cache, lengths, cross=cross, packed=packing is not None)
         positions = self._checked_positions(inputs.x, positions, cache, cross=cross)
         mask, bias = self._mask_and_bias(mask, bias, cache)
         call = LayerCall(mask, bias, gate, positions, cache, lengths, packing, flag("return_weights", return_weights))
         if padded is not None:
-            real, call = layout.without_padding(inputs.x, padded, call)
+            real, call, is_real = layout.without_padding(inputs.x, padded, call)
             inputs = LayerInputs(real, real, real)
         q, k, v = self._project(inputs)
         # q (batch, heads, queries, head_dim), k (batch, kv_heads, keys, head_dim), v (batch, kv_heads, keys, value_dim)
@@ -331,7 +330,7 @@ class MultiHeadAttention(AttentionLayer):
         if starts:
             return torch.nested.nested_tensor_from_jagged(y.squeeze(0), starts["x"])
         if padded is not None:
-            y, weights = layout.with_padding(y, weights, padded, is_packed=call.offsets is not None)
+            y, weights = layout.with_padding(y, weights, is_real, is_packed=call.offsets is not None)
         return layout.output_and_weights(y, weights, has_batch=x.ndim == 3)
 
     def _short_call(self, x: Any, mask: Any, cache: Any) -> Float[Tensor, "batch queries out"] | None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.attention.backends import reference
+from headwise.attention.backends.sinks_gradient import OnlyFirstDerivative
 from headwise.attention.masks.factories import causal
 from headwise.attention.masks.key_ranges import unexpanded
 from headwise.attention.problem import Answer, Problem
@@ -77,7 +78,11 @@ def run(problem: Problem) -> Answer:
         lse = lse.reshape(problem.q.shape[:3])
     if not needs_lse or problem.dropout > 0:
         out = _without_lse(q, k, v, attn_mask, is_causal, scale, problem.dropout)
-    out = out.reshape(*problem.q.shape[:3], width)
+    return finished(problem, out.reshape(*problem.q.shape[:3], width), lse)
+
+
+def finished(problem: Problem, out: Float[Tensor, "batch heads queries width"], lse: Tensor | None) -> Answer:
+    """Return the result of kernels that have no sinks, and that need wider values than those of the problem."""
     if problem.sinks is not None and lse is not None:
         out, lse = reference.with_sinks(out, lse, problem.sinks)
     out = out[..., : problem.v.shape[-1]].to(problem.q.dtype)
@@ -225,11 +230,10 @@ class _FlashWithLse(torch.autograd.Function):
         return *grads, None, None, None
 
 
-class _FlashWithLseBackward(torch.autograd.Function):
-    """Gradient of `_FlashWithLse`, computed by torch's operator. It is an autograd function itself, so that
-    differentiating it raises `RuntimeError`; otherwise a second derivative would silently be 0.
-    """
+class _FlashWithLseBackward(OnlyFirstDerivative):
+    """Gradient of `_FlashWithLse`, computed by torch's operator."""
 
+    attention = "fused attention"
     generate_vmap_rule = True
 
     @staticmethod
@@ -254,17 +258,6 @@ class _FlashWithLseBackward(torch.autograd.Function):
             grad_out[..., width], out[..., width] = 1.0, -grad_lse
         grads = _flash_backward(grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=added, scale=scale)
         return tuple(grad[..., :width] for grad in grads)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save no tensors: the gradient of attention cannot be differentiated again."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Raise `RuntimeError`, since the second derivative of fused attention is not implemented."""
-        raise RuntimeError(
-            "the derivative for the gradient of fused attention is not implemented; backend='reference' has one"
-        )
 
 
 def mask_arguments(
@@ -328,8 +321,4 @@ def empty_result(problem: Problem) -> Answer:
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=problem.score_dtype, device=q.device)
     if problem.sinks is not None:
         lse = reference.logaddexp(lse, problem.sinks)
-    return Answer(
-        zeros.expand(-1, -1, -1, v.shape[-1]).clone(),
-        lse if problem.return_lse else None,
-        None,
-    )
+    return Answer(zeros.expand(-1, -1, -1, v.shape[-1]).clone(), lse if problem.return_lse else None, None)

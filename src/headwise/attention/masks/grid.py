@@ -43,6 +43,11 @@ class Grid:
     key_positions: Int[Tensor, "#batch keys"] | None = field(default=None, compare=False)
 
     @property
+    def scores(self) -> int:
+        """Number of scores, including those that a mask hides."""
+        return self.batch * self.heads * self.queries * self.keys
+
+    @property
     def offset(self) -> int:
         """Default position of query row 0, `keys - queries`; negative when there are more queries than keys."""
         return self.keys - self.queries

@@ -175,16 +175,10 @@ def visible_keys(mask: Mask | None, grid: Grid) -> VisibleKeys:
     """Return the keys that a mask lets each query attend to, as ranges as far as possible."""
     if mask is None:
         return VisibleKeys(None, (), grid)
-    if _can_evaluate(grid) and grid.uses_default_positions and mask.is_constant:
-        return _constant_visible_keys(mask, grid)
-    return _visible_keys(mask, grid)
-
-
-@lru_cache(maxsize=32)
-def _constant_visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
-    """Return the result of `_visible_keys`, which is cached: all layers of a model have the same mask."""
-    with torch.inference_mode(False):  # later calls may save these tensors for a backward pass
+    if not (_can_evaluate(grid) and grid.uses_default_positions and mask.is_constant):
         return _visible_keys(mask, grid)
+    with torch.inference_mode(False):  # later calls may save these tensors for a backward pass
+        return _constant_visible_keys(mask, grid)
 
 
 @lru_cache(maxsize=8)
@@ -204,7 +198,16 @@ def _visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
         ranges = [_keys_at(each, run) for each in ranges for run in runs]
         if len(ranges) > MOST_RANGES:
             ranges, others = None, (mask,)
-    return VisibleKeys(None if ranges is None else _as_tensor(ranges, grid), others, grid)
+    if ranges is None:
+        return VisibleKeys(None, others, grid)
+    ranges = ranges or [constant_range(0, 0, grid)]
+    edges = [edge for each in ranges for edge in each]
+    edges = list(torch.broadcast_tensors(*edges, query_positions(grid)[:1]))[:-1]  # type: ignore[no-untyped-call]
+    stacked = torch.stack(edges, -1).int()
+    return VisibleKeys(stacked.view(*stacked.shape[:3], len(ranges), 2).contiguous(), others, grid)
+
+
+_constant_visible_keys = lru_cache(maxsize=32)(_visible_keys)  # all layers of a model have the same mask
 
 
 def _split(mask: Mask, grid: Grid) -> tuple[Ranges | None, tuple[Mask, ...]]:
@@ -260,15 +263,6 @@ def _keys_at(positions: Range, run: Int[Tensor, "batch keys"]) -> Range:
     sizes = (batch, *start.shape[1:])
     flat = (each.expand(sizes).reshape(batch, -1).contiguous() for each in (start, stop))
     return Range(*(torch.searchsorted(run, each).view(sizes) for each in flat))
-
-
-def _as_tensor(ranges: Ranges, grid: Grid) -> Ranges32:
-    """Return ranges as one tensor, with a range without keys if there are none."""
-    ranges = ranges or [constant_range(0, 0, grid)]
-    edges = [edge for each in ranges for edge in each]
-    edges = list(torch.broadcast_tensors(*edges, query_positions(grid)[:1]))[:-1]  # type: ignore[no-untyped-call]
-    stacked = torch.stack(edges, -1).int()
-    return stacked.view(*stacked.shape[:3], len(ranges), 2).contiguous()
 
 
 def unexpanded(matrix: Matrix) -> Matrix:

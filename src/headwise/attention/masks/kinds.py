@@ -18,7 +18,6 @@ from headwise.attention.masks.grid import (
     Index,
     Range,
     Ranges,
-    constant_range,
     elements,
     end_of_positions,
     query_positions,
@@ -34,14 +33,48 @@ from headwise.shapes import Bool, Int
 class ByPosition(Mask):
     """Base class of masks that go by the positions of query and key alone. Position -1, which marks padding and empty
     slots of a cache, is compared like any other, except by `HasPosition`, which `attend` adds to hide them.
+
+    Attributes:
+        skips_positions: True if a query does not attend to all positions between its `edges`.
     """
+
+    skips_positions: ClassVar[bool] = False
 
     @abstractmethod
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
         """Return True where a query at the first position attends to a key at the second; positions broadcast."""
 
+    def edges(self, position: Any) -> tuple[Any, Any] | None:
+        """Return the first position that a query may attend to, and the one after the last, for a position that is a
+        number or a tensor. Neither is lower for a later query. None, as in the base class, if they are unknown.
+        """
+        return None
+
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         return self.allows_positions(grid.query_position(i, b), grid.key_position(j, b))
+
+    def ranges(self, grid: Grid) -> Ranges | None:
+        return None if self.skips_positions else self.hull(grid)
+
+    def hull(self, grid: Grid) -> Ranges | None:
+        position = query_positions(grid)
+        edges, zeros = self.edges(position), torch.zeros_like(position)
+        return None if edges is None else [Range(edges[0] + zeros, edges[1] + zeros)]
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        """Return EMPTY, FULL or PARTIAL from the edges of the first and the last query row of the block. PARTIAL may
+        also mean unknown, as on a grid with explicit positions.
+        """
+        if not grid.uses_default_positions:
+            return Coverage.PARTIAL
+        first, last = (self.edges(row + grid.offset) for row in (rows.start, rows.stop - 1))
+        if first is None or last is None:
+            return Coverage.PARTIAL
+        (first_start, first_stop), (last_start, last_stop) = first, last
+        if last_stop <= columns.start or first_start >= columns.stop:
+            return Coverage.EMPTY
+        is_full = last_start <= columns.start and columns.stop <= first_stop and not self.skips_positions
+        return Coverage.FULL if is_full else Coverage.PARTIAL
 
 
 @dataclass(frozen=True)
@@ -63,6 +96,11 @@ class Band(ByPosition):
     depends_on_distance_only: ClassVar[bool] = True
     is_constant: ClassVar[bool] = True
 
+    @property
+    def skips_positions(self) -> bool:  # type: ignore[override]
+        """True with a dilation."""
+        return self.dilation != 1
+
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
         distance_back = query - key
         inside = distance_back >= -min(self.ahead * self.dilation, MAX_DISTANCE)
@@ -70,32 +108,9 @@ class Band(ByPosition):
             inside = inside & (distance_back < min(self.width * self.dilation, MAX_DISTANCE))
         return inside if self.dilation == 1 else inside & (distance_back % min(self.dilation, MAX_DISTANCE) == 0)
 
-    def ranges(self, grid: Grid) -> Ranges | None:
-        return self.hull(grid) if self.dilation == 1 else None
-
-    def hull(self, grid: Grid) -> Ranges:
-        """Return the range from the first to the last position that a query attends to."""
-        position = query_positions(grid)
+    def edges(self, position: Any) -> tuple[Any, Any]:
         stop = position + min(self.ahead * self.dilation, MAX_DISTANCE) + 1
-        if self.width is None:
-            return [Range(torch.zeros_like(position), stop)]
-        return [Range(position - min((self.width - 1) * self.dilation, MAX_DISTANCE), stop)]
-
-    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: in none, all or some of a block's query-key pairs, the key is in the window of
-        the query. PARTIAL may also mean unknown, as on a grid with explicit positions or with a dilation.
-        """
-        if not grid.uses_default_positions:
-            return Coverage.PARTIAL
-        # Every distance between the smallest and the largest occurs in the block: exact, without a dilation.
-        smallest = rows.start + grid.offset - (columns.stop - 1)
-        largest = rows.stop - 1 + grid.offset - columns.start
-        first = -self.ahead * self.dilation
-        last = float("inf") if self.width is None else (self.width - 1) * self.dilation
-        if largest < first or smallest > last:
-            return Coverage.EMPTY
-        is_full = smallest >= first and largest <= last and self.dilation == 1
-        return Coverage.FULL if is_full else Coverage.PARTIAL
+        return 0 if self.width is None else position - min((self.width - 1) * self.dilation, MAX_DISTANCE), stop
 
     def __repr__(self) -> str:
         if self == Band(None):
@@ -120,18 +135,8 @@ class Prefix(ByPosition):
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
         return key < min(self.length, MAX_DISTANCE)
 
-    def ranges(self, grid: Grid) -> Ranges:
-        return [constant_range(0, self.length, grid)]
-
-    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are among the first `length` keys.
-        PARTIAL may also mean unknown, on a grid with explicit positions.
-        """
-        if not grid.uses_default_positions:
-            return Coverage.PARTIAL
-        if columns.start >= self.length:
-            return Coverage.EMPTY
-        return Coverage.FULL if columns.stop <= self.length else Coverage.PARTIAL
+    def edges(self, position: Any) -> tuple[Any, Any]:
+        return 0, min(self.length, MAX_DISTANCE)
 
     def __repr__(self) -> str:
         return f"prefix({self.length})"
@@ -153,35 +158,23 @@ class Chunked(ByPosition):
         size = min(self.size, MAX_DISTANCE)
         return query // size == key // size
 
-    def ranges(self, grid: Grid) -> Ranges:
+    def edges(self, position: Any) -> tuple[Any, Any]:
         size = min(self.size, MAX_DISTANCE)
-        chunk = query_positions(grid).div(size, rounding_mode="floor")
-        return [Range(chunk * size, (chunk + 1) * size)]
-
-    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: in none, all or some of a block's query-key pairs, query and key are in the
-        same chunk. PARTIAL may also mean unknown, on a grid with explicit positions.
-        """
-        if not grid.uses_default_positions:
-            return Coverage.PARTIAL
-        query_chunks = range((rows.start + grid.offset) // self.size, (rows.stop - 1 + grid.offset) // self.size + 1)
-        key_chunks = range(columns.start // self.size, (columns.stop - 1) // self.size + 1)
-        if query_chunks.stop <= key_chunks.start or key_chunks.stop <= query_chunks.start:
-            return Coverage.EMPTY
-        return Coverage.FULL if len(query_chunks) == len(key_chunks) == 1 else Coverage.PARTIAL
+        start = position // size * size
+        return start, start + size
 
     def __repr__(self) -> str:
         return f"chunked({self.size})"
 
 
 @dataclass(frozen=True)
-class HasPosition(ByPosition):
+class HasPosition(Mask):
     """Mask that excludes empty slots and padding, which have position -1. `attend` adds it wherever positions are
     explicit.
     """
 
-    def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
-        return (query >= 0) & (key >= 0)
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        return (grid.query_position(i, b) >= 0) & (grid.key_position(j, b) >= 0)
 
     def ranges(self, grid: Grid) -> Ranges:
         exists = query_positions(grid) >= 0
@@ -240,13 +233,8 @@ class Padding(Mask):
         if torch.compiler.is_compiling():
             return None  # a comparison with the number of keys would fix it
         if self.known_extremes is None and has_readable_values(self.lengths):
-            return self._read_extremes
+            object.__setattr__(self, "known_extremes", extremes_of(self.lengths))
         return self.known_extremes
-
-    @cached_property
-    def _read_extremes(self) -> tuple[int, int]:
-        """Smallest and largest of `lengths`, read from the CPU."""
-        return extremes_of(self.lengths)
 
     @cached_property
     def _copies(self) -> DeviceCopies:
@@ -335,13 +323,8 @@ class Segments(Mask):
     def is_one_piece_each(self) -> bool:
         """True if the keys of every document are known to be adjacent, so that a query attends to one range of keys."""
         if self.known_one_piece is None and has_readable_values(self.ids):
-            return self._read_one_piece
+            object.__setattr__(self, "known_one_piece", are_one_piece_each(self.ids))
         return self.known_one_piece is True
-
-    @cached_property
-    def _read_one_piece(self) -> bool:
-        """True if the keys of every document are adjacent, read from the CPU."""
-        return are_one_piece_each(self.ids)
 
     @cached_property
     def _copies(self) -> DeviceCopies:

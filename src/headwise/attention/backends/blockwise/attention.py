@@ -25,7 +25,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
 from headwise.attention.backends.blockwise.scores import BFloat16Scores, Float32Scores
 from headwise.attention.backends.blockwise.tiles import LOG2_E, BlockwisePlan, Pool, Tile, iterate_tiles
-from headwise.attention.backends.sinks_gradient import SinksGradient
+from headwise.attention.backends.sinks_gradient import OnlyFirstDerivative, SinksGradient
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float
 
@@ -205,10 +205,10 @@ class BlockwiseAttention(torch.autograd.Function):
         return *of_qkv, None if of_bias is None else of_bias.to(bias.dtype), of_sinks, None
 
 
-class BlockwiseBackward(torch.autograd.Function):
-    """Gradient of `BlockwiseAttention`, tile by tile. It is an autograd function itself, so that differentiating it
-    raises `RuntimeError`; otherwise a second derivative would silently be 0.
-    """
+class BlockwiseBackward(OnlyFirstDerivative):
+    """Gradient of `BlockwiseAttention`, tile by tile."""
+
+    attention = "blockwise attention"
 
     @staticmethod
     def forward(
@@ -252,17 +252,6 @@ class BlockwiseBackward(torch.autograd.Function):
             grad_q.mul_(options.scale)
             grad_k.mul_(options.scale)
         return grad_q, _keys_first(grad_k, k), _keys_first(grad_v, v), grad_bias
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Save no tensors: the gradient of attention cannot be differentiated again."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Raise `RuntimeError`, since the second derivative of blockwise attention is not implemented."""
-        raise RuntimeError(
-            "the derivative for the gradient of blockwise attention is not implemented; backend='reference' has one"
-        )
 
 
 def _empty_rows(

@@ -59,13 +59,8 @@ class TileVisibility:
 
     def without_mask(self) -> "TileVisibility":
         """Return a copy that does not keep the tile's mask in memory; what depends on the mask is computed first."""
-        names = [
-            "visible_keys",
-            "counted_rows",
-            "rows_per_key",
-            *(["is_backward_only"] if self.grid.uses_default_positions else []),
-        ]
-        computed = {name: getattr(self, name) for name in names}
+        names = ("visible_keys", "counted_rows", "rows_per_key", "is_backward_only")
+        computed = {name: getattr(self, name) for name in names[: 4 if self.grid.uses_default_positions else 3]}
         copy = replace(self, tile=self.tile._replace(ceilings=[], has_key=None))
         vars(copy).update(computed)  # fills the cached properties of the copy
         return copy
@@ -200,11 +195,6 @@ class TileVisibility:
     # -- features of the keys, which the product with the values sums over the keys -----------------------------------
 
     @cached_property
-    def centred_positions(self) -> Int[Tensor, " rows"]:
-        """Position of each query row minus that of the tile's middle row. Requires default positions."""
-        return self.query_positions[0] - self._middle
-
-    @cached_property
     def key_features(self) -> dict[str, Float[Tensor, "#batch columns"]]:
         """Features of the keys, by name. Each has one number for each key column, such as its position, or 1 at special
         tokens and 0 elsewhere. Statistics sum a feature over keys, multiplied by the attention weight.
@@ -219,7 +209,7 @@ class TileVisibility:
         if self.is_special is not None:
             features["special"] = self.is_special[:, columns]
         if self.grid.uses_default_positions:
-            position, centred = self.query_positions[0], (columns - self._middle)[None]
+            position, centred = self.query_positions[0], (columns - self.middle)[None]
             if self.is_backward_only:
                 features["position"] = centred
             else:
@@ -240,7 +230,7 @@ class TileVisibility:
         return torch.stack(features, -1)
 
     @property
-    def _middle(self) -> Int[Tensor, ""]:
+    def middle(self) -> Int[Tensor, ""]:
         """Position of the query in the tile's middle row."""
         return self.query_positions[0][len(self.tile.block.rows) // 2]
 
@@ -278,6 +268,8 @@ class CallContext:
     first_keys: Int[Tensor, "batch #queries"] | None = None
     left_out: frozenset[str] = frozenset()
     query_positions: Int[Tensor, "#batch queries"] | None = None
+    _visibilities: dict[Hashable, TileVisibility] = field(default_factory=dict, init=False, repr=False)
+    _copy_cells: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def is_repeat(self) -> Bool[Tensor, "batch keys"] | None:
@@ -336,13 +328,3 @@ class CallContext:
             return self.token_ids
         numbers = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)
         return torch.where(self.real_keys, self.token_ids, -1 - numbers)
-
-    @cached_property
-    def _visibilities(self) -> dict[Hashable, TileVisibility]:
-        """Results of `visibility`, by the tile's mask relative to its first row, its block and its sequences."""
-        return {}
-
-    @cached_property
-    def _copy_cells(self) -> dict[Hashable, tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]]:
-        """Results of `copy_cells`, by its arguments."""
-        return {}

@@ -174,7 +174,8 @@ class RowBlock:
         """Sum over keys of attention weight times distance |query position - key position|, for each row, in tokens."""
         if not self.visibility.grid.uses_default_positions:
             return (self.weights * self.visibility.lags.abs()[:, None]).sum(-1)
-        position, sums = self.visibility.centred_positions, self.feature_sums
+        # Positions are counted from the middle row, as those of the features.
+        position, sums = self.visibility.query_positions[0] - self.visibility.middle, self.feature_sums
         if "position" in sums:
             return self.weight_sum * position - sums["position"]
         sides = (

@@ -143,25 +143,26 @@ def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list
     return left + right
 
 
+def _blocks_of(plan: BlockwisePlan) -> list[tuple[MaskGroup, PlannedBlock]]:
+    """Return every block of a plan with the group of sequences and heads that share its mask."""
+    return [(group, block) for group in plan for block in group.blocks]
+
+
 def score_count(plan: BlockwisePlan) -> int:
     """Return the number of scores (query-key products) in a plan, over sequences and heads."""
-    return sum(
-        len(group.sequences) * len(group.heads) * len(block.rows) * block.width
-        for group in plan
-        for block in group.blocks
-    )
+    return sum(len(group.sequences) * len(group.heads) * len(b.rows) * b.width for group, b in _blocks_of(plan))
 
 
 def reads_most_keys(plan: BlockwisePlan) -> bool:
     """Return True if some block of a plan has at least half of the keys: then it pays to copy keys and values to a
     layout that is faster to read.
     """
-    return any(2 * block.width >= group.grid.keys for group in plan for block in group.blocks)
+    return any(2 * block.width >= group.grid.keys for group, block in _blocks_of(plan))
 
 
 def cost_of(plan: BlockwisePlan, overhead: int) -> int:
     """Return the cost of a plan, with one score as unit: the number of scores, plus `overhead` for each block."""
-    return score_count(plan) + overhead * sum(len(group.blocks) for group in plan)
+    return score_count(plan) + overhead * len(_blocks_of(plan))
 
 
 def _plan(
@@ -176,36 +177,29 @@ def _plan(
     """Return the plan in which sequences, and heads, are planned separately or not. Adjacent ones with equal masks form
     one group.
     """
-    if mask is None:
-        blocks = _blocks(None, grid, overhead, rows, most_rows, grid.batch * grid.heads)
-        return (MaskGroup(range(grid.batch), range(grid.heads), None, grid, blocks),)
     group_grid = replace(grid, batch=1 if separate_sequences else grid.batch, heads=1 if separate_heads else grid.heads)
-    masks = [mask.for_sequence(index) if separate_sequences else mask for index in range(grid.batch)]
+    masks = [mask.for_sequence(index) if mask and separate_sequences else mask for index in range(grid.batch)]
     groups = []
     for sequences in _runs(masks):
         shared = masks[sequences.start]
-        head_masks = [shared.for_head(index) if separate_heads else shared for index in range(grid.heads)]
+        head_masks = [shared.for_head(index) if shared and separate_heads else shared for index in range(grid.heads)]
         for heads in _runs(head_masks):
-            head_mask = head_masks[heads.start]
-            blocks = _blocks(head_mask, group_grid, overhead, rows, most_rows, len(sequences) * len(heads))
-            groups.append(MaskGroup(sequences, heads, head_mask, group_grid, blocks))
+            head_mask, size = head_masks[heads.start], rows
+            if size is None:
+                size = min(rows_of(head_mask, group_grid, overhead, len(sequences) * len(heads)), most_rows)
+            row_ranges = (range(at, min(at + size, grid.queries)) for at in range(0, grid.queries, size))
+            blocks = (
+                PlannedBlock(each, tuple(parts_of(head_mask, group_grid, each, range(grid.keys))))
+                for each in row_ranges
+            )
+            groups.append(MaskGroup(sequences, heads, head_mask, group_grid, tuple(b for b in blocks if b.parts)))
     return tuple(groups)
 
 
-def _runs(masks: list[Mask]) -> list[range]:
+def _runs(masks: Sequence[Mask | None]) -> list[range]:
     """Return the ranges of indices in which adjacent masks of a list are equal."""
     starts = [index for index in range(len(masks)) if index == 0 or masks[index] != masks[index - 1]]
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
-
-
-def _blocks(
-    mask: Mask | None, grid: Grid, overhead: int, rows: int | None, most_rows: int, tile_count: int
-) -> tuple[PlannedBlock, ...]:
-    """Return the blocks under one mask that have a visible key, for `tile_count` pairs of a sequence and a head."""
-    rows = min(rows_of(mask, grid, overhead, tile_count), most_rows) if rows is None else rows
-    row_ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))
-    blocks = (PlannedBlock(each, tuple(parts_of(mask, grid, each, range(grid.keys)))) for each in row_ranges)
-    return tuple(block for block in blocks if block.parts)
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
@@ -361,12 +355,18 @@ def iterate_tiles(
     """
     cache: dict[Any, tuple[list[Ceiling], Tensor | None]] = {}
     for group, block in _blocks_of(plan):
-        pattern = _pattern(group, block) if hiding_bias is None else None
+        pattern: Any = None  # equal for blocks whose masks, counted from the first row and key, are equal
+        is_relative = group.mask is not None and group.mask.depends_on_distance_only
+        if is_relative and group.grid.uses_default_positions and hiding_bias is None:
+            start = block.rows.start
+            parts = tuple((columns.start - start, len(columns), masked) for columns, masked in block.parts)
+            pattern = group.mask, group.grid, len(block.rows), parts
         ceilings, has_key = cache.get(pattern) or _ceilings(group, block, hiding_bias, q)
         if pattern is not None:
             cache[pattern] = ceilings, has_key
         for sequences, heads, kv_heads in _tile_slices(group, block, q, k, threads):
-            within = (_relative(sequences, group.sequences), _relative(heads, group.heads))
+            pairs = ((sequences, group.sequences.start), (heads, group.heads.start))
+            within = tuple(slice(part.start - start, part.stop - start) for part, start in pairs)
             tile_ceilings = [Ceiling(offset, select(bounds, *within)) for offset, bounds in ceilings]
             tile_has_key = None if has_key is None else select(has_key, *within)
             yield Tile(block, sequences, heads, kv_heads, tile_ceilings, tile_has_key, pattern)
@@ -437,11 +437,6 @@ def select(tensor: Tensor, *slices: slice) -> Tensor:
     return tensor[tuple(slice(None) if size == 1 else part for size, part in zip(tensor.shape, slices, strict=False))]
 
 
-def _blocks_of(plan: BlockwisePlan) -> Iterator[tuple[MaskGroup, PlannedBlock]]:
-    """Yield every block of a plan with its group: the sequences and heads that share the block's mask."""
-    return ((group, block) for group in plan for block in group.blocks)
-
-
 def _tile_slices(
     group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor, threads: int
 ) -> Iterator[tuple[slice, slice, slice]]:
@@ -502,8 +497,3 @@ def _ceilings(
     if has_key is not None:
         ceilings = [(offset, torch.where(has_key, bounds, inf.new_zeros(()))) for offset, bounds in ceilings]
     return [Ceiling(*ceiling) for ceiling in ceilings], has_key
-
-
-def _relative(part: slice, outer: range) -> slice:
-    """Return a slice with its start and stop counted from the start of the range that contains it."""
-    return slice(part.start - outer.start, part.stop - outer.start)

@@ -112,17 +112,11 @@ def _why_no_flash(problem: Problem) -> str | None:
         return "FlashAttention computes in float16 and bfloat16, and q is in torch.float32"
     if _needs_lse(problem):
         return "the log-sum-exp of FlexAttention's flash kernel was wrong in some versions of torch, and sinks need it"
-    if not _has_flash_package():
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         return "the package of FlashAttention 4 is not installed: pip install --pre flash-attn-4"
     if torch.cuda.get_device_capability(problem.q.device)[0] not in (9, 10):
         return "FlashAttention 4 is for GPUs of compute capability 9 and 10"
     return None
-
-
-@cache
-def _has_flash_package() -> bool:
-    """Return True if the package of FlashAttention 4 is installed."""
-    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
 
 
 def run(problem: Problem, kernel: Kernel = "auto") -> Answer:
@@ -148,10 +142,7 @@ def run(problem: Problem, kernel: Kernel = "auto") -> Answer:
         lse = others.lse
     else:
         out = _call(q, k, v, options)
-    if lse is not None and problem.sinks is not None:
-        out, lse = reference.with_sinks(out, lse, problem.sinks)
-    out = out[..., : problem.v.shape[-1]].to(problem.q.dtype)
-    return Answer(out, lse if problem.return_lse else None, None)
+    return fused.finished(problem, out, lse)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
@@ -308,16 +299,10 @@ Blocks = Bool[Tensor, "#batch #heads row_blocks key_blocks"]
 
 def block_mask_of(mask: Mask, grid: Grid) -> "BlockMask":
     """Return the block mask of a mask. That of a mask made of numbers alone is kept: all layers of a model share it."""
-    if mask.is_constant and grid.uses_default_positions and has_values(torch.empty(0, device=grid.device)):
-        return _constant_block_mask(mask, grid)
-    return _block_mask(mask, grid)
-
-
-@lru_cache(maxsize=32)
-def _constant_block_mask(mask: Mask, grid: Grid) -> "BlockMask":
-    """Return the block mask of a constant mask, which is cached."""
-    with torch.inference_mode(False), torch.no_grad():
+    if not (mask.is_constant and grid.uses_default_positions and has_values(torch.empty(0, device=grid.device))):
         return _block_mask(mask, grid)
+    with torch.inference_mode(False), torch.no_grad():
+        return _constant_block_mask(mask, grid)
 
 
 def _block_mask(mask: Mask, grid: Grid) -> "BlockMask":
@@ -336,6 +321,9 @@ def _block_mask(mask: Mask, grid: Grid) -> "BlockMask":
         mask_mod=visibility_rule(visible),
         seq_lengths=(grid.queries, grid.keys),
     )
+
+
+_constant_block_mask = lru_cache(maxsize=32)(_block_mask)
 
 
 def visible_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks]:

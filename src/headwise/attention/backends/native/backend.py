@@ -113,7 +113,13 @@ def arguments(
     if bias is not None and not (bias.is_cpu and bias.dtype in DTYPES):
         bias = bias.to(problem.score_dtype)
     return (
-        *(_with_unit_stride(tensor) for tensor in (problem.q, problem.k, problem.v)),
+        # `contiguous` would return an empty tensor unchanged.
+        *(
+            tensor
+            if tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+            else tensor.clone(memory_format=torch.contiguous_format)
+            for tensor in (problem.q, problem.k, problem.v)
+        ),
         1.0 if isinstance(scale, Tensor) else scale,
         head_scale,
         0.0 if problem.softcap is None else problem.softcap,
@@ -122,10 +128,3 @@ def arguments(
         matrix,
         bias,
     )
-
-
-def _with_unit_stride(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last axis has stride 1; copied only if necessary."""
-    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)  # `contiguous` returns an empty tensor unchanged

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from headwise.attention.backends.plain_statistics import ROWS
-from headwise.attention.backends.sinks_gradient import SinksGradient
+from headwise.attention.backends.sinks_gradient import SinksGradient, refuse_second_derivative
 from headwise.checks import savable
 from headwise.shapes import Float
 
@@ -22,7 +22,7 @@ def register_rules(names: Iterable[str]) -> None:
         torch.library.register_fake(f"headwise::{name}", FAKES[name])
     torch.library.register_autograd("headwise::attend_forward", _backward, setup_context=_save)
     for name in ("attend_backward", "attend_bias_gradient"):
-        torch.library.register_autograd(f"headwise::{name}", _refuse_second_derivative)
+        torch.library.register_autograd(f"headwise::{name}", lambda *_: refuse_second_derivative("native attention"))
     register_flops()
 
 
@@ -44,12 +44,6 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), deltas
 
 
-def _fake_rotation(x: Tensor, *_: object) -> Tensor:
-    """Return rotated queries or keys."""
-    batch, heads, tokens, width = x.shape
-    return x.new_empty(batch, tokens, heads, width).transpose(1, 2)
-
-
 def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
     """Return the output, the log-sum-exp and the statistics."""
     batch, heads, queries, _head_dim = q.shape
@@ -69,7 +63,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "attend_backward": _fake_backward,
     "attend_bias_gradient": lambda *arguments: arguments[13].new_empty(arguments[13].shape, dtype=torch.float32),
     "linear_few_rows": lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
-    "rotate_few_tokens": _fake_rotation,
+    "rotate_few_tokens": lambda x, *_: x.new_empty(*(x.shape[axis] for axis in (0, 2, 1, 3))).transpose(1, 2),
 }
 """Functions that return the results of each operator without values, for tracing."""
 
@@ -123,13 +117,6 @@ def with_usual_strides(
     return out_gradient, None if lse_gradient is None else lse_gradient.contiguous()
 
 
-def _refuse_second_derivative(ctx: Any, *_: Tensor | None) -> None:
-    """Raise `RuntimeError`, since the second derivative of native attention is not implemented."""
-    raise RuntimeError(
-        "the derivative for the gradient of native attention is not implemented; backend='reference' has one"
-    )
-
-
 # -- numbers of operations ---------------------------------------------------------------------------------------------
 
 
@@ -150,27 +137,25 @@ def register_flops() -> None:
             mode.counter.flop_registry.update({each: counter.flop_registry[each] for each in added})
 
 
-def _forward_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
-    """Return the number of operations of the two products: queries with keys, and weights with values."""
-    batch, heads, queries, head_dim = q
-    operations: int = 2 * batch * heads * queries * k[2] * (head_dim + v[3])
-    return operations
+def _flops(with_queries: int, with_values: int, first: int = 0) -> Callable[..., int]:
+    """Return the formula of an operator, whose arguments from `first` on are q, k and v, that computes so many products
+    of the width of queries and of values.
+    """
 
+    def formula(*arguments: Any, **_: Any) -> int:
+        (batch, heads, queries, head_dim), (*_, keys, _), (*_, value_dim) = arguments[first : first + 3]
+        operations: int = 2 * batch * heads * queries * keys * (with_queries * head_dim + with_values * value_dim)
+        return operations
 
-def _backward_flops(*arguments: Any, **_: Any) -> int:
-    """Return the number of operations of the five products of the backward pass, of which one computes scores again."""
-    q, k, v = arguments[4:7]
-    batch, heads, queries, head_dim = q
-    operations: int = 2 * batch * heads * queries * k[2] * (3 * head_dim + 2 * v[3])
-    return operations
+    return formula
 
 
 FLOPS: dict[str, Callable[..., int]] = {
-    "attend": _forward_flops,
-    "attend_forward": _forward_flops,
-    "attend_statistics": _forward_flops,
-    "attend_backward": _backward_flops,
-    "attend_bias_gradient": lambda *arguments, **_: _forward_flops(*arguments[4:7]),  # another pass over the scores
+    "attend": _flops(1, 1),
+    "attend_forward": _flops(1, 1),
+    "attend_statistics": _flops(1, 1),
+    "attend_backward": _flops(3, 2, first=4),  # one of them computes the scores again
+    "attend_bias_gradient": _flops(1, 1, first=4),  # another pass over the scores
 }
 """Formula of each operator for its number of operations: a function of the shapes of its tensors. They count what torch
 counts for `scaled_dot_product_attention`: all scores, also those that a mask hides. A mask that is evaluated in parts

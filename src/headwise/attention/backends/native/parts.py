@@ -22,7 +22,7 @@ LogSumExp = Float[Tensor, "batch heads queries"]
 
 
 class Options(NamedTuple):
-    """Arguments of the operators between `v` and the mask, and those that follow it."""
+    """Arguments of the operators other than q, k, v and the mask."""
 
     scale: float
     head_scale: Float[Tensor, " heads"] | None
@@ -33,15 +33,12 @@ class Options(NamedTuple):
     seed: Int[Tensor, ""] | None = None
 
     def arguments(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
-        """Return the arguments of the operators after `v` for one part."""
-        bias = None if self.bias is None else _of_part(part, self.bias)
-        return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias
-
-    def dropout_arguments(self, part: Part) -> tuple[Any, ...]:
-        """Return what the operators with dropout take in addition for one part: the probability, the seed, and the
-        first row and column of the part.
+        """Return the arguments of the operators after `v` for one part. The dropped weights follow from the seed, and
+        from the first row and column of the part.
         """
-        return self.dropout, self.seed, part.rows.start, part.columns.start
+        bias = None if self.bias is None else _of_part(part, self.bias)
+        dropout = self.dropout, self.seed, part.rows.start, part.columns.start
+        return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias, *dropout
 
 
 def attend_in_parts(
@@ -67,7 +64,7 @@ def _traced(
     results = []
     for part in parts:
         of_part = (part.columns_of(each).to(q.dtype) for each in wide)
-        arguments = *options.arguments(part, *visible.of_part(part)), *options.dropout_arguments(part)
+        arguments = options.arguments(part, *visible.of_part(part))
         results.append(torch.ops.headwise.attend_forward(part.rows_of(q), *of_part, *arguments))
     out, lse, _ = zip(*results, strict=True)
     return torch.cat(out, 2), torch.cat(lse, 2)
@@ -96,9 +93,7 @@ class _AttentionInParts(torch.autograd.Function):
         for part in parts:
             ranges, matrix = visible.of_part(part)
             checksums.append(_checksum(matrix))
-            results = torch.ops.headwise.attend_forward(
-                *part.of(q, k, v), *options.arguments(part, ranges, matrix), *options.dropout_arguments(part)
-            )
+            results = torch.ops.headwise.attend_forward(*part.of(q, k, v), *options.arguments(part, ranges, matrix))
             for whole, of_part in zip((out, lse, normalizers), results, strict=True):
                 part.rows_of(whole).copy_(of_part)
         tensors = (q, k, v, sinks, options.head_scale, bias, options.seed, out, lse, normalizers)
@@ -134,7 +129,7 @@ class _AttentionInParts(torch.autograd.Function):
             arguments = (
                 *(part.rows_of(out_gradient), of_lse, part.rows_of(out)),
                 part.rows_of(normalizers).contiguous(),
-                *(*part.of(q, k, v), *options.arguments(part, ranges, matrix), *options.dropout_arguments(part)),
+                *(*part.of(q, k, v), *options.arguments(part, ranges, matrix)),
             )
             of_q, of_k, of_v, of_rows = torch.ops.headwise.attend_backward(*arguments)
             if bias_gradient is not None:
