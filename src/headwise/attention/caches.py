@@ -20,6 +20,7 @@ from torch import Tensor
 from headwise.attention.masks import factories as masks
 from headwise.attention.masks.base import Mask
 from headwise.attention.packed import real_lengths
+from headwise.attention.tensors import KeyPositions
 from headwise.checks import (
     collection_of,
     float_dtype,
@@ -51,7 +52,7 @@ class CacheUpdate(NamedTuple):
     """
 
     tensors: CachedTensors
-    key_positions: Int[Tensor, "#batch keys"] | None
+    key_positions: KeyPositions | None
     token_counts: Any
     buffers: CachedTensors | None = None
 

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from headwise.attention.tensors import KeyPositions, PerHead, QueryPositions
 from headwise.checks import (
     LARGEST_SIZE,
     flag,
@@ -26,11 +27,7 @@ class PositionBias(Protocol):
     """Interface of position biases: numbers added to the scaled scores, which depend on positions of query and key."""
 
     def values(
-        self,
-        heads: int,
-        query_positions: Int[Tensor, "#batch queries"],
-        key_positions: Int[Tensor, "#batch keys"],
-        dtype: torch.dtype,
+        self, heads: int, query_positions: QueryPositions, key_positions: KeyPositions, dtype: torch.dtype
     ) -> Float[Tensor, "#batch heads queries keys"]:
         """Return the number to add to each score, `(batch, heads, queries, keys)` or with a batch of 1, in `dtype`.
 
@@ -46,9 +43,7 @@ class ALiBi:
     The distance has no sign: a key after the query gets the same bias as one equally far before it.
     """
 
-    def slopes(
-        self, heads: int, *, dtype: torch.dtype = torch.float64, device: torch.device | None = None
-    ) -> Float[Tensor, " heads"]:
+    def slopes(self, heads: int, *, dtype: torch.dtype = torch.float64, device: torch.device | None = None) -> PerHead:
         """Return the slope of each head: 2^(-8i / heads) for head i = 1, 2, ... if `heads` is a power of two.
         Otherwise, with p the largest power of two below `heads`, the first p heads have the slopes that p heads would
         have. The remaining heads have the first, third, fifth, ... of the slopes that 2p heads would have.
@@ -61,11 +56,7 @@ class ALiBi:
         return 2.0 ** (-8 * torch.cat((exponents, remaining)))
 
     def values(
-        self,
-        heads: int,
-        query_positions: Int[Tensor, "#batch queries"],
-        key_positions: Int[Tensor, "#batch keys"],
-        dtype: torch.dtype,
+        self, heads: int, query_positions: QueryPositions, key_positions: KeyPositions, dtype: torch.dtype
     ) -> Float[Tensor, "#batch heads queries keys"]:
         """Return the bias of each head, query and key in `dtype`: minus the head's slope times their distance."""
         # bfloat16 represents only every other whole number above 256.
@@ -133,11 +124,7 @@ class RelativeBias(nn.Module):
         nn.init.xavier_uniform_(self.weight)
 
     def values(
-        self,
-        heads: int,
-        query_positions: Int[Tensor, "#batch queries"],
-        key_positions: Int[Tensor, "#batch keys"],
-        dtype: torch.dtype,
+        self, heads: int, query_positions: QueryPositions, key_positions: KeyPositions, dtype: torch.dtype
     ) -> Float[Tensor, "#batch heads queries keys"]:
         """Return the learned bias of each head for the bucket of each query-key distance, in `dtype`.
 
@@ -194,7 +181,7 @@ _kept_first_distances = lru_cache(maxsize=64)(_first_distances)
 
 
 def _key_minus_query(
-    query_positions: Int[Tensor, "#batch queries"], key_positions: Int[Tensor, "#batch keys"]
+    query_positions: QueryPositions, key_positions: KeyPositions
 ) -> Int[Tensor, "#batch queries keys"]:
     """Return the position of each key minus that of each query; raise `InputError` for positions that are not whole
     numbers, on different devices, or in batches that do not broadcast.

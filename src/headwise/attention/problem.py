@@ -10,9 +10,21 @@ from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import dense
 from headwise.attention.masks.grid import Coverage, Grid, require_broadcast, with_four_axes
 from headwise.attention.masks.kinds import HasPosition
+from headwise.attention.tensors import (
+    Bias,
+    KeyPositions,
+    Keys,
+    Outputs,
+    PerHead,
+    PerRow,
+    Queries,
+    QueryPositions,
+    Values,
+    Weights,
+)
 from headwise.checks import finite_number, flag, float_tensor, positions_argument, probability, savable
 from headwise.errors import InputError
-from headwise.shapes import Float, Int
+from headwise.shapes import Float
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of queries, keys and values that attention supports."""
@@ -21,9 +33,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Answer(NamedTuple):
     """Result of one attention problem: the output, and log-sum-exp and weights, which are None unless asked for."""
 
-    out: Float[Tensor, "batch heads queries value_dim"]
-    lse: Float[Tensor, "batch heads queries"] | None
-    weights: Float[Tensor, "batch heads queries keys"] | None
+    out: Outputs
+    lse: PerRow | None
+    weights: Weights | None
 
 
 class TalkingHeads(NamedTuple):
@@ -60,11 +72,11 @@ class Problem:
         return_weights: True if the weights are asked for.
     """
 
-    q: Float[Tensor, "batch heads queries head_dim"]
-    k: Float[Tensor, "batch kv_heads keys head_dim"]
-    v: Float[Tensor, "batch kv_heads keys value_dim"]
+    q: Queries
+    k: Keys
+    v: Values
     mask: Mask | None
-    bias: Float[Tensor, "#batch #heads #queries #keys"] | None
+    bias: Bias | None
     scale: float | Float[Tensor, "heads 1 1"]
     softcap: float | None
     sinks: Float[Tensor, "heads 1"] | None
@@ -243,7 +255,7 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
 
 def _positions(
     of_queries: Any, of_keys: Any, q: Tensor, k: Tensor
-) -> tuple[Int[Tensor, "#batch queries"] | None, Int[Tensor, "#batch keys"] | None]:
+) -> tuple[QueryPositions | None, KeyPositions | None]:
     """Return the positions of queries and keys as `(batch or 1, length)`, or None for both."""
     if of_queries is None and of_keys is None:
         return None, None
@@ -269,7 +281,7 @@ def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
     return TalkingHeads(before.to(score_dtype(q)), after.to(score_dtype(q)))
 
 
-def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
+def _one_per_head(name: str, values: Any, q: Tensor) -> PerHead:
     """Return one number for each query head in the dtype of the scores."""
     tensor = float_tensor(name, values, like=q)
     if tensor.shape != q.shape[1:2]:

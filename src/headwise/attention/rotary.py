@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.native import library
+from headwise.attention.tensors import KeyPositions, Queries, QueryPositions
 from headwise.checks import (
     LARGEST_INTEGER,
     LARGEST_SIZE,
@@ -35,6 +36,9 @@ from headwise.shapes import Float, Int
 
 TextLength = int | Int[Tensor, ""] | None
 """Number of tokens of the whole text; None for a scaling that does not depend on it."""
+
+Frequencies = tuple[Float[Tensor, " pairs"], float]
+"""Frequency of each pair of features, and the attention factor, by which rotated queries and keys are multiplied."""
 
 
 def base_frequencies(
@@ -71,9 +75,7 @@ class Scaling(Protocol):
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
         """Return the frequency of each of `width / 2` feature pairs in radians per position, for a text of `length`
-        tokens, and an attention factor. Rotated queries are multiplied by this factor, and so are rotated keys.
-
-        Scores are therefore multiplied by its square.
+        tokens, and the attention factor, whose square multiplies the scores.
         """
 
 
@@ -118,9 +120,8 @@ class DynamicNTK:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair for a base theta enlarged for a text of `length` tokens, and the
-        number 1.0, by which each rotated query and key is multiplied (the attention factor). Up to `trained_length`
-        tokens, or if `length` is None, the base is `theta` itself.
+        """Return the frequencies for a base theta enlarged for a text of `length` tokens, and the attention factor 1.0.
+        Up to `trained_length` tokens, or if `length` is None, the base is `theta` itself.
         """
         # The single pair of width 2 has frequency 1 for every theta.
         exponent = width / max(width - 2, 1)
@@ -171,10 +172,9 @@ class YaRN:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair, and the attention factor, by which each rotated query and key is
-        multiplied: `attention_factor`, or 0.1 ln(factor) + 1 if that is None. Fast pairs, with many turns over
-        `trained_length` tokens, keep their frequency. That of slow pairs is divided by `factor`, and pairs between
-        have a weighted mean of the two frequencies.
+        """Return the frequency of each feature pair: unchanged for fast pairs, divided by `factor` for slow ones, a
+        weighted mean of the two between. Also return the attention factor: `attention_factor`, or
+        0.1 ln(factor) + 1 if that is None.
         """
         first, last = self._pair_with_turns(self.fast, theta, width), self._pair_with_turns(self.slow, theta, width)
         if self.truncate:
@@ -219,10 +219,8 @@ class Llama3:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair, and the number 1.0, by which each rotated query and key is
-        multiplied (the attention factor). Pairs with more than `high` turns over `trained_length` tokens keep their
-        frequency. That of pairs with fewer than `low` turns is divided by `factor`, and pairs between have a weighted
-        mean of the two frequencies.
+        """Return the frequency of each feature pair: unchanged for fast pairs, divided by `factor` for slow ones, a
+        weighted mean of the two between. Also return the attention factor 1.0.
         """
         base = base_frequencies(theta, width, device)
         turns = self.trained_length * base / math.tau
@@ -337,11 +335,11 @@ class Rotary:
 
     def rotate_both(
         self,
-        q: Float[Tensor, "batch heads queries head_dim"],
+        q: Queries,
         k: Float[Tensor, "batch kv_heads keys key_dim"],
-        query_positions: Int[Tensor, "#batch queries"],
-        key_positions: Int[Tensor, "#batch keys"],
-    ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch kv_heads keys key_dim"]]:
+        query_positions: QueryPositions,
+        key_positions: KeyPositions,
+    ) -> tuple[Queries, Float[Tensor, "batch kv_heads keys key_dim"]]:
         """Return queries and keys rotated by their positions, as by `rotate`. Angles of both are computed only once."""
         if self._is_kept and suits_native(q, query_positions) and suits_native(k, key_positions):
             self._check_input(q, query_positions)
@@ -374,7 +372,12 @@ class Rotary:
             if device.type == "cpu" and self._is_kept and makes_plain_tensors():
                 frequencies, factor = _kept_frequencies(self, width, device)
             elif self._is_kept and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-                frequencies, factor = _exported_frequencies(self, width, device)
+                # A constant of the program: other runtimes compute frequencies in float32, and angles far from the
+                # first position are then wrong.
+                with _disable_current_modes():
+                    frequencies, factor = _kept_frequencies(self, width, torch.device("cpu"))
+                    values = frequencies.tolist()
+                frequencies = torch.tensor(values, dtype=most_precise_dtype(device), device=device)
             else:
                 frequencies, factor = self._turns_per_position(width, length, device)
             # Full turns are removed before rounding: a float32 angle is off by thousandths at position 100,000.
@@ -414,9 +417,7 @@ class Rotary:
         """True if the frequencies may be kept: they follow from the fields of this object alone."""
         return type(self) is Rotary and type(self.scaling) in SCALINGS_BY_FIELDS
 
-    def _turns_per_position(
-        self, width: int, length: TextLength, device: torch.device
-    ) -> tuple[Float[Tensor, " pairs"], float]:
+    def _turns_per_position(self, width: int, length: TextLength, device: torch.device) -> Frequencies:
         """Return the frequency of each pair of features, in turns per position, and the attention factor."""
         if self.scaling is None:
             frequencies, factor = base_frequencies(self.theta, width, device), 1.0
@@ -426,22 +427,12 @@ class Rotary:
 
 
 @lru_cache(maxsize=64)
-def _kept_frequencies(rotary: Rotary, width: int, device: torch.device) -> tuple[Float[Tensor, " pairs"], float]:
+def _kept_frequencies(rotary: Rotary, width: int, device: torch.device) -> Frequencies:
     """Return the turns per position and the attention factor of a rotation that does not depend on the length of the
     text. They must not be changed.
     """
     with torch.inference_mode(False):
         return rotary._turns_per_position(width, None, device)
-
-
-def _exported_frequencies(rotary: Rotary, width: int, device: torch.device) -> tuple[Float[Tensor, " pairs"], float]:
-    """Return the result of `_kept_frequencies` as a constant of the program that is being exported: other runtimes
-    compute frequencies in float32, and angles far from the first position are then wrong.
-    """
-    with _disable_current_modes():
-        frequencies, factor = _kept_frequencies(rotary, width, torch.device("cpu"))
-        values = frequencies.tolist()
-    return torch.tensor(values, dtype=most_precise_dtype(device), device=device), factor
 
 
 def _rotated(

@@ -17,6 +17,7 @@ from headwise.attention.position_bias import PositionBias
 from headwise.attention.prepare import AttentionInputs, prepare_qkv
 from headwise.attention.problem import Backend, mask_and_bias
 from headwise.attention.rotary import Rotary
+from headwise.attention.tensors import Outputs, Queries, QueryPositions, Weights
 from headwise.checks import float_dtype, positions_argument
 from headwise.errors import InputError
 from headwise.nn.options import QKNorm, Scores
@@ -39,6 +40,10 @@ PLAIN_SCORES = Scores()
 """Options of the scores of a layer without any."""
 
 
+HeadsAndWeights = tuple[Outputs, Weights | None]
+"""Output of each head before the output projection, and the attention weights or None."""
+
+
 class LayerCall(NamedTuple):
     """Checked options of one call of an attention layer: mask, bias, gate, positions, cache and the like, but not its
     input tensors.
@@ -58,7 +63,7 @@ class LayerCall(NamedTuple):
     mask: Mask | None
     bias: Float[Tensor, "_ _ _ _"] | None
     gate: Tensor | None
-    positions: Int[Tensor, "#batch queries"] | None
+    positions: QueryPositions | None
     cache: Cache | None
     lengths: Int[Tensor, " batch"] | Sequence[int] | None
     offsets: Offsets | None
@@ -179,7 +184,7 @@ class AttentionLayer(nn.Module):
 
     def _prepare(
         self,
-        q: Float[Tensor, "batch heads queries head_dim"],
+        q: Queries,
         k: Float[Tensor, "batch kv_heads new key_dim"],
         v: Float[Tensor, "batch value_heads new value_dim"] | None,
         call: LayerCall,
@@ -190,21 +195,10 @@ class AttentionLayer(nn.Module):
         """
         if rotary is None and call.cache is None and call.positions is None and call.offsets is None:
             return AttentionInputs(q, k, k if v is None else v)
-        return prepare_qkv(
-            q,
-            k,
-            v,
-            rotary=rotary,
-            positions=call.positions,
-            cache=call.cache,
-            lengths=call.lengths,
-            full_capacity=call.needs_full_capacity,
-            offsets=call.offsets,
-        )
+        _, _, _, positions, cache, lengths, offsets, _ = call
+        return prepare_qkv(q, k, v, rotary, positions, cache, lengths, call.needs_full_capacity, offsets)
 
-    def _call_attend(
-        self, inputs: AttentionInputs, call: LayerCall, parameters: ScoreParameters
-    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
+    def _call_attend(self, inputs: AttentionInputs, call: LayerCall, parameters: ScoreParameters) -> HeadsAndWeights:
         """Return the output of each head times the gate of the call, and the attention weights or None."""
         attended = attend(
             inputs.q,
@@ -322,7 +316,7 @@ class AttentionLayer(nn.Module):
 
     def _checked_positions(
         self, x: Float[Tensor, "batch queries embed"], positions: Any, cache: Cache | None, *, cross: bool = False
-    ) -> Int[Tensor, "#batch queries"] | None:
+    ) -> QueryPositions | None:
         """Return the caller's positions of the tokens of x as `(batch or 1, queries)`, or None. Raise `InputError` for
         positions with a context, or with a cache where the layer's position bias or rotation needs those of cached
         keys.

@@ -18,7 +18,7 @@ from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import gate_factor
 from headwise.checks import finite_number, flag, whole_number
 from headwise.errors import InputError
-from headwise.nn.base import LayerCall, ScoreParameters, apply_norm
+from headwise.nn.base import HeadsAndWeights, LayerCall, ScoreParameters, apply_norm
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import Scores
 from headwise.shapes import Float
@@ -120,9 +120,7 @@ class DifferentialAttention(MultiHeadAttention):
         second = (self.lambda_q2.to(wide) * self.lambda_k2.to(wide)).sum().exp()
         return first - second + self.lambda_init
 
-    def _attend(
-        self, inputs: AttentionInputs, call: LayerCall
-    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
+    def _attend(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
         """Return the normalised output of each head times 1 - lambda_init and the gate of the call, and A1 - lambda A2
         as weights or None.
         """

@@ -16,6 +16,7 @@ from torch import Tensor
 from headwise.attention import packed
 from headwise.attention.masks.kinds import InSequences, Padding, Segments
 from headwise.attention.prepare import AttentionInputs
+from headwise.attention.tensors import Weights
 from headwise.checks import float_tensor, has_readable_values
 from headwise.errors import InputError
 from headwise.nn.base import LayerCall
@@ -61,11 +62,11 @@ def without_padding(
 
 def with_padding(
     y: Float[Tensor, "rows length out"],
-    weights: Float[Tensor, "batch heads queries keys"] | None,
+    weights: Weights | None,
     is_real: Bool[Tensor, "batch queries"],
     *,
     is_packed: bool,
-) -> tuple[Float[Tensor, "batch queries out"], Float[Tensor, "batch heads queries keys"] | None]:
+) -> tuple[Float[Tensor, "batch queries out"], Weights | None]:
     """Return output and weights of what `without_padding` returned as the padded batch, with 0 at padding."""
     if is_packed:
         padded = y.new_zeros(is_real.numel(), y.shape[-1])
@@ -76,7 +77,7 @@ def with_padding(
 
 
 def output_and_weights(
-    y: Float[Tensor, "batch queries out"], weights: Float[Tensor, "batch heads queries keys"] | None, *, has_batch: bool
+    y: Float[Tensor, "batch queries out"], weights: Weights | None, *, has_batch: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the result of `forward`: the output, with the weights if there are any, without the batch axis if x has
     none.

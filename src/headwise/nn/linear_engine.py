@@ -62,14 +62,6 @@ class NativeRule(NamedTuple):
     because: str
 
 
-@called_by_compiler
-def uses_onednn(dtype: torch.dtype) -> bool:
-    """Return True if plain projections in this dtype use oneDNN; the compiler calls this function instead of tracing
-    it.
-    """
-    return engine_of(dtype).engine == "onednn"
-
-
 @cache
 def engine_of(dtype: torch.dtype) -> LinearChoice:
     """Return the engine of plain projections in a dtype on this processor.
@@ -145,6 +137,12 @@ def _wanted() -> str:
     if wanted not in ("", "torch", "onednn"):
         raise InputError(VARIABLE, expected="'torch' or 'onednn'", got=repr(wanted))
     return wanted
+
+
+@called_by_compiler
+def uses_onednn(dtype: torch.dtype) -> bool:
+    """Return True if oneDNN computes projections in a dtype; the compiler calls this function instead of tracing it."""
+    return engine_of(dtype).engine == "onednn"
 
 
 def _mkl_uses_avx512() -> bool | None:

@@ -32,10 +32,11 @@ from headwise.attention.position_bias import PositionBias
 from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import Backend, score_dtype
 from headwise.attention.rotary import Rotary
+from headwise.attention.tensors import Keys, Values
 from headwise.checks import flag, float_dtype, probability, size_argument
 from headwise.errors import InputError
 from headwise.nn import layout
-from headwise.nn.base import AttentionLayer, LayerCall, apply_norm
+from headwise.nn.base import AttentionLayer, HeadsAndWeights, LayerCall, apply_norm
 from headwise.nn.linear_engine import plain_parameters, project, projections, reset_linear
 from headwise.nn.options import OutputGate, QKNorm, Scores
 from headwise.shapes import Bool, Float, Int
@@ -50,8 +51,8 @@ class ProjectedContext(NamedTuple):
         v: values.
     """
 
-    k: Float[Tensor, "batch kv_heads keys head_dim"]
-    v: Float[Tensor, "batch kv_heads keys value_dim"]
+    k: Keys
+    v: Values
 
 
 class LayerInputs(NamedTuple):
@@ -423,9 +424,7 @@ class MultiHeadAttention(AttentionLayer):
     def _project(
         self, inputs: LayerInputs
     ) -> tuple[
-        Float[Tensor, "batch maps_heads queries head_dim"],
-        Float[Tensor, "batch maps_kv_heads keys head_dim"],
-        Float[Tensor, "batch kv_heads keys value_dim"],
+        Float[Tensor, "batch maps_heads queries head_dim"], Float[Tensor, "batch maps_kv_heads keys head_dim"], Values
     ]:
         """Return the queries, keys and values, projected, split into heads and normalised as `qk_norm` states; those of
         a `ProjectedContext` unchanged.
@@ -457,9 +456,7 @@ class MultiHeadAttention(AttentionLayer):
             return self._split_heads(apply_norm(norm, projected), heads)
         return apply_norm(norm, self._split_heads(projected, heads))
 
-    def _attend(
-        self, inputs: AttentionInputs, call: LayerCall
-    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
+    def _attend(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
         """Return each head's output times its gate, with the layer's position bias added to the scores, and weights or
         None.
         """

@@ -23,6 +23,7 @@ from headwise.attention.backends.sinks_gradient import OnlyFirstDerivative
 from headwise.attention.masks.factories import causal
 from headwise.attention.masks.key_ranges import unexpanded
 from headwise.attention.problem import Answer, Problem
+from headwise.attention.tensors import Bias, PerRow
 from headwise.checks import known_to_be_true, records_program
 from headwise.shapes import Bool, Float
 
@@ -110,7 +111,7 @@ def _without_lse(
 
 def _with_lse(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
+) -> tuple[Float[Tensor, "batch heads queries width"], PerRow]:
     """Return output and log-sum-exp from torch's flash operator for the CPU, in float32 at least: in half precision its
     exponentials have errors of up to 6e-5, and on CPU float32 is as fast.
     """
@@ -201,10 +202,10 @@ class _FlashWithLse(torch.autograd.Function):
         q: Float[Tensor, "batch heads queries width"],
         k: Float[Tensor, "batch kv_heads keys width"],
         v: Float[Tensor, "batch kv_heads keys width"],
-        added: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        added: Bias | None,
         is_causal: bool,
         scale: float,
-    ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
+    ) -> tuple[Float[Tensor, "batch heads queries width"], PerRow]:
         """Return output and log-sum-exp; `added` is mask and bias as one tensor that is added to the scores, or
         None.
         """
@@ -220,9 +221,7 @@ class _FlashWithLse(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any,
-        grad_out: Float[Tensor, "batch heads queries width"] | None,
-        grad_lse: Float[Tensor, "batch heads queries"] | None,
+        ctx: Any, grad_out: Float[Tensor, "batch heads queries width"] | None, grad_lse: PerRow | None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v, given those of the output and the log-sum-exp."""
         inputs = (grad_out, grad_lse, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
@@ -239,13 +238,13 @@ class _FlashWithLseBackward(OnlyFirstDerivative):
     @staticmethod
     def forward(
         grad_out: Float[Tensor, "batch heads queries width"] | None,
-        grad_lse: Float[Tensor, "batch heads queries"] | None,
+        grad_lse: PerRow | None,
         q: Float[Tensor, "batch heads queries width"],
         k: Float[Tensor, "batch kv_heads keys width"],
         v: Float[Tensor, "batch kv_heads keys width"],
-        added: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        added: Bias | None,
         out: Float[Tensor, "batch heads queries width"],
-        lse: Float[Tensor, "batch heads queries"],
+        lse: PerRow,
         is_causal: bool,
         scale: float,
     ) -> tuple[Tensor, ...]:
@@ -260,9 +259,7 @@ class _FlashWithLseBackward(OnlyFirstDerivative):
         return tuple(grad[..., :width] for grad in grads)
 
 
-def mask_arguments(
-    problem: Problem,
-) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Float[Tensor, "#batch #heads #queries #keys"] | None, bool]:
+def mask_arguments(problem: Problem) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Bias | None, bool]:
     """Return mask and bias as the arguments `attn_mask` and `is_causal` of torch's attention. The tensor is boolean
     without a bias, and otherwise the bias, with -inf at hidden keys.
     """

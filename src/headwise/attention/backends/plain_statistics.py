@@ -14,6 +14,7 @@ from headwise.attention.backends.reference import attention_weights, grouped_mat
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.kinds import mask_of_keys
 from headwise.attention.problem import score_dtype
+from headwise.attention.tensors import Bias, KeyRanges, Keys, Matrix, PerHead, Queries, Values
 from headwise.shapes import Bool, Float, Int
 
 ROWS = (
@@ -62,16 +63,16 @@ class StatisticsCall(NamedTuple):
         gram: product of each head's slice of the output projection with itself; None if unknown.
     """
 
-    q: Float[Tensor, "batch heads queries head_dim"]
-    k: Float[Tensor, "batch kv_heads keys head_dim"]
-    v: Float[Tensor, "batch kv_heads keys value_dim"]
+    q: Queries
+    k: Keys
+    v: Values
     scale: float
-    head_scale: Float[Tensor, " heads"] | None
+    head_scale: PerHead | None
     softcap: float
-    sinks: Float[Tensor, " heads"] | None
-    ranges: Int[Tensor, "#batch #heads queries ranges 2"] | None
-    dense: Bool[Tensor, "#batch #heads #queries #keys"] | None
-    bias: Float[Tensor, "#batch #heads #queries #keys"] | None
+    sinks: PerHead | None
+    ranges: KeyRanges | None
+    dense: Matrix | None
+    bias: Bias | None
     positions: Int[Tensor, "batch queries"]
     first_key: Int[Tensor, "batch queries"]
     special: Bool[Tensor, "batch keys"] | None = None

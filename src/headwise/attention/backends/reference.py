@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.problem import Answer, Problem
+from headwise.attention.tensors import RowsByHead
 from headwise.checks import records_program
 from headwise.shapes import Float
 
@@ -75,9 +76,7 @@ def scaled_products(problem: Problem, rows: range | None = None) -> Float[Tensor
     return grouped_matmul(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
 
 
-def log_sum_exp(
-    scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
-) -> Float[Tensor, "batch heads rows"]:
+def log_sum_exp(scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None) -> RowsByHead:
     """Return the log-sum-exp of each row's scores, the sink logit of its head included; -inf in a row without key and
     sink.
     """
@@ -86,10 +85,8 @@ def log_sum_exp(
 
 
 def with_sinks(
-    out: Float[Tensor, "batch heads rows value_dim"],
-    lse: Float[Tensor, "batch heads rows"],
-    sinks: Float[Tensor, "heads 1"],
-) -> tuple[Float[Tensor, "batch heads rows value_dim"], Float[Tensor, "batch heads rows"]]:
+    out: Float[Tensor, "batch heads rows value_dim"], lse: RowsByHead, sinks: Float[Tensor, "heads 1"]
+) -> tuple[Float[Tensor, "batch heads rows value_dim"], RowsByHead]:
     """Return output and log-sum-exp with the sink logit of each head included in the softmax. A sink only adds to the
     divisor of a row, so the output is multiplied by exp(lse) / (exp(lse) + exp(sink)).
     """
@@ -98,9 +95,7 @@ def with_sinks(
     return out * share[..., None], total
 
 
-def logaddexp(
-    lse: Float[Tensor, "batch heads rows"], sinks: Float[Tensor, "heads 1"]
-) -> Float[Tensor, "batch heads rows"]:
+def logaddexp(lse: RowsByHead, sinks: Float[Tensor, "heads 1"]) -> RowsByHead:
     """Return `log(exp(lse) + exp(sinks))` for each row. Where both are -inf, the gradient is 0 instead of NaN."""
     neither = (lse == -torch.inf) & (sinks == -torch.inf)
     return torch.logaddexp(lse.masked_fill(neither, 0.0), sinks).masked_fill(neither, -torch.inf)

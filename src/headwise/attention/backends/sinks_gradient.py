@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from headwise.shapes import Float
+from headwise.attention.tensors import PerHead, PerRow
 
 
 class OnlyFirstDerivative(torch.autograd.Function):
@@ -47,13 +47,8 @@ class SinksGradient(OnlyFirstDerivative):
 
     @staticmethod
     def forward(
-        deltas: Float[Tensor, "batch heads queries"],
-        lse_gradient: Float[Tensor, "batch heads queries"] | None,
-        lse: Float[Tensor, "batch heads queries"],
-        shifts: Float[Tensor, "batch heads queries"],
-        inverse_sums: Float[Tensor, "batch heads queries"],
-        sinks: Float[Tensor, " heads"],
-    ) -> Float[Tensor, " heads"]:
+        deltas: PerRow, lse_gradient: PerRow | None, lse: PerRow, shifts: PerRow, inverse_sums: PerRow, sinks: PerHead
+    ) -> PerHead:
         """Return the gradient.
 
         Args:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.attention.tensors import KeyPositions, QueryPositions
 from headwise.checks import has_readable_values
 from headwise.errors import InputError
 from headwise.shapes import Int
@@ -39,8 +40,8 @@ class Grid:
     queries: int
     keys: int
     device: torch.device = torch.device("cpu")
-    query_positions: Int[Tensor, "#batch queries"] | None = field(default=None, compare=False)
-    key_positions: Int[Tensor, "#batch keys"] | None = field(default=None, compare=False)
+    query_positions: QueryPositions | None = field(default=None, compare=False)
+    key_positions: KeyPositions | None = field(default=None, compare=False)
 
     @property
     def scores(self) -> int:

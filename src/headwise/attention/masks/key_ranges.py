@@ -29,11 +29,9 @@ from headwise.attention.masks.grid import (
     within,
 )
 from headwise.attention.masks.kinds import Dense, HasPosition
+from headwise.attention.tensors import KeyRanges, Matrix
 from headwise.checks import has_readable_values, has_values, known_to_be_true
 from headwise.shapes import Bool, Float, Int
-
-Ranges32 = Int[Tensor, "#batch #heads queries ranges 2"]
-Matrix = Bool[Tensor, "#batch #heads #queries #keys"]
 
 MATRIX_ELEMENTS = 2**24
 """Largest number of elements of a matrix that is evaluated at once, 16 MiB, unless the caller stores a larger one."""
@@ -77,7 +75,7 @@ class VisibleKeys:
         grid: sizes and positions that these masks are evaluated for.
     """
 
-    ranges: Ranges32 | None
+    ranges: KeyRanges | None
     others: tuple[Mask, ...]
     grid: Grid
 
@@ -107,7 +105,7 @@ class VisibleKeys:
             stop, step = part.rows.stop, len(part.rows)
         return parts
 
-    def of_part(self, part: Part) -> tuple[Ranges32 | None, Matrix | None]:
+    def of_part(self, part: Part) -> tuple[KeyRanges | None, Matrix | None]:
         """Return the ranges, counted from the first column of a part, and the matrix of the part; None where they
         exclude nothing.
         """

@@ -23,6 +23,7 @@ from headwise.attention.masks.grid import (
     query_positions,
     require_broadcast,
 )
+from headwise.attention.tensors import KeyPositions, KeyRanges
 from headwise.checks import has_readable_values, has_values
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
@@ -316,7 +317,7 @@ class Segments(Mask):
             that was not read when the mask was made.
     """
 
-    ids: Int[Tensor, "#batch keys"]
+    ids: KeyPositions
     known_one_piece: bool | None = None
 
     @property
@@ -331,7 +332,7 @@ class Segments(Mask):
         """The document ids on every device that the mask was used on."""
         return DeviceCopies(self.ids)
 
-    def ids_on(self, device: torch.device) -> Int[Tensor, "#batch keys"]:
+    def ids_on(self, device: torch.device) -> KeyPositions:
         """Return the document ids on a device; a copy is made once."""
         return self._copies.on(device) if has_values(self.ids) else self.ids.to(device)
 
@@ -549,7 +550,7 @@ class InRanges(Mask):
         key_ranges: start and stop of each range; a range whose stop is not above its start has no key.
     """
 
-    key_ranges: Int[Tensor, "#batch #heads queries ranges 2"]
+    key_ranges: KeyRanges
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         inside = j < 0

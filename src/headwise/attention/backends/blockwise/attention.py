@@ -27,6 +27,7 @@ from headwise.attention.backends.blockwise.scores import BFloat16Scores, Float32
 from headwise.attention.backends.blockwise.tiles import LOG2_E, BlockwisePlan, Pool, Tile, iterate_tiles
 from headwise.attention.backends.sinks_gradient import OnlyFirstDerivative, SinksGradient
 from headwise.attention.masks.grid import Grid
+from headwise.attention.tensors import Bias, Keys, Outputs, PerRow, Queries, RowColumn, Stacked, StackedColumn, Values
 from headwise.shapes import Float
 
 PARTIAL_SUMS = 64
@@ -46,7 +47,7 @@ class Observation(NamedTuple):
     observer: Observer
     call_context: CallContext
     grid: Grid
-    values: Float[Tensor, "batch kv_heads keys value_dim"]
+    values: Values
 
 
 class CallOptions(NamedTuple):
@@ -75,12 +76,7 @@ class CallOptions(NamedTuple):
     observation: Observation | None
 
     def prepare_scores(
-        self,
-        q: Tensor,
-        k: Tensor,
-        bias: Tensor | None,
-        pool: Pool,
-        shifts: Float[Tensor, "batch heads queries 1"],
+        self, q: Tensor, k: Tensor, bias: Tensor | None, pool: Pool, shifts: RowColumn
     ) -> BFloat16Scores | Float32Scores:
         """Return the object that computes the scores of each tile and their gradient. The forward pass chooses the
         number that is subtracted from each row's scores, and writes it to `shifts`; the backward pass reads it there.
@@ -94,9 +90,7 @@ class CallOptions(NamedTuple):
         """Yield the tiles of the plan."""
         return iterate_tiles(self.plan, q, k, bias if self.bias_hides else None, self.threads)
 
-    def dropout_factors(
-        self, number: int, tile: Tile, weights: Float[Tensor, "kv stacked columns"], pool: Pool
-    ) -> Float[Tensor, "kv stacked columns"] | None:
+    def dropout_factors(self, number: int, tile: Tile, weights: Stacked, pool: Pool) -> Stacked | None:
         """Return one factor for each weight of a tile: 0 with probability `dropout`, otherwise 1 / (1 - dropout); None
         without dropout. They follow from the call's seed and the tile's `number`, so both passes have the same.
         """
@@ -112,12 +106,7 @@ class BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Float[Tensor, "batch heads queries head_dim"],
-        k: Float[Tensor, "batch kv_heads keys head_dim"],
-        v: Float[Tensor, "batch kv_heads keys value_dim"],
-        bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
-        sinks: Float[Tensor, "heads 1"] | None,
-        options: CallOptions,
+        q: Queries, k: Keys, v: Values, bias: Bias | None, sinks: Float[Tensor, "heads 1"] | None, options: CallOptions
     ) -> tuple[Tensor | None, ...]:
         """Return the output, the log-sum-exp of each row (None with bfloat16 scores), and two numbers of each row: its
         shift and its sum. The shift is subtracted from the row's scores or, with bfloat16 scores, from the products
@@ -185,12 +174,7 @@ class BlockwiseAttention(torch.autograd.Function):
         ctx.mark_non_differentiable(shifts, sums)
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        grad_out: Float[Tensor, "batch heads queries value_dim"] | None,
-        grad_lse: Float[Tensor, "batch heads queries"] | None,
-        *_: None,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Outputs | None, grad_lse: PerRow | None, *_: None) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, the bias and the sinks, given those of the output and the log-sum-exp."""
         q, k, v, bias, sinks, out, lse, shifts, sums = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
@@ -212,15 +196,15 @@ class BlockwiseBackward(OnlyFirstDerivative):
 
     @staticmethod
     def forward(
-        grad_out: Float[Tensor, "batch heads queries value_dim"],
-        grad_lse: Float[Tensor, "batch heads queries"] | None,
-        q: Float[Tensor, "batch heads queries head_dim"],
-        k: Float[Tensor, "batch kv_heads keys head_dim"],
-        v: Float[Tensor, "batch kv_heads keys value_dim"],
-        bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
-        out: Float[Tensor, "batch heads queries value_dim"],
-        shifts: Float[Tensor, "batch heads queries 1"],
-        sums: Float[Tensor, "batch heads queries 1"],
+        grad_out: Outputs,
+        grad_lse: PerRow | None,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        bias: Bias | None,
+        out: Outputs,
+        shifts: RowColumn,
+        sums: RowColumn,
         options: CallOptions,
         bias_needs_grad: bool,
     ) -> tuple[Tensor | None, ...]:
@@ -266,7 +250,7 @@ def _empty_rows(
     return allocate(batch, length, heads, width).transpose(1, 2)
 
 
-def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
+def _row_sums(powers: Stacked) -> StackedColumn:
     """Return the sum of each row of unnormalized weights, in float32 at least. A bfloat16 row is first added into
     `PARTIAL_SUMS` sums in bfloat16, since converting all columns to float32 would be slower.
     """
@@ -279,7 +263,7 @@ def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv 
 
 def _times(
     tile: Tile,
-    left: Float[Tensor, "kv stacked columns"],
+    left: Stacked,
     right: Float[Tensor, "batch kv_heads keys width"],
     features: Float[Tensor, "#batch columns features"] | None = None,
 ) -> Float[Tensor, "kv stacked width_and_features"]:
@@ -303,7 +287,7 @@ def _add_products(
     tile: Tile,
     total: Float[Tensor, "batch kv_heads width keys"],
     rows: Float[Tensor, "kv stacked width"],
-    scores: Float[Tensor, "kv stacked columns"],
+    scores: Stacked,
 ) -> None:
     """Add `rows^T scores`, summed over the stacked query rows of a tile, to the tile's keys in `total`. For the
     gradient of v, `scores` are unnormalized weights, and `rows` is the output's gradient divided by their sum.

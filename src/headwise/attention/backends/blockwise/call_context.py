@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headwise.attention.backends.blockwise.tiles import PlannedBlock, Tile
 from headwise.attention.masks.grid import Grid
+from headwise.attention.tensors import KeyPositions, QueryPositions
 from headwise.shapes import Bool, Float, Int
 
 CACHED_CELLS = 2**22
@@ -183,7 +184,7 @@ class TileVisibility:
         return self.real_keys.int().argmax(-1, keepdim=True)
 
     @property
-    def _all_key_positions(self) -> Int[Tensor, "#batch keys"]:
+    def _all_key_positions(self) -> KeyPositions:
         """Positions of all keys of the call, not only those of the tile, for the tile's sequences."""
         keys = torch.arange(self.grid.keys, device=self.grid.device)
         return self._of_tile(self.grid.key_position(keys[None]))
@@ -267,7 +268,7 @@ class CallContext:
     positions: Grid | None = None
     first_keys: Int[Tensor, "batch #queries"] | None = None
     left_out: frozenset[str] = frozenset()
-    query_positions: Int[Tensor, "#batch queries"] | None = None
+    query_positions: QueryPositions | None = None
     _visibilities: dict[Hashable, TileVisibility] = field(default_factory=dict, init=False, repr=False)
     _copy_cells: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 

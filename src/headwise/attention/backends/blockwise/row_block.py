@@ -16,6 +16,7 @@ from torch import Tensor
 from headwise.attention.backends.blockwise.call_context import CallContext, TileVisibility
 from headwise.attention.backends.blockwise.tiles import Tile
 from headwise.attention.masks.grid import Grid
+from headwise.attention.tensors import RowsByHead, Stacked, StackedColumn, Values
 from headwise.shapes import Float
 
 
@@ -47,17 +48,17 @@ class RowBlock:
     grid: Grid
     call_context: CallContext
     visibility: TileVisibility
-    powers: Float[Tensor, "kv stacked columns"]
-    power_score_sum: Float[Tensor, "kv stacked 1"]
-    power_sum: Float[Tensor, "kv stacked 1"]
-    normalizer: Float[Tensor, "kv stacked 1"]
-    largest_power: float | Float[Tensor, "kv stacked 1"]
-    largest_score: Float[Tensor, "kv stacked 1"] | None = None
-    largest_uncapped_score: Float[Tensor, "kv stacked 1"] | None = None
+    powers: Stacked
+    power_score_sum: StackedColumn
+    power_sum: StackedColumn
+    normalizer: StackedColumn
+    largest_power: float | StackedColumn
+    largest_score: StackedColumn | None = None
+    largest_uncapped_score: StackedColumn | None = None
     out: Float[Tensor, "kv stacked value_dim"] | None = None
     feature_products: Float[Tensor, "kv stacked features"] | None = None
     gram: Float[Tensor, "heads value_dim value_dim"] | None = None
-    values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None
+    values: Values | None = None
 
     @property
     def rows(self) -> range:
@@ -86,24 +87,24 @@ class RowBlock:
         return self.tile.by_head(self.powers / self.normalizer)
 
     @cached_property
-    def weight_per_power(self) -> Float[Tensor, "batch heads rows"]:
+    def weight_per_power(self) -> RowsByHead:
         """Factor for each row that turns the unnormalized weights in `powers` into weights: 1 / `normalizer`."""
         return self._by_head(self.normalizer.reciprocal())
 
     @cached_property
-    def weight_sum(self) -> Float[Tensor, "batch heads rows"]:
+    def weight_sum(self) -> RowsByHead:
         """Sum of each row's weights over its keys: 0 in a row without a visible key, otherwise 1 minus the weight of
         the head's attention sink. Talking heads, which mix the weights of heads, can change it.
         """
         return self._by_head(self.power_sum / self.normalizer).nan_to_num(0.0)
 
     @cached_property
-    def largest_weight(self) -> Float[Tensor, "batch heads rows"]:
+    def largest_weight(self) -> RowsByHead:
         """Largest attention weight of each row over its keys."""
         return self._by_head(self.largest_power / self.normalizer)
 
     @cached_property
-    def largest_content_weight(self) -> Float[Tensor, "batch heads rows"]:
+    def largest_content_weight(self) -> RowsByHead:
         """Largest attention weight of each row over the keys that are not special tokens, which must be known; 0 in a
         row that may attend to none of them.
         """
@@ -116,7 +117,7 @@ class RowBlock:
         return powers.amax(-1) * self.weight_per_power
 
     @cached_property
-    def entropy(self) -> Float[Tensor, "batch heads rows"]:
+    def entropy(self) -> RowsByHead:
         """Entropy -sum A ln A of each row's weights A over the keys, in nats; 0 in a row without a visible key."""
         # ln A is the score less the log of the normalizer: no logarithm of a weight that may be 0.
         mean_score = self._by_head(self.power_score_sum / self.normalizer)
@@ -134,7 +135,7 @@ class RowBlock:
             product = self.powers.view(sequences, heads * rows, -1) @ features.to(self.powers.dtype)
         return product.view(sequences, heads, rows, -1) * self.weight_per_power[..., None]
 
-    def weight_at_lag(self, lag: int) -> Float[Tensor, "batch heads rows"]:
+    def weight_at_lag(self, lag: int) -> RowsByHead:
         """Return each row's weight on the key `lag` positions before the query, or 0 if there is no such key."""
         if not self.visibility.grid.uses_default_positions:
             return (self.weights * (self.visibility.lags == lag)[:, None]).sum(-1)
@@ -147,14 +148,14 @@ class RowBlock:
         return powers * self.weight_per_power
 
     @property
-    def weight_on_first(self) -> Float[Tensor, "batch heads rows"]:
+    def weight_on_first(self) -> RowsByHead:
         """Each row's attention weight on the key of the first token of its sequence."""
         if "first" in self.visibility.key_features:
             return self.feature_sums["first"]
         is_first = self.visibility.key_indices == self.visibility.first_key[..., None]
         return (self.weights * is_first[:, None]).sum(-1)
 
-    def weight_after_copies(self, shift: int) -> Float[Tensor, "batch heads rows"]:
+    def weight_after_copies(self, shift: int) -> RowsByHead:
         """Return each row's weight on the keys that are `shift` tokens after an earlier occurrence of the query's
         token.
         """
@@ -170,7 +171,7 @@ class RowBlock:
         return sums * self.weight_per_power
 
     @cached_property
-    def distance(self) -> Float[Tensor, "batch heads rows"]:
+    def distance(self) -> RowsByHead:
         """Sum over keys of attention weight times distance |query position - key position|, for each row, in tokens."""
         if not self.visibility.grid.uses_default_positions:
             return (self.weights * self.visibility.lags.abs()[:, None]).sum(-1)
@@ -184,7 +185,7 @@ class RowBlock:
         return sides + self._distance_between * self.weight_per_power
 
     @property
-    def _distance_between(self) -> Float[Tensor, "batch heads rows"]:
+    def _distance_between(self) -> RowsByHead:
         """Sum of |query position - key position| times unnormalized weight, for each row, over the keys between the
         positions of the block's first and last row.
         """
@@ -208,7 +209,7 @@ class RowBlock:
         return received[..., 0, :], self.visibility.rows_per_key.expand(*received.shape[:2], -1)
 
     @cached_property
-    def feature_sums(self) -> dict[str, Float[Tensor, "batch heads rows"]]:
+    def feature_sums(self) -> dict[str, RowsByHead]:
         """Sum over keys of weight times feature, for each row, by the name of the feature in
         `visibility.key_features`.
         """
@@ -218,7 +219,7 @@ class RowBlock:
             sums = self.tile.by_head(self.feature_products) * self.weight_per_power[..., None]
         return dict(zip(self.visibility.key_features, sums.unbind(-1), strict=False))
 
-    def _by_head(self, column: Float[Tensor, "kv stacked 1"]) -> Float[Tensor, "batch heads rows"]:
+    def _by_head(self, column: StackedColumn) -> RowsByHead:
         """Return one number for each query row with the axes batch, head and row, from numbers stacked as in
         `powers`.
         """

@@ -28,6 +28,7 @@ from headwise.attention.backends.blockwise.tiles import (
     reads_most_keys,
     select,
 )
+from headwise.attention.tensors import Bias, Keys, Outputs, Queries, RowColumn, Stacked, StackedColumn, Values
 from headwise.shapes import Float
 
 FLOAT32_BLOCK_OVERHEAD, BFLOAT16_BLOCK_OVERHEAD = 2**17, 2**18
@@ -46,14 +47,14 @@ class Float32Scores:
 
     def __init__(
         self,
-        q: Float[Tensor, "batch heads queries head_dim"],
-        k: Float[Tensor, "batch kv_heads keys head_dim"],
-        bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        q: Queries,
+        k: Keys,
+        bias: Bias | None,
         scale: float,
         softcap: float | None,
         bias_hides: bool,
         pool: Pool,
-        shifts: Float[Tensor, "batch heads queries 1"],
+        shifts: RowColumn,
         *,
         finds_uncapped: bool = False,
     ) -> None:
@@ -64,40 +65,29 @@ class Float32Scores:
         """
         self.q, self.k, self.bias, self.shifts = q, k, bias, shifts
         self.scale, self.softcap, self.bias_hides, self.pool = scale, softcap, bias_hides, pool
-        self.largest_uncapped: Float[Tensor, "kv stacked 1"] | None = None
+        self.largest_uncapped: StackedColumn | None = None
         self._finds_uncapped = finds_uncapped and softcap is not None
 
-    def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
+    def shifted_scores(self, tile: Tile) -> Stacked:
         """Return the scores of a tile less the largest score of each row, which is written to `self.shifts`."""
         scores, _ = self._scores(tile)
         shift = scores.amax(-1, keepdim=True)
         tile.write(self.shifts, shift)
         return scores.sub_(shift)
 
-    def recompute(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
+    def recompute(self, tile: Tile) -> Stacked:
         """Return the scores of a tile less the numbers that `shifted_scores` wrote in the forward pass."""
         scores, self._tanh = self._scores(tile)
         return scores.sub_(tile.stack_rows(self.shifts))
 
-    def start_backward(
-        self,
-        v: Float[Tensor, "batch kv_heads keys value_dim"],
-        upstream: Float[Tensor, "batch heads queries value_dim"],
-        delta: Float[Tensor, "batch heads queries 1"],
-        grad_bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
-    ) -> None:
+    def start_backward(self, v: Values, upstream: Outputs, delta: RowColumn, grad_bias: Bias | None) -> None:
         """Store tensors for `score_gradient`: the values; the output's gradient divided by each row's sum of
         unnormalized weights; the number that the softmax's gradient subtracts in each row; and the tensor to which the
         gradient of the bias is added, or None.
         """
         self._v, self._upstream, self._delta, self._grad_bias = v, upstream, delta, grad_bias
 
-    def score_gradient(
-        self,
-        tile: Tile,
-        weights: Float[Tensor, "kv stacked columns"],
-        dropout_factors: Float[Tensor, "kv stacked columns"] | None,
-    ) -> Float[Tensor, "kv stacked columns"]:
+    def score_gradient(self, tile: Tile, weights: Stacked, dropout_factors: Stacked | None) -> Stacked:
         """Return the gradient with respect to a tile's scaled products `scale * q k^T`, before any softcap, and add
         that of the bias. `weights` are the tile's unnormalized weights 2^(score - shift).
         """
@@ -113,9 +103,7 @@ class Float32Scores:
             grad.mul_(self._tanh.square_().neg_().add_(1.0))
         return grad
 
-    def _scores(
-        self, tile: Tile
-    ) -> tuple[Float[Tensor, "kv stacked columns"], Float[Tensor, "kv stacked columns"] | None]:
+    def _scores(self, tile: Tile) -> tuple[Stacked, Stacked | None]:
         """Return the scores of a tile with softcap and bias, divided by ln 2, and tanh(scaled product / softcap), which
         the gradient needs; None without a softcap.
         """
@@ -172,15 +160,7 @@ class BFloat16Scores:
 
     largest_uncapped = None
 
-    def __init__(
-        self,
-        q: Float[Tensor, "batch heads queries head_dim"],
-        k: Float[Tensor, "batch kv_heads keys head_dim"],
-        scale: float,
-        plan: BlockwisePlan,
-        pool: Pool,
-        shifts: Float[Tensor, "batch heads queries 1"],
-    ) -> None:
+    def __init__(self, q: Queries, k: Keys, scale: float, plan: BlockwisePlan, pool: Pool, shifts: RowColumn) -> None:
         """Store the tensors of a call, and the keys with two more features that are 1, which subtract a row's shift.
 
         `shifted_scores` writes the shifts to the float32 tensor `shifts`, and `recompute` reads them.
@@ -189,7 +169,7 @@ class BFloat16Scores:
         self._extended_keys = extend_with_ones(k, plan)
         self._k = k
 
-    def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
+    def shifted_scores(self, tile: Tile) -> Stacked:
         """Return the scores of a tile, from each row of which its shift is subtracted before the scale, and write the
         shifts to `self.shifts`. Shifts are predicted from the queries and the mean and variance of the keys, and
         corrected until the largest shifted score of every row is near zero.
@@ -212,35 +192,27 @@ class BFloat16Scores:
         tile.write(self.shifts, written)
         return scores
 
-    def recompute(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
+    def recompute(self, tile: Tile) -> Stacked:
         """Return the scores of a tile less the shifts that `shifted_scores` wrote in the forward pass."""
         shift, magnitude = tile.stack_rows(self.shifts), self._written_magnitude
         if not magnitude <= LARGEST_SPLIT_SHIFT:
             magnitude = self._magnitude(shift)
         return self._product(tile, tile.stack_rows(self.q), shift, magnitude)
 
-    def start_backward(
-        self,
-        v: Float[Tensor, "batch kv_heads keys value_dim"],
-        upstream: Float[Tensor, "batch heads queries value_dim"],
-        delta: Float[Tensor, "batch heads queries 1"],
-        _: Tensor | None = None,
-    ) -> None:
+    def start_backward(self, v: Values, upstream: Outputs, delta: RowColumn, _: Tensor | None = None) -> None:
         """Store the values with two additional features of 1, and the upstream gradient with two additional features
         whose sum is `-delta`: their product is `upstream v^T - delta`.
         """
         self._extended_upstream = extend_with_shift(upstream, delta)
         self._extended_values = extend_with_ones(v, self.plan)
 
-    def score_gradient(
-        self, tile: Tile, weights: Float[Tensor, "kv stacked columns"], _: Tensor | None = None
-    ) -> Float[Tensor, "kv stacked columns"]:
+    def score_gradient(self, tile: Tile, weights: Stacked, _: Tensor | None = None) -> Stacked:
         """Return the gradient with respect to a tile's scaled products, given its unnormalized weights."""
         upstream = tile.stack_rows(self._extended_upstream)
         return products("gradient", tile, upstream, self._extended_values, 1.0, self.pool).mul_(weights)
 
     @cached_property
-    def _moments(self) -> tuple[Float[Tensor, "batch heads queries 1"], Float[Tensor, "batch heads queries 1"]]:
+    def _moments(self) -> tuple[RowColumn, RowColumn]:
         """Predicted mean and standard deviation of each query's products with all keys, before the scale, from a sample
         of at most 511 keys, as if the features of keys were independent.
         """
@@ -268,12 +240,8 @@ class BFloat16Scores:
         return max(-float(lowest), float(highest)) * self.scale
 
     def _product(
-        self,
-        tile: Tile,
-        rows: Float[Tensor, "kv stacked head_dim"],
-        shift: Float[Tensor, "kv stacked 1"],
-        magnitude: float,
-    ) -> Float[Tensor, "kv stacked columns"]:
+        self, tile: Tile, rows: Float[Tensor, "kv stacked head_dim"], shift: StackedColumn, magnitude: float
+    ) -> Stacked:
         """Return a tile's scores `(rows k^T - shift) * scale`, divided by ln 2. Two bfloat16 features of `rows`
         subtract the shift, unless the largest one, `magnitude`, is above 2^16 or NaN: then the product is computed in
         float32.
@@ -326,7 +294,7 @@ def extend_with_shift(
     return torch.cat([rows, -rounded, (rounded - shift).to(rows.dtype)], -1)
 
 
-def _row_maximum(scores: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
+def _row_maximum(scores: Stacked) -> StackedColumn:
     """Return the largest score of each row of a bfloat16 tensor, compared as 16-bit integers, which is eight times as
     fast. The bits of positive floats are in their order, and those of negative ones below them in the opposite order.
     """

@@ -10,7 +10,7 @@ stacks the query rows of all heads that share a key/value head, so that one prod
 
 import math
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Coverage, Grid
+from headwise.attention.tensors import Bias, Stacked
 from headwise.checks import has_readable_values
 from headwise.shapes import Bool, Float
 
@@ -303,7 +304,7 @@ class Tile(NamedTuple):
             yield keys, scores[..., offset : offset + len(keys)]
             offset += len(keys)
 
-    def hide(self, scores: Float[Tensor, "kv stacked columns"]) -> None:
+    def hide(self, scores: Stacked) -> None:
         """Lower the scores of hidden keys to `score_of_hidden_key`, in place, and those of a row without a key to at
         most 0.
         """
@@ -311,7 +312,7 @@ class Tile(NamedTuple):
             part = self.by_head(scores)[..., offset : offset + bounds.shape[-1]]
             torch.minimum(part, bounds, out=part)
 
-    def by_head(self, stacked: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "batch heads rows columns"]:
+    def by_head(self, stacked: Stacked) -> Float[Tensor, "batch heads rows columns"]:
         """Return a view of numbers that are stacked as by `stack_rows`, with axes of sequences, query heads and
         rows.
         """
@@ -391,7 +392,7 @@ class Pool:
         )
         self._buffers: dict[str, Tensor] = {}
 
-    def buffer(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Float[Tensor, "kv stacked columns"]:
+    def buffer(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Stacked:
         """Return the buffer of a name in the shape of a tile's scores, for stacked query rows. It is not cleared."""
         if name not in self._buffers:
             self._buffers[name] = self._allocate(name)
@@ -419,7 +420,7 @@ def products(
     right: Float[Tensor, "batch kv_heads width keys"],
     factor: float,
     pool: Pool,
-) -> Float[Tensor, "kv stacked columns"]:
+) -> Stacked:
     """Return `factor * rows @ right` for a tile's keys, in the pool's buffer of that name, rounded once, after the
     factor.
     """
@@ -471,7 +472,7 @@ def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
 
 
 def _ceilings(
-    group: MaskGroup, block: PlannedBlock, hiding_bias: Float[Tensor, "#batch #heads #queries #keys"] | None, q: Tensor
+    group: MaskGroup, block: PlannedBlock, hiding_bias: Bias | None, q: Tensor
 ) -> tuple[list[Ceiling], Bool[Tensor, "#batch #heads rows 1"] | None]:
     """Return the upper bounds that hide a block's scores, and a boolean mask of the rows with a visible key; None if
     all rows are known to have one.

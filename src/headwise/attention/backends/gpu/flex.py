@@ -31,6 +31,7 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import VisibleKeys, visible_keys
 from headwise.attention.masks.kinds import InRanges, Padding, Segments
 from headwise.attention.problem import Answer, Problem
+from headwise.attention.tensors import KeyRanges
 from headwise.checks import has_values
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
@@ -347,7 +348,7 @@ def visible_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks]:
     return some, every
 
 
-def _blocks_of_ranges(ranges: Int[Tensor, "#batch #heads queries ranges 2"], keys: int) -> tuple[Blocks, Blocks]:
+def _blocks_of_ranges(ranges: KeyRanges, keys: int) -> tuple[Blocks, Blocks]:
     """Return the blocks in which some, and every, query has a key in its ranges."""
     key_blocks = -(-keys // BLOCK)
     block = torch.arange(key_blocks, device=ranges.device)

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.attention.tensors import KeyRanges
 from headwise.shapes import Int
 
-Ranges = Int[Tensor, "#batch #heads queries ranges 2"]
+Ranges = KeyRanges
 
 
 def in_blocks(tensor: Tensor, axis: int, size: int) -> Tensor:

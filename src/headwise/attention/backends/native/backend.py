@@ -16,7 +16,7 @@ from headwise.attention.backends.native import library, operators
 from headwise.attention.backends.native.parts import Options, attend_in_parts
 from headwise.attention.masks.key_ranges import visible_keys
 from headwise.attention.problem import Answer, Problem
-from headwise.shapes import Bool, Int
+from headwise.attention.tensors import KeyRanges, Matrix
 
 name = "native"
 
@@ -98,11 +98,7 @@ def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) ->
     return out, lse
 
 
-def arguments(
-    problem: Problem,
-    ranges: Int[Tensor, "#batch #heads queries ranges 2"] | None,
-    matrix: Bool[Tensor, "#batch #heads #queries #keys"] | None,
-) -> tuple[Any, ...]:
+def arguments(problem: Problem, ranges: KeyRanges | None, matrix: Matrix | None) -> tuple[Any, ...]:
     """Return the arguments that all native operators share. A query attends to the keys in one of its ranges at which
     the matrix is True.
     """

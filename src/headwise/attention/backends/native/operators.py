@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from headwise.attention.backends.plain_statistics import ROWS
 from headwise.attention.backends.sinks_gradient import SinksGradient, refuse_second_derivative
+from headwise.attention.tensors import Outputs, PerRow
 from headwise.checks import savable
-from headwise.shapes import Float
 
 
 def register_rules(names: Iterable[str]) -> None:
@@ -80,10 +80,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(
-    ctx: Any,
-    out_gradient: Float[Tensor, "batch heads queries value_dim"] | None,
-    lse_gradient: Float[Tensor, "batch heads queries"] | None,
-    _: Tensor | None,
+    ctx: Any, out_gradient: Outputs | None, lse_gradient: PerRow | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, the sinks and the bias, given those of the output and the log-sum-exp."""
     q, k, v, head_scale, sinks, ranges, matrix, bias, seed, out, lse, normalizers = ctx.saved_tensors
@@ -104,10 +101,8 @@ def _backward(
 
 
 def with_usual_strides(
-    out_gradient: Float[Tensor, "batch heads queries value_dim"] | None,
-    lse_gradient: Float[Tensor, "batch heads queries"] | None,
-    out: Float[Tensor, "batch heads queries value_dim"],
-) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries"] | None]:
+    out_gradient: Outputs | None, lse_gradient: PerRow | None, out: Outputs
+) -> tuple[Outputs, PerRow | None]:
     """Return the gradients of output and log-sum-exp as the operator of the backward pass reads them: of the output,
     zeros if it is missing.
     """

@@ -12,23 +12,21 @@ from torch import Tensor
 
 from headwise.attention.backends.native.operators import with_usual_strides
 from headwise.attention.backends.sinks_gradient import SinksGradient
-from headwise.attention.masks.key_ranges import Matrix, Part, VisibleKeys
+from headwise.attention.masks.key_ranges import Part, VisibleKeys
+from headwise.attention.tensors import Bias, Matrix, Outputs, PerHead, PerRow
 from headwise.checks import savable
 from headwise.errors import InputError
-from headwise.shapes import Float, Int
-
-Output = Float[Tensor, "batch heads queries value_dim"]
-LogSumExp = Float[Tensor, "batch heads queries"]
+from headwise.shapes import Int
 
 
 class Options(NamedTuple):
     """Arguments of the operators other than q, k, v and the mask."""
 
     scale: float
-    head_scale: Float[Tensor, " heads"] | None
+    head_scale: PerHead | None
     softcap: float
-    sinks: Float[Tensor, " heads"] | None
-    bias: Float[Tensor, "#batch #heads #queries #keys"] | None
+    sinks: PerHead | None
+    bias: Bias | None
     dropout: float = 0.0
     seed: Int[Tensor, ""] | None = None
 
@@ -43,7 +41,7 @@ class Options(NamedTuple):
 
 def attend_in_parts(
     q: Tensor, k: Tensor, v: Tensor, options: Options, visible: VisibleKeys, parts: list[Part]
-) -> tuple[Output, LogSumExp]:
+) -> tuple[Outputs, PerRow]:
     """Return the output and the log-sum-exp, computed part by part in the order of the rows. They can be differentiated
     with respect to q, k, v, the sinks and the bias.
     """
@@ -57,7 +55,7 @@ def attend_in_parts(
 
 def _traced(
     q: Tensor, k: Tensor, v: Tensor, options: Options, visible: VisibleKeys, parts: list[Part]
-) -> tuple[Output, LogSumExp]:
+) -> tuple[Outputs, PerRow]:
     """Return the results as a sequence of operators that the compiler can trace. It decides which matrices it keeps."""
     # Gradients of parts are added up in float32.
     wide = [each.float() for each in (k, v)]
@@ -84,7 +82,7 @@ class _AttentionInParts(torch.autograd.Function):
         options: Options,
         visible: VisibleKeys,
         parts: list[Part],
-    ) -> tuple[Output, LogSumExp, Tensor]:
+    ) -> tuple[Outputs, PerRow, Tensor]:
         """Return the output, the log-sum-exp and the normalizers of each row."""
         batch, heads, queries, _ = q.shape
         out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
@@ -105,7 +103,7 @@ class _AttentionInParts(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, out_gradient: Output | None, lse_gradient: LogSumExp | None, _: None
+        ctx: Any, out_gradient: Outputs | None, lse_gradient: PerRow | None, _: None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, the sinks and the bias, given those of the output and the log-sum-exp."""
         q, k, v, sinks, head_scale, bias, seed, out, lse, normalizers = ctx.saved_tensors
