@@ -209,17 +209,13 @@ def _why_not_native(problem: Problem) -> str | None:
 
 
 def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
-    """Return the reason to expect that torch's fused kernel computes a problem faster than the native kernels, in one
-    sentence; None if it does not.
+    """Return the reason to expect that torch's fused kernel computes a problem faster than the native kernels; None if
+    it does not. `hides_nothing` is True if it computes no score that the mask hides.
 
     In the measurements (docs/lab-notes.md) the native kernels took at most about 1.1 times as long as torch's on every
     instruction set, and mostly less, with two exceptions. A block of the native kernels has 64 rows, which few queries
     do not fill; only the few rows of a decoding step have kernels of their own. And the tiles of wide heads in float32
     do not fit into the first-level cache.
-
-    Args:
-        problem: the attention call, which both can compute.
-        hides_nothing: True if torch's kernel computes no score that the mask hides.
     """
     width = max(problem.q.shape[-1], problem.v.shape[-1])
     is_float32, has_dropout = problem.q.dtype == torch.float32, problem.dropout > 0

@@ -179,7 +179,7 @@ class GrowingCache(Cache):
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "1 new"]:
         """Return the positions of the next `new` tokens, the same for every sequence: with n tokens received so far, n
-        to n + new - 1. Raises `InputError` if `lengths` is not None.
+        to n + new - 1. `lengths` are refused.
         """
         if lengths is not None:
             expected = "a StaticCache, where each sequence may have its own length"
@@ -237,9 +237,7 @@ class DynamicCache(GrowingCache):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"] | None, *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Return the tensors of all stored tokens followed by the new ones, and the number of tokens per sequence, new
-        ones included, as a `CacheUpdate`. The arguments `positions` and `full_capacity` are ignored.
-        """
+        """Return all stored tokens followed by the new ones. `positions` and `full_capacity` are ignored."""
         tensors, buffers = self._append(new)
         return CacheUpdate(tensors, None, tensors[0].shape[2], buffers)
 
@@ -281,8 +279,7 @@ class SlidingCache(GrowingCache):
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
         """Return the stored tokens (the first `sinks` tokens and the most recent ones) followed by the new ones, with
-        their positions (None if no token has been dropped), as a `CacheUpdate`. Only `commit` drops tokens.
-        `full_capacity` is ignored.
+        their positions, or None if no token has been dropped. Only `commit` drops tokens. `full_capacity` is ignored.
         """
         tensors, buffers = self._append(new)
         token_count = self.token_count + positions.shape[1]
@@ -417,12 +414,9 @@ class StaticCache(Cache):
     def next_positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "#batch new"]:
-        """Return the positions of the next `new` tokens of each sequence, starting at the number of tokens that the
-        sequence has cached; `(1, new)` if they are known to be the same for all sequences. If `lengths` is passed, only
-        the first `lengths[b]` new tokens of sequence b are real, and the padding after them has position -1. Raises
-        `InputError` if `lengths` is not one number from 0 to `new` for each sequence, or if `batch` is not that of the
-        cache. A token beyond the capacity raises it too, on a CPU and not while compiling. On a GPU `lengths` are not
-        read: numbers out of range count as 0 or as `new`.
+        """Return the positions of the next `new` tokens of each sequence, after its cached tokens; `(1, new)` if they
+        are known to be the same for all sequences. A token beyond the capacity raises `InputError`, on a CPU and not
+        while compiling. On a GPU `lengths` are not read: numbers out of range count as 0 or as `new`.
         """
         require_same_batch(self.slots, batch)
         if lengths is None and new and self.can_omit_empty_slots:
@@ -447,9 +441,9 @@ class StaticCache(Cache):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Write the new tokens of each sequence into the slots after its cached tokens, and return a `CacheUpdate` of
-        all slots with their key positions, -1 for empty slots. On a CPU outside of compiling, slots beyond the longest
-        sequence are left out unless `full_capacity` is True.
+        """Write the new tokens of each sequence into the slots after its cached tokens, and return all slots with their
+        key positions, -1 for empty slots. On a CPU outside of compiling, slots beyond the longest sequence are left out
+        unless `full_capacity` is True.
 
         The written slots count as empty until `commit` sets the new lengths. If `commit` is never called, because the
         forward pass failed, the next update clears them.

@@ -171,13 +171,8 @@ def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> 
 
 
 def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) -> None:
-    """Prepare the calls with a signature when it is seen for the second time.
-
-    Args:
-        key: result of `signature`.
-        mask: mask of the caller; that of the problem is None if it hides nothing.
-        problem: the call.
-        choice: its backend.
+    """Prepare the calls with a signature when it is seen for the second time. `mask` is that of the caller; that of the
+    problem is None if it hides nothing.
     """
     try:
         known = _calls.get(key, False)

@@ -55,21 +55,13 @@ class Problem:
     Sinks and a tensor that is the scale have the dtype of the scores.
 
     Attributes:
-        q: queries.
-        k: keys.
-        v: values.
         mask: keys that each query may attend to; None if the mask hides nothing.
         bias: tensor that is added to the scores, in a dtype that the dtype of the scores can represent; None without.
             Backends convert the parts that they read: a copy of the whole takes memory and time.
-        scale: factor of the scores.
-        softcap: limit of the scaled scores; None without.
         sinks: sink logit of each head; None without.
         talking: matrices that mix heads; None without.
         grid: sizes of the score matrix, and positions of queries and keys.
         gate: factor of the output, which `attend` applies and backends ignore; None without.
-        dropout: probability with which a weight is dropped.
-        return_lse: True if the log-sum-exp is asked for.
-        return_weights: True if the weights are asked for.
     """
 
     q: Queries
@@ -152,12 +144,8 @@ class Problem:
         return_lse: bool = False,
         return_weights: bool = False,
     ) -> "Problem":
-        """Check the arguments of `attend`, and return them as a `Problem` in the one form that backends read. Defaults
-        are filled in. A boolean tensor as mask becomes a `Mask`, and a float tensor as mask becomes the bias. Tensors
-        such as `scale` and `gate` get axes of size 1 to broadcast.
-
-        Raises:
-            InputError: an argument is unusable or does not fit the others; the first one found is named.
+        """Check the arguments of `attend`, and return them in the one form that backends read, with defaults filled in;
+        raise `InputError` for the first one that is unusable or does not fit the others.
         """
         _check_tensors(q, k, v)
         mask, bias = mask_and_bias(mask, bias)

@@ -57,7 +57,6 @@ class LayerCall(NamedTuple):
         lengths: number of tokens of each sequence that enter the cache; None if all do.
         offsets: start of each packed sequence among the queries and among the keys; None if each row of the batch is
             one sequence.
-        return_weights: True if the caller wants the attention weights.
     """
 
     mask: Mask | None
@@ -86,8 +85,6 @@ class ScoreParameters(NamedTuple):
     attention.
 
     Attributes:
-        scale: factor of the scores, one number or one per score map.
-        softcap: bound of the scores; None without one.
         sinks: logit of each score map's sink; None without sinks.
         talking_heads: matrices that mix the heads before and after the softmax; None without them.
     """

@@ -178,23 +178,12 @@ def by_onednn(
     """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by oneDNN, or by the faster of the
     native kernel and torch if the product is too small for oneDNN to gain.
 
-    Torch computes `F.linear` in float32 with MKL, which uses AVX-512 on processors by Intel alone. OneDNN, which is
-    part of torch too, uses it on all processors that have it. It adds the products of a row one after another, so that
-    its rounding error grows with the width of x. Here the width is therefore split into blocks, whose products are
-    added: that keeps the error near that of MKL (docs/lab-notes.md, "Linear projections").
+    OneDNN adds the products of a row one after another, so that its rounding error grows with the width of x. The width
+    is therefore split into blocks, whose products are added: that keeps the error near that of MKL (docs/lab-notes.md,
+    "Linear projections").
 
-        y = x W^T + b        dx = dy W        dW = dy^T x        db = sum of dy over the tokens
-
-    All three products are calls of the operator `headwise::linear` itself, so that it has derivatives of every order.
-
-    Example:
-        >>> by_onednn(torch.randn(2, 1024, 512), torch.randn(64, 512), None).shape
-        torch.Size([2, 1024, 64])
-
-    Args:
-        x: input.
-        weight: matrix of the linear map.
-        bias: addition to each token's output.
+    The operator `headwise::linear` has derivatives of every order, since its gradients are calls of itself: dx = dy W,
+    dW = dy^T x, db = sum of dy over the tokens.
     """
     if torch.compiler.is_compiling() or needs_gradient(x, weight, bias):
         register()

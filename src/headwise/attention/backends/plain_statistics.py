@@ -43,12 +43,7 @@ class StatisticsCall(NamedTuple):
     """Arguments of the operator.
 
     Attributes:
-        q: queries.
-        k: keys.
-        v: values.
-        scale: factor of the scores.
         head_scale: further factor of each head; None without.
-        softcap: limit of the scores; 0 without.
         sinks: sink logit of each head; None without.
         ranges: keys that each query may attend to, as starts and stops; None for all.
         dense: True where a query may attend to a key; None for all.

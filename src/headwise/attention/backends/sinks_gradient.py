@@ -49,16 +49,10 @@ class SinksGradient(OnlyFirstDerivative):
     def forward(
         deltas: PerRow, lse_gradient: PerRow | None, lse: PerRow, shifts: PerRow, inverse_sums: PerRow, sinks: PerHead
     ) -> PerHead:
-        """Return the gradient.
-
-        Args:
-            deltas: product of the output and its gradient, for each row. The output must not be rounded to half
-                precision: its rounding error would be one of this gradient.
-            lse_gradient: gradient of the log-sum-exp; None for 0.
-            lse: log-sum-exp, with the sinks.
-            shifts: number that was subtracted from the scores of a row, in units of ln 2.
-            inverse_sums: inverse of the sum of 2 to the power of each shifted score of a row, the sink's included.
-            sinks: sink logit of each head.
+        """Return the gradient, from numbers of each row: `deltas`, the product of the output and its gradient; the
+        gradient of the log-sum-exp and itself; the number that was subtracted from the scores, in units of ln 2; and
+        the inverse of the sum of 2 to the power of each shifted score, the sink's included. The output must not be
+        rounded to half precision: its rounding error would be one of this gradient.
         """
         upstream = -deltas.double() if lse_gradient is None else lse_gradient.double() - deltas
         inverse = inverse_sums.double()

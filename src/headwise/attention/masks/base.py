@@ -253,7 +253,6 @@ class And(Combined):
         return None if left is None or right is None else intersect(left, right, grid)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY if a part allows no query-key pair of a block, FULL if both allow all, otherwise PARTIAL."""
         coverages = {part.coverage(grid, rows, columns) for part in self.parts}
         if Coverage.EMPTY in coverages:
             return Coverage.EMPTY
@@ -275,7 +274,6 @@ class Or(Combined):
         return None if left is None or right is None else left + subtract(right, left, grid)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return FULL if a part allows all query-key pairs of a block, EMPTY if both allow none, otherwise PARTIAL."""
         coverages = {part.coverage(grid, rows, columns) for part in self.parts}
         if Coverage.FULL in coverages:
             return Coverage.FULL
@@ -298,7 +296,6 @@ class Not(Combined):
         return None if hidden is None else subtract(everything, hidden, grid)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return FULL for a block of which the part allows no pair, EMPTY if it allows all, otherwise PARTIAL."""
         opposite = {Coverage.EMPTY: Coverage.FULL, Coverage.FULL: Coverage.EMPTY}
         coverage = self.parts[0].coverage(grid, rows, columns)
         return opposite.get(coverage, coverage)
@@ -340,7 +337,7 @@ class PerHead(OfParts):
         return coverages.pop() if len(coverages) == 1 else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one mask for each head of the score grid, and each of them fits it."""
+        """Raise `InputError` unless there is one mask for each head of the grid, and each of them fits it."""
         if len(self.parts) != grid.heads:
             raise InputError("per_head(masks)", expected=f"one for each of {grid.heads} heads", got=len(self.parts))
         super().check(replace(grid, heads=1))

@@ -40,8 +40,6 @@ class Observation(NamedTuple):
     Attributes:
         observer: function that is called with the row block of each tile.
         call_context: tokens and padding of the call.
-        grid: the score grid of the call.
-        values: the values of the call.
     """
 
     observer: Observer
@@ -54,14 +52,9 @@ class CallOptions(NamedTuple):
     """Options of one blockwise attention call, and what the forward and the backward pass derive from them alike.
 
     Attributes:
-        plan: the blocks to compute.
         bfloat16_scores: True for scores in bfloat16, False for scores in the dtype of q.
-        scale: factor of the scores.
-        softcap: cap of the scores; None without.
         bias_hides: True if the bias is -inf somewhere.
-        dropout: probability with which a weight is dropped.
         threads: number of threads that tiles are made for.
-        seed: seed of the dropout.
         observation: function that receives the weights of each tile, and facts about the call; None without.
     """
 

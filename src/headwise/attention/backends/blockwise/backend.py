@@ -56,16 +56,9 @@ def run(
     observer: Observer | None = None,
     call_context: CallContext | None = None,
 ) -> Answer:
-    """Compute attention in blocks of `rows` query rows, or in the blocks of `plan`, and call `observer`, if one is
-    passed, with the weights of each block. The reference backend computes the result instead, without the observer, if
-    the call is to return the weights, or has no query or no key.
-
-    Args:
-        problem: the attention problem; `why_not` must have returned None for it.
-        rows: query rows of each block; by default `rows_of` chooses them.
-        plan: the blocks; by default they are planned from the mask.
-        observer: function that is called with each row block. Its tensors are overwritten afterwards.
-        call_context: tokens and padding of the call, for the observer.
+    """Compute attention in blocks of `rows` query rows (by default `rows_of` chooses), or in the blocks of `plan`, and
+    call `observer` with each row block, whose tensors are overwritten afterwards. The reference computes weights, and
+    calls without a query or a key.
     """
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that blocks avoid

@@ -28,7 +28,6 @@ class RowBlock:
 
     Attributes:
         tile: the rows, sequences, heads and keys.
-        grid: the score grid of the whole call.
         call_context: tokens and padding of the call.
         visibility: visible keys and positions of the tile.
         powers: 2 to the power of each score, where scores are in units of ln 2 and shifted by one number for each row.

@@ -58,10 +58,8 @@ class Float32Scores:
         *,
         finds_uncapped: bool = False,
     ) -> None:
-        """Store the tensors and options of a call. `shifted_scores` writes each row's largest score to `shifts`.
-
-        `recompute` reads it. `bias_hides` is True if the bias is -inf somewhere, and `finds_uncapped` if the largest
-        scores before the softcap are asked for.
+        """Store the tensors and options of a call. `finds_uncapped` is True if the largest scores before the softcap
+        are asked for.
         """
         self.q, self.k, self.bias, self.shifts = q, k, bias, shifts
         self.scale, self.softcap, self.bias_hides, self.pool = scale, softcap, bias_hides, pool
@@ -161,10 +159,7 @@ class BFloat16Scores:
     largest_uncapped = None
 
     def __init__(self, q: Queries, k: Keys, scale: float, plan: BlockwisePlan, pool: Pool, shifts: RowColumn) -> None:
-        """Store the tensors of a call, and the keys with two more features that are 1, which subtract a row's shift.
-
-        `shifted_scores` writes the shifts to the float32 tensor `shifts`, and `recompute` reads them.
-        """
+        """Store the tensors of a call, and the keys with two more features that are 1, which subtract a row's shift."""
         self.q, self.scale, self.plan, self.pool, self.shifts = q, scale, plan, pool, shifts
         self._extended_keys = extend_with_ones(k, plan)
         self._k = k

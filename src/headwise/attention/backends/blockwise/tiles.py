@@ -37,7 +37,6 @@ class KeyRange(NamedTuple):
     """Range of adjacent key columns in a block of the score matrix.
 
     Attributes:
-        columns: indices of the keys.
         masked: True if some row of the block may not attend to some of the keys.
     """
 
@@ -77,11 +76,7 @@ class MaskGroup(NamedTuple):
     them.
 
     Attributes:
-        sequences: indices of the sequences.
-        heads: indices of the query heads.
-        mask: their mask; None if it hides nothing.
         grid: the score grid on which the mask is evaluated, for one sequence or head if these are planned separately.
-        blocks: the blocks with at least one visible key.
     """
 
     sequences: range
@@ -232,7 +227,6 @@ class Tile(NamedTuple):
 
     Attributes:
         block: the query rows and the key columns.
-        sequences: slice of the batch axis.
         heads: slice of the axis of query heads.
         kv_heads: slice of the axis of key/value heads.
         ceilings: bounds of the scores of the block's masked parts.

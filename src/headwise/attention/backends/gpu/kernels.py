@@ -40,15 +40,11 @@ class Call(NamedTuple):
         q_strides, k_strides: strides of sequences, heads, tokens and features.
         head_dim, heads, group, queries, keys: numbers of features of a head, of query heads, of query heads for each
             key/value head, of rows and of keys.
-        scale: factor of the scores.
         head_scale: further factor for each head.
-        softcap: limit of the scores.
-        sinks: sink logit of each head.
         ranges: start and stop of each range of keys of each query.
         ranges_strides: strides of sequences, heads and queries.
         dense: one byte for each query and key, 1 where the query attends to the key.
         dense_strides: strides of sequences, heads, queries and keys.
-        bias: number added to each score.
         bias_strides: strides of sequences, heads, queries and keys.
     """
 
@@ -77,8 +73,6 @@ class Head(NamedTuple):
     """One head of one sequence.
 
     Attributes:
-        sequence: index of the sequence.
-        head: index of the query head.
         index: index among the heads of all sequences.
     """
 
@@ -268,7 +262,6 @@ class Rows(NamedTuple):
     """The query rows of a program.
 
     Attributes:
-        row: their indices.
         position: index of the key at the position of each.
         first_key: index of the key of the first token for each.
         token: number of the token of each; 0 where tokens are unknown.
@@ -289,7 +282,6 @@ class RowSums(NamedTuple):
         top_content: largest score of a key that is not a special token.
         powers: sum of e.
         below: sum of e times the distance of the score from `top`.
-        distances: sum of e times the distance between query and key.
         own: e of the key at the position of the row.
         previous: e of the key before it.
         following: e of the key after it.
@@ -297,7 +289,6 @@ class RowSums(NamedTuple):
         special: sum of e over special tokens.
         duplicates: sum of e over earlier copies of the query's token.
         inductions: sum of e over the keys after them.
-        visible: number of visible keys.
     """
 
     top: Any
