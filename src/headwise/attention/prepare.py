@@ -78,22 +78,12 @@ def prepare_qkv(
     full_capacity: bool,
     offsets: packed.Offsets | None,
 ) -> AttentionInputs:
-    """Return the inputs of attention: queries and keys, rotated by their positions if `rotary` is passed; keys and
-    values preceded by those in `cache`; and the positions of all of them. The new tokens do not count as cached yet:
-    pass `cache_update` of the result to `Cache.commit` as the last step of the layer.
+    """Return the inputs of attention. The new tokens do not count as cached yet: pass `cache_update` of the result to
+    `Cache.commit` as the last step of the layer.
 
-    Args:
-        q: queries.
-        k: keys of this call.
-        v: values of this call; None for latent attention, whose values are computed from the keys. The cache then
-            stores keys alone, and `v` of the result is the same tensor as `k` before a rotation by length.
-        rotary: rotary embedding of queries and keys.
-        positions: of the new tokens, for rotary embeddings and position biases; by default their order.
-        cache: earlier tokens.
-        lengths: number of new tokens that are real in each sequence, with a `StaticCache`.
-        full_capacity: whether the keys are all slots of a `StaticCache`, empty ones included, as for a mask, a bias
-            or weights with an axis of that size.
-        offsets: of packed sequences, among the queries and among the keys.
+    Without `v`, as in latent attention, values are computed from the keys: the cache stores keys alone, and `v` of the
+    result is `k` before a rotation by length. With `full_capacity` the keys are all slots of a `StaticCache`, empty
+    ones included, as for a mask, a bias or weights with an axis of that size.
     """
     # Masks go by the order of the tokens, in which cached tokens come first. Rotary embeddings and position biases go
     # by `positions` if these are passed.

@@ -81,12 +81,7 @@ class LayerCall(NamedTuple):
 
 class ScoreParameters(NamedTuple):
     """Scale, softcap, sink logits and talking-heads matrices of one layer call, as arguments of `attend`. A scale that
-    is a tensor, and the sink logits, have one entry per score map; a head has one score map, or two in differential
-    attention.
-
-    Attributes:
-        sinks: logit of each score map's sink; None without sinks.
-        talking_heads: matrices that mix the heads before and after the softmax; None without them.
+    is a tensor, and the sink logits, have one entry per score map; a head has one, or two in differential attention.
     """
 
     scale: float | Float[Tensor, " maps"]

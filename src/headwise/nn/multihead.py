@@ -56,13 +56,8 @@ class ProjectedContext(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """Checked input tensors of one call of a layer, all with a batch axis: x, from which queries are projected, and the
-    tensors from which keys and values are projected, or these keys and values themselves.
-
-    Attributes:
-        x: source of the queries.
-        context: source of the keys, or keys and values themselves; x in self-attention.
-        value_context: source of the values; None with a projected context.
+    """Checked input tensors of one call of a layer, all with a batch axis: the source of the queries; that of the keys
+    (x in self-attention), or keys and values themselves; and that of the values.
     """
 
     x: Float[Tensor, "batch queries embed"]

@@ -288,11 +288,8 @@ ELEMENTS_AT_ONCE = 2**18
 
 
 class RunLengths(NamedTuple):
-    """A mask as ranges of keys, or the reason that it is not read as ranges.
-
-    Attributes:
-        ranges: starts and stops of the visible keys of each query, int32; None with a reason.
-        reason: what the mask is instead, in one sentence; None for ranges.
+    """A mask as starts and stops of the visible keys of each query, int32; or the reason that it is not read as ranges:
+    what it is instead, in one sentence.
     """
 
     ranges: Int[Tensor, "#batch #heads #queries ranges 2"] | None

@@ -35,11 +35,8 @@ PARTIAL_SUMS = 64
 
 
 class Observation(NamedTuple):
-    """Function that observes a call while its scores are in cache, and the data of the call that row blocks contain.
-
-    Attributes:
-        observer: function that is called with the row block of each tile.
-        call_context: tokens and padding of the call.
+    """Function that observes a call while its scores are in cache, and the data of the call that its row blocks
+    contain.
     """
 
     observer: Observer

@@ -34,10 +34,8 @@ LEAST_ROWS, MOST_ROWS = 64, 512
 
 
 class KeyRange(NamedTuple):
-    """Range of adjacent key columns in a block of the score matrix.
-
-    Attributes:
-        masked: True if some row of the block may not attend to some of the keys.
+    """Range of adjacent key columns in a block of the score matrix. `masked` is True if some row of the block may not
+    attend to some of the keys.
     """
 
     columns: range
@@ -72,11 +70,8 @@ class PlannedBlock(NamedTuple):
 
 
 class MaskGroup(NamedTuple):
-    """Adjacent sequences and adjacent heads that share one mask, and the blocks of the score matrix to compute for
-    them.
-
-    Attributes:
-        grid: the score grid on which the mask is evaluated, for one sequence or head if these are planned separately.
+    """Adjacent sequences and adjacent heads that share one mask (None if it hides nothing), the grid on which the mask
+    is evaluated, for one sequence or head if these are planned separately, and the blocks to compute for them.
     """
 
     sequences: range

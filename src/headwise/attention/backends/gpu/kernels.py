@@ -70,11 +70,7 @@ class Call(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One head of one sequence.
-
-    Attributes:
-        index: index among the heads of all sequences.
-    """
+    """One head of one sequence: indices of both, and index among the heads of all sequences."""
 
     sequence: Any
     head: Any
@@ -259,12 +255,8 @@ class Tokens(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The query rows of a program.
-
-    Attributes:
-        position: index of the key at the position of each.
-        first_key: index of the key of the first token for each.
-        token: number of the token of each; 0 where tokens are unknown.
+    """Query rows of a program: their indices; the index of the key at the position of each, and of the key of the first
+    token; and the number of its token, 0 where tokens are unknown.
     """
 
     row: Any
@@ -439,12 +431,8 @@ MAX_LOGIT, UNCAPPED, VISIBLE = (
 
 
 class Results(NamedTuple):
-    """Results that the kernel writes.
-
-    Attributes:
-        lse: log-sum-exp of each row, `(batch, heads, queries)`.
-        rows: the numbers of each row, `(numbers, batch, heads, queries)`, in the order of `plain_statistics.ROWS`.
-        plane: number of rows of all heads and sequences.
+    """Results that the kernel writes: the log-sum-exp of each row, `(batch, heads, queries)`; its numbers in the order
+    of `plain_statistics.ROWS`, `(numbers, batch, heads, queries)`; and the number of rows of all heads and sequences.
     """
 
     lse: Any
