@@ -246,13 +246,6 @@ def test_reused_buffers_work_in_every_mode_and_thread():
         assert all(torch.equal(out, alone) for out in each)
 
 
-def test_a_second_derivative_is_refused():
-    q = torch.randn(1, 2, 3, 5, requires_grad=True)
-    (grad,) = torch.autograd.grad(hw.attend(q, q, q, backend="blockwise").sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"gradient of blockwise attention is not implemented; backend='reference'"):
-        grad.sum().backward()
-
-
 def test_why_not_returns_the_reason_in_one_sentence():
     q = torch.randn(2, 3, 5, 7)
     talking = (torch.eye(3), torch.eye(3))
