@@ -194,6 +194,23 @@ class GrowingCache(Cache):
         elif self.tensors is not None:
             self.tensors = reordered(self.tensors, index)
 
+    def commit(self, update: CacheUpdate) -> None:
+        self.tensors, self.buffers, self.token_count = update.tensors, update.buffers, update.token_counts
+
+    def crop(self, length: int) -> None:
+        """Remove all but the first `length` tokens of each sequence.
+
+        Raises:
+            InputError: a sliding cache has dropped tokens before `length`.
+        """
+        length = whole_number("length", length, least=0)
+        if self.tensors is None or length >= self.token_count:
+            return
+        if self.tensors[0].shape[2] < self.token_count:
+            expected = f"{self.token_count} or more: a sliding cache has dropped what an earlier query would need"
+            raise InputError("length", expected=expected, got=length)
+        self.tensors, self.token_count = first_tokens(length, self.tensors), length
+
     def _append(self, new: CachedTensors) -> tuple[CachedTensors, CachedTensors | None]:
         """Return the stored tokens followed by the new ones, and the preallocated buffers that contain both; None as
         buffers in the first call and where tensors may not be written in place. The attributes of the cache stay
@@ -240,14 +257,6 @@ class DynamicCache(GrowingCache):
         """Return all stored tokens followed by the new ones. `positions` and `full_capacity` are ignored."""
         tensors, buffers = self._append(new)
         return CacheUpdate(tensors, None, tensors[0].shape[2], buffers)
-
-    def commit(self, update: CacheUpdate) -> None:
-        self.tensors, self.buffers, self.token_count = update.tensors, update.buffers, update.token_counts
-
-    def crop(self, length: int) -> None:
-        length = whole_number("length", length, least=0)
-        if self.tensors is not None and length < self.token_count:
-            self.tensors, self.token_count = first_tokens(length, self.tensors), length
 
     def __repr__(self) -> str:
         return f"DynamicCache({self.token_count} tokens)"
@@ -308,20 +317,6 @@ class SlidingCache(GrowingCache):
             buffers = tuple(buffer[:, :, dropped:] for buffer in buffers)
             tensors = first_tokens(keys - dropped, buffers)
         self.tensors, self.buffers, self.token_count = tensors, buffers, update.token_counts
-
-    def crop(self, length: int) -> None:
-        """Remove all but the first `length` tokens of each sequence.
-
-        Raises:
-            InputError: tokens before `length` have been dropped already.
-        """
-        length = whole_number("length", length, least=0)
-        if self.tensors is None or length >= self.token_count:
-            return
-        if self.tensors[0].shape[2] < self.token_count:
-            expected = f"{self.token_count} or more: a sliding cache has dropped what an earlier query would need"
-            raise InputError("length", expected=expected, got=length)
-        self.tensors, self.token_count = first_tokens(length, self.tensors), length
 
     def __repr__(self) -> str:
         return f"SlidingCache(window={self.window}, sinks={self.sinks}, {self.token_count} tokens seen)"

@@ -89,11 +89,6 @@ class ScoreParameters(NamedTuple):
     sinks: Float[Tensor, " maps"] | None
     talking_heads: tuple[Float[Tensor, "heads heads"], Float[Tensor, "heads heads"]] | None
 
-    def of_maps(self, maps: slice) -> "ScoreParameters":
-        """Return the parameters of some of the score maps; talking heads are left out."""
-        scale = self.scale[maps] if isinstance(self.scale, Tensor) else self.scale
-        return ScoreParameters(scale, self.softcap, None if self.sinks is None else self.sinks[maps], None)
-
 
 class AttentionLayer(nn.Module):
     """Base class of the attention layers. It registers the learned parameters of a layer's attention scores (sinks,

@@ -124,31 +124,28 @@ class DifferentialAttention(MultiHeadAttention):
         """Return the normalised output of each head times 1 - lambda_init and the gate of the call, and A1 - lambda A2
         as weights or None.
         """
-        (first_inputs, first_parameters), (second_inputs, second_parameters) = self._score_maps(inputs)
-        call = self._with_position_bias(first_inputs, call)
-        factor = None if call.gate is None else gate_factor(call.gate, first_inputs.q)
-        ungated = call._replace(gate=None)
-        first, first_weights = self._call_attend(first_inputs, ungated, first_parameters)
-        second, second_weights = self._call_attend(second_inputs, ungated, second_parameters)
+        scale, softcap, sinks, _ = self._score_parameters(self.head_dim)
+        factor, maps = None, []
+        for index in range(2):  # the first maps of all heads, then the second maps
+            heads = slice(index * self.num_heads, (index + 1) * self.num_heads)
+            kv_heads = slice(index * self.num_kv_heads, (index + 1) * self.num_kv_heads)
+            of_map = inputs._replace(q=inputs.q[:, heads], k=inputs.k[:, kv_heads])
+            if index == 0:
+                call = self._with_position_bias(of_map, call)
+                factor = None if call.gate is None else gate_factor(call.gate, of_map.q)
+                call = call._replace(gate=None)
+            scale_of_map = scale[heads] if isinstance(scale, Tensor) else scale
+            parameters = ScoreParameters(scale_of_map, softcap, None if sinks is None else sinks[heads], None)
+            maps.append(self._call_attend(of_map, call, parameters))
 
+        (first, first_weights), (second, second_weights) = maps
         lambda_ = self.lambda_value()
-        heads = first - lambda_.to(first.dtype) * second
+        out = first - lambda_.to(first.dtype) * second
         weights = None
         if first_weights is not None and second_weights is not None:
             weights = first_weights - lambda_.to(first_weights.dtype) * second_weights
-        heads = apply_norm(self.head_norm, heads) * (1 - self.lambda_init)
-        return heads if factor is None else heads * factor, weights
-
-    def _score_maps(self, inputs: AttentionInputs) -> list[tuple[AttentionInputs, ScoreParameters]]:
-        """Return the inputs and score parameters of the first maps of all heads, and of the second maps."""
-        parameters = self._score_parameters(self.head_dim)
-        maps = []
-        for index in range(2):
-            heads = slice(index * self.num_heads, (index + 1) * self.num_heads)
-            kv_heads = slice(index * self.num_kv_heads, (index + 1) * self.num_kv_heads)
-            one_map = inputs._replace(q=inputs.q[:, heads], k=inputs.k[:, kv_heads])
-            maps.append((one_map, parameters.of_maps(heads)))
-        return maps
+        out = apply_norm(self.head_norm, out) * (1 - self.lambda_init)
+        return out if factor is None else out * factor, weights
 
     def extra_repr(self) -> str:
         """Return the sizes and options of the layer as text, for `repr`."""

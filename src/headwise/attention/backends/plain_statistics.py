@@ -27,13 +27,18 @@ ROWS = (
 RECEIVED_UNIT = 2.0**-40
 """Unit of the operator's sums of weights: integers, whose sums do not depend on the order of threads."""
 
+PROBLEM = (
+    "Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
+    "Tensor? dense, Tensor? bias"
+)
+"""Arguments that all operators of attention have, as in `native/cpp/operators.cpp`."""
+
 SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
-    "Tensor? dense, Tensor? bias, Tensor positions, Tensor first_key, Tensor? special, Tensor? key_tokens, "
-    "Tensor? query_tokens, int token_count, Tensor? counted, Tensor? gram) "
+    f"({PROBLEM}, Tensor positions, Tensor first_key, Tensor? special, Tensor? key_tokens, Tensor? query_tokens, "
+    "int token_count, Tensor? counted, Tensor? gram) "
     "-> (Tensor out, Tensor lse, Tensor rows, Tensor received, Tensor seen_by)"
 )
-"""Arguments and results of the operator, as in `native/cpp/operators.cpp`."""
+"""Arguments and results of the operator."""
 
 SCORES_AT_ONCE = 2**22
 """Largest number of scores that exist at a time, unless those of one row are more."""

@@ -20,10 +20,7 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.kinds import mask_of_keys
 from headwise.checks import called_by_compiler
 
-_PROBLEM = (
-    "Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
-    "Tensor? dense, Tensor? bias"
-)
+_PROBLEM = plain_statistics.PROBLEM
 _DROPOUT = "float dropout=0.0, Tensor? seed=None, SymInt first_query=0, SymInt first_key=0"
 _UPSTREAM = "Tensor out_gradient, Tensor? lse_gradient, Tensor out, Tensor normalizers"
 
@@ -57,7 +54,7 @@ def _register() -> str | None:
     _fragments.append(fragment)  # its operators exist as long as it does
     functions = {
         "attend_forward": _attend_forward,
-        "attend": _attend,
+        "attend": lambda *arguments: _attend_forward(*arguments)[:2],
         "attend_backward": _attend_backward,
         "attend_bias_gradient": _attend_bias_gradient,
         "attend_statistics": plain_statistics.attend_statistics,
@@ -131,11 +128,6 @@ def _attend_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     results: Any = BlockwiseAttention.forward(*tensors, options)
     out, lse, shifts, sums = results
     return out.to(arguments[0].dtype), lse, torch.cat([shifts, 1 / sums], -1)
-
-
-def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp."""
-    return _attend_forward(*arguments)[:2]
 
 
 def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
