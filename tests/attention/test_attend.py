@@ -125,8 +125,7 @@ def test_lengths_of_many_kernel_blocks_whose_first_are_empty(case):
     upstream = torch.randn_like(out)
     ours = torch.autograd.grad((out * upstream).sum() + lse[lse > -torch.inf].sum(), (q, k, v))
     theirs = torch.autograd.grad((exact.out * upstream).sum() + exact.lse[exact.lse > -torch.inf].sum(), (q, k, v))
-    for got, wanted in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
 def check_gradients(asked: list[str], drawn: DrawnProblem) -> None:
@@ -151,8 +150,7 @@ def check_gradients(asked: list[str], drawn: DrawnProblem) -> None:
     expected = gradients(exact.out, *(wanted[name] for name in asked))
     for backend in capable_backends(drawn, *inputs[:3]):
         result = hw.attend(*inputs[:3], **drawn.attend_options, **dict.fromkeys(asked, True), backend=backend)
-        for ours, theirs in zip(gradients(*(result if asked else [result])), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(gradients(*(result if asked else [result])), expected, rtol=1e-10, atol=1e-11)
 
 
 ASKED = ([], ["return_lse"], ["return_lse", "return_weights"])
@@ -207,8 +205,7 @@ def test_a_scale_of_zero_or_below(scale, mask, dtype, backend):
         assert distance(with_lse, exact.out) < tolerance
         assert distance(lse, exact.lse) < 1e-5
         ours = torch.autograd.grad(out.sum(), (q, k, v))
-        for got, wanted in zip(ours, torch.autograd.grad(exact.out.sum(), (q, k, v)), strict=True):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=4 * tolerance)
+        torch.testing.assert_close(ours, torch.autograd.grad(exact.out.sum(), (q, k, v)), rtol=0, atol=4 * tolerance)
 
 
 # -- conventions ------------------------------------------------------------------------------------------------

@@ -117,8 +117,7 @@ def test_output_weights_and_gradients_equal_the_oracle(options, cross):
     upstream = torch.randn_like(y)
     ours = torch.autograd.grad((layer(*arguments) * upstream).sum(), list(layer.parameters()))
     theirs = torch.autograd.grad((expected * upstream).sum(), list(layer.parameters()))
-    for got, wanted in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_keys_and_values_come_from_contexts_of_different_widths():
@@ -209,8 +208,7 @@ def test_gradients_of_gate_and_bias_equal_the_oracle():
     upstream = torch.randn(BATCH, QUERIES, EMBED, dtype=torch.float64)
     ours = torch.autograd.grad((layer(x, gate=gate, bias=bias) * upstream).sum(), (gate, bias))
     theirs = torch.autograd.grad((by_hand(layer, x, x, bias=bias, gate=gate)[0] * upstream).sum(), (gate, bias))
-    for got, wanted in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_the_chosen_backend_runs():
@@ -253,12 +251,6 @@ def test_projections_have_the_widths_of_the_options():
     ]
 
 
-def test_parameters_have_the_given_device_and_dtype():
-    layer = hw.MultiHeadAttention(12, 6, device="meta", dtype=torch.bfloat16)
-    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
-    assert layer(torch.empty(2, 5, 12, device="meta", dtype=torch.bfloat16)).shape == (2, 5, 12)
-
-
 @pytest.mark.parametrize("shape", [(2, 0, 12), (0, 5, 12), (0, 12)], ids=str)
 def test_empty_inputs_have_empty_outputs_and_empty_contexts_add_nothing(shape):
     layer = hw.MultiHeadAttention(12, 6)
@@ -275,21 +267,6 @@ def test_a_gate_of_zero_removes_the_head_from_the_output_projection():
     pruned.out_proj.weight.data[:, 4:6] = 0.0  # head 2, two columns a head
     torch.testing.assert_close(gated, pruned(x), rtol=0, atol=1e-12)
     assert not torch.allclose(gated, layer(x))
-
-
-def test_dropout_drops_the_given_share_of_weights():
-    layer = layer_with(dropout=0.25, bias=False)
-    layer.v_proj.weight.data.zero_()
-    q = torch.zeros(1, 1, 100, 2)
-    dropped = hw.attend(q, q, torch.eye(100).expand(1, 1, 100, 100), dropout=layer.dropout) == 0
-    assert dropped.float().mean().item() == pytest.approx(0.25, abs=0.02)
-
-
-def test_output_and_weights_have_the_half_precision_of_the_layer():
-    layer = layer_with().bfloat16()
-    x = inputs()[0].bfloat16()
-    y, weights = layer(x, gate=torch.ones(6), return_weights=True)
-    assert y.dtype == weights.dtype == torch.bfloat16
 
 
 def test_autocast_keeps_the_scores_in_float32():

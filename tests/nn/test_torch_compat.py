@@ -280,8 +280,7 @@ def test_the_input_bias_can_have_another_dtype_than_the_weights(options, dtype):
     for layer in layers:
         layer.in_proj_bias.data = layer.in_proj_bias.data.to(dtype)
         results.append(layer(x, key, x))
-    for got, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(got, wanted, **EXACT)
+    torch.testing.assert_close(*results, **EXACT)
 
 
 def test_autocast_equals_torchs():
@@ -474,8 +473,7 @@ def test_nested_tensors_have_the_results_of_their_sequences(need_weights, averag
     call = {"need_weights": need_weights, "average_attn_weights": average}
     with torch.no_grad():
         (y, weights), (expected, expected_weights) = ours(x, x, x, **call), theirs(x, x, x, **call)
-    for got, wanted in zip(y.unbind(), expected.unbind(), strict=True):
-        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(y.unbind(), expected.unbind())
     torch.testing.assert_close(weights, expected_weights)
 
 

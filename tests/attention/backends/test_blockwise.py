@@ -136,8 +136,7 @@ def test_many_blocks_are_attention(case, rows, monkeypatch):
     upstream = torch.randn_like(out)
     ours = torch.autograd.grad((out * upstream).sum() + lse.sum(), inputs)
     theirs = torch.autograd.grad((exact.out * upstream).sum() + exact.lse.sum(), inputs)
-    for got, wanted in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -276,5 +275,4 @@ def test_dropout_does_not_depend_on_the_number_of_threads():
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
-        for got, wanted in zip(other, results[0], strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-5)

@@ -267,8 +267,7 @@ def test_rows_whose_bias_is_the_least_number_have_the_gradients_of_uniform_atten
     for backend in ("native", "reference"):
         out = hw.attend(q, k, v, bias=bias, backend=backend)
         results.append(torch.autograd.grad((out * torch.arange(1.0, 71.0)[:, None]).sum(), (q, k, v)))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sizes", [(2, 3, 0, 5), (2, 3, 5, 0), (0, 3, 5, 5)], ids=str)
