@@ -448,7 +448,12 @@ class StaticCache(Cache):
             self._clear_empty_slots(slice(None))
         self._has_uncommitted_writes = True
         can_omit = self.can_omit_empty_slots
-        span = _common_span(positions) if can_omit and positions.numel() else None
+        span = None  # of the new tokens, if it is the same in all sequences, without padding
+        if can_omit and positions.numel():
+            # The real tokens of a sequence are consecutive: all agree if together they fill a range of their number.
+            first, last = _extremes(positions)
+            if first >= 0 and last - first + 1 == positions.shape[1]:
+                span = range(first, last + 1)
         if span is not None:
             for stored, tensor in zip(self._slots_of(span), new, strict=True):
                 stored.copy_(tensor)
@@ -554,16 +559,6 @@ def keep_addresses(tensors: Sequence[Tensor]) -> None:
 
     for tensor in tensors:
         torch._dynamo.mark_static_address(tensor, guard=False)
-
-
-def _common_span(positions: Int[Tensor, "batch new"]) -> range | None:
-    """Return the positions of new tokens as one range if they are the same in all sequences, without padding; otherwise
-    None.
-    """
-    # The real tokens of a sequence are consecutive. So all positions agree if together they fill a range of this size.
-    first, last = _extremes(positions)
-    is_shared = first >= 0 and last - first + 1 == positions.shape[1]
-    return range(first, last + 1) if is_shared else None
 
 
 def _extremes(positions: Int[Tensor, "batch new"]) -> tuple[int, int]:

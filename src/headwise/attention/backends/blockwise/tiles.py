@@ -449,17 +449,6 @@ def _tile_slices(
             yield sequences, heads, slice(kv_start, kv_stop)
 
 
-def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
-    """Return a key that is equal for blocks whose masks, counted from the first row and key, are equal; None if there
-    is no mask, or if it does not go by distance alone.
-    """
-    if group.mask is None or not (group.mask.depends_on_distance_only and group.grid.uses_default_positions):
-        return None
-    start = block.rows.start
-    parts = tuple((columns.start - start, len(columns), masked) for columns, masked in block.parts)
-    return group.mask, group.grid, len(block.rows), parts
-
-
 def _ceilings(
     group: MaskGroup, block: PlannedBlock, hiding_bias: Bias | None, q: Tensor
 ) -> tuple[list[Ceiling], Bool[Tensor, "#batch #heads rows 1"] | None]:
