@@ -31,12 +31,14 @@ class Options(NamedTuple):
     seed: Int[Tensor, ""] | None = None
 
     def arguments(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
-        """Return the arguments of the operators after `v` for one part. The dropped weights follow from the seed, and
-        from the first row and column of the part.
-        """
+        """Return the arguments of the operators after `v` for one part."""
         bias = None if self.bias is None else _of_part(part, self.bias)
+        return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias
+
+    def with_dropout(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
+        """Return these, and those of dropout: the dropped weights follow from the seed and the place of the part."""
         dropout = self.dropout, self.seed, part.rows.start, part.columns.start
-        return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias, *dropout
+        return *self.arguments(part, ranges, matrix), *dropout
 
 
 def attend_in_parts(
@@ -62,7 +64,7 @@ def _traced(
     results = []
     for part in parts:
         of_part = (part.columns_of(each).to(q.dtype) for each in wide)
-        arguments = options.arguments(part, *visible.of_part(part))
+        arguments = options.with_dropout(part, *visible.of_part(part))
         results.append(torch.ops.headwise.attend_forward(part.rows_of(q), *of_part, *arguments))
     out, lse, _ = zip(*results, strict=True)
     return torch.cat(out, 2), torch.cat(lse, 2)
@@ -91,7 +93,7 @@ class _AttentionInParts(torch.autograd.Function):
         for part in parts:
             ranges, matrix = visible.of_part(part)
             checksums.append(_checksum(matrix))
-            results = torch.ops.headwise.attend_forward(*part.of(q, k, v), *options.arguments(part, ranges, matrix))
+            results = torch.ops.headwise.attend_forward(*part.of(q, k, v), *options.with_dropout(part, ranges, matrix))
             for whole, of_part in zip((out, lse, normalizers), results, strict=True):
                 part.rows_of(whole).copy_(of_part)
         tensors = (q, k, v, sinks, options.head_scale, bias, options.seed, out, lse, normalizers)
@@ -127,7 +129,7 @@ class _AttentionInParts(torch.autograd.Function):
             arguments = (
                 *(part.rows_of(out_gradient), of_lse, part.rows_of(out)),
                 part.rows_of(normalizers).contiguous(),
-                *(*part.of(q, k, v), *options.arguments(part, ranges, matrix)),
+                *(*part.of(q, k, v), *options.with_dropout(part, ranges, matrix)),
             )
             of_q, of_k, of_v, of_rows = torch.ops.headwise.attend_backward(*arguments)
             if bias_gradient is not None:
