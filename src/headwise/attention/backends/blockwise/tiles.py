@@ -169,11 +169,15 @@ def _plan(
     one group.
     """
     group_grid = replace(grid, batch=1 if separate_sequences else grid.batch, heads=1 if separate_heads else grid.heads)
-    masks = [mask.for_sequence(index) if mask and separate_sequences else mask for index in range(grid.batch)]
+    masks = [mask] * grid.batch
+    if mask is not None and separate_sequences:
+        masks = [mask.for_sequence(index) for index in range(grid.batch)]
     groups = []
     for sequences in _runs(masks):
         shared = masks[sequences.start]
-        head_masks = [shared.for_head(index) if shared and separate_heads else shared for index in range(grid.heads)]
+        head_masks = [shared] * grid.heads
+        if shared is not None and separate_heads:
+            head_masks = [shared.for_head(index) for index in range(grid.heads)]
         for heads in _runs(head_masks):
             head_mask, size = head_masks[heads.start], rows
             if size is None:
