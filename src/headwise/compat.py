@@ -174,9 +174,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _append_learned(
         self, heads: Float[Tensor, "batch heads keys head_dim"], learned: Float[Tensor, "1 1 embed"] | None
     ) -> Float[Tensor, "batch heads more_keys head_dim"]:
-        """Return keys or values with a learned token (`add_bias_kv`) and a token of zeros (`add_zero_attn`) at the
-        end.
-        """
+        """Return keys or values with a learned token (`add_bias_kv`) and a zero token (`add_zero_attn`) at the end."""
         batch, num_heads, _, head_dim = heads.shape
         appended = []
         if learned is not None:

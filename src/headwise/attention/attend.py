@@ -228,9 +228,7 @@ def _cast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def backend_named(backend: str | Backend) -> Backend:
-    """Return the backend with a name such as "fused", or an object that is a backend unchanged, such as a
-    `Blockwise`.
-    """
+    """Return the backend with a name such as "fused", or the given object that is a backend, such as a `Blockwise`."""
     if isinstance(backend, Backend):
         return backend
     if not isinstance(backend, str) or backend not in BACKENDS:

@@ -141,9 +141,7 @@ def choose_fastest(problem: Problem) -> Choice:
 
 
 def _choose_on_gpu(problem: Problem) -> Choice:
-    """Return the `Choice` between `fused`, `flex` and `blockwise` on a GPU; raise `InputError` if none can compute
-    it.
-    """
+    """Return the `Choice` between `fused`, `flex` and `blockwise` on a GPU; raise `InputError` if all refuse."""
     backends = (fused, flex, blockwise)
     candidates = tuple(Candidate(backend.name, backend.why_not(problem)) for backend in backends)
     reasons = {candidate.name: candidate.reason for candidate in candidates}
@@ -161,9 +159,7 @@ def _choose_on_gpu(problem: Problem) -> Choice:
 
 
 def _why_fused_on_gpu(problem: Problem) -> str | None:
-    """Return the reason to choose torch's kernels on a GPU where FlexAttention could compute the problem; None without
-    one.
-    """
+    """Return the reason to choose torch's kernels on a GPU where FlexAttention could compute the problem, or None."""
     if problem.return_weights:
         return MATRIX
     hides_nothing = problem.mask is None or fused.uses_is_causal(problem)
@@ -198,9 +194,7 @@ def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, ...]) -> Choi
 
 
 def _why_not_native(problem: Problem) -> str | None:
-    """Return the reason to choose torch's kernel although the native kernels can compute the problem; None without
-    one.
-    """
+    """Return the reason to choose torch's kernel where the native kernels could compute the problem, or None."""
     if problem.return_weights:
         return MATRIX
     if not torch.compiler.is_compiling() and not all(map(has_own_class, (problem.q, problem.k, problem.v))):
@@ -236,9 +230,7 @@ def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
 
 
 def choose_named(backend: Backend, problem: Problem) -> Choice:
-    """Return the `Choice` of the backend that the caller named; raise `InputError` with its reason if it cannot compute
-    it.
-    """
+    """Return the `Choice` of the backend that the caller named; raise `InputError` with its reason if it refuses."""
     reason = backend.why_not(problem)
     if reason is not None:
         raise _refusal({backend.name: reason})
@@ -246,9 +238,7 @@ def choose_named(backend: Backend, problem: Problem) -> Choice:
 
 
 def _refusal(reasons: dict[str, str | None]) -> InputError:
-    """Return (not raise) the `InputError` for a problem that no considered backend can compute, with each one's
-    reason.
-    """
+    """Return (not raise) the `InputError` for a problem that no considered backend can compute, with all reasons."""
     return InputError(
         "backend",
         expected="one that can do this",

@@ -239,9 +239,7 @@ class GrowingCache(Cache):
         return first_tokens(length, buffers), buffers
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy or a pickle, with copied tensors: two caches must not write to one
-        buffer.
-        """
+        """Return the attributes for a copy or a pickle, with copied tensors: two caches must not share a buffer."""
         tensors = None if self.tensors is None else tuple(tensor.clone() for tensor in self.tensors)
         return vars(self) | {"tensors": tensors, "buffers": None}
 
@@ -529,9 +527,7 @@ class StaticCache(Cache):
         self._crop_to(torch.zeros_like(self.lengths))
 
     def _crop_to(self, lengths: Int[Tensor, " batch"]) -> None:
-        """Set the length of each sequence to a number that is not above the present one, and clear the removed
-        tokens.
-        """
+        """Set the length of each sequence to a number not above the present one, and clear the removed tokens."""
         removed = slice(None)
         if self.can_omit_empty_slots and not self._has_uncommitted_writes:
             removed = slice(int(lengths.min()), int(self.lengths.max()))

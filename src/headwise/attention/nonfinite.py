@@ -77,9 +77,7 @@ def all_finite(x: Tensor, y: Tensor) -> bool:
 
 
 def _can_check(tensor: Tensor) -> bool:
-    """Return True if a tensor can be read without waiting for a device, and not while compiling, tracing or
-    transforming.
-    """
+    """Return True if a tensor can be read without waiting for a device, outside compiling, tracing and transforms."""
     return has_readable_values(tensor) and not torch._C._is_tracing()
 
 

@@ -105,9 +105,7 @@ class Problem:
         return replace(self, dropout=0.0, return_lse=False, return_weights=False)
 
     def with_uniform_weights(self) -> "Problem":
-        """Return the problem in which every visible key has the same weight, without gate and dropout, for the output
-        alone.
-        """
+        """Return the problem with equal weights on all visible keys, no gate and no dropout, for the output alone."""
         bias = self.bias
         if bias is not None:
             bias = torch.zeros_like(bias).masked_fill(bias == -torch.inf, -torch.inf)

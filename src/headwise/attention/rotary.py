@@ -44,9 +44,7 @@ Frequencies = tuple[Float[Tensor, " pairs"], float]
 def base_frequencies(
     theta: float | Float[Tensor, ""], width: int, device: torch.device | None = None
 ) -> Float[Tensor, " pairs"]:
-    """Return the unscaled frequency theta^(-2i / width) of each pair i, in radians per position (Su et al. 2021, eq.
-    15).
-    """
+    """Return the unscaled frequency theta^(-2i / width) of pair i in radians per position (Su et al. 2021, eq. 15)."""
     exponents = torch.arange(0, -width, -2, dtype=most_precise_dtype(device), device=device) / width
     return theta**exponents
 
@@ -392,9 +390,7 @@ class Rotary:
             return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
     def _check_input(self, x: Any, positions: Any) -> None:
-        """Raise `InputError` unless `x` is a float tensor of four axes that fits, with these positions of its
-        tokens.
-        """
+        """Raise `InputError` unless `x` is a float tensor of four axes that fits, with these positions of tokens."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 4:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise InputError("x", expected="a float tensor (batch, heads, length, head_dim)", got=got)
@@ -450,9 +446,7 @@ def _rotated(
 
 
 def suits_native(x: Float[Tensor, "batch heads length head_dim"], positions: Int[Tensor, "#batch length"]) -> bool:
-    """Return True if the native operator, which has no gradient, can rotate by these positions and is expected to be
-    faster.
-    """
+    """Return True if the native operator, without a gradient, can rotate by these positions and is likely faster."""
     return (
         makes_plain_tensors()  # first: while exporting, reading sizes would fix them
         and x.shape[0] * x.shape[2] <= MOST_TOKENS

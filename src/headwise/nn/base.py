@@ -210,9 +210,7 @@ class AttentionLayer(nn.Module):
         return attended, None
 
     def _commit(self, inputs: AttentionInputs, call: LayerCall) -> None:
-        """Write the new keys and values into the cache: the last step, so that a failed call leaves the cache
-        unchanged.
-        """
+        """Write the new keys and values to the cache: the last step, so that a failed call leaves it unchanged."""
         if call.cache is not None and inputs.cache_update is not None:
             call.cache.commit(inputs.cache_update)
 

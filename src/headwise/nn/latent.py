@@ -252,9 +252,7 @@ class LatentAttention(AttentionLayer):
         return latent_outputs @ values_up.mT, weights
 
     def _is_absorbed(self, absorbed: bool | None, *, queries: int, keys: int) -> bool:
-        """Return the caller's `absorbed`, by default the form with fewer multiplications; False if `kv_up` has a
-        bias.
-        """
+        """Return the caller's `absorbed`, or the form with fewer multiplications; False if `kv_up` has a bias."""
         if absorbed is not None and not isinstance(absorbed, bool):
             raise InputError("absorbed", expected="True, False or None", got=repr(absorbed))
         if any(getattr(module, "bias", None) is not None for module in self.kv_up.modules()):

@@ -79,9 +79,7 @@ def with_padding(
 def output_and_weights(
     y: Float[Tensor, "batch queries out"], weights: Weights | None, *, has_batch: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the result of `forward`: the output, with the weights if there are any, without the batch axis if x has
-    none.
-    """
+    """Return the result of `forward`: output and, if there are any, weights, without the batch axis if x has none."""
     if not has_batch:
         y, weights = y.squeeze(0), None if weights is None else weights.squeeze(0)
     return y if weights is None else (y, weights)

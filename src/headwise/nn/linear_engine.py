@@ -97,9 +97,7 @@ def engine_of(dtype: torch.dtype) -> LinearChoice:
 
 @cache
 def native_rule(dtype: torch.dtype) -> NativeRule:
-    """Return the products in a dtype that the native kernel of few rows computes here, as measured (docs/lab-
-    notes.md).
-    """
+    """Return the products that the native kernel of few rows computes in a dtype, as measured (docs/lab-notes.md)."""
     rows, smallest_weight, mkl_has_avx512 = range(0), 0, _mkl_uses_avx512()
     if wanted := _wanted():
         because = f"{VARIABLE}={wanted}"

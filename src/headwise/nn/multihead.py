@@ -452,9 +452,7 @@ class MultiHeadAttention(AttentionLayer):
         return apply_norm(norm, self._split_heads(projected, heads))
 
     def _attend(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
-        """Return each head's output times its gate, with the layer's position bias added to the scores, and weights or
-        None.
-        """
+        """Return each head's output times its gate, with the position bias added to the scores, and weights or None."""
         call = self._with_position_bias(inputs, call)
         return self._call_attend(inputs, call, self._score_parameters(self.head_dim))
 
@@ -495,9 +493,7 @@ class MultiHeadAttention(AttentionLayer):
             raise InputError("fused_qkv", expected=f"contexts of width {self.embed_dim} like x", got=f"widths {widths}")
 
     def _checked_inputs(self, x: Any, context: Any, value_context: Any) -> LayerInputs:
-        """Return the checked inputs of a call with a batch axis. Without a context, x is the source of keys and
-        values.
-        """
+        """Return the checked inputs of a call with a batch axis; the default context is x."""
         if isinstance(context, ProjectedContext):
             self._check_takes_context()
             self._check_input("x", x, self.embed_dim)

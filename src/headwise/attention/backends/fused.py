@@ -206,9 +206,7 @@ class _FlashWithLse(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> tuple[Float[Tensor, "batch heads queries width"], PerRow]:
-        """Return output and log-sum-exp; `added` is mask and bias as one tensor that is added to the scores, or
-        None.
-        """
+        """Return output and log-sum-exp; `added` is mask and bias as one tensor to add to the scores, or None."""
         out, lse = _flash(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
         return out, lse
 

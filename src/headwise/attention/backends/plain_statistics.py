@@ -130,9 +130,7 @@ def output_norms(
 def _scores(
     call: StatisticsCall, part: slice
 ) -> tuple[Float[Tensor, "batch heads rows keys"], Float[Tensor, "batch heads rows keys"]]:
-    """Return the scores of some rows before softcap and bias, and as they enter the softmax, both -inf at hidden
-    keys.
-    """
+    """Return the scores of some rows before softcap and bias, and as the softmax takes them; -inf at hidden keys."""
     dtype = score_dtype(call.q)
     products = grouped_matmul(call.q[:, :, part].to(dtype), call.k.to(dtype).mT) * call.scale
     uncapped = products if call.head_scale is None else products * call.head_scale[:, None, None]

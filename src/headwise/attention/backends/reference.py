@@ -77,9 +77,7 @@ def scaled_products(problem: Problem, rows: range | None = None) -> Float[Tensor
 
 
 def log_sum_exp(scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None) -> RowsByHead:
-    """Return the log-sum-exp of each row's scores, the sink logit of its head included; -inf in a row without key and
-    sink.
-    """
+    """Return the log-sum-exp of each row's scores, with the head's sink logit; -inf in a row without key and sink."""
     lse = scores.logsumexp(-1)
     return lse if sinks is None else logaddexp(lse, sinks)
 
@@ -104,8 +102,8 @@ def logaddexp(lse: RowsByHead, sinks: Float[Tensor, "heads 1"]) -> RowsByHead:
 def attention_weights(
     scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """Return the softmax over each row's scores and the head's sink logit, without the weight of the sink; 0 in a row
-    without a visible key.
+    """Return the softmax over each row's scores and the head's sink logit, without the sink's weight; 0 where no key is
+    visible.
     """
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)

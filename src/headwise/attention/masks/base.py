@@ -87,9 +87,7 @@ class Mask(ABC):
         return Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` when the sizes or the device of the mask do not fit the score grid. The base class accepts
-        every grid.
-        """
+        """Raise `InputError` when sizes or device of the mask do not fit the score grid; the base class accepts any."""
 
     def for_sequence(self, index: int) -> "Mask":
         """Return the mask of sequence `index` alone, for a grid whose batch is 1. By default it is this mask itself."""
@@ -199,9 +197,7 @@ class OfParts(Mask):
         return sum(part.stored_values for part in self.parts)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the largest sizes that the parts prescribe, on the first of their devices that is not the
-        CPU.
-        """
+        """Return a grid with the largest sizes that the parts prescribe, on their first device that is not the CPU."""
         grids = [part.natural_grid() for part in self.parts]
         batch, heads, queries, keys = (
             max(getattr(grid, axis) for grid in grids) for axis in ("batch", "heads", "queries", "keys")

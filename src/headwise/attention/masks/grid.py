@@ -108,9 +108,7 @@ def with_four_axes(name: str, values: Tensor) -> Tensor:
 
 
 def require_broadcast(name: str, values: Tensor, grid: Grid) -> None:
-    """Raise `InputError` unless a tensor of four axes broadcasts to the score tensor of a grid, and is on its
-    device.
-    """
+    """Raise `InputError` unless a tensor of four axes broadcasts to the score tensor of a grid, on its device."""
     sizes = (grid.batch, grid.heads, grid.queries, grid.keys)
     if any(size not in (1, wanted) for size, wanted in zip(values.shape, sizes, strict=True)):
         raise InputError(

@@ -116,9 +116,7 @@ class VisibleKeys:
         return ranges, None if len(self.others) == 0 else self._evaluate_in_pieces(part)
 
     def matrix(self) -> Matrix | None:
-        """Return the matrix of the further masks, in which hidden keys of the ranges may be True; None without such
-        masks.
-        """
+        """Return the matrix of the further masks, True also at hidden keys of the ranges; None without such masks."""
         if len(self.others) == 0:
             return None
         if self.stores_matrix:
@@ -147,9 +145,7 @@ class VisibleKeys:
         return reduce(torch.logical_and, (unexpanded(mask.block(self.grid, rows, columns)) for mask in self.others))
 
     def _evaluate_in_pieces(self, part: Part) -> Matrix:
-        """Return the matrix of the further masks for a part, evaluated for few rows and the keys of their ranges at a
-        time.
-        """
+        """Return the matrix of the further masks for a part, from few rows and the keys of their ranges at a time."""
         if not _can_evaluate(self.grid) or 0 in (self.grid.batch, self.grid.heads):
             return self.evaluate(*part)
         (first, last), origin = (part.rows.start, part.rows.stop), part.columns.start
@@ -335,9 +331,7 @@ def run_lengths(mask: Tensor, dtype: torch.dtype | None = None) -> RunLengths:
 
 
 def _edges(visible: Bool[Tensor, "rows keys"]) -> Int[Tensor, "rows edges"] | None:
-    """Return the starts and stops of the runs of True in each row, followed by zeros; None for more than `MOST_RANGES`
-    runs.
-    """
+    """Return the starts and stops of the runs of True in each row, then zeros; None above `MOST_RANGES` runs."""
     padded = F.pad(visible, (1, 1))
     row, key = (padded[:, 1:] ^ padded[:, :-1]).nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=len(visible))

@@ -170,9 +170,7 @@ class Chunked(ByPosition):
 
 @dataclass(frozen=True)
 class HasPosition(Mask):
-    """Mask that excludes empty slots and padding, which have position -1. `attend` adds it wherever positions are
-    explicit.
-    """
+    """Mask that excludes empty slots and padding, of position -1. `attend` adds it wherever positions are explicit."""
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         return (grid.query_position(i, b) >= 0) & (grid.key_position(j, b) >= 0)
@@ -291,9 +289,7 @@ class Padding(Mask):
         return Padding(self.lengths[index : index + 1], self.side, self.bounded)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with one sequence for each length and the largest length as number of keys, 1 if that is
-        unknown.
-        """
+        """Return a grid with a sequence for each length and as many keys as the longest has, 1 if that is unknown."""
         extremes = self._extremes
         keys = 1 if extremes is None else extremes[1]
         return Grid(len(self.lengths), 0, 0, keys, _drawing_device(self.lengths))
@@ -425,9 +421,7 @@ def are_one_piece_each(ids: Int[Tensor, "batch keys"]) -> bool:
 
 
 def _drawing_device(values: Int[Tensor, "..."]) -> torch.device:
-    """Return the device on which `Mask.picture` draws a mask with these stored values: meta for meta, otherwise the
-    CPU.
-    """
+    """Return the device on which `Mask.picture` draws a mask with these values: meta for meta, otherwise the CPU."""
     return values.device if values.is_meta else torch.device("cpu")
 
 
@@ -464,9 +458,7 @@ class Dense(Mask):
         return values if columns is None else values[..., columns.start : columns.stop]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some of the stored values of a block are True, or they cannot be
-        read.
-        """
+        """Return EMPTY, FULL or PARTIAL: none, all or some stored values of a block are True, or none can be read."""
         if not has_readable_values(self.values):
             return Coverage.PARTIAL
         block = self.block(grid, rows, columns)
@@ -513,9 +505,7 @@ class MaskRule(Mask):
     first_head: int = 0
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
-        """Return the result of the rule; raise `InputError` for another one than a boolean tensor of a block's
-        shape.
-        """
+        """Return the result of the rule; raise `InputError` unless it is a boolean tensor of a block's shape."""
         positions = grid.query_position(i, b), grid.key_position(j, b)
         allowed = self.rule(b + self.first_sequence, h + self.first_head, *positions)
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
@@ -579,8 +569,8 @@ class InRanges(Mask):
 
 
 def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] | None) -> Mask | None:
-    """Return the mask of the keys in some ranges at which a matrix is True; None stands for all keys, also in the
-    result.
+    """Return the mask of the keys in some ranges at which a matrix is True; None stands for all keys, in the result
+    too.
     """
     if ranges is None:
         return None if matrix is None else Dense(matrix)

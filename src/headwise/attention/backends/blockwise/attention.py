@@ -35,9 +35,7 @@ PARTIAL_SUMS = 64
 
 
 class Observation(NamedTuple):
-    """Function that observes a call while its scores are in cache, and the data of the call that its row blocks
-    contain.
-    """
+    """Function that observes a call while its scores are in cache, and the data of the call for its row blocks."""
 
     observer: Observer
     call_context: CallContext
@@ -198,8 +196,8 @@ class BlockwiseBackward(OnlyFirstDerivative):
         options: CallOptions,
         bias_needs_grad: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the bias (None if not needed). The weights of each tile are computed
-        again.
+        """Return the gradients of q, k, v and the bias (None if not needed); the weights of each tile are
+        recomputed.
         """
         delta = (grad_out * out.to(sums.dtype)).sum(-1, keepdim=True)
         if grad_lse is not None:

@@ -160,9 +160,7 @@ class TileVisibility:
 
     @cached_property
     def has_earlier_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:
-        """True at query rows whose token occurs earlier in the sequence; None if token ids are unknown or positions
-        explicit.
-        """
+        """True at query rows whose token occurs earlier in the sequence; None for unknown ids or explicit positions."""
         if self.is_repeat is None or not self.grid.uses_default_positions:
             return None
         position = self.query_positions[0]
@@ -285,9 +283,7 @@ class CallContext:
         return torch.zeros_like(repeats).scatter(1, order, repeats)
 
     def visibility(self, tile: Tile, grid: Grid) -> TileVisibility:
-        """Return the `TileVisibility` of a tile. It is kept for later layers if the tile's mask goes by distance
-        alone.
-        """
+        """Return the `TileVisibility` of a tile, kept for later layers if the tile's mask goes by distance alone."""
         key = (tile.pattern, tile.block, tile.sequences.start, tile.sequences.stop)
         if tile.pattern is not None and key in self._visibilities:
             return self._visibilities[key]
@@ -322,7 +318,7 @@ class CallContext:
 
     @cached_property
     def distinct_ids(self) -> Int[Tensor, "batch keys"] | None:
-        """Token ids of the keys, with another negative id at each padding token, which is no copy then; None if
+        """Token ids of the keys, with another negative id at each padding token, so that none is a copy; None if
         unknown.
         """
         if self.token_ids is None or self.real_keys is None:

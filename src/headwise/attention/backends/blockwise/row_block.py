@@ -70,9 +70,7 @@ class RowBlock:
         return self.tile.sequences, self.tile.heads
 
     def with_call_context(self, call_context: CallContext) -> "RowBlock":
-        """Return this block with the same weights, and the tokens, special tokens and padding of another call
-        context.
-        """
+        """Return this block with the same weights and the tokens, special tokens and padding of another context."""
         if call_context is self.call_context:
             return self
         visibility = call_context.visibility(self.tile, self.grid)
@@ -155,9 +153,7 @@ class RowBlock:
         return (self.weights * is_first[:, None]).sum(-1)
 
     def weight_after_copies(self, shift: int) -> RowsByHead:
-        """Return each row's weight on the keys that are `shift` tokens after an earlier occurrence of the query's
-        token.
-        """
+        """Return each row's weight on the keys that are `shift` tokens after an earlier copy of the query's token."""
         powers, sums = self.tile.by_head(self.powers), torch.zeros_like(self.weight_per_power)
         offset = self.visibility.grid.offset
         positions = range(self.rows.start + offset, self.rows.stop + offset)
@@ -219,9 +215,7 @@ class RowBlock:
         return dict(zip(self.visibility.key_features, sums.unbind(-1), strict=False))
 
     def _by_head(self, column: StackedColumn) -> RowsByHead:
-        """Return one number for each query row with the axes batch, head and row, from numbers stacked as in
-        `powers`.
-        """
+        """Return one number for each query row, `(batch, heads, rows)`, from numbers stacked as in `powers`."""
         return self.tile.by_head(column)[..., 0]
 
 

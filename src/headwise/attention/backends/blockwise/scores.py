@@ -58,9 +58,7 @@ class Float32Scores:
         *,
         finds_uncapped: bool = False,
     ) -> None:
-        """Store the tensors and options of a call. `finds_uncapped` is True if the largest scores before the softcap
-        are asked for.
-        """
+        """Store the tensors and options of a call; `finds_uncapped` asks for the largest scores before the softcap."""
         self.q, self.k, self.bias, self.shifts = q, k, bias, shifts
         self.scale, self.softcap, self.bias_hides, self.pool = scale, softcap, bias_hides, pool
         self.largest_uncapped: StackedColumn | None = None

@@ -298,17 +298,13 @@ class Tile(NamedTuple):
             offset += len(keys)
 
     def hide(self, scores: Stacked) -> None:
-        """Lower the scores of hidden keys to `score_of_hidden_key`, in place, and those of a row without a key to at
-        most 0.
-        """
+        """Lower the scores of hidden keys in place to `score_of_hidden_key`, and in rows without a key to 0 or less."""
         for offset, bounds in self.ceilings:
             part = self.by_head(scores)[..., offset : offset + bounds.shape[-1]]
             torch.minimum(part, bounds, out=part)
 
     def by_head(self, stacked: Stacked) -> Float[Tensor, "batch heads rows columns"]:
-        """Return a view of numbers that are stacked as by `stack_rows`, with axes of sequences, query heads and
-        rows.
-        """
+        """Return a view of numbers that are stacked as by `stack_rows`, with axes of sequences, query heads, rows."""
         return stacked.view(*self.shape, stacked.shape[-1])
 
     @property
@@ -325,8 +321,8 @@ def score_of_hidden_key(dtype: torch.dtype) -> float:
 
 
 def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"] | None = None) -> Tile:
-    """Return the tile of some query rows, with all sequences, heads and keys, and the mask `allowed`; None hides
-    nothing.
+    """Return the tile of some query rows with all sequences, heads and keys; without a mask `allowed`, none is
+    hidden.
     """
     sequences, heads, ceilings = slice(0, grid.batch), slice(0, grid.heads), []
     if allowed is not None:
@@ -335,16 +331,14 @@ def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #head
 
 
 def threads_of(dropout: float) -> int:
-    """Return the number of threads that tiles are made for: 1 with dropout, whose random numbers depend on the
-    tiles.
-    """
+    """Return the number of threads that tiles are made for: 1 with dropout, whose random numbers depend on tiles."""
     return 1 if dropout > 0 else torch.get_num_threads()
 
 
 def iterate_tiles(
     plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor | None, threads: int
 ) -> Iterator[Tile]:
-    """Yield every tile of a plan, in the same order each time. Keys are hidden by the mask, and where `hiding_bias` is
+    """Yield every tile of a plan, always in the same order. Hidden are the mask's keys and those with a bias of
     -inf.
     """
     cache: dict[Any, tuple[list[Ceiling], Tensor | None]] = {}
@@ -393,9 +387,7 @@ class Pool:
         return self._buffers[name][: math.prod(shape)].view(shape)
 
     def _allocate(self, name: str) -> Tensor:
-        """Return flat memory for the largest tile of the call: that which the thread keeps on a CPU if it is small
-        enough.
-        """
+        """Return flat memory for the largest tile of the call: on a CPU the thread's own if that is small enough."""
         size = self._size * self._like.element_size()
         if self._like.device.type != "cpu" or size > TILE_BYTES:
             return self._like.new_empty(self._size)
@@ -414,9 +406,7 @@ def products(
     factor: float,
     pool: Pool,
 ) -> Stacked:
-    """Return `factor * rows @ right` for a tile's keys, in the pool's buffer of that name, rounded once, after the
-    factor.
-    """
+    """Return `factor * rows @ right` for a tile's keys in the pool's buffer of that name, rounded after the factor."""
     result = pool.buffer(name, tile, rows)
     for keys, span in tile.spans(result):
         columns = tile.select_keys(right.mT, keys)

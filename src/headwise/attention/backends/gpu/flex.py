@@ -212,9 +212,7 @@ class Flex:
             raise InputError("kernel", expected=f"one of {', '.join(get_args(Kernel))}", got=repr(self.kernel))
 
     def why_not(self, problem: Problem) -> str | None:
-        """Return one sentence that says why FlexAttention cannot compute an attention problem with this kernel; None if
-        it can.
-        """
+        """Return one sentence that says why FlexAttention cannot compute a problem with this kernel; None if it can."""
         return why_not(problem, self.kernel)
 
     def run(self, problem: Problem) -> Answer:
@@ -259,9 +257,7 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
 
 
 def score_rule(problem: Problem) -> ScoreRule | None:
-    """Return the rule by which scores get a scale of their head, a softcap and a bias; None if they need none of
-    them.
-    """
+    """Return the rule by which scores get a scale of their head, a softcap and a bias; None if they need none."""
     scale = problem.scale.flatten() if isinstance(problem.scale, Tensor) else None
     softcap, bias = problem.softcap, problem.bias
     if bias is not None:

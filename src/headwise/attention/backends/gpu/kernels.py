@@ -467,9 +467,7 @@ def row_kernel(
     block_keys: tl.constexpr,
     features: tl.constexpr,
 ) -> None:
-    """Write the statistics of `block_rows` query rows of one head, from `block_keys` keys and `features` features at a
-    time.
-    """
+    """Write the statistics of `block_rows` rows of a head, from `block_keys` keys and `features` features at once."""
     program, head = block_and_head(call, tl.cdiv(call.queries, block_rows))
     rows = _rows(call, tokens, head, program * block_rows + tl.arange(0, block_rows))
     q = query_features(call, head, rows.row, 0, head_dim, features)

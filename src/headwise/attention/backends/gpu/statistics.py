@@ -176,9 +176,7 @@ _implementations: list[torch.library.Library] = []
 
 @cache
 def why_not_registered() -> str | None:
-    """Register the operator for tensors on a GPU at the first call, and return None; or return why that is not
-    possible.
-    """
+    """Register the operator for tensors on a GPU at the first call and return None, or why that is not possible."""
     if library.load() is not None:
         reason: str | None = operator.why_not_registered()
         if reason is not None:

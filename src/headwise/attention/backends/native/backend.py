@@ -33,9 +33,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def why_no_derivative() -> str | None:
-    """Return the reason to refuse forward-mode derivatives, which the native operators do not have; None if there are
-    none.
-    """
+    """Return the reason to refuse forward-mode derivatives, which native operators do not have; None without any."""
     if forward_ad._current_level >= 0:
         return "the native kernels have no forward-mode derivative, and one may be computed here"
     return None

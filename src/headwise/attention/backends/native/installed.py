@@ -30,17 +30,13 @@ def why_not() -> str | None:
 
 
 def state() -> str:
-    """Return the state of the native kernels in one line: their instruction set, or the reason why they are not
-    used.
-    """
+    """Return the state of the native kernels in one line: their instruction set, or the reason why they are unused."""
     reason = why_not()
     return f"native kernels: {instruction_set()}" if reason is None else f"plain torch: {reason}"
 
 
 def why_no_library() -> str | None:
-    """Return the reason that there is no library of native kernels to load, with the command that mends it; None if
-    there is one.
-    """
+    """Return the reason that there is no library of native kernels, with the command that mends it, or None."""
     if os.environ.get(VARIABLE) == "off":
         return f"the native kernels are switched off by {VARIABLE}=off"
     if not LIBRARY.is_file():
@@ -83,9 +79,7 @@ def cpuinfo() -> str:
 
 @cache
 def supported_instruction_sets() -> list[str]:
-    """Return the names of the instruction sets that this processor supports, the fastest first, as `cpp/dispatch.cpp`
-    finds.
-    """
+    """Return the names of this processor's instruction sets, the fastest first, as `cpp/dispatch.cpp` finds them."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ["portable"]
     available = set(cpuinfo().partition("flags")[2].partition("\n")[0].split())

@@ -23,9 +23,7 @@ def why_not_loaded() -> str | None:
 
 @cache
 def load() -> str | None:
-    """Load the library at the first call, as `why_not_loaded` does. One that is there and cannot be used is warned
-    of.
-    """
+    """Load the library at the first call, as `why_not_loaded` does; warn of one that is there and unusable."""
     reason = installed.why_no_library()
     if reason is None:
         try:
