@@ -273,8 +273,8 @@ def _run_fused(
 
 
 def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
-    """Return the function that computes a problem with the native kernels, and the number of elements of its mask; None
-    if they compute it in parts.
+    """Return the function that computes a problem natively and the size of its mask; None if it is computed in
+    parts.
     """
     visible = visible_keys(problem.mask, problem.grid)
     if visible.parts() is not None:

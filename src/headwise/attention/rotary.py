@@ -424,9 +424,7 @@ class Rotary:
 
 @lru_cache(maxsize=64)
 def _kept_frequencies(rotary: Rotary, width: int, device: torch.device) -> Frequencies:
-    """Return the turns per position and the attention factor of a rotation that does not depend on the length of the
-    text. They must not be changed.
-    """
+    """Return the turns per position and the factor of a rotation of any length of text; they must not be changed."""
     with torch.inference_mode(False):
         return rotary._turns_per_position(width, None, device)
 

@@ -122,9 +122,7 @@ class AttentionLayer(nn.Module):
     # -- parameters of the scores -----------------------------------------------------------------------------
 
     def _register_score_parameters(self, maps: int, **factory: Any) -> None:
-        """Register the learned parameters that the option `scores` switches on, for `maps` score maps, and None for the
-        others.
-        """
+        """Register the learned parameters of the option `scores` for `maps` score maps, and None for the others."""
         for name, shape in (self.scores or PLAIN_SCORES).parameter_shapes(maps).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if shape else None)
 

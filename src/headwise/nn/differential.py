@@ -121,9 +121,7 @@ class DifferentialAttention(MultiHeadAttention):
         return first - second + self.lambda_init
 
     def _attend(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
-        """Return the normalised output of each head times 1 - lambda_init and the gate of the call, and A1 - lambda A2
-        as weights or None.
-        """
+        """Return the normalised output of each head times 1 - lambda_init and its gate, and A1 - lambda A2 or None."""
         scale, softcap, sinks, _ = self._score_parameters(self.head_dim)
         factor, maps = None, []
         for index in range(2):  # the first maps of all heads, then the second maps

@@ -131,8 +131,8 @@ def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, lik
 
 
 def _as_one_call(inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets) -> LayerCall:
-    """Return the options of one attention call for all packed sequences, kept apart by a mask, whose offsets cannot be
-    read, as on a GPU.
+    """Return the options of one call for all packed sequences, apart by a mask, if offsets cannot be read, as on a
+    GPU.
     """
     assert isinstance(offsets.queries, Tensor)
     assert isinstance(offsets.keys, Tensor)

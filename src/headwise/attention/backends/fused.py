@@ -138,9 +138,7 @@ def uses_is_causal(problem: Problem) -> bool:
 
 
 def keeps_matrix(problem: Problem) -> bool:
-    """Return True if torch, on CPU, keeps the weights of all queries and keys in memory: with dropout, or with a bias
-    that needs a gradient.
-    """
+    """Return True if torch keeps all weights on a CPU: with dropout, or with a bias that needs a gradient."""
     return problem.dropout > 0 or _bias_needs_grad(problem)
 
 

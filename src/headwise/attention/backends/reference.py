@@ -102,8 +102,8 @@ def logaddexp(lse: RowsByHead, sinks: Float[Tensor, "heads 1"]) -> RowsByHead:
 def attention_weights(
     scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """Return the softmax over each row's scores and the head's sink logit, without the sink's weight; 0 where no key is
-    visible.
+    """Return the softmax over each row's scores and the head's sink logit, without the sink; 0 in a row without
+    keys.
     """
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)

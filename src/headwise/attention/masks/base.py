@@ -103,9 +103,7 @@ class Mask(ABC):
         return 0
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the sizes that the mask itself prescribes, and 0 for each axis that may have any size. By
-        default all sizes are 0.
-        """
+        """Return a grid with the sizes that the mask itself prescribes, by default 0: the axis may have any size."""
         return Grid(0, 0, 0, 0)
 
     def block(

@@ -106,8 +106,8 @@ class VisibleKeys:
         return parts
 
     def of_part(self, part: Part) -> tuple[KeyRanges | None, Matrix | None]:
-        """Return the ranges, counted from the first column of a part, and the matrix of the part; None where they
-        exclude nothing.
+        """Return the ranges, from the first column of a part on, and the part's matrix; None where they exclude
+        nothing.
         """
         rows, columns = part
         ranges = None

@@ -384,7 +384,6 @@ class Segments(Mask):
         explicit positions, as from a cache with empty slots, positions may run as far as there are ids.
         """
         batch, keys = self.ids.shape
-        # With explicit positions, as from a cache with empty slots, positions may run as far as there are ids.
         if batch not in (1, grid.batch) or (grid.uses_default_positions and keys != grid.keys):
             raise InputError(
                 "segments(ids)",
@@ -569,9 +568,7 @@ class InRanges(Mask):
 
 
 def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] | None) -> Mask | None:
-    """Return the mask of the keys in some ranges at which a matrix is True; None stands for all keys, in the result
-    too.
-    """
+    """Return the mask of the keys in some ranges at which a matrix is True. None always stands for all keys."""
     if ranges is None:
         return None if matrix is None else Dense(matrix)
     return InRanges(ranges) if matrix is None else InRanges(ranges) & Dense(matrix)

@@ -196,9 +196,7 @@ class BlockwiseBackward(OnlyFirstDerivative):
         options: CallOptions,
         bias_needs_grad: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the bias (None if not needed); the weights of each tile are
-        recomputed.
-        """
+        """Return the gradients of q, k, v and the bias (None if not needed), with each tile's weights computed anew."""
         delta = (grad_out * out.to(sums.dtype)).sum(-1, keepdim=True)
         if grad_lse is not None:
             delta = delta - grad_lse[..., None]

@@ -318,9 +318,7 @@ class CallContext:
 
     @cached_property
     def distinct_ids(self) -> Int[Tensor, "batch keys"] | None:
-        """Token ids of the keys, with another negative id at each padding token, so that none is a copy; None if
-        unknown.
-        """
+        """Token ids of the keys, with another negative id at each padding token: none is a copy. None if unknown."""
         if self.token_ids is None or self.real_keys is None:
             return self.token_ids
         numbers = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)

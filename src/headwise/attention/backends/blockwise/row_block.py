@@ -205,9 +205,7 @@ class RowBlock:
 
     @cached_property
     def feature_sums(self) -> dict[str, RowsByHead]:
-        """Sum over keys of weight times feature, for each row, by the name of the feature in
-        `visibility.key_features`.
-        """
+        """Sum of weight times feature over the keys, for each row, by the name in `visibility.key_features`."""
         if self.feature_products is None:
             sums = self.weighted_sums(self.visibility.stacked_key_features)
         else:

@@ -145,9 +145,7 @@ def score_count(plan: BlockwisePlan) -> int:
 
 
 def reads_most_keys(plan: BlockwisePlan) -> bool:
-    """Return True if some block of a plan has at least half of the keys: then it pays to copy keys and values to a
-    layout that is faster to read.
-    """
+    """Return True if some block of a plan has half of the keys or more, so that copies in a faster layout pay."""
     return any(2 * block.width >= group.grid.keys for group, block in _blocks_of(plan))
 
 
@@ -263,8 +261,8 @@ class Tile(NamedTuple):
         return torch.cat([part.expand(*sizes, -1).to(parts[0].device) for part in parts], -1)
 
     def visible_parts(self) -> Iterator[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
-        """Yield each range of key columns of the block with a mask that is True where a row may attend to a key; None
-        if all may.
+        """Yield each range of key columns of the block, with a mask of what its rows may attend to; None if that is
+        all.
         """
         bounds_at, offset = dict(self.ceilings), 0
         for columns, _ in self.block.parts:
@@ -321,9 +319,7 @@ def score_of_hidden_key(dtype: torch.dtype) -> float:
 
 
 def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"] | None = None) -> Tile:
-    """Return the tile of some query rows with all sequences, heads and keys; without a mask `allowed`, none is
-    hidden.
-    """
+    """Return the tile of some query rows with all sequences, heads and keys; without `allowed`, none is hidden."""
     sequences, heads, ceilings = slice(0, grid.batch), slice(0, grid.heads), []
     if allowed is not None:
         ceilings = [Ceiling(0, torch.where(allowed, torch.inf, score_of_hidden_key(torch.float32)))]
@@ -338,9 +334,7 @@ def threads_of(dropout: float) -> int:
 def iterate_tiles(
     plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor | None, threads: int
 ) -> Iterator[Tile]:
-    """Yield every tile of a plan, always in the same order. Hidden are the mask's keys and those with a bias of
-    -inf.
-    """
+    """Yield every tile of a plan, always in the same order. Hidden are the mask's keys and those of bias -inf."""
     cache: dict[Any, tuple[list[Ceiling], Tensor | None]] = {}
     for group, block in _blocks_of(plan):
         pattern: Any = None  # equal for blocks whose masks, counted from the first row and key, are equal

@@ -116,9 +116,7 @@ def span_edges(
 def query_features(
     call: "Call", head: "Head", row: "tl.tensor", begin: "int", head_dim: tl.constexpr, features: tl.constexpr
 ) -> "tl.tensor":
-    """Return `features` features of query rows, from feature `begin` on, `(rows, features)`, with zeros beyond the last
-    row and feature.
-    """
+    """Return the features of query rows from `begin` on, `(rows, features)`, with zeros beyond rows and features."""
     feature = begin + tl.arange(0, features)
     at = call.q + head.sequence * call.q_strides[0] + head.head * call.q_strides[1]
     at += row.to(tl.int64)[:, None] * call.q_strides[2] + feature[None, :] * call.q_strides[3]
@@ -129,9 +127,7 @@ def query_features(
 def key_features(
     call: "Call", head: "Head", key: "tl.tensor", begin: "int", head_dim: tl.constexpr, features: tl.constexpr
 ) -> "tl.tensor":
-    """Return `features` features of keys, from feature `begin` on, `(keys, features)`, with zeros for keys that are
-    not there and beyond the last feature.
-    """
+    """Return the features of keys from `begin` on, `(keys, features)`, with zeros for missing keys and features."""
     feature = begin + tl.arange(0, features)
     at = call.k + head.sequence * call.k_strides[0] + head.head // call.group * call.k_strides[1]
     at += key.to(tl.int64)[:, None] * call.k_strides[2] + feature[None, :] * call.k_strides[3]
@@ -150,9 +146,7 @@ def tile_products(
     head_dim: tl.constexpr,
     features: tl.constexpr,
 ) -> "tl.tensor":
-    """Return the products of query rows and keys, `(rows, keys)` in float32, of which `q` and `k` are the first
-    `features` features.
-    """
+    """Return the products of query rows and keys over the first `features` features, `(rows, keys)` in float32."""
     # "ieee": products of float32 numbers are not rounded to TF32.
     products = tl.dot(q, tl.trans(k), input_precision="ieee")
     if features < head_dim:

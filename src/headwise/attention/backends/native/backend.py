@@ -97,8 +97,8 @@ def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) ->
 
 
 def arguments(problem: Problem, ranges: KeyRanges | None, matrix: Matrix | None) -> tuple[Any, ...]:
-    """Return the arguments that all native operators share. A query attends to the keys in one of its ranges at which
-    the matrix is True.
+    """Return the arguments that all native operators share. Visible are the keys in a range at which the matrix is
+    True.
     """
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         operators.register_flops()  # one of the modes may be torch's counter of operations

@@ -103,8 +103,8 @@ def _backward(
 def with_usual_strides(
     out_gradient: Outputs | None, lse_gradient: PerRow | None, out: Outputs
 ) -> tuple[Outputs, PerRow | None]:
-    """Return the gradients of output and log-sum-exp as the operator of the backward pass reads them: of the output,
-    zeros if it is missing.
+    """Return the gradients of output (zeros if missing) and log-sum-exp as the operator of the backward pass reads
+    them.
     """
     out_gradient = torch.zeros_like(out) if out_gradient is None else out_gradient
     if out_gradient.stride(-1) != 1:
