@@ -25,10 +25,7 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headwise.attention.backends.gpu.key_statistics import KeySums, key_kernel
-from headwise.attention.backends.gpu.row_statistics import Results, row_kernel
-from headwise.attention.backends.gpu.row_sums import Tokens
-from headwise.attention.backends.gpu.score_tiles import Call, Spans
+from headwise.attention.backends.gpu.kernels import Call, KeySums, Results, Spans, Tokens, key_kernel, row_kernel
 from headwise.attention.backends.gpu.statistics import REGISTERS, tiles_of
 from research.markdown import markdown_table, wrap
 

@@ -147,10 +147,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         key: Float[Tensor, "*keys kdim"],
         value: Float[Tensor, "*keys vdim"],
     ) -> tuple[Tensor, ...]:
-        """Return the projected queries, keys and values, each with `embed_dim` on the last axis and the other axes of
-        its input.
-
-        Each parameter is read once, because a parametrization computes it at every read.
+        """Return the projected queries, keys and values, on the last axis of each input. A parameter is read once,
+        because a parametrization computes it at every read.
         """
         packed: Tensor | None = self._parameters.get("in_proj_weight")  # takes less time than reading an attribute
         bias: Tensor | None = self._parameters.get("in_proj_bias")
@@ -167,9 +165,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return tuple(F.linear(x, weight, add) for x, weight, add in zip(inputs, weights, biases, strict=True))
 
     def _split_heads(self, projected: Float[Tensor, "*any embed"]) -> Float[Tensor, "batch heads length head_dim"]:
-        """Return a view of projected features as `(batch, heads, length, head_dim)`. Their batch axis may be first
-        (`batch_first`), second, or missing.
-        """
+        """Return a view of projected features as `(batch, heads, length, head_dim)`."""
         heads = projected.view(*projected.shape[:-1], self.num_heads, self.head_dim)
         if heads.ndim == 3:
             return heads.transpose(0, 1).unsqueeze(0)
@@ -178,9 +174,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _append_learned(
         self, heads: Float[Tensor, "batch heads keys head_dim"], learned: Float[Tensor, "1 1 embed"] | None
     ) -> Float[Tensor, "batch heads more_keys head_dim"]:
-        """Return keys or values with extra tokens appended to the keys axis: one learned token (with `add_bias_kv`) and
-        one token of zeros (with `add_zero_attn`).
-        """
+        """Return keys or values with a learned token (`add_bias_kv`) and a zero token (`add_zero_attn`) at the end."""
         batch, num_heads, _, head_dim = heads.shape
         appended = []
         if learned is not None:
@@ -199,10 +193,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Mask | None, Float[Tensor, "#batch #heads #queries keys"] | None]:
-        """Convert torch's masks to the mask and bias arguments of `attend`, and return both. If `is_causal` is True,
-        there is no `key_padding_mask`, queries and keys are equally many and no graph is exported, return the causal
-        mask and None. Otherwise return None and the sum of `key_padding_mask` and `attn_mask` as a bias, which is None
-        without either.
+        """Return torch's masks as mask and bias of `attend`: the causal mask, where torch's flag states it for equally
+        many queries and keys, or the sum of both masks as a bias.
 
         The masks become a bias because `attend` reads the values of boolean masks, which waits for a GPU and is
         forbidden under `vmap`. Appended keys are visible to all queries.
@@ -227,9 +219,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     # -- nested input ---------------------------------------------------------------------------------------------
 
     def _attend_nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-        """Compute self-attention over a nested tensor of sequences, as `nn.TransformerEncoder` passes it, and return
-        the output as a nested tensor. Also return the attention weights, averaged over the heads if `average` is True
-        and with 0 in the rows and columns of padding; or None if they are not needed.
+        """Return self-attention over a nested tensor, as `nn.TransformerEncoder` passes it, and the weights with 0 at
+        padding, or None.
         """
         lengths = [len(sequence) for sequence in x.unbind()]
         padded = x.to_padded_tensor(0.0)  # (batch, length, embed)
@@ -244,9 +235,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def _check_nested(self, query: Tensor, key: Any, value: Any, *masks: Any) -> None:
-        """Raise `InputError` unless a nested query is strided and batch first, is also the key and the value, and comes
-        without masks, as torch requires.
-        """
+        """Raise `InputError` for a nested query that torch would refuse."""
         if query.layout is not torch.strided or not self.batch_first:
             raise InputError(
                 "query",
@@ -261,9 +250,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _is_plain_self_attention(self, query: Any, key: Any, value: Any) -> bool:
-        """Return True if the inputs are one plain tensor on the CPU that fits the layer, so that `_check_inputs` would
-        find nothing.
-        """
+        """Return True if the inputs are one plain tensor on the CPU in which `_check_inputs` would find nothing."""
         weight = self._parameters.get("in_proj_weight")
         return (
             query is key is value
@@ -277,9 +264,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
-        """Raise `InputError` unless query, key and value have 2 or 3 axes each, the layer's widths, dtype and device,
-        and batch sizes and lengths that fit each other.
-        """
+        """Raise `InputError` unless query, key and value fit the layer and each other."""
         widths = (self.embed_dim, self.kdim, self.vdim)
         for name, tensor, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
             if not isinstance(tensor, Tensor) or tensor.is_nested:
@@ -302,9 +287,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise InputError("value", expected=expected, got=tuple(value.shape[:-1]))
 
     def _check_masks(self, query: Tensor, key: Tensor, key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
-        """Raise `InputError` if `key_padding_mask` or `attn_mask` has the wrong dtype, device or shape, or if
-        `is_causal` comes without an `attn_mask`.
-        """
+        """Raise `InputError` for a mask that does not fit, or `is_causal` without an `attn_mask`."""
         (batch, queries), (_, keys) = self._batch_and_length(query), self._batch_and_length(key)
         if key_padding_mask is not None:
             _check_mask("key_padding_mask", key_padding_mask, query, (batch, keys) if query.ndim == 3 else (keys,))
@@ -320,9 +303,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _batch_and_length(self, x: Tensor) -> tuple[int, int]:
-        """Return the batch size and length of an input, whose batch axis is first or second as `batch_first` states.
-        The batch size of an input without a batch axis is 1.
-        """
+        """Return the batch size and the length of an input."""
         if x.ndim == 2:
             return 1, x.shape[0]
         return (x.shape[0], x.shape[1]) if self.batch_first else (x.shape[1], x.shape[0])
@@ -333,18 +314,14 @@ def _do_nothing(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Float[Tensor, "..."]:
-    """Return a mask of `torch.nn.MultiheadAttention` as a bias that is added to the scores: a boolean mask as -inf
-    where it is True and 0 elsewhere, a float mask unchanged.
-    """
+    """Return a mask of torch's layer, in which True is ignored, as a bias that is added to the scores."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
 
 
 def _check_mask(name: str, mask: Any, query: Tensor, *shapes: tuple[int, ...]) -> None:
-    """Raise `InputError` unless `mask`, the argument called `name`, is a boolean or float tensor on the query's device
-    and its shape is one of `shapes`.
-    """
+    """Raise `InputError` unless a mask is boolean or float, on the query's device and of one of these shapes."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(

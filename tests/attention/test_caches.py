@@ -226,8 +226,7 @@ def assert_same_with_and_without_gradients(make, steps):
     with torch.enable_grad():
         copied = steps(make())
     assert len(written) == len(copied)
-    for got, expected in zip(written, copied, strict=True):
-        assert torch.equal(got, expected)
+    torch.testing.assert_close(written, copied, rtol=0, atol=0)
 
 
 @every_growing_cache
@@ -499,8 +498,7 @@ def test_a_layer_gives_the_output_of_a_new_cache_after_nan_was_removed(return_we
         layer(x, cache=used, lengths=[3, 1], return_weights=return_weights)
         for used in (cache, layer.static_cache(BATCH, 6))
     ]
-    for got, expected in zip(*outputs, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

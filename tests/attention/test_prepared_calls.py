@@ -107,7 +107,8 @@ def test_drawn_calls_are_the_same_bit_for_bit(kind, runs):
                 with torch.set_grad_enabled(key[5]):
                     leaves = [tensor.detach().requires_grad_(key[5]) for tensor in tensors]
                     backend = "with_weights" if options["return_weights"] else hw.explain(*leaves, **options).backend
-                    assert call.run.func.__name__ == f"_run_{backend}"
+                    run = getattr(call.run, "func", call.run).__qualname__
+                    assert run.startswith("_run_fused" if backend == "fused" else f"_{backend}.<locals>.")
 
     check()
     assert len(runs) > 8

@@ -62,7 +62,7 @@ def layers(mask, positions):
     common = {"mask": mask, **positions, "dtype": torch.float64}
     options = {"num_kv_heads": 2, "qk_norm": hw.QKNorm(), "output_gate": "head", "scores": hw.Scores(sinks=True)}
     yield hw.MultiHeadAttention(EMBED, HEADS, **common, **options)
-    yield hw.DifferentialAttention(EMBED, HEADS, num_kv_heads=3, **common)
+    yield hw.DifferentialAttention(EMBED, HEADS, num_kv_heads=3, value_dim=7, **common)
     if "position_bias" not in positions:
         yield hw.LatentAttention(EMBED, HEADS, kv_rank=5, head_dim=4, rotary_dim=4, **common)
 
@@ -174,8 +174,7 @@ def test_gradients_go_through_a_dynamic_cache():
     pieces = torch.cat([layer(piece, cache=cache) for piece in x.split([4, 4, 5], dim=1)], dim=1)
     upstream = torch.randn(pieces.shape, dtype=torch.float64)
     ours, expected = (torch.autograd.grad(y, list(layer.parameters()), upstream) for y in (pieces, layer(x)))
-    for got, wanted in zip(ours, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "sliding"])
@@ -194,8 +193,7 @@ def test_later_steps_do_not_change_the_gradient_of_earlier_queries(cache):
             loss, rows = loss + (y * upstream[:, t : t + 1]).sum(), [*rows, t]
     got = torch.autograd.grad(loss, list(layer.q_proj.parameters()))
     wanted = torch.autograd.grad((layer(x) * upstream)[:, rows].sum(), list(layer.q_proj.parameters()))
-    for ours, expected in zip(got, wanted, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["layer", "latent"])
@@ -221,17 +219,3 @@ def test_key_axes_cover_the_capacity_of_a_static_cache(kind):
     torch.testing.assert_close(
         cached_weights, torch.nn.functional.pad(weights.detach(), (0, capacity - length)), rtol=0, atol=1e-12
     )
-
-
-@pytest.mark.usefixtures("as_user")
-def test_a_rejected_call_leaves_the_cache_unchanged():
-    layer = filled(hw.MultiHeadAttention(EMBED, HEADS, mask=hw.causal()))
-    x = torch.randn(BATCH, 3, EMBED, dtype=torch.float64)
-    for make in CACHES.values():
-        cache = make(layer)
-        in_pieces(layer, x, cache, [3])
-        with torch.no_grad(), pytest.raises(hw.InputError, match="^gate: expected a shape of"):
-            layer(x, cache=cache, gate=torch.ones(5))
-        with torch.no_grad():
-            positions = cache.next_positions(BATCH, 1, None, torch.device("cpu"))
-        assert positions.flatten().unique().tolist() == [3]

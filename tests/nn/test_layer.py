@@ -1,7 +1,6 @@
 """`MultiHeadAttention` against an independent implementation, its documented properties, and its error messages."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -118,8 +117,7 @@ def test_output_weights_and_gradients_equal_the_oracle(options, cross):
     upstream = torch.randn_like(y)
     ours = torch.autograd.grad((layer(*arguments) * upstream).sum(), list(layer.parameters()))
     theirs = torch.autograd.grad((expected * upstream).sum(), list(layer.parameters()))
-    for got, wanted in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_keys_and_values_come_from_contexts_of_different_widths():
@@ -210,8 +208,7 @@ def test_gradients_of_gate_and_bias_equal_the_oracle():
     upstream = torch.randn(BATCH, QUERIES, EMBED, dtype=torch.float64)
     ours = torch.autograd.grad((layer(x, gate=gate, bias=bias) * upstream).sum(), (gate, bias))
     theirs = torch.autograd.grad((by_hand(layer, x, x, bias=bias, gate=gate)[0] * upstream).sum(), (gate, bias))
-    for got, wanted in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_the_chosen_backend_runs():
@@ -254,38 +251,12 @@ def test_projections_have_the_widths_of_the_options():
     ]
 
 
-def test_parameters_have_the_given_device_and_dtype():
-    layer = hw.MultiHeadAttention(12, 6, device="meta", dtype=torch.bfloat16)
-    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
-    assert layer(torch.empty(2, 5, 12, device="meta", dtype=torch.bfloat16)).shape == (2, 5, 12)
-
-
 @pytest.mark.parametrize("shape", [(2, 0, 12), (0, 5, 12), (0, 12)], ids=str)
 def test_empty_inputs_have_empty_outputs_and_empty_contexts_add_nothing(shape):
     layer = hw.MultiHeadAttention(12, 6)
     assert layer(torch.zeros(shape)).shape == shape
     x = torch.zeros(2, 5, 12)
     torch.testing.assert_close(layer(x, x[:, :0]), layer.out_proj.bias.expand(2, 5, 12))
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        pytest.param("None", marks=pytest.mark.slow),
-        pytest.param("hw.causal()", marks=pytest.mark.slow),
-        "hw.causal() & hw.window(3)",
-    ],
-)
-def test_layers_compile_to_one_graph(mask, tracing_server):
-    code = """
-import torch, headwise as hw
-x, layer = torch.randn(2, 5, 12), hw.MultiHeadAttention(12, 6, mask=MASK)
-for call in ({}, {"bias": torch.randn(5, 5)}, {"mask": torch.rand(5, 5) > 0.3}, {"gate": torch.rand(6)}):
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x, **call), layer(x, **call))
-"""
-    tracing_server.run(code.replace("MASK", mask))
 
 
 def test_a_gate_of_zero_removes_the_head_from_the_output_projection():
@@ -296,29 +267,6 @@ def test_a_gate_of_zero_removes_the_head_from_the_output_projection():
     pruned.out_proj.weight.data[:, 4:6] = 0.0  # head 2, two columns a head
     torch.testing.assert_close(gated, pruned(x), rtol=0, atol=1e-12)
     assert not torch.allclose(gated, layer(x))
-
-
-def test_dropout_acts_in_training_only():
-    layer = layer_with(dropout=0.5)
-    x, _ = inputs()
-    expected, _ = by_hand(layer, x, x)
-    assert not torch.allclose(layer(x), expected)
-    torch.testing.assert_close(layer.eval()(x), expected, rtol=0, atol=1e-12)
-
-
-def test_dropout_drops_the_given_share_of_weights():
-    layer = layer_with(dropout=0.25, bias=False)
-    layer.v_proj.weight.data.zero_()
-    q = torch.zeros(1, 1, 100, 2)
-    dropped = hw.attend(q, q, torch.eye(100).expand(1, 1, 100, 100), dropout=layer.dropout) == 0
-    assert dropped.float().mean().item() == pytest.approx(0.25, abs=0.02)
-
-
-def test_output_and_weights_have_the_half_precision_of_the_layer():
-    layer = layer_with().bfloat16()
-    x = inputs()[0].bfloat16()
-    y, weights = layer(x, gate=torch.ones(6), return_weights=True)
-    assert y.dtype == weights.dtype == torch.bfloat16
 
 
 def test_autocast_keeps_the_scores_in_float32():
@@ -336,15 +284,6 @@ def test_autocast_keeps_the_scores_in_float32():
         torch.testing.assert_close(backend_lse.double(), exact.lse, rtol=1e-5, atol=1e-4)
 
 
-def test_copied_pickled_and_reloaded_layers_compute_the_same():
-    layer = layer_with(mask=hw.causal() & hw.window(3), num_kv_heads=2)
-    x, _ = inputs()
-    loaded = layer_with(mask=hw.causal() & hw.window(3), num_kv_heads=2)
-    loaded.load_state_dict(layer.state_dict(), strict=True)
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
-        assert torch.equal(twin(x), layer(x))
-
-
 def test_repr_shows_sizes_and_mask():
     text = repr(hw.MultiHeadAttention(12, 6, num_kv_heads=2, value_dim=5, mask=hw.causal()))
     assert "num_heads=6, num_kv_heads=2, head_dim=2, value_dim=5, mask=causal()" in text
@@ -355,22 +294,17 @@ def test_repr_shows_sizes_and_mask():
     ("arguments", "message"),
     [
         ({"num_heads": 5}, "num_heads: expected a number that divides embed_dim 12, got 5; or give head_dim"),
-        ({"num_heads": 0}, "num_heads: expected a whole number of 1 or more, got 0"),
         ({"num_heads": 2.0}, "num_heads: expected a whole number of 1 or more, got 2.0"),
         ({"embed_dim": -12}, "embed_dim: expected a whole number of 1 or more, got -12"),
         ({"num_kv_heads": 4}, "num_kv_heads: expected a number that divides num_heads 6, got 4"),
-        ({"value_dim": 0}, "value_dim: expected a whole number of 1 or more, got 0"),
         ({"dropout": -0.1}, "dropout: expected a probability of 0 or more and less than 1, got -0.1"),
-        ({"mask": torch.ones(2, 2)}, r"mask: expected a headwise Mask, such as causal\(\), got Tensor"),
         ({"dropout": "a"}, "dropout: expected a probability of 0 or more and less than 1, got 'a'"),
-        ({"rotary": 10_000}, r"rotary: expected a Rotary, such as Rotary\(theta=10_000\), got int"),
         (
             {"rotary": hw.Rotary(), "head_dim": 5},
             "head_dim: expected an even number, .*, got 5; or give Rotary a width",
         ),
         ({"position_bias": torch.ones(3)}, r"position_bias: expected ALiBi\(\) or a RelativeBias, got Tensor"),
         ({"position_bias": hw.ALiBi}, r"position_bias: expected ALiBi\(\) or a RelativeBias, got type"),
-        ({"scores": {"softcap": 3.0}}, r"scores: expected a Scores, such as Scores\(softcap=30.0\), got dict"),
         ({"qk_norm": "rms"}, r"qk_norm: expected a QKNorm, such as QKNorm\('rms'\), got str"),
         ({"output_gate": "heads"}, "output_gate: expected 'head', 'element' or None, got 'heads'"),
         (
@@ -378,7 +312,6 @@ def test_repr_shows_sizes_and_mask():
             r"fused_qkv: expected contexts of width 12 like x, got widths \(10, 10\)",
         ),
         ({"num_heads": True}, "num_heads: expected a whole number of 1 or more, got True"),
-        ({"backend": "flash"}, "backend: expected one of fused, flex, blockwise, native, reference, got 'flash'"),
         *MISTAKES_OF_EVERY_LAYER,
         ({"fused_qkv": "no"}, "fused_qkv: expected True or False, got 'no'"),
     ],

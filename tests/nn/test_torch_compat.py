@@ -280,8 +280,7 @@ def test_the_input_bias_can_have_another_dtype_than_the_weights(options, dtype):
     for layer in layers:
         layer.in_proj_bias.data = layer.in_proj_bias.data.to(dtype)
         results.append(layer(x, key, x))
-    for got, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(got, wanted, **EXACT)
+    torch.testing.assert_close(*results, **EXACT)
 
 
 def test_autocast_equals_torchs():
@@ -392,17 +391,6 @@ def test_dropout_leaves_the_expected_value_and_is_off_in_evaluation(need_weights
     assert y.std(1).min() > 0.01
 
 
-def test_dropout_is_reproducible_with_a_seed():
-    layer, _ = pair(dropout=0.5)
-    x = torch.randn(QUERIES, BATCH, EMBED, dtype=torch.float64)
-    outputs = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        outputs.append(layer(x, x, x)[0])
-    assert torch.equal(outputs[0], outputs[1])
-    assert not torch.allclose(outputs[0], outputs[2])
-
-
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_dropout_drops_the_weights_that_torch_drops_with_the_same_seed(need_weights):
     x = torch.randn(QUERIES, BATCH, EMBED, dtype=torch.float64)
@@ -485,8 +473,7 @@ def test_nested_tensors_have_the_results_of_their_sequences(need_weights, averag
     call = {"need_weights": need_weights, "average_attn_weights": average}
     with torch.no_grad():
         (y, weights), (expected, expected_weights) = ours(x, x, x, **call), theirs(x, x, x, **call)
-    for got, wanted in zip(y.unbind(), expected.unbind(), strict=True):
-        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(y.unbind(), expected.unbind())
     torch.testing.assert_close(weights, expected_weights)
 
 

@@ -214,16 +214,12 @@ def explain(
 
 
 def _choice(problem: Problem, backend: str | Backend | None) -> Choice:
-    """Return the `Choice` of the backend that the caller named, or of the one expected to be fastest if `backend` is
-    None. Raises `InputError` if that backend, or every backend to choose from, cannot compute the problem.
-    """
+    """Return the `Choice` of the backend that the caller named, by default of the one expected to be fastest."""
     return choose_fastest(problem) if backend is None else choose_named(backend_named(backend), problem)
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
-    """Return the arguments (q, k and v), with float16, bfloat16 and float32 tensors cast to autocast's dtype if
-    autocast is on for the device of q. Float64 tensors and arguments that are not tensors stay unchanged.
-    """
+    """Return q, k and v; float16, bfloat16 and float32 tensors are cast to the dtype of autocast, where that is on."""
     dtype = autocast_dtype(tensors[0].device) if isinstance(tensors[0], Tensor) else None
     if dtype is None:
         return tensors
@@ -232,12 +228,7 @@ def _cast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def backend_named(backend: str | Backend) -> Backend:
-    """Return the backend with a name such as "fused", or an object that is a backend, such as a `Blockwise` or a
-    `Flex`, unchanged; raise `InputError` for anything else.
-
-    Raises:
-        InputError: there is no such backend.
-    """
+    """Return the backend with a name such as "fused", or the given object that is a backend, such as a `Blockwise`."""
     if isinstance(backend, Backend):
         return backend
     if not isinstance(backend, str) or backend not in BACKENDS:

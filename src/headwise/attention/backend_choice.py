@@ -109,54 +109,39 @@ class Choice(NamedTuple):
 
 
 def choose_fastest(problem: Problem) -> Choice:
-    """Return the `Choice` between the backends `native`, `fused` and `blockwise`, or between `fused` and `reference`
-    for a program that torch records.
-
-    On a CPU it is `native` wherever this can compute the problem, unless `fused` can, too, and `_why_not_native`
-    returns a reason to prefer it. If only one of the other two can compute the problem, it is chosen. If both can, it
-    is the one with the lower expected cost, or `fused` where `_why_unplanned` returns a reason not to compare costs, as
-    on a GPU or for few scores. Raises `InputError` if none can compute it.
-
-    Raises:
-        InputError: no backend can do the problem; the message contains all reasons.
+    """Return the `Choice` of the backend that is expected to be fastest for a problem, by the rules of this module.
+    Raise `InputError` with the reasons of all backends if none can compute it.
     """
-    if records_program() or problem.q.device.type == "cuda":
-        return _choose_for_program(problem) if records_program() else _choose_on_gpu(problem)
+    if records_program():
+        # Programs cannot store the operator for the log-sum-exp, or other runtimes do not have it.
+        lse = "torch's operator for the log-sum-exp is no part of programs" if problem.return_lse else None
+        reason = fused.why_not(problem) or lse
+        backend: Backend = fused if reason is None else reference
+        candidates = (Candidate(fused.name, reason), Candidate(reference.name, None))
+        return Choice(backend.name, RECORDED, candidates, backend.run)
+    if problem.q.device.type == "cuda":
+        return _choose_on_gpu(problem)
     reasons = {backend.name: backend.why_not(problem) for backend in (native, fused, blockwise)}
     if None not in reasons.values():
         raise _refusal(reasons)
-    kernels, torch_kernel, blocks = (Candidate(name, reason) for name, reason in reasons.items())
-    candidates = (kernels, torch_kernel, blocks)
-    if kernels.reason is None:
-        why_fused = "torch's kernel cannot" if torch_kernel.reason is not None else _why_not_native(problem)
-        if torch_kernel.reason is not None or why_fused is None:
-            because = why_fused or "its kernels leave out hidden keys, and are as fast as torch's where none is hidden"
-            return Choice("native", because, candidates, native.run)
-        return Choice("fused", why_fused, candidates, fused.run)
+    candidates = kernels, torch_kernel, blocks = tuple(Candidate(*reason) for reason in reasons.items())
     if torch_kernel.reason is not None:
-        return Choice("blockwise", "torch's kernel cannot", candidates, blockwise.run)
-    unplanned = blocks.reason or _why_unplanned(problem)
-    if unplanned is not None:
-        return Choice("fused", unplanned, candidates, fused.run)
-    return _choose_by_cost(problem, candidates)
-
-
-def _choose_for_program(problem: Problem) -> Choice:
-    """Return the `Choice` between the backends whose operators are torch's own, for a program that is being recorded:
-    `fused`, or `reference` for what torch's kernel cannot compute. The log-sum-exp is left to `reference`, too: it
-    comes from an operator that programs cannot store or other runtimes do not have.
-    """
-    reason = "torch's operator for the log-sum-exp is no part of programs" if problem.return_lse else None
-    reason = fused.why_not(problem) or reason
-    backend: Backend = fused if reason is None else reference
-    candidates = (Candidate(fused.name, reason), Candidate(reference.name, None))
-    return Choice(backend.name, RECORDED, candidates, backend.run)
+        backend = native if kernels.reason is None else blockwise
+        return Choice(backend.name, "torch's kernel cannot", candidates, backend.run)
+    if kernels.reason is None:
+        why_fused = _why_not_native(problem)
+        if why_fused is None:
+            because = "its kernels leave out hidden keys, and are as fast as torch's where none is hidden"
+            return Choice("native", because, candidates, native.run)
+    else:
+        why_fused = blocks.reason or _why_unplanned(problem)
+        if why_fused is None:
+            return _choose_by_cost(problem, candidates)
+    return Choice("fused", why_fused, candidates, fused.run)
 
 
 def _choose_on_gpu(problem: Problem) -> Choice:
-    """Return the `Choice` between the backends `fused`, `flex` and `blockwise` on a GPU; raise `InputError` if none can
-    compute the problem.
-    """
+    """Return the `Choice` between `fused`, `flex` and `blockwise` on a GPU; raise `InputError` if all refuse."""
     backends = (fused, flex, blockwise)
     candidates = tuple(Candidate(backend.name, backend.why_not(problem)) for backend in backends)
     reasons = {candidate.name: candidate.reason for candidate in candidates}
@@ -174,9 +159,7 @@ def _choose_on_gpu(problem: Problem) -> Choice:
 
 
 def _why_fused_on_gpu(problem: Problem) -> str | None:
-    """Return the reason to choose torch's fused kernels on a GPU where FlexAttention could compute the problem, too, in
-    one sentence; None if there is none.
-    """
+    """Return the reason to choose torch's kernels on a GPU where FlexAttention could compute the problem, or None."""
     if problem.return_weights:
         return MATRIX
     hides_nothing = problem.mask is None or fused.uses_is_causal(problem)
@@ -187,13 +170,13 @@ def _why_fused_on_gpu(problem: Problem) -> str | None:
     return None
 
 
-def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, Candidate, Candidate]) -> Choice:
+def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, ...]) -> Choice:
     """Return the `Choice` between `fused` and `blockwise` by their expected costs, in scores of torch's kernel."""
     kernels, torch_kernel, blocks = candidates
     width, value_dim = problem.q.shape[-1], problem.v.shape[-1]
     score_cost = 2 * max(width, value_dim) / (width + value_dim)  # the narrower one is padded
     score_cost *= FULL_MATRIX_COST if fused.keeps_matrix(problem) else 1.0
-    scores = round(_all_scores(problem) * (CAUSAL_FLAG_SHARE if fused.uses_is_causal(problem) else 1.0))
+    scores = round(problem.grid.scores * (CAUSAL_FLAG_SHARE if fused.uses_is_causal(problem) else 1.0))
     kernel_cost = score_cost * scores
     plan = blockwise.plan_blocks(problem)
     if blockwise.uses_bfloat16_scores(problem):
@@ -211,9 +194,7 @@ def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, Candidate, Ca
 
 
 def _why_not_native(problem: Problem) -> str | None:
-    """Return the reason to choose torch's fused kernel, although the native kernels can compute the problem, in one
-    sentence; None if there is none.
-    """
+    """Return the reason to choose torch's kernel where the native kernels could compute the problem, or None."""
     if problem.return_weights:
         return MATRIX
     if not torch.compiler.is_compiling() and not all(map(has_own_class, (problem.q, problem.k, problem.v))):
@@ -222,17 +203,13 @@ def _why_not_native(problem: Problem) -> str | None:
 
 
 def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
-    """Return the reason to expect that torch's fused kernel computes a problem faster than the native kernels, in one
-    sentence; None if it does not.
+    """Return the reason to expect that torch's fused kernel computes a problem faster than the native kernels; None if
+    it does not. `hides_nothing` is True if it computes no score that the mask hides.
 
     In the measurements (docs/lab-notes.md) the native kernels took at most about 1.1 times as long as torch's on every
     instruction set, and mostly less, with two exceptions. A block of the native kernels has 64 rows, which few queries
     do not fill; only the few rows of a decoding step have kernels of their own. And the tiles of wide heads in float32
     do not fit into the first-level cache.
-
-    Args:
-        problem: the attention call, which both can compute.
-        hides_nothing: True if torch's kernel computes no score that the mask hides.
     """
     width = max(problem.q.shape[-1], problem.v.shape[-1])
     is_float32, has_dropout = problem.q.dtype == torch.float32, problem.dropout > 0
@@ -253,12 +230,7 @@ def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
 
 
 def choose_named(backend: Backend, problem: Problem) -> Choice:
-    """Return the `Choice` of the backend that the caller named; raise `InputError` with the reason if that backend
-    cannot compute the problem.
-
-    Raises:
-        InputError: the backend cannot do the problem; the message contains the reason.
-    """
+    """Return the `Choice` of the backend that the caller named; raise `InputError` with its reason if it refuses."""
     reason = backend.why_not(problem)
     if reason is not None:
         raise _refusal({backend.name: reason})
@@ -266,9 +238,7 @@ def choose_named(backend: Backend, problem: Problem) -> Choice:
 
 
 def _refusal(reasons: dict[str, str | None]) -> InputError:
-    """Return (not raise) the `InputError` for a problem that no considered backend can compute. Its message contains
-    each backend's reason.
-    """
+    """Return (not raise) the `InputError` for a problem that no considered backend can compute, with all reasons."""
     return InputError(
         "backend",
         expected="one that can do this",
@@ -277,32 +247,20 @@ def _refusal(reasons: dict[str, str | None]) -> InputError:
     )
 
 
-def _all_scores(problem: Problem) -> int:
-    """Return the number of scores in a problem, including those that the mask hides."""
-    grid = problem.grid
-    return grid.batch * grid.heads * grid.queries * grid.keys
-
-
 def _why_unplanned(problem: Problem) -> str | None:
-    """Return the reason to choose `fused` without comparing its expected cost with that of `blockwise`, in one
-    sentence; None if the two costs should be compared.
-    """
-    if problem.q.device.type != "cpu":
-        return f"nothing has been measured on {problem.q.device.type}"
-    if torch.compiler.is_compiling():
-        return "costs depend on sizes, which are not known while compiling"
-    return MATRIX if problem.return_weights else _why_not_compared(problem)
-
-
-def _why_not_compared(problem: Problem) -> str | None:
-    """Return the reason that follows from the sizes of a problem to choose `fused` without a comparison, in one
-    sentence; None if there is none.
-    """
-    if _all_scores(problem) < SMALLEST_PLANNED:
-        return f"fewer than {SMALLEST_PLANNED:,} scores are not worth a plan"
+    """Return the reason to choose `fused` without comparing its cost with that of `blockwise`; None to compare them."""
     hides_nothing = problem.mask is None or fused.uses_is_causal(problem)
-    if hides_nothing and not fused.keeps_matrix(problem) and not blockwise.uses_bfloat16_scores(problem):
-        return "where nothing is hidden, or the causal flag says it, products in float32 are the kernel's"
-    if problem.mask is not None and problem.mask.stored_values > problem.grid.queries * problem.grid.keys:
-        return "a matrix for each sequence or head would take long to read"
-    return None
+    reason = None
+    if problem.q.device.type != "cpu":
+        reason = f"nothing has been measured on {problem.q.device.type}"
+    elif torch.compiler.is_compiling():
+        reason = "costs depend on sizes, which are not known while compiling"
+    elif problem.return_weights:
+        reason = MATRIX
+    elif problem.grid.scores < SMALLEST_PLANNED:
+        reason = f"fewer than {SMALLEST_PLANNED:,} scores are not worth a plan"
+    elif hides_nothing and not fused.keeps_matrix(problem) and not blockwise.uses_bfloat16_scores(problem):
+        reason = "where nothing is hidden, or the causal flag says it, products in float32 are the kernel's"
+    elif problem.mask is not None and problem.mask.stored_values > problem.grid.queries * problem.grid.keys:
+        reason = "a matrix for each sequence or head would take long to read"
+    return reason

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from headwise.attention.masks import factories as masks
 from headwise.attention.masks.base import Mask
+from headwise.attention.packed import real_lengths
+from headwise.attention.tensors import KeyPositions
 from headwise.checks import (
     collection_of,
     float_dtype,
@@ -50,7 +52,7 @@ class CacheUpdate(NamedTuple):
     """
 
     tensors: CachedTensors
-    key_positions: Int[Tensor, "#batch keys"] | None
+    key_positions: KeyPositions | None
     token_counts: Any
     buffers: CachedTensors | None = None
 
@@ -126,9 +128,7 @@ def first_tokens(length: int, tensors: CachedTensors) -> CachedTensors:
 
 
 def reordered(tensors: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
-    """Return copies of the tensors in which sequence b is sequence `index[b]` of the original tensors. The first axis
-    of each tensor is the batch.
-    """
+    """Return copies of the tensors, whose first axis is the batch, in which sequence b is sequence `index[b]`."""
     sequences = whole_numbers("index", index, dimensions=(1,), shape="one for each sequence")
     batch = tensors[0].shape[0]
     if has_readable_values(sequences) and ((sequences < 0) | (sequences >= batch)).any():
@@ -179,7 +179,7 @@ class GrowingCache(Cache):
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "1 new"]:
         """Return the positions of the next `new` tokens, the same for every sequence: with n tokens received so far, n
-        to n + new - 1. Raises `InputError` if `lengths` is not None.
+        to n + new - 1. `lengths` are refused.
         """
         if lengths is not None:
             expected = "a StaticCache, where each sequence may have its own length"
@@ -194,12 +194,27 @@ class GrowingCache(Cache):
         elif self.tensors is not None:
             self.tensors = reordered(self.tensors, index)
 
-    def _append(self, new: CachedTensors) -> tuple[CachedTensors, CachedTensors | None]:
-        """Return the stored tokens followed by the new ones, and the preallocated buffers that contain both. In the
-        first call the new tokens are returned unchanged, with None as buffers. Where tensors may not be written in
-        place, all tokens are copied, and the buffers are None too.
+    def commit(self, update: CacheUpdate) -> None:
+        self.tensors, self.buffers, self.token_count = update.tensors, update.buffers, update.token_counts
 
-        Stored tokens and the attributes of the cache stay unchanged, so that the call may still fail.
+    def crop(self, length: int) -> None:
+        """Remove all but the first `length` tokens of each sequence.
+
+        Raises:
+            InputError: a sliding cache has dropped tokens before `length`.
+        """
+        length = whole_number("length", length, least=0)
+        if self.tensors is None or length >= self.token_count:
+            return
+        if self.tensors[0].shape[2] < self.token_count:
+            expected = f"{self.token_count} or more: a sliding cache has dropped what an earlier query would need"
+            raise InputError("length", expected=expected, got=length)
+        self.tensors, self.token_count = first_tokens(length, self.tensors), length
+
+    def _append(self, new: CachedTensors) -> tuple[CachedTensors, CachedTensors | None]:
+        """Return the stored tokens followed by the new ones, and the preallocated buffers that contain both; None as
+        buffers in the first call and where tensors may not be written in place. The attributes of the cache stay
+        unchanged, so that the call may still fail.
         """
         if self.tensors is None:
             return tuple(new), None
@@ -224,9 +239,7 @@ class GrowingCache(Cache):
         return first_tokens(length, buffers), buffers
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy or a pickle, with copied tensors and without the preallocated buffers.
-        Two caches must not write to the same buffer.
-        """
+        """Return the attributes for a copy or a pickle, with copied tensors: two caches must not share a buffer."""
         tensors = None if self.tensors is None else tuple(tensor.clone() for tensor in self.tensors)
         return vars(self) | {"tensors": tensors, "buffers": None}
 
@@ -239,21 +252,9 @@ class DynamicCache(GrowingCache):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"] | None, *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Return the tensors of all stored tokens followed by the new ones, and the number of tokens per sequence, new
-        ones included, as a `CacheUpdate`. The arguments `positions` and `full_capacity` are ignored.
-        """
+        """Return all stored tokens followed by the new ones. `positions` and `full_capacity` are ignored."""
         tensors, buffers = self._append(new)
         return CacheUpdate(tensors, None, tensors[0].shape[2], buffers)
-
-    def commit(self, update: CacheUpdate) -> None:
-        """Make the tokens of an update, stored and new, the content of the cache."""
-        self.tensors, self.buffers, self.token_count = update.tensors, update.buffers, update.token_counts
-
-    def crop(self, length: int) -> None:
-        """Remove all but the first `length` tokens of each sequence."""
-        length = whole_number("length", length, least=0)
-        if self.tensors is not None and length < self.token_count:
-            self.tensors, self.token_count = first_tokens(length, self.tensors), length
 
     def __repr__(self) -> str:
         return f"DynamicCache({self.token_count} tokens)"
@@ -285,8 +286,7 @@ class SlidingCache(GrowingCache):
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
         """Return the stored tokens (the first `sinks` tokens and the most recent ones) followed by the new ones, with
-        their positions (None if no token has been dropped), as a `CacheUpdate`. Only `commit` drops tokens.
-        `full_capacity` is ignored.
+        their positions, or None if no token has been dropped. Only `commit` drops tokens. `full_capacity` is ignored.
         """
         tensors, buffers = self._append(new)
         token_count = self.token_count + positions.shape[1]
@@ -315,21 +315,6 @@ class SlidingCache(GrowingCache):
             buffers = tuple(buffer[:, :, dropped:] for buffer in buffers)
             tensors = first_tokens(keys - dropped, buffers)
         self.tensors, self.buffers, self.token_count = tensors, buffers, update.token_counts
-
-    def crop(self, length: int) -> None:
-        """Remove all but the first `length` tokens of each sequence. Raises `InputError` once the cache has dropped
-        tokens, unless `length` removes nothing.
-
-        Raises:
-            InputError: tokens before `length` have been dropped already.
-        """
-        length = whole_number("length", length, least=0)
-        if self.tensors is None or length >= self.token_count:
-            return
-        if self.tensors[0].shape[2] < self.token_count:
-            expected = f"{self.token_count} or more: a sliding cache has dropped what an earlier query would need"
-            raise InputError("length", expected=expected, got=length)
-        self.tensors, self.token_count = first_tokens(length, self.tensors), length
 
     def __repr__(self) -> str:
         return f"SlidingCache(window={self.window}, sinks={self.sinks}, {self.token_count} tokens seen)"
@@ -405,9 +390,7 @@ class StaticCache(Cache):
 
     @property
     def tensors(self) -> CachedTensors:
-        """Views of the slots for tokens, one view for each stored tensor, `(batch, kv_heads, capacity, width)`. The
-        first slot of each sequence, which receives padding, is left out.
-        """
+        """Views of the slots for tokens, `(batch, kv_heads, capacity, width)` each, without the first slot."""
         return self._slots_of(range(self.capacity))
 
     def _slots_of(self, positions: range) -> CachedTensors:
@@ -416,20 +399,17 @@ class StaticCache(Cache):
 
     @property
     def can_omit_empty_slots(self) -> bool:
-        """True if `prepare_update` may leave out the slots beyond the length of the longest sequence. For that it has
-        to read the lengths, so this is True only on a CPU, and not while compiling or under `torch.func`.
+        """True if `prepare_update` may read the lengths, and so leave out the slots beyond the longest sequence: on a
+        CPU, and not while compiling or under `torch.func`.
         """
         return has_readable_values(self.lengths)
 
     def next_positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "#batch new"]:
-        """Return the positions of the next `new` tokens of each sequence, starting at the number of tokens that the
-        sequence has cached; `(1, new)` if they are known to be the same for all sequences. If `lengths` is passed, only
-        the first `lengths[b]` new tokens of sequence b are real, and the padding after them has position -1. Raises
-        `InputError` if `lengths` is not one number from 0 to `new` for each sequence, or if `batch` is not that of the
-        cache. A token beyond the capacity raises it too, on a CPU and not while compiling. On a GPU `lengths` are not
-        read: numbers out of range count as 0 or as `new`.
+        """Return the positions of the next `new` tokens of each sequence, after its cached tokens; `(1, new)` if they
+        are known to be the same for all sequences. A token beyond the capacity raises `InputError`, on a CPU and not
+        while compiling. On a GPU `lengths` are not read: numbers out of range count as 0 or as `new`.
         """
         require_same_batch(self.slots, batch)
         if lengths is None and new and self.can_omit_empty_slots:
@@ -440,13 +420,7 @@ class StaticCache(Cache):
         step = torch.arange(new, device=device)
         positions = self.lengths[:, None] + step
         if lengths is not None:
-            counts = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence")
-            if counts.shape != (batch,):
-                raise InputError("lengths", expected=f"one for each of {batch} sequences", got=tuple(counts.shape))
-            if has_readable_values(counts) and ((counts < 0) | (counts > new)).any():
-                raise InputError("lengths", expected=f"numbers from 0 to {new}, the tokens", got=counts.tolist())
-            counts = counts.to(device, non_blocking=True)
-            positions = torch.where(step < counts[:, None], positions, -1)
+            positions = torch.where(step < real_lengths(lengths, batch, new, device)[:, None], positions, -1)
         # Where positions are not read, the index check of the device still rejects a token beyond the capacity.
         if has_readable_values(positions) and positions.numel():
             self._require_room(_extremes(positions)[1] + 1)
@@ -460,9 +434,9 @@ class StaticCache(Cache):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Write the new tokens of each sequence into the slots after its cached tokens, and return a `CacheUpdate` of
-        all slots with their key positions, -1 for empty slots. On a CPU outside of compiling, slots beyond the longest
-        sequence are left out unless `full_capacity` is True.
+        """Write the new tokens of each sequence into the slots after its cached tokens, and return all slots with their
+        key positions, -1 for empty slots. On a CPU outside of compiling, slots beyond the longest sequence are left out
+        unless `full_capacity` is True.
 
         The written slots count as empty until `commit` sets the new lengths. If `commit` is never called, because the
         forward pass failed, the next update clears them.
@@ -472,7 +446,12 @@ class StaticCache(Cache):
             self._clear_empty_slots(slice(None))
         self._has_uncommitted_writes = True
         can_omit = self.can_omit_empty_slots
-        span = _common_span(positions) if can_omit and positions.numel() else None
+        span = None  # of the new tokens, if it is the same in all sequences, without padding
+        if can_omit and positions.numel():
+            # The real tokens of a sequence are consecutive: all agree if together they fill a range of their number.
+            first, last = _extremes(positions)
+            if first >= 0 and last - first + 1 == positions.shape[1]:
+                span = range(first, last + 1)
         if span is not None:
             for stored, tensor in zip(self._slots_of(span), new, strict=True):
                 stored.copy_(tensor)
@@ -491,8 +470,8 @@ class StaticCache(Cache):
         return CacheUpdate(tensors, key_positions, token_counts)
 
     def _check_new(self, new: CachedTensors) -> None:
-        """Raise `InputError` unless new keys and values have the heads, width, dtype and device of the cache's slots.
-        Raises it too if gradients are enabled and a new tensor requires a gradient, since writing in place loses it.
+        """Raise `InputError` unless new tensors have the heads, width, dtype and device of the slots, and need no
+        gradient, which writing in place would lose.
         """
         slot_sizes, new_sizes = ([tensor.shape[1::2] for tensor in tensors] for tensors in (self.slots, new))
         if slot_sizes != new_sizes:
@@ -548,9 +527,7 @@ class StaticCache(Cache):
         self._crop_to(torch.zeros_like(self.lengths))
 
     def _crop_to(self, lengths: Int[Tensor, " batch"]) -> None:
-        """Set the length of each sequence to its number in `lengths`, which callers keep at or below the current
-        length. Fill the slots of the removed tokens with zeros.
-        """
+        """Set the length of each sequence to a number not above the present one, and clear the removed tokens."""
         removed = slice(None)
         if self.can_omit_empty_slots and not self._has_uncommitted_writes:
             removed = slice(int(lengths.min()), int(self.lengths.max()))
@@ -559,10 +536,8 @@ class StaticCache(Cache):
         self._has_uncommitted_writes = False
 
     def _clear_empty_slots(self, positions: slice) -> None:
-        """Fill empty slots with zeros: those at the positions in the slice `positions` that are beyond the length of
-        their sequence.
-
-        Attention multiplies the value of an empty slot by a weight of 0, which leaves NaN and infinity.
+        """Fill slots beyond the length of their sequence with zeros, at some positions: attention multiplies the value
+        of an empty slot by a weight of 0, which leaves NaN and infinity.
         """
         is_empty = torch.arange(self.capacity, device=self.lengths.device)[positions] >= self.lengths[:, None]
         for tensor in self.tensors:
@@ -573,8 +548,8 @@ class StaticCache(Cache):
 
 
 def keep_addresses(tensors: Sequence[Tensor]) -> None:
-    """Tell the compiler that these tensors stay at their addresses. With `mode="reduce-overhead"` it captures a CUDA
-    graph of a step of decoding only then, since the step writes to them.
+    """Tell the compiler that these tensors stay at their addresses. Only then it captures a CUDA graph of a step of
+    decoding with `mode="reduce-overhead"`, since the step writes to them.
     """
     import torch._dynamo  # takes long to import
 
@@ -582,20 +557,8 @@ def keep_addresses(tensors: Sequence[Tensor]) -> None:
         torch._dynamo.mark_static_address(tensor, guard=False)
 
 
-def _common_span(positions: Int[Tensor, "batch new"]) -> range | None:
-    """Return the positions of new tokens, as `next_positions` returns them, as one range if they are the same in all
-    sequences, without padding; otherwise None.
-    """
-    # The real tokens of a sequence are consecutive. So all positions agree if together they fill a range of this size.
-    first, last = _extremes(positions)
-    is_shared = first >= 0 and last - first + 1 == positions.shape[1]
-    return range(first, last + 1) if is_shared else None
-
-
 def _extremes(positions: Int[Tensor, "batch new"]) -> tuple[int, int]:
-    """Return the smallest and the largest of some positions. Few of them are compared in Python, as in a step of
-    decoding, which takes less time than an operator.
-    """
+    """Return the smallest and the largest of some positions. Few of them are compared in Python, which is faster."""
     if positions.numel() <= MOST_LISTED:
         numbers = [position for row in positions.tolist() for position in row]
         return min(numbers), max(numbers)

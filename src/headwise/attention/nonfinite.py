@@ -23,16 +23,11 @@ MOST_COMPARED = 2**13
 
 
 def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Return the result of `run(problem)`, but so that NaN and infinity in keys and values do not change query rows
-    that may not attend to them. If such rows may have changed, `run` computes the problem again with zeros in place of
-    NaN and infinity. Outputs that NaN or infinity may reach through an allowed key keep the first result.
+    """Return the result of `run(problem)`, with NaN and infinity in keys and values kept from query rows that may not
+    attend to them: if such rows may have changed, `run` computes the problem again with zeros in their place.
 
     Nothing is checked while compiling or tracing, inside a transform of `torch.func`, or on other devices than a CPU,
     where reading a sum would wait for the device: there a hidden NaN or infinity can reach every row.
-
-    Args:
-        problem: the attention problem.
-        run: function that computes a problem with the same mask and sizes on the chosen backend.
     """
     result = run(problem)
     if (problem.mask is None and problem.bias is None) or not _can_check(result.out):
@@ -56,8 +51,7 @@ def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
 
 def may_have_leaked(out: Tensor, k: Tensor, v: Tensor, *, to_gradients: bool) -> bool:
     """Return True if a hidden NaN or infinity may have changed rows of a call on the CPU: if there is NaN in the
-    output, since 0 times infinity is NaN too; or, as gradients multiply 0 by more than the output shows, if a key or a
-    value is NaN or infinite.
+    output; or, as gradients multiply 0 by more than the output shows, if a key or a value is not finite.
     """
     return not all_finite(k, v) if to_gradients else may_have_nan(out)
 
@@ -70,9 +64,7 @@ def may_have_nan(x: Tensor) -> bool:
 
 
 def has_nonfinite_keys_or_values(problem: Problem) -> bool:
-    """Return True if a key or value of the problem is NaN or infinite. Returns False on other devices than a CPU, and
-    wherever values cannot be read.
-    """
+    """Return True if a key or value of the problem is NaN or infinite; False where values are not read."""
     tensors = (problem.k, problem.v)
     return all(map(_can_check, tensors)) and not all_finite(*tensors)
 
@@ -85,9 +77,7 @@ def all_finite(x: Tensor, y: Tensor) -> bool:
 
 
 def _can_check(tensor: Tensor) -> bool:
-    """Return True if the numbers of a tensor can be read without waiting for a device: on a CPU, and neither while
-    compiling or tracing nor inside a transform of `torch.func`.
-    """
+    """Return True if a tensor can be read without waiting for a device, outside compiling, tracing and transforms."""
     return has_readable_values(tensor) and not torch._C._is_tracing()
 
 
@@ -97,10 +87,9 @@ def _visible_to_rows(
     bad_keys: Bool[Tensor, "batch kv_heads keys 1"],
     bad_values: Bool[Tensor, "batch kv_heads keys value_dim"],
 ) -> tuple[Bool[Tensor, "batch #heads queries value_dim"], Bool[Tensor, "batch #heads queries"]]:
-    """Return two boolean tensors that mark the results which NaN or infinity ("bad" numbers) may reach. The first has
-    one element for each output feature of each query row: True if the row may attend to a bad key, or to a value that
-    is bad in this feature. The second has one element for each row: True if the row may attend to a bad key. With
-    talking heads, a row may attend to the keys of all heads.
+    """Return where NaN or infinity ("bad" numbers) may reach: True for each output feature of a query row that may
+    attend to a bad key, or to a value that is bad in this feature; and True for each row that may attend to a bad key.
+    With talking heads, a row may attend to the keys of all heads.
     """
     dtype = problem.score_dtype
     indicators = torch.cat([bad_values | bad_keys, bad_keys], -1).to(dtype)
@@ -115,7 +104,5 @@ def _visible_to_rows(
 def _combine(
     result: Float[Tensor, "*axes"], clean: Float[Tensor, "*axes"], visible: Bool[Tensor, "..."]
 ) -> Float[Tensor, "*axes"]:
-    """Return a tensor with the values of `result` where `visible` is True and those of `clean` elsewhere. Its gradient
-    is that of `clean` everywhere; none flows into `result`.
-    """
+    """Return `result` where `visible` is True, and `clean` elsewhere. The gradient is that of `clean` everywhere."""
     return clean + torch.where(visible, (result - clean).detach(), 0.0)

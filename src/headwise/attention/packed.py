@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.checks import has_readable_values, whole_numbers
 from headwise.errors import InputError
-from headwise.shapes import Bool, Float, Int
+from headwise.shapes import Int
 
 
 class Offsets(NamedTuple):
@@ -28,18 +28,8 @@ class Offsets(NamedTuple):
 def checked_offsets(
     name: str, offsets: Tensor | Sequence[int], total: int, device: torch.device
 ) -> list[int] | Int[Tensor, " sequences_and_1"]:
-    """Return the offsets of packed sequences as a list: the index of the first token of each sequence, then the number
-    of tokens. A tensor that cannot be read, as on a GPU, is returned as an int64 tensor on `device`, and its numbers
-    are not checked.
-
-    Args:
-        name: name of the argument, for the error.
-        offsets: `(sequences + 1,)`.
-        total: number of tokens.
-        device: of the tokens.
-
-    Raises:
-        InputError: offsets that do not begin with 0, that decrease, or that do not end with the number of tokens.
+    """Return the offsets `(sequences + 1,)` of packed sequences as a list. A tensor that cannot be read, as on a GPU,
+    is returned as an int64 tensor on `device`, unchecked. Raise `InputError` unless they rise from 0 to `total`.
     """
     tensor = whole_numbers(name, offsets, dimensions=(1,), shape="one more than there are sequences")
     if not has_readable_values(tensor) and len(tensor) > 1:
@@ -51,76 +41,24 @@ def checked_offsets(
     return numbers
 
 
-class PaddedBatch(NamedTuple):
-    """Lengths of a batch of sequences that is padded on the right, with conversion to packed tokens and back.
-
-    Attributes:
-        lengths: number of real tokens of each sequence.
-        is_real: True at real tokens, False at padding.
+def real_lengths(
+    lengths: Tensor | Sequence[int], batch: int, tokens: int, device: torch.device
+) -> Int[Tensor, " batch"]:
+    """Return the number of real tokens, the first ones, of each of `batch` sequences of so many tokens, on a device.
+    Lengths on a GPU are not read: a negative one counts as 0, and one above the number of tokens as that number.
     """
-
-    lengths: Int[Tensor, " batch"]
-    is_real: Bool[Tensor, "batch queries"]
-
-    @staticmethod
-    def from_lengths(lengths: Tensor | Sequence[int], x: Float[Tensor, "*batch queries width"]) -> "PaddedBatch":
-        """Return the `PaddedBatch` of a tensor `x` that is padded on the right, given the length of each sequence.
-        Lengths on a GPU are not read: a negative one counts as 0, and one above the number of tokens as that number.
-
-        Raises:
-            InputError: an `x` without a batch axis, or lengths that are not one number from 0 to the number of tokens
-                for each of its sequences.
-        """
-        if x.ndim != 3:
-            raise InputError("lengths", expected="x of shape (batch, queries, width)", got=tuple(x.shape))
-        numbers = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence")
-        if len(numbers) != len(x):
-            raise InputError("lengths", expected=f"one for each of {len(x)} sequences", got=len(numbers))
-        if has_readable_values(numbers) and ((numbers < 0) | (numbers > x.shape[1])).any():
-            raise InputError("lengths", expected=f"numbers from 0 to {x.shape[1]}, the tokens", got=numbers.tolist())
-        numbers = numbers.to(x.device, non_blocking=True)
-        return PaddedBatch(numbers, torch.arange(x.shape[1], device=x.device) < numbers[:, None])
-
-    @property
-    def should_pack(self) -> bool:
-        """True if at least 1/16 of the tokens is padding, so that packing saves work. False if the lengths cannot be
-        read, as on a GPU and while compiling.
-        """
-        return has_readable_values(self.lengths) and 16 * int(self.lengths.sum()) <= 15 * self.is_real.numel()
-
-    @property
-    def offsets(self) -> list[int]:
-        """Index of the first token of each sequence among the packed tokens, followed by the number of real tokens of
-        the whole batch.
-        """
-        return [0, *self.lengths.cumsum(0).tolist()]
-
-    def pack(self, x: Float[Tensor, "batch queries width"]) -> Float[Tensor, "tokens width"]:
-        """Return the real tokens of all sequences of a padded tensor, concatenated in one axis."""
-        return x.flatten(0, 1).index_select(0, self._real_indices)
-
-    def unpack(self, tokens: Float[Tensor, "tokens width"]) -> Float[Tensor, "batch queries width"]:
-        """Return packed tokens as a padded tensor, with 0 at padding."""
-        padded = tokens.new_zeros(self.is_real.numel(), tokens.shape[-1])
-        return padded.index_copy(0, self._real_indices, tokens).view(*self.is_real.shape, tokens.shape[-1])
-
-    @property
-    def _real_indices(self) -> Int[Tensor, " tokens"]:
-        """Indices of the real tokens in the batch, after its axes of sequences and tokens are flattened to one."""
-        return self.is_real.flatten().nonzero()[:, 0]
+    numbers = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence")
+    if len(numbers) != batch:
+        raise InputError("lengths", expected=f"one for each of {batch} sequences", got=len(numbers))
+    if has_readable_values(numbers) and ((numbers < 0) | (numbers > tokens)).any():
+        raise InputError("lengths", expected=f"numbers from 0 to {tokens}, the tokens", got=numbers.tolist())
+    return numbers.to(device, non_blocking=True)
 
 
 def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return two dictionaries with the argument names of `inputs` as keys. The first contains the packed tokens
-    `(tokens, width)` of each jagged nested tensor. The second contains its offsets `(sequences + 1,)`: the start of
-    each sequence, then the number of tokens. Inputs that are None are left out.
-
-    Args:
-        inputs: tensors by argument name: "x", "context" and "value_context".
-
-    Raises:
-        InputError: a tensor of another kind, gaps between sequences, or a value context whose sequences have other
-            lengths than those of the context. The lengths are not compared where they cannot be read, as on a GPU.
+    """Return the packed tokens `(tokens, width)` and the offsets `(sequences + 1,)` of jagged nested tensors, by
+    argument name ("x", "context", "value_context"). None is left out. Lengths of context and value context are compared
+    where they can be read.
     """
     inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     for name, tensor in inputs.items():
@@ -153,14 +91,8 @@ def sequence_slices(offsets: Any) -> list[slice]:
 def positions_in_sequences(
     offsets: Offsets, queries: int, keys: int, device: torch.device
 ) -> tuple[Int[Tensor, "1 queries"], Int[Tensor, "1 keys"]]:
-    """Return the position of each packed query and of each packed key within its own sequence, as `(1, tokens)` each.
-    In every sequence the last query is aligned with the last key.
-
-    Args:
-        offsets: of the sequences.
-        queries: number of all packed queries.
-        keys: number of all packed keys.
-        device: of the result.
+    """Return the position of each packed query and key within its own sequence, as `(1, tokens)` each. In every
+    sequence the last query is aligned with the last key.
     """
     if isinstance(offsets.queries, Tensor) and isinstance(offsets.keys, Tensor):
         of_queries, of_keys = sequence_numbers(offsets.queries, queries), sequence_numbers(offsets.keys, keys)
@@ -177,9 +109,7 @@ def positions_in_sequences(
 
 
 def sequence_numbers(offsets: Int[Tensor, " sequences_and_1"], tokens: int) -> Int[Tensor, " tokens"]:
-    """Return the number of the sequence of each of `tokens` packed tokens, on the device of the offsets. Tokens after
-    the last offset count as tokens of the last sequence.
-    """
+    """Return the number of the sequence of each packed token; tokens after the last offset count to the last one."""
     index = torch.arange(tokens, device=offsets.device)
     numbers = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
     return numbers.clamp(max=max(len(offsets) - 2, 0))

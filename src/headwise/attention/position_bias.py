@@ -3,11 +3,12 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from headwise.attention.tensors import KeyPositions, PerHead, QueryPositions
 from headwise.checks import (
     LARGEST_SIZE,
     flag,
@@ -26,11 +27,7 @@ class PositionBias(Protocol):
     """Interface of position biases: numbers added to the scaled scores, which depend on positions of query and key."""
 
     def values(
-        self,
-        heads: int,
-        query_positions: Int[Tensor, "#batch queries"],
-        key_positions: Int[Tensor, "#batch keys"],
-        dtype: torch.dtype,
+        self, heads: int, query_positions: QueryPositions, key_positions: KeyPositions, dtype: torch.dtype
     ) -> Float[Tensor, "#batch heads queries keys"]:
         """Return the number to add to each score, `(batch, heads, queries, keys)` or with a batch of 1, in `dtype`.
 
@@ -46,9 +43,7 @@ class ALiBi:
     The distance has no sign: a key after the query gets the same bias as one equally far before it.
     """
 
-    def slopes(
-        self, heads: int, *, dtype: torch.dtype = torch.float64, device: torch.device | None = None
-    ) -> Float[Tensor, " heads"]:
+    def slopes(self, heads: int, *, dtype: torch.dtype = torch.float64, device: torch.device | None = None) -> PerHead:
         """Return the slope of each head: 2^(-8i / heads) for head i = 1, 2, ... if `heads` is a power of two.
         Otherwise, with p the largest power of two below `heads`, the first p heads have the slopes that p heads would
         have. The remaining heads have the first, third, fifth, ... of the slopes that 2p heads would have.
@@ -61,11 +56,7 @@ class ALiBi:
         return 2.0 ** (-8 * torch.cat((exponents, remaining)))
 
     def values(
-        self,
-        heads: int,
-        query_positions: Int[Tensor, "#batch queries"],
-        key_positions: Int[Tensor, "#batch keys"],
-        dtype: torch.dtype,
+        self, heads: int, query_positions: QueryPositions, key_positions: KeyPositions, dtype: torch.dtype
     ) -> Float[Tensor, "#batch heads queries keys"]:
         """Return the bias of each head, query and key in `dtype`: minus the head's slope times their distance."""
         # bfloat16 represents only every other whole number above 256.
@@ -133,11 +124,7 @@ class RelativeBias(nn.Module):
         nn.init.xavier_uniform_(self.weight)
 
     def values(
-        self,
-        heads: int,
-        query_positions: Int[Tensor, "#batch queries"],
-        key_positions: Int[Tensor, "#batch keys"],
-        dtype: torch.dtype,
+        self, heads: int, query_positions: QueryPositions, key_positions: KeyPositions, dtype: torch.dtype
     ) -> Float[Tensor, "#batch heads queries keys"]:
         """Return the learned bias of each head for the bucket of each query-key distance, in `dtype`.
 
@@ -159,15 +146,17 @@ class RelativeBias(nn.Module):
         distances in one bucket have the same learned bias.
         """
         size = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
-        first_distances = _kept_first_distances if makes_plain_tensors() else _first_distances
-        edges = first_distances(self._exact, self._per_direction, self.max_distance, size.device)
+        key = self._exact, self._per_direction, self.max_distance, size.device
+        if makes_plain_tensors():
+            with torch.inference_mode(False):
+                edges = _kept_first_distances(*key)
+        else:
+            edges = _first_distances(*key)
         bucket = size.clamp(max=self._exact) + torch.bucketize(size, edges, right=True)
         return bucket + (distances > 0) * self._per_direction if self.bidirectional else bucket
 
     def extra_repr(self) -> str:
-        """Return `num_heads`, `num_buckets`, `max_distance` and `bidirectional` as text, which `repr` of the module
-        includes.
-        """
+        """Return the sizes as text, for `repr`."""
         return (
             f"num_heads={self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
             f"bidirectional={self.bidirectional}"
@@ -188,19 +177,14 @@ def _first_distances(exact: int, per_direction: int, max_distance: int, device: 
     return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *parts])
 
 
-@lru_cache(maxsize=64)
-def _kept_first_distances(*key: Any) -> Int[Tensor, " edges"]:
-    """Return the result of `_first_distances`, which is kept."""
-    with torch.inference_mode(False):
-        return _first_distances(*key)
+_kept_first_distances = lru_cache(maxsize=64)(_first_distances)
 
 
 def _key_minus_query(
-    query_positions: Int[Tensor, "#batch queries"], key_positions: Int[Tensor, "#batch keys"]
+    query_positions: QueryPositions, key_positions: KeyPositions
 ) -> Int[Tensor, "#batch queries keys"]:
-    """Return the position of each key minus that of each query, negative for keys before the query. Raises `InputError`
-    for positions that are not whole numbers, or if queries and keys are on different devices or in batches that do not
-    broadcast.
+    """Return the position of each key minus that of each query; raise `InputError` for positions that are not whole
+    numbers, on different devices, or in batches that do not broadcast.
     """
     position_ids("query_positions", query_positions)
     position_ids("key_positions", key_positions, device=query_positions.device)

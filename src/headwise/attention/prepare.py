@@ -13,8 +13,9 @@ from headwise.attention import packed
 from headwise.attention.caches import Cache, CachedTensors, CacheUpdate
 from headwise.attention.masks.grid import Grid
 from headwise.attention.rotary import Rotary
+from headwise.attention.tensors import KeyPositions, Keys, Queries, QueryPositions
 from headwise.errors import InputError
-from headwise.shapes import Float, Int
+from headwise.shapes import Float
 
 
 class AttentionInputs(NamedTuple):
@@ -33,19 +34,19 @@ class AttentionInputs(NamedTuple):
         cache_update: argument of `Cache.commit`, which the layer calls last; None without a cache.
     """
 
-    q: Float[Tensor, "batch heads queries head_dim"]
-    k: Float[Tensor, "batch kv_heads keys head_dim"]
+    q: Queries
+    k: Keys
     v: Float[Tensor, "batch value_heads keys value_dim"]
-    explicit_query_positions: Int[Tensor, "#batch queries"] | None = None
-    explicit_key_positions: Int[Tensor, "#batch keys"] | None = None
-    mask_query_positions: Int[Tensor, "#batch queries"] | None = None
-    mask_key_positions: Int[Tensor, "#batch keys"] | None = None
+    explicit_query_positions: QueryPositions | None = None
+    explicit_key_positions: KeyPositions | None = None
+    mask_query_positions: QueryPositions | None = None
+    mask_key_positions: KeyPositions | None = None
     cache_update: CacheUpdate | None = None
 
     @property
-    def query_positions(self) -> Int[Tensor, "#batch queries"]:
-        """Positions of the queries for rotary embeddings and position biases: `(batch, queries)` or `(1, queries)`. By
-        default the last query is at the position of the last key.
+    def query_positions(self) -> QueryPositions:
+        """Positions of the queries for rotary embeddings and position biases, `(batch or 1, queries)`. By default the
+        last query is at the position of the last key.
         """
         if self.explicit_query_positions is None:
             queries, keys = self.q.shape[2], self.k.shape[2]
@@ -53,7 +54,7 @@ class AttentionInputs(NamedTuple):
         return self.explicit_query_positions
 
     @property
-    def key_positions(self) -> Int[Tensor, "#batch keys"]:
+    def key_positions(self) -> KeyPositions:
         """Positions of all keys, cached ones included, for position biases: `(batch, keys)` or `(1, keys)`."""
         if self.explicit_key_positions is None:
             return torch.arange(self.k.shape[2], device=self.k.device)[None]
@@ -67,33 +68,22 @@ class AttentionInputs(NamedTuple):
 
 
 def prepare_qkv(
-    q: Float[Tensor, "batch heads queries head_dim"],
+    q: Queries,
     k: Float[Tensor, "batch kv_heads new key_dim"],
     v: Float[Tensor, "batch value_heads new value_dim"] | None,
-    *,
-    rotary: Rotary | None = None,
-    positions: Int[Tensor, "#batch queries"] | None = None,
-    cache: Cache | None = None,
-    lengths: Any = None,
-    full_capacity: bool = False,
-    offsets: packed.Offsets | None = None,
+    rotary: Rotary | None,
+    positions: QueryPositions | None,
+    cache: Cache | None,
+    lengths: Any,
+    full_capacity: bool,
+    offsets: packed.Offsets | None,
 ) -> AttentionInputs:
-    """Return the inputs of attention: queries and keys, rotated by their positions if `rotary` is passed; keys and
-    values preceded by those in `cache`; and the positions of all of them. The new tokens do not count as cached yet:
-    pass `cache_update` of the result to `Cache.commit` as the last step of the layer.
+    """Return the inputs of attention. The new tokens do not count as cached yet: pass `cache_update` of the result to
+    `Cache.commit` as the last step of the layer.
 
-    Args:
-        q: queries.
-        k: keys of this call.
-        v: values of this call; None for latent attention, whose values are computed from the keys. The cache then
-            stores keys alone, and `v` of the result is the same tensor as `k` before a rotation by length.
-        rotary: rotary embedding of queries and keys.
-        positions: of the new tokens, for rotary embeddings and position biases; by default their order.
-        cache: earlier tokens.
-        lengths: number of new tokens that are real in each sequence, with a `StaticCache`.
-        full_capacity: whether the keys are all slots of a `StaticCache`, empty ones included, as for a mask, a bias
-            or weights with an axis of that size.
-        offsets: of packed sequences, among the queries and among the keys.
+    Without `v`, as in latent attention, values are computed from the keys: the cache stores keys alone, and `v` of the
+    result is `k` before a rotation by length. With `full_capacity` the keys are all slots of a `StaticCache`, empty
+    ones included, as for a mask, a bias or weights with an axis of that size.
     """
     # Masks go by the order of the tokens, in which cached tokens come first. Rotary embeddings and position biases go
     # by `positions` if these are passed.
@@ -119,23 +109,14 @@ def prepare_qkv(
 
     tensors: CachedTensors = (k,) if v is None else (k, v)
     update: CacheUpdate | None = None
-    key_positions: Int[Tensor, "#batch keys"] | None = new_positions
+    key_positions: KeyPositions | None = new_positions
     mask_positions: tuple[Tensor | None, Tensor | None] = None, None
     if cache is not None:
         update = cache.prepare_update(tensors, order, full_capacity=full_capacity)
         tensors, key_positions = update.tensors, update.key_positions
         if key_positions is not None:
             mask_positions = order, key_positions
-    inputs = AttentionInputs(
-        q=q,
-        k=tensors[0],
-        v=tensors[-1],
-        explicit_query_positions=query_positions,
-        explicit_key_positions=key_positions,
-        mask_query_positions=mask_positions[0],
-        mask_key_positions=mask_positions[1],
-        cache_update=update,
-    )
+    inputs = AttentionInputs(q, tensors[0], tensors[-1], query_positions, key_positions, *mask_positions, update)
     if rotary is not None and rotary.depends_on_length:
         # Every new token changes these angles, also those of cached keys; so keys are cached unrotated.
         return _rotated_by_length(rotary, inputs, offsets)
@@ -143,9 +124,8 @@ def prepare_qkv(
 
 
 def _rotated_by_length(rotary: Rotary, inputs: AttentionInputs, offsets: packed.Offsets | None) -> AttentionInputs:
-    """Return the inputs with queries and keys rotated by angles that depend on the length of their text, its largest
-    position plus 1. Each packed sequence has its own length; without `offsets`, the largest position of the batch
-    decides for all.
+    """Return the inputs rotated by angles that depend on the length of the text, its largest position plus 1: that of
+    each packed sequence or, without `offsets`, of the batch.
     """
     if offsets is None:
         texts = [(slice(None), slice(None))]
@@ -161,11 +141,7 @@ def _rotated_by_length(rotary: Rotary, inputs: AttentionInputs, offsets: packed.
         query_positions, key_positions = inputs.query_positions[:, queries], inputs.key_positions[:, keys]
         all_positions = [query_positions.flatten(), key_positions.flatten(), query_positions.new_zeros(1)]
         length = torch.cat(all_positions).max() + 1
-        rotated.append(
-            (
-                rotary.rotate(inputs.q[:, :, queries], query_positions, length=length),
-                rotary.rotate(inputs.k[:, :, keys], key_positions, length=length),
-            )
-        )
+        q = rotary.rotate(inputs.q[:, :, queries], query_positions, length=length)
+        rotated.append((q, rotary.rotate(inputs.k[:, :, keys], key_positions, length=length)))
     q, k = (torch.cat(parts, dim=2) for parts in zip(*rotated, strict=True))
     return inputs._replace(q=q, k=k)

@@ -85,8 +85,8 @@ def signature(
     """Return what the preparation of a call of `attend` depends on, as a key; None if the call is not ordinary. All
     other arguments of `attend` must have their defaults. The operators check the dtypes of k and v.
 
-    Without a mask that is evaluated, the batch is not part of the signature. Neither is the number of keys, except for
-    so few keys that torch's kernel gets a mask. So the steps of decoding share one.
+    The batch, and the number of keys, are part of the signature only with a mask that is evaluated, and for so few keys
+    that torch's kernel gets a mask. So the steps of decoding share one.
     """
     if not (
         type(q) is type(k) is type(v) is Tensor
@@ -95,7 +95,16 @@ def signature(
         and v.is_cpu
         and (scale is None or type(scale) is float)
         and (backend is None or type(backend) is str)
-        and (bias is None or _is_ordinary_bias(bias, q.dtype))
+        and (
+            bias is None
+            or (
+                (type(bias) is Tensor or type(bias) is Parameter)
+                and bias.is_cpu
+                and bias.dtype is q.dtype
+                and bias.layout is torch.strided
+                and (not bias.is_inference() or torch.is_inference_mode_enabled())  # autograd may save it
+            )
+        )
     ):
         return None
     if (
@@ -136,21 +145,9 @@ def signature(
     return *sizes, needs_gradient, masked, biased, scale, return_weights, backend, few_keys
 
 
-def _is_ordinary_bias(bias: Any, dtype: torch.dtype) -> bool:
-    """Return True if the operators read a bias as it is."""
-    return (
-        (type(bias) is Tensor or type(bias) is Parameter)
-        and bias.is_cpu
-        and bias.dtype is dtype
-        and bias.layout is torch.strided
-        and (not bias.is_inference() or torch.is_inference_mode_enabled())  # autograd may save it
-    )
-
-
 def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor | tuple[Tensor, Tensor] | None:
     """Return the output of a call with this signature, or output and weights; None if it has not been prepared, if its
-    operator refuses the tensors, if its mask was changed, or if NaN or infinity may have other results on the readable
-    path.
+    operator refuses the tensors, if its mask was changed, or if NaN or infinity may have other results.
     """
     try:
         call = _calls.get(key)
@@ -174,13 +171,8 @@ def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> 
 
 
 def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) -> None:
-    """Prepare the calls with a signature when it is seen for the second time.
-
-    Args:
-        key: result of `signature`.
-        mask: mask of the caller; that of the problem is None if it hides nothing.
-        problem: the call.
-        choice: its backend.
+    """Prepare the calls with a signature when it is seen for the second time. `mask` is that of the caller; that of the
+    problem is None if it hides nothing.
     """
     try:
         known = _calls.get(key, False)
@@ -195,13 +187,9 @@ def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) 
         return
     try:
         if known is False:
-            _calls[key] = (
-                ()
-                if mask is None
-                else tuple(
-                    part if part.is_constant else weakref.ref(part, lambda _: _calls.pop(key, None) and None)
-                    for part in _parts(mask)
-                )
+            _calls[key] = tuple(
+                part if part.is_constant else weakref.ref(part, lambda _: _calls.pop(key, None) and None)
+                for part in ([] if mask is None else _parts(mask))
             )
         elif isinstance(known, tuple):  # the parts of the first call keep the signature valid
             _calls[key] = _prepared(known, tensors, problem, choice)
@@ -223,9 +211,7 @@ def clear() -> None:
 def _prepared(
     parts: tuple[Any, ...], tensors: tuple[Tensor, ...], problem: Problem, choice: Choice
 ) -> PreparedCall | None:
-    """Return the prepared call of a problem; None if its backend is none of `fused`, `native` and, for weights,
-    `reference`, or changes q, k and v before its operator.
-    """
+    """Return the prepared call of a problem; None if its backend cannot be prepared, or changes q, k and v."""
     needs_gradient = problem.needs_grad
     # The prepared tensors serve later calls, which may save them for a backward pass.
     with torch.inference_mode(False), torch.no_grad():
@@ -250,8 +236,8 @@ def _prepared(
 
 
 def _fused(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
-    """Return the function that computes a problem with torch's kernel, and the number of elements of its mask. Return
-    None if the kernel needs other tensors than q, k and v themselves.
+    """Return the function that computes a problem with torch's kernel, and the number of elements of its mask; None if
+    the kernel needs other tensors than q, k and v themselves.
     """
     is_grouped = problem.q.shape[1] != problem.k.shape[1]
     if problem.grid.queries == 1 and (is_grouped or problem.q.dtype == torch.bfloat16):
@@ -263,12 +249,10 @@ def _fused(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
         hidden = None if problem.mask is None else ~problem.mask.block(problem.grid)
         return partial(_run_fused, hidden, False, options), 0 if hidden is None else hidden.numel()
     matrix, is_causal = fused.mask_arguments(problem)
-    elements = 0
     if matrix is not None:
         matrix = unexpanded(matrix)
-        elements = matrix.numel()
         matrix = torch.zeros(matrix.shape, dtype=problem.q.dtype).masked_fill(~matrix, -torch.inf)  # as torch does
-    return partial(_run_fused, matrix, is_causal, options), elements
+    return partial(_run_fused, matrix, is_causal, options), 0 if matrix is None else matrix.numel()
 
 
 def _run_fused(
@@ -289,8 +273,8 @@ def _run_fused(
 
 
 def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
-    """Return the function that computes a problem with the native kernels, and the number of elements of its mask.
-    Return None if they compute the problem in parts.
+    """Return the function that computes a problem natively and the size of its mask; None if it is computed in
+    parts.
     """
     visible = visible_keys(problem.mask, problem.grid)
     if visible.parts() is not None:
@@ -300,50 +284,33 @@ def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
     operators = torch.ops.headwise
     operator = operators.attend_forward.default if needs_gradient else operators.attend.default
     elements = sum(tensor.numel() for tensor in (visible.ranges, matrix) if tensor is not None)
-    return partial(_run_native, operator, arguments), elements
-
-
-def _run_native(operator: Any, arguments: list[Any], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the output of a native operator."""
-    out: Tensor = operator(q, k, v, *arguments, bias)[0]
-    return out
+    return lambda q, k, v, bias: operator(q, k, v, *arguments, bias)[0], elements
 
 
 def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
     """Return the function that computes output and weights with the operators of the reference, and the number of
-    elements of its mask. Return None if they compute in another dtype, or set the weights of a row without a key to 0.
+    elements of its mask; None if they compute in another dtype, or for a row without a key.
     """
     if problem.q.dtype != problem.score_dtype:
         return None
     is_grouped = problem.q.shape[1] != problem.k.shape[1]
     product = reference.grouped_matmul if is_grouped else torch.matmul
-    if problem.mask is None:
-        return partial(_run_with_weights, product, None, problem.scale), 0
-    matrix = problem.mask.block(problem.grid)
-    if not matrix.any(-1).all():
+    matrix = None if problem.mask is None else problem.mask.block(problem.grid)
+    if matrix is not None and not matrix.any(-1).all():
         return None
-    hidden = ~unexpanded(matrix)
-    return partial(_run_with_weights, product, hidden, problem.scale), hidden.numel()
+    hidden_by_mask, scale = None if matrix is None else ~unexpanded(matrix), problem.scale
 
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores, hidden = product(q, k.mT) * scale, hidden_by_mask
+        if bias is not None:
+            scores = scores + bias
+            hidden = bias == -torch.inf if hidden is None else hidden | (bias == -torch.inf)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        weights = torch.softmax(scores, -1)
+        return product(weights, v), weights
 
-def _run_with_weights(
-    product: Callable[[Tensor, Tensor], Tensor],
-    hidden: Tensor | None,
-    scale: float | Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return output and weights by the operators of the reference."""
-    scores = product(q, k.mT) * scale
-    if bias is not None:
-        scores = scores + bias
-        hidden = bias == -torch.inf if hidden is None else hidden | (bias == -torch.inf)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
-    weights = torch.softmax(scores, -1)
-    return product(weights, v), weights
+    return run, 0 if hidden_by_mask is None else hidden_by_mask.numel()
 
 
 def _key_of(mask: Any) -> Hashable:
@@ -365,8 +332,8 @@ def _parts(mask: Any) -> Iterator[Mask]:
 
 
 def _stored_tensors(mask: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors that a mask stores, all of them copies that headwise made; raise `TypeError` for masks
-    whose results may change otherwise: matrices of the caller, functions, and masks of other packages.
+    """Iterate over the tensors that a mask stores, all of them copies; raise `TypeError` for masks whose results may
+    change otherwise: matrices of the caller, functions, and masks of other packages.
     """
     kind = type(mask)
     if kind in (And, Or, Not, PerHead):

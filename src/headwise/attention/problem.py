@@ -10,9 +10,21 @@ from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import dense
 from headwise.attention.masks.grid import Coverage, Grid, require_broadcast, with_four_axes
 from headwise.attention.masks.kinds import HasPosition
+from headwise.attention.tensors import (
+    Bias,
+    KeyPositions,
+    Keys,
+    Outputs,
+    PerHead,
+    PerRow,
+    Queries,
+    QueryPositions,
+    Values,
+    Weights,
+)
 from headwise.checks import finite_number, flag, float_tensor, positions_argument, probability, savable
 from headwise.errors import InputError
-from headwise.shapes import Float, Int
+from headwise.shapes import Float
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of queries, keys and values that attention supports."""
@@ -21,9 +33,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Answer(NamedTuple):
     """Result of one attention problem: the output, and log-sum-exp and weights, which are None unless asked for."""
 
-    out: Float[Tensor, "batch heads queries value_dim"]
-    lse: Float[Tensor, "batch heads queries"] | None
-    weights: Float[Tensor, "batch heads queries keys"] | None
+    out: Outputs
+    lse: PerRow | None
+    weights: Weights | None
 
 
 class TalkingHeads(NamedTuple):
@@ -43,28 +55,20 @@ class Problem:
     Sinks and a tensor that is the scale have the dtype of the scores.
 
     Attributes:
-        q: queries.
-        k: keys.
-        v: values.
         mask: keys that each query may attend to; None if the mask hides nothing.
         bias: tensor that is added to the scores, in a dtype that the dtype of the scores can represent; None without.
             Backends convert the parts that they read: a copy of the whole takes memory and time.
-        scale: factor of the scores.
-        softcap: limit of the scaled scores; None without.
         sinks: sink logit of each head; None without.
         talking: matrices that mix heads; None without.
         grid: sizes of the score matrix, and positions of queries and keys.
         gate: factor of the output, which `attend` applies and backends ignore; None without.
-        dropout: probability with which a weight is dropped.
-        return_lse: True if the log-sum-exp is asked for.
-        return_weights: True if the weights are asked for.
     """
 
-    q: Float[Tensor, "batch heads queries head_dim"]
-    k: Float[Tensor, "batch kv_heads keys head_dim"]
-    v: Float[Tensor, "batch kv_heads keys value_dim"]
+    q: Queries
+    k: Keys
+    v: Values
     mask: Mask | None
-    bias: Float[Tensor, "#batch #heads #queries #keys"] | None
+    bias: Bias | None
     scale: float | Float[Tensor, "heads 1 1"]
     softcap: float | None
     sinks: Float[Tensor, "heads 1"] | None
@@ -101,9 +105,7 @@ class Problem:
         return replace(self, dropout=0.0, return_lse=False, return_weights=False)
 
     def with_uniform_weights(self) -> "Problem":
-        """Return the problem in which every visible key has the same weight: queries of 0, a bias that only hides keys,
-        and no sinks, talking heads, gate or dropout. It requests the output alone.
-        """
+        """Return the problem with equal weights on all visible keys, no gate and no dropout, for the output alone."""
         bias = self.bias
         if bias is not None:
             bias = torch.zeros_like(bias).masked_fill(bias == -torch.inf, -torch.inf)
@@ -140,12 +142,8 @@ class Problem:
         return_lse: bool = False,
         return_weights: bool = False,
     ) -> "Problem":
-        """Check the arguments of `attend`, and return them as a `Problem` in the one form that backends read. Defaults
-        are filled in. A boolean tensor as mask becomes a `Mask`, and a float tensor as mask becomes the bias. Tensors
-        such as `scale` and `gate` get axes of size 1 to broadcast.
-
-        Raises:
-            InputError: an argument is unusable or does not fit the others; the first one found is named.
+        """Check the arguments of `attend`, and return them in the one form that backends read, with defaults filled in;
+        raise `InputError` for the first one that is unusable or does not fit the others.
         """
         _check_tensors(q, k, v)
         mask, bias = mask_and_bias(mask, bias)
@@ -215,8 +213,8 @@ def score_dtype(q: Tensor) -> torch.dtype:
 
 
 def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _ _ _"] | None]:
-    """Return a user's `mask=` as a `Mask` or None, and the user's `bias=` as a tensor of four axes or None. A boolean
-    tensor passed as mask becomes a `Mask`; a float tensor passed as mask is returned as the bias.
+    """Return a user's `mask=` as a `Mask` or None, and `bias=` as a tensor of four axes or None. A boolean tensor
+    passed as mask becomes a `Mask`, and a float tensor passed as mask becomes the bias.
     """
     if isinstance(mask, Tensor) and mask.is_floating_point():
         if bias is not None:
@@ -243,10 +241,8 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
 
 def _positions(
     of_queries: Any, of_keys: Any, q: Tensor, k: Tensor
-) -> tuple[Int[Tensor, "#batch queries"] | None, Int[Tensor, "#batch keys"] | None]:
-    """Return the caller's positions of queries and of keys as `(batch or 1, length)`, or None for both if not passed.
-    Raises `InputError` if one is passed without the other, or has another shape or device.
-    """
+) -> tuple[QueryPositions | None, KeyPositions | None]:
+    """Return the positions of queries and keys as `(batch or 1, length)`, or None for both."""
     if of_queries is None and of_keys is None:
         return None, None
     if of_queries is None or of_keys is None:
@@ -259,9 +255,7 @@ def _positions(
 
 
 def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
-    """Return the caller's two matrices `(heads, heads)` of talking heads as `TalkingHeads` in the dtype of the scores;
-    raise `InputError` for anything else.
-    """
+    """Return the caller's two matrices `(heads, heads)` of talking heads in the dtype of the scores."""
     heads = q.shape[1]
     if not isinstance(matrices, tuple | list) or len(matrices) != 2:
         got = type(matrices).__name__
@@ -273,10 +267,8 @@ def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
     return TalkingHeads(before.to(score_dtype(q)), after.to(score_dtype(q)))
 
 
-def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
-    """Return `values`, a tensor of one number for each query head, cast to the dtype of the scores. Raises `InputError`
-    with the argument's `name` for anything else.
-    """
+def _one_per_head(name: str, values: Any, q: Tensor) -> PerHead:
+    """Return one number for each query head in the dtype of the scores."""
     tensor = float_tensor(name, values, like=q)
     if tensor.shape != q.shape[1:2]:
         got = f"shape {tuple(tensor.shape)}"
@@ -285,10 +277,7 @@ def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
 
 
 def gate_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
-    """Return a gate in the dtype of q with axes of size 1 added, so that it multiplies outputs `(batch, heads, queries,
-    value_dim)`. The gate has one value for each head, each head and sequence, or each head, sequence and query; any
-    other shape raises `InputError`.
-    """
+    """Return a gate in the dtype of q, with axes of size 1 so that it multiplies head outputs."""
     factor = float_tensor("gate", gate, like=q)
     batch, heads, queries, _ = q.shape
     forms = ((heads,), (batch, heads), (batch, heads, queries))

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.native import library
+from headwise.attention.tensors import KeyPositions, Queries, QueryPositions
 from headwise.checks import (
     LARGEST_INTEGER,
     LARGEST_SIZE,
@@ -36,22 +37,20 @@ from headwise.shapes import Float, Int
 TextLength = int | Int[Tensor, ""] | None
 """Number of tokens of the whole text; None for a scaling that does not depend on it."""
 
+Frequencies = tuple[Float[Tensor, " pairs"], float]
+"""Frequency of each pair of features, and the attention factor, by which rotated queries and keys are multiplied."""
+
 
 def base_frequencies(
     theta: float | Float[Tensor, ""], width: int, device: torch.device | None = None
 ) -> Float[Tensor, " pairs"]:
-    """Return the unscaled frequency of each pair of features: theta^(-2i / width) radians per position for pair i.
-
-    Source: Su et al. 2021, equation 15.
-    """
+    """Return the unscaled frequency theta^(-2i / width) of pair i in radians per position (Su et al. 2021, eq. 15)."""
     exponents = torch.arange(0, -width, -2, dtype=most_precise_dtype(device), device=device) / width
     return theta**exponents
 
 
 def in_program(number: float, device: torch.device | None) -> float | Float[Tensor, ""]:
-    """Return a number unchanged, or as a tensor while a program is exported: the ONNX exporter of torch rounds Python
-    numbers to float32.
-    """
+    """Return a number, as a tensor while a program is exported: torch's ONNX exporter rounds numbers to float32."""
     if not torch.compiler.is_exporting():
         return number
     return torch.tensor(number, dtype=most_precise_dtype(device), device=device)
@@ -74,9 +73,7 @@ class Scaling(Protocol):
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
         """Return the frequency of each of `width / 2` feature pairs in radians per position, for a text of `length`
-        tokens, and an attention factor. Rotated queries are multiplied by this factor, and so are rotated keys.
-
-        Scores are therefore multiplied by its square.
+        tokens, and the attention factor, whose square multiplies the scores.
         """
 
 
@@ -93,9 +90,7 @@ class LinearScaling:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the unscaled frequencies of all feature pairs, divided by `factor`, and the number 1.0, by which each
-        rotated query and key is multiplied (the attention factor).
-        """
+        """Return the unscaled frequencies divided by `factor`, and the attention factor 1.0."""
         return base_frequencies(theta, width, device) / self.factor, 1.0
 
 
@@ -123,9 +118,8 @@ class DynamicNTK:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair for a base theta enlarged for a text of `length` tokens, and the
-        number 1.0, by which each rotated query and key is multiplied (the attention factor). Up to `trained_length`
-        tokens, or if `length` is None, the base is `theta` itself.
+        """Return the frequencies for a base theta enlarged for a text of `length` tokens, and the attention factor 1.0.
+        Up to `trained_length` tokens, or if `length` is None, the base is `theta` itself.
         """
         # The single pair of width 2 has frequency 1 for every theta.
         exponent = width / max(width - 2, 1)
@@ -176,10 +170,9 @@ class YaRN:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair, and the attention factor, by which each rotated query and key is
-        multiplied: `attention_factor`, or 0.1 ln(factor) + 1 if that is None. Fast pairs, with many turns over
-        `trained_length` tokens, keep their frequency. That of slow pairs is divided by `factor`, and pairs between
-        have a weighted mean of the two frequencies.
+        """Return the frequency of each feature pair: unchanged for fast pairs, divided by `factor` for slow ones, a
+        weighted mean of the two between. Also return the attention factor: `attention_factor`, or
+        0.1 ln(factor) + 1 if that is None.
         """
         first, last = self._pair_with_turns(self.fast, theta, width), self._pair_with_turns(self.slow, theta, width)
         if self.truncate:
@@ -224,10 +217,8 @@ class Llama3:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair, and the number 1.0, by which each rotated query and key is
-        multiplied (the attention factor). Pairs with more than `high` turns over `trained_length` tokens keep their
-        frequency. That of pairs with fewer than `low` turns is divided by `factor`, and pairs between have a weighted
-        mean of the two frequencies.
+        """Return the frequency of each feature pair: unchanged for fast pairs, divided by `factor` for slow ones, a
+        weighted mean of the two between. Also return the attention factor 1.0.
         """
         base = base_frequencies(theta, width, device)
         turns = self.trained_length * base / math.tau
@@ -303,8 +294,8 @@ class Rotary:
         return self.scaling is not None and self.scaling.depends_on_length
 
     def check(self, features: int, name: str = "head_dim") -> None:
-        """Raise `InputError` if there are fewer `features` than `width`. If `width` is None, which means that all
-        features are rotated, raise it if their number is odd. `name` is the argument for the number of features.
+        """Raise `InputError` if `features`, the argument called `name`, are fewer than `width`, or odd without a
+        width.
         """
         if self.width is None and features % 2:
             expected = "an even number, since Rotary rotates pairs of features"
@@ -342,11 +333,11 @@ class Rotary:
 
     def rotate_both(
         self,
-        q: Float[Tensor, "batch heads queries head_dim"],
+        q: Queries,
         k: Float[Tensor, "batch kv_heads keys key_dim"],
-        query_positions: Int[Tensor, "#batch queries"],
-        key_positions: Int[Tensor, "#batch keys"],
-    ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch kv_heads keys key_dim"]]:
+        query_positions: QueryPositions,
+        key_positions: KeyPositions,
+    ) -> tuple[Queries, Float[Tensor, "batch kv_heads keys key_dim"]]:
         """Return queries and keys rotated by their positions, as by `rotate`. Angles of both are computed only once."""
         if self._is_kept and suits_native(q, query_positions) and suits_native(k, key_positions):
             self._check_input(q, query_positions)
@@ -367,13 +358,8 @@ class Rotary:
         *,
         length: TextLength = None,
     ) -> Angles:
-        """Return the cosine and the signed sine of each feature's angle at each position, the input of `apply_angles`.
-        The sine has the opposite sign for the first feature of each rotated pair. Both are multiplied by the attention
-        factor of the scaling (1 without a scaling). `length` is the number of tokens of
-        the whole text, as in `rotate`.
-
-        They serve every tensor with the width and positions of `x`, whatever its number of heads. The arguments are
-        those of `rotate`.
+        """Return the cosine and the signed sine of each feature's angle at each position, times the attention factor of
+        the scaling: the input of `apply_angles`. They serve every tensor with the width and positions of `x`.
         """
         self._check_input(x, positions)
         if self.depends_on_length and length is None:
@@ -384,7 +370,12 @@ class Rotary:
             if device.type == "cpu" and self._is_kept and makes_plain_tensors():
                 frequencies, factor = _kept_frequencies(self, width, device)
             elif self._is_kept and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-                frequencies, factor = _exported_frequencies(self, width, device)
+                # A constant of the program: other runtimes compute frequencies in float32, and angles far from the
+                # first position are then wrong.
+                with _disable_current_modes():
+                    frequencies, factor = _kept_frequencies(self, width, torch.device("cpu"))
+                    values = frequencies.tolist()
+                frequencies = torch.tensor(values, dtype=most_precise_dtype(device), device=device)
             else:
                 frequencies, factor = self._turns_per_position(width, length, device)
             # Full turns are removed before rounding: a float32 angle is off by thousandths at position 100,000.
@@ -399,9 +390,7 @@ class Rotary:
             return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
     def _check_input(self, x: Any, positions: Any) -> None:
-        """Raise `InputError` unless `x` is a float tensor of four axes that fits, and `positions` are those of its
-        tokens.
-        """
+        """Raise `InputError` unless `x` is a float tensor of four axes that fits, with these positions of tokens."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 4:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise InputError("x", expected="a float tensor (batch, heads, length, head_dim)", got=got)
@@ -424,9 +413,7 @@ class Rotary:
         """True if the frequencies may be kept: they follow from the fields of this object alone."""
         return type(self) is Rotary and type(self.scaling) in SCALINGS_BY_FIELDS
 
-    def _turns_per_position(
-        self, width: int, length: TextLength, device: torch.device
-    ) -> tuple[Float[Tensor, " pairs"], float]:
+    def _turns_per_position(self, width: int, length: TextLength, device: torch.device) -> Frequencies:
         """Return the frequency of each pair of features, in turns per position, and the attention factor."""
         if self.scaling is None:
             frequencies, factor = base_frequencies(self.theta, width, device), 1.0
@@ -436,22 +423,10 @@ class Rotary:
 
 
 @lru_cache(maxsize=64)
-def _kept_frequencies(rotary: Rotary, width: int, device: torch.device) -> tuple[Float[Tensor, " pairs"], float]:
-    """Return the turns per position and the attention factor of a rotation that does not depend on the length of the
-    text. They are computed once, and must not be changed.
-    """
+def _kept_frequencies(rotary: Rotary, width: int, device: torch.device) -> Frequencies:
+    """Return the turns per position and the factor of a rotation of any length of text; they must not be changed."""
     with torch.inference_mode(False):
         return rotary._turns_per_position(width, None, device)
-
-
-def _exported_frequencies(rotary: Rotary, width: int, device: torch.device) -> tuple[Float[Tensor, " pairs"], float]:
-    """Return the result of `_kept_frequencies` as a constant of the program that is being exported. Other runtimes
-    compute frequencies in float32, and angles far from the first position are then wrong.
-    """
-    with _disable_current_modes():
-        frequencies, factor = _kept_frequencies(rotary, width, torch.device("cpu"))
-        values = frequencies.tolist()
-    return torch.tensor(values, dtype=most_precise_dtype(device), device=device), factor
 
 
 def _rotated(
@@ -460,9 +435,8 @@ def _rotated(
     sin: Float[Tensor, "#batch 1 length width"],
     interleaved: bool,
 ) -> Float[Tensor, "batch heads length width"]:
-    """Return `x` with each pair of features rotated in its plane: each feature times `cos`, plus the other feature of
-    its pair times `sin`. `sin` already has the opposite sign for the first feature of a pair. The result has the dtype
-    of `x`, but is computed in that of `cos`.
+    """Return `x` with each pair of features rotated: each feature times `cos`, plus the other one of its pair times
+    `sin`, which has the sign. It is computed in the dtype of `cos`.
     """
     width = x.shape[-1]
     partners = x.reshape(*x.shape[:-1], width // 2, 2).flip(-1).flatten(-2) if interleaved else x.roll(width // 2, -1)
@@ -470,9 +444,7 @@ def _rotated(
 
 
 def suits_native(x: Float[Tensor, "batch heads length head_dim"], positions: Int[Tensor, "#batch length"]) -> bool:
-    """Return True if the native operator can rotate queries or keys by these positions, and is expected to be faster
-    than the operators of torch. It has no gradient.
-    """
+    """Return True if the native operator, without a gradient, can rotate by these positions and is likely faster."""
     return (
         makes_plain_tensors()  # first: while exporting, reading sizes would fix them
         and x.shape[0] * x.shape[2] <= MOST_TOKENS

@@ -17,6 +17,7 @@ from headwise.attention.position_bias import PositionBias
 from headwise.attention.prepare import AttentionInputs, prepare_qkv
 from headwise.attention.problem import Backend, mask_and_bias
 from headwise.attention.rotary import Rotary
+from headwise.attention.tensors import Outputs, Queries, QueryPositions, Weights
 from headwise.checks import float_dtype, positions_argument
 from headwise.errors import InputError
 from headwise.nn.options import QKNorm, Scores
@@ -39,6 +40,10 @@ PLAIN_SCORES = Scores()
 """Options of the scores of a layer without any."""
 
 
+HeadsAndWeights = tuple[Outputs, Weights | None]
+"""Output of each head before the output projection, and the attention weights or None."""
+
+
 class LayerCall(NamedTuple):
     """Checked options of one call of an attention layer: mask, bias, gate, positions, cache and the like, but not its
     input tensors.
@@ -52,13 +57,12 @@ class LayerCall(NamedTuple):
         lengths: number of tokens of each sequence that enter the cache; None if all do.
         offsets: start of each packed sequence among the queries and among the keys; None if each row of the batch is
             one sequence.
-        return_weights: True if the caller wants the attention weights.
     """
 
     mask: Mask | None
     bias: Float[Tensor, "_ _ _ _"] | None
     gate: Tensor | None
-    positions: Int[Tensor, "#batch queries"] | None
+    positions: QueryPositions | None
     cache: Cache | None
     lengths: Int[Tensor, " batch"] | Sequence[int] | None
     offsets: Offsets | None
@@ -66,10 +70,8 @@ class LayerCall(NamedTuple):
 
     @property
     def needs_full_capacity(self) -> bool:
-        """True if attention must run over all slots (places for tokens) of the call's cache, not only over the stored
-        tokens. That is so if there is a bias, if weights are returned, or if the mask prescribes a number of keys, as a
-        mask tensor does. It is also so if the number of stored tokens is on a GPU, or the code is being compiled or
-        transformed by `torch.func`. Always True without a `StaticCache`, since no other cache has empty slots.
+        """True if attention must run over all slots of a `StaticCache`, not only over the stored tokens: for a bias,
+        for weights, for a mask that prescribes a number of keys, and where the number of stored tokens cannot be read.
         """
         if not isinstance(self.cache, StaticCache) or not self.cache.can_omit_empty_slots:
             return True
@@ -79,27 +81,13 @@ class LayerCall(NamedTuple):
 
 class ScoreParameters(NamedTuple):
     """Scale, softcap, sink logits and talking-heads matrices of one layer call, as arguments of `attend`. A scale that
-    is a tensor, and the sink logits, have one entry per score map; a head has one score map, or two in differential
-    attention.
-
-    Attributes:
-        scale: factor of the scores, one number or one per score map.
-        softcap: bound of the scores; None without one.
-        sinks: logit of each score map's sink; None without sinks.
-        talking_heads: matrices that mix the heads before and after the softmax; None without them.
+    is a tensor, and the sink logits, have one entry per score map; a head has one, or two in differential attention.
     """
 
     scale: float | Float[Tensor, " maps"]
     softcap: float | None
     sinks: Float[Tensor, " maps"] | None
     talking_heads: tuple[Float[Tensor, "heads heads"], Float[Tensor, "heads heads"]] | None
-
-    def of_maps(self, maps: slice) -> "ScoreParameters":
-        """Return the parameters of some of the score maps, chosen by the slice `maps`, without talking-heads matrices.
-        A layer has one score map (softmax map) per head, or two.
-        """
-        scale = self.scale[maps] if isinstance(self.scale, Tensor) else self.scale
-        return ScoreParameters(scale, self.softcap, None if self.sinks is None else self.sinks[maps], None)
 
 
 class AttentionLayer(nn.Module):
@@ -134,10 +122,7 @@ class AttentionLayer(nn.Module):
     # -- parameters of the scores -----------------------------------------------------------------------------
 
     def _register_score_parameters(self, maps: int, **factory: Any) -> None:
-        """Register the learned parameters (sinks, temperature, talking-heads matrices) that the layer's option `scores`
-        switches on, with sizes for `maps` score maps: one per head, or two in differential attention. Parameters that
-        are switched off are registered as None.
-        """
+        """Register the learned parameters of the option `scores` for `maps` score maps, and None for the others."""
         for name, shape in (self.scores or PLAIN_SCORES).parameter_shapes(maps).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if shape else None)
 
@@ -153,9 +138,8 @@ class AttentionLayer(nn.Module):
                 initialise(parameter)
 
     def _score_parameters(self, head_dim: int) -> ScoreParameters:
-        """Return the scale, softcap, sink logits and talking-heads matrices for one call. The default scale follows
-        from `head_dim`, the width of the queries and keys. The scale is divided by the learned temperature, if there is
-        one.
+        """Return the parameters of the scores for one call. The default scale follows from `head_dim`; the learned
+        temperature divides the scale.
         """
         parameters = self._parameters  # reading None from here takes less time than as an attribute
         if (
@@ -179,44 +163,28 @@ class AttentionLayer(nn.Module):
     def _split_heads(
         self, projected: Float[Tensor, "batch length width"], heads: int
     ) -> Float[Tensor, "batch {heads} length head_width"]:
-        """Return a view of projected features with the last axis split into `heads` and the heads axis moved before the
-        length: `(batch, heads, length, head_width)`.
-        """
+        """Return a view of projected features as `(batch, heads, length, head_width)`."""
         batch, length, width = projected.shape
         return projected.view(batch, length, heads, width // heads).transpose(1, 2)
 
     def _prepare(
         self,
-        q: Float[Tensor, "batch heads queries head_dim"],
+        q: Queries,
         k: Float[Tensor, "batch kv_heads new key_dim"],
         v: Float[Tensor, "batch value_heads new value_dim"] | None,
         call: LayerCall,
         rotary: Rotary | None,
     ) -> AttentionInputs:
-        """Return the queries, keys and values for `attend`. With a cache, the cached keys and values are placed before
-        the new ones. With a `rotary`, the returned queries and keys are rotated by their positions. `v` is None if the
-        values are part of the keys, as in latent attention.
+        """Return the queries, keys and values for `attend`: rotated, and with the cached keys and values before the new
+        ones. `v` is None if the values are part of the keys, as in latent attention.
         """
         if rotary is None and call.cache is None and call.positions is None and call.offsets is None:
             return AttentionInputs(q, k, k if v is None else v)
-        return prepare_qkv(
-            q,
-            k,
-            v,
-            rotary=rotary,
-            positions=call.positions,
-            cache=call.cache,
-            lengths=call.lengths,
-            full_capacity=call.needs_full_capacity,
-            offsets=call.offsets,
-        )
+        _, _, _, positions, cache, lengths, offsets, _ = call
+        return prepare_qkv(q, k, v, rotary, positions, cache, lengths, call.needs_full_capacity, offsets)
 
-    def _call_attend(
-        self, inputs: AttentionInputs, call: LayerCall, parameters: ScoreParameters
-    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Call `attend` and return the output of each head, before the output projection, multiplied by the gate of the
-        call (a factor for each head); and the attention weights, or None if the call does not request them.
-        """
+    def _call_attend(self, inputs: AttentionInputs, call: LayerCall, parameters: ScoreParameters) -> HeadsAndWeights:
+        """Return the output of each head times the gate of the call, and the attention weights or None."""
         attended = attend(
             inputs.q,
             inputs.k,
@@ -240,9 +208,7 @@ class AttentionLayer(nn.Module):
         return attended, None
 
     def _commit(self, inputs: AttentionInputs, call: LayerCall) -> None:
-        """Write the new keys and values of a call into the cache of the call, if it has one. This is the last step of a
-        call, so that a failed call leaves the cache unchanged.
-        """
+        """Write the new keys and values to the cache: the last step, so that a failed call leaves it unchanged."""
         if call.cache is not None and inputs.cache_update is not None:
             call.cache.commit(inputs.cache_update)
 
@@ -250,9 +216,7 @@ class AttentionLayer(nn.Module):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Number of heads and width of each tensor that a cache of this layer stores, one pair per tensor. Subclasses
-        override this property; here it raises `NotImplementedError`.
-        """
+        """Number of heads and width of each tensor that a cache of this layer stores."""
         raise NotImplementedError
 
     def static_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> StaticCache:
@@ -275,9 +239,7 @@ class AttentionLayer(nn.Module):
     # -- checks -----------------------------------------------------------------------------------------------
 
     def _check_option_types(self) -> None:
-        """Raise `InputError` if an option of the layer, such as `rotary`, has the wrong type, or if its backend does
-        not exist.
-        """
+        """Raise `InputError` if an option of the layer has the wrong type, or if its backend does not exist."""
         for name, (kind, expected) in OPTION_TYPES.items():
             option = getattr(self, name, None)
             if option is not None and (not isinstance(option, kind) or isinstance(option, Tensor | type)):
@@ -286,9 +248,7 @@ class AttentionLayer(nn.Module):
             backend_named(self.backend)
 
     def _check_input(self, name: str, tensor: Any, width: int) -> None:
-        """Raise `InputError` unless an input tensor has 2 or 3 axes, the given `width` on its last axis, and the
-        layer's device and dtype.
-        """
+        """Raise `InputError` unless an input has 2 or 3 axes, this width, and the device and dtype of the layer."""
         if not isinstance(tensor, Tensor) or tensor.is_nested:
             got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InputError(name, expected="a tensor", got=got)
@@ -299,9 +259,8 @@ class AttentionLayer(nn.Module):
         check_like_layer(name, tensor, self)
 
     def _input_parameter(self) -> Tensor | None:
-        """Return a floating-point parameter of the projection to which x is passed (`qkv_proj`, `q_proj` or `q_down`).
-        Inputs of the layer must have the device and dtype of this parameter. Return None if the projection has no such
-        parameter, as when it is quantised.
+        """Return a floating-point parameter of the projection of x, whose device and dtype inputs must have; None if
+        there is none, as when it is quantised.
         """
         modules = self._modules
         for name in INPUT_PROJECTIONS:
@@ -314,9 +273,8 @@ class AttentionLayer(nn.Module):
         return next((parameter for parameter in projection.parameters() if parameter.is_floating_point()), None)
 
     def _mask_and_bias(self, mask: Any, bias: Any, cache: Cache | None) -> tuple[Mask | None, Tensor | None]:
-        """Return the mask and the bias of a call. The mask combines the masks of the caller, the cache and the layer by
-        `&` (all must allow a key); it is None if none of the three has a mask. A float tensor passed as `mask` becomes
-        the bias; `bias` must be None then.
+        """Return the mask of a call, with those of the caller, the cache and the layer combined by `&`, and its bias. A
+        float tensor passed as `mask` becomes the bias.
         """
         mask, bias = mask_and_bias(mask, bias)
         for other in (cache and cache.mask, self.mask):
@@ -325,9 +283,8 @@ class AttentionLayer(nn.Module):
         return mask, bias
 
     def _check_cache(self, cache: Any, lengths: Any, *, cross: bool = False, packed: bool = False) -> None:
-        """Raise `InputError` if the cache is not a `Cache`, or is passed together with a context (`cross`) or packed
-        sequences (`packed`). Also raise it if `lengths` (the number of real tokens of each sequence) are passed without
-        a cache.
+        """Raise `InputError` for something else than a `Cache`, for one with a context (`cross`) or packed sequences,
+        and for `lengths` without a cache.
         """
         if cache is None:
             if lengths is not None:
@@ -342,11 +299,10 @@ class AttentionLayer(nn.Module):
 
     def _checked_positions(
         self, x: Float[Tensor, "batch queries embed"], positions: Any, cache: Cache | None, *, cross: bool = False
-    ) -> Int[Tensor, "#batch queries"] | None:
-        """Check the `positions` argument of the caller, and return it as an integer tensor with a batch axis: the
-        position of each token of x, `(batch, queries)` or `(1, queries)`. Return None if the caller passed None. Raise
-        `InputError` for a wrong shape, for positions with a context, and for positions with a cache if the layer has a
-        position bias or a rotation that depends on the sequence length.
+    ) -> QueryPositions | None:
+        """Return the caller's positions of the tokens of x as `(batch or 1, queries)`, or None. Raise `InputError` for
+        positions with a context, or with a cache where the layer's position bias or rotation needs those of cached
+        keys.
         """
         if positions is None:
             return None
@@ -361,9 +317,8 @@ class AttentionLayer(nn.Module):
 
 
 def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
-    """Raise `InputError` unless `tensor`, the argument called `name`, has the device and dtype of the layer's
-    parameters. While autocast is on, the dtypes may differ if autocast converts tensors of either dtype. For a layer
-    without parameters, as when it is quantised, nothing is checked.
+    """Raise `InputError` unless a tensor has the device and dtype of the layer's parameters, or autocast converts both
+    dtypes. For a layer without parameters, as when it is quantised, nothing is checked.
     """
     parameter = layer._input_parameter() if isinstance(layer, AttentionLayer) else next(layer.parameters(), None)
     if parameter is None:
@@ -377,11 +332,7 @@ def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
 
 
 def apply_norm(norm: nn.Module, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
-    """Return `norm(x)` in the dtype of x. The norm is computed in the dtype of its weight, or in that of x if it has no
-    weight.
-
-    Under autocast the weight has a wider dtype than x.
-    """
+    """Return `norm(x)` in the dtype of x, computed in that of the norm's weight, which is wider under autocast."""
     weight = next(norm.parameters(), None)
     normalised: Tensor = norm(x if weight is None else x.to(weight.dtype))
     return normalised.to(x.dtype)

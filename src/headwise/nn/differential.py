@@ -18,7 +18,7 @@ from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import gate_factor
 from headwise.checks import finite_number, flag, whole_number
 from headwise.errors import InputError
-from headwise.nn.base import LayerCall, ScoreParameters, apply_norm
+from headwise.nn.base import HeadsAndWeights, LayerCall, ScoreParameters, apply_norm
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import Scores
 from headwise.shapes import Float
@@ -106,9 +106,7 @@ class DifferentialAttention(MultiHeadAttention):
         self._reset_lambdas()
 
     def _reset_lambdas(self) -> None:
-        """Draw the learned vectors `lambda_q1`, `lambda_k1`, `lambda_q2` and `lambda_k2`, which determine lambda, from
-        a normal distribution of standard deviation 0.1.
-        """
+        """Draw the four learned vectors from a normal distribution of standard deviation 0.1 (Ye et al. 2024)."""
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("lambda_"):
                 nn.init.normal_(parameter, std=0.1)
@@ -122,40 +120,30 @@ class DifferentialAttention(MultiHeadAttention):
         second = (self.lambda_q2.to(wide) * self.lambda_k2.to(wide)).sum().exp()
         return first - second + self.lambda_init
 
-    def _attend(
-        self, inputs: AttentionInputs, call: LayerCall
-    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return the output of each head, normalised, then multiplied by 1 - lambda_init (the constant part of lambda)
-        and by the gate of the call. Also return the difference A1 - lambda A2 of the two softmax maps A1 and A2 as
-        attention weights, or None if the call does not request them.
-        """
-        (first_inputs, first_parameters), (second_inputs, second_parameters) = self._score_maps(inputs)
-        call = self._with_position_bias(first_inputs, call)
-        factor = None if call.gate is None else gate_factor(call.gate, first_inputs.q)
-        ungated = call._replace(gate=None)
-        first, first_weights = self._call_attend(first_inputs, ungated, first_parameters)
-        second, second_weights = self._call_attend(second_inputs, ungated, second_parameters)
+    def _attend(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
+        """Return the normalised output of each head times 1 - lambda_init and its gate, and A1 - lambda A2 or None."""
+        scale, softcap, sinks, _ = self._score_parameters(self.head_dim)
+        factor, maps = None, []
+        for index in range(2):  # the first maps of all heads, then the second maps
+            heads = slice(index * self.num_heads, (index + 1) * self.num_heads)
+            kv_heads = slice(index * self.num_kv_heads, (index + 1) * self.num_kv_heads)
+            of_map = inputs._replace(q=inputs.q[:, heads], k=inputs.k[:, kv_heads])
+            if index == 0:
+                call = self._with_position_bias(of_map, call)
+                factor = None if call.gate is None else gate_factor(call.gate, of_map.q)
+                call = call._replace(gate=None)
+            scale_of_map = scale[heads] if isinstance(scale, Tensor) else scale
+            parameters = ScoreParameters(scale_of_map, softcap, None if sinks is None else sinks[heads], None)
+            maps.append(self._call_attend(of_map, call, parameters))
 
+        (first, first_weights), (second, second_weights) = maps
         lambda_ = self.lambda_value()
-        heads = first - lambda_.to(first.dtype) * second
+        out = first - lambda_.to(first.dtype) * second
         weights = None
         if first_weights is not None and second_weights is not None:
             weights = first_weights - lambda_.to(first_weights.dtype) * second_weights
-        heads = apply_norm(self.head_norm, heads) * (1 - self.lambda_init)
-        return heads if factor is None else heads * factor, weights
-
-    def _score_maps(self, inputs: AttentionInputs) -> list[tuple[AttentionInputs, ScoreParameters]]:
-        """Return the attention inputs and score parameters of the two softmax maps as two pairs: one for the first map
-        of every head, one for the second. Queries and keys differ between them; values are the same.
-        """
-        parameters = self._score_parameters(self.head_dim)
-        maps = []
-        for index in range(2):
-            heads = slice(index * self.num_heads, (index + 1) * self.num_heads)
-            kv_heads = slice(index * self.num_kv_heads, (index + 1) * self.num_kv_heads)
-            one_map = inputs._replace(q=inputs.q[:, heads], k=inputs.k[:, kv_heads])
-            maps.append((one_map, parameters.of_maps(heads)))
-        return maps
+        out = apply_norm(self.head_norm, out) * (1 - self.lambda_init)
+        return out if factor is None else out * factor, weights
 
     def extra_repr(self) -> str:
         """Return the sizes and options of the layer as text, for `repr`."""
@@ -163,10 +151,7 @@ class DifferentialAttention(MultiHeadAttention):
 
 
 def _checked_lambda_init(lambda_init: float | None, depth: int | None) -> float:
-    """Return the constant lambda_init, which is added to the learned part of lambda, the factor of the second softmax
-    map. It is the argument `lambda_init` if that is passed, `0.8 - 0.6 exp(-0.3 depth)` if `depth` is, and 0.8 if
-    neither is. Raise `InputError` if both are passed, for a share outside [0, 1), and for a negative depth.
-    """
+    """Return lambda_init, or what follows from `depth`; 0.8 by default."""
     if depth is not None:
         if lambda_init is not None:
             raise InputError("lambda_init", expected="one of lambda_init and depth", got="both")

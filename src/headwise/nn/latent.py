@@ -29,7 +29,7 @@ from headwise.attention.rotary import Rotary
 from headwise.checks import finite_number, flag, float_dtype, probability, size_argument
 from headwise.errors import InputError
 from headwise.nn import layout
-from headwise.nn.base import AttentionLayer, LayerCall, apply_norm
+from headwise.nn.base import AttentionLayer, HeadsAndWeights, LayerCall, apply_norm
 from headwise.nn.linear_engine import has_hooks, project, reset_linear
 from headwise.nn.options import Scores
 from headwise.shapes import Bool, Float, Int
@@ -202,7 +202,12 @@ class LatentAttention(AttentionLayer):
         mask, bias = self._mask_and_bias(mask, bias, cache)
         call = LayerCall(mask, bias, gate, positions, cache, lengths, None, flag("return_weights", return_weights))
 
-        q = self._queries(x)
+        if self.q_rank is None:
+            q = project(self.q_proj, x)
+        else:
+            q = project(self.q_up, apply_norm(self.q_norm, project(self.q_down, x)))
+        content, rotated = torch.split(self._split_heads(q, self.num_heads), [self.head_dim, self.rotary_dim], dim=-1)
+        q = torch.cat((rotated, content), dim=-1)  # in the order of `Rotary`
         latent, rotated = torch.split(project(self.kv_down, x), [self.kv_rank, self.rotary_dim], dim=-1)
         latents = torch.cat((rotated, apply_norm(self.kv_norm, latent).to(rotated.dtype)), dim=-1).unsqueeze(1)
         # q (batch, heads, queries, rotary_dim + head_dim), latents (batch, 1, keys, rotary_dim + kv_rank)
@@ -216,24 +221,11 @@ class LatentAttention(AttentionLayer):
         self._commit(prepared, call)
         return layout.output_and_weights(y, weights, has_batch=has_batch)
 
-    def _queries(self, x: Float[Tensor, "batch queries embed"]) -> Float[Tensor, "batch heads queries width"]:
-        """Return the queries of each head, projected from x, with features in the order of `Rotary`: first the
-        `rotary_dim` to be rotated, then the `head_dim` others.
-        """
-        if self.q_rank is None:
-            q = project(self.q_proj, x)
-        else:
-            q = project(self.q_up, apply_norm(self.q_norm, project(self.q_down, x)))
-        content, rotated = torch.split(self._split_heads(q, self.num_heads), [self.head_dim, self.rotary_dim], dim=-1)
-        return torch.cat((rotated, content), dim=-1)
-
     # -- the two forms ----------------------------------------------------------------------------------------
 
-    def _attend_expanded(
-        self, inputs: AttentionInputs, call: LayerCall
-    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return head outputs, and attention weights or None, by computing the keys and values of each head from the
-        latent vectors with `kv_up` and attending to those (DeepSeek-V2, equations 9 to 11 and 16 to 19).
+    def _attend_expanded(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
+        """Return head outputs and weights or None, by attending to keys and values of each head that `kv_up` computes
+        from the latents (DeepSeek-V2, equations 9 to 11 and 16 to 19).
         """
         rotated, latent = torch.split(inputs.k, [self.rotary_dim, self.kv_rank], dim=-1)
         expanded = self._split_heads(project(self.kv_up, latent.squeeze(1)), self.num_heads)
@@ -242,41 +234,25 @@ class LatentAttention(AttentionLayer):
         parameters = self._score_parameters(self.head_dim + self.rotary_dim)
         return self._call_attend(inputs._replace(k=k, v=v), call, parameters)
 
-    def _attend_absorbed(
-        self, inputs: AttentionInputs, call: LayerCall
-    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return head outputs, and attention weights or None, by attending to the latent vectors themselves. No keys
-        and values are computed from the latent vectors; instead the matrix of `kv_up`, which would compute them, is
-        multiplied into the queries and into the attention output.
-
-        q . (K c) = (q K) . c and sum_j A_j (V c_j) = V sum_j A_j c_j, with K and V the two parts of `kv_up`.
+    def _attend_absorbed(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
+        """Return head outputs and weights or None, by attending to the latents themselves, with `kv_up` multiplied into
+        queries and outputs: q . (K c) = (q K) . c and sum_j A_j (V c_j) = V sum_j A_j c_j, with K and V its two parts.
         """
         rotated, content = torch.split(inputs.q, [self.rotary_dim, self.head_dim], dim=-1)
-        keys_up, values_up = torch.split(self._kv_up_matrices(inputs.k), [self.head_dim, self.value_dim], dim=1)
+        if type(self.kv_up) is nn.Linear and not has_hooks(self.kv_up):
+            matrix: Tensor = self.kv_up.weight
+        else:  # the matrix of another module is computed from unit vectors
+            matrix = self.kv_up(torch.eye(self.kv_rank, dtype=inputs.k.dtype, device=inputs.k.device)).mT
+        matrix = matrix.reshape(self.num_heads, self.head_dim + self.value_dim, self.kv_rank)
+        keys_up, values_up = torch.split(matrix, [self.head_dim, self.value_dim], dim=1)
         q = torch.cat((rotated, (content @ keys_up).to(rotated.dtype)), dim=-1)
         latent_inputs = inputs._replace(q=q, v=inputs.k[..., self.rotary_dim :])
         parameters = self._score_parameters(self.head_dim + self.rotary_dim)
         latent_outputs, weights = self._call_attend(latent_inputs, call, parameters)
         return latent_outputs @ values_up.mT, weights
 
-    def _kv_up_matrices(self, like: Tensor) -> Float[Tensor, "heads head_dim_value_dim kv_rank"]:
-        """Return the weight matrix of `kv_up` split by head: rows that map a latent vector to the head's keys, followed
-        by rows that map it to the head's values. If `kv_up` is not a plain `nn.Linear`, its matrix is computed from
-        unit vectors with the dtype and device of `like`.
-        """
-        matrix: Tensor
-        if type(self.kv_up) is nn.Linear and not has_hooks(self.kv_up):
-            matrix = self.kv_up.weight
-        else:
-            matrix = self.kv_up(torch.eye(self.kv_rank, dtype=like.dtype, device=like.device)).mT
-        return matrix.reshape(self.num_heads, self.head_dim + self.value_dim, self.kv_rank)
-
     def _is_absorbed(self, absorbed: bool | None, *, queries: int, keys: int) -> bool:
-        """Return True if attention is to run over the latent vectors themselves, False if over the keys and values of
-        each head. The result is the caller's argument `absorbed` if that is not None, otherwise the form with fewer
-        multiplications for so many queries and keys. If `kv_up` has a bias, the result is False, and `absorbed=True`
-        raises `InputError`.
-        """
+        """Return the caller's `absorbed`, or the form with fewer multiplications; False if `kv_up` has a bias."""
         if absorbed is not None and not isinstance(absorbed, bool):
             raise InputError("absorbed", expected="True, False or None", got=repr(absorbed))
         if any(getattr(module, "bias", None) is not None for module in self.kv_up.modules()):
@@ -293,10 +269,7 @@ class LatentAttention(AttentionLayer):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Number of heads and width of the single tensor that a cache of latent attention stores. Its one head is
-        shared by all query heads; its features are the key part that is rotated by position, followed by the latent
-        vector.
-        """
+        """Heads and width of the cached tensor: rotated key and latent, shared by all heads."""
         return [(1, self.rotary_dim + self.kv_rank)]
 
     def extra_repr(self) -> str:

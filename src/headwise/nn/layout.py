@@ -10,26 +10,35 @@ The layer itself computes with `(batch, length, width)` alone:
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwise.attention import packed
 from headwise.attention.masks.kinds import InSequences, Padding, Segments
 from headwise.attention.prepare import AttentionInputs
+from headwise.attention.tensors import Weights
 from headwise.checks import float_tensor, has_readable_values
 from headwise.errors import InputError
 from headwise.nn.base import LayerCall
-from headwise.shapes import Float
+from headwise.shapes import Bool, Float, Int
+
+MOST_REAL = 15 / 16
+"""Largest share of real tokens for which padding is worth removing."""
+
+
+def padded_lengths(lengths: Any, x: Tensor) -> Int[Tensor, " batch"]:
+    """Return the checked lengths of a batch that is padded on the right."""
+    if x.ndim != 3:
+        raise InputError("lengths", expected="x of shape (batch, queries, width)", got=tuple(x.shape))
+    return packed.real_lengths(lengths, x.shape[0], x.shape[1], x.device)
 
 
 def without_padding(
-    x: Float[Tensor, "batch queries embed"], padded: packed.PaddedBatch, call: LayerCall
-) -> tuple[Float[Tensor, "rows length embed"], LayerCall]:
-    """Convert a batch x that is padded on the right to a form in which padding has no effect: its real tokens packed
-    end to end, or its padding masked. `padded` states which tokens are real. Return the converted x, and the call
-    options for it, which have offsets if tokens are packed. `with_padding` converts the layer's output back.
-
-    The real tokens are packed if that saves work and the call allows it. Otherwise the padding is masked, and its
-    inputs are replaced by 0: a weight of 0 would not stop NaN and infinity from reaching other tokens.
+    x: Float[Tensor, "batch queries embed"], lengths: Int[Tensor, " batch"], call: LayerCall
+) -> tuple[Float[Tensor, "rows length embed"], LayerCall, Bool[Tensor, "batch queries"]]:
+    """Return a batch that is padded on the right in a form in which padding has no effect, and the call options for it:
+    packed real tokens, with offsets, if that saves work and the call allows it; otherwise the padding is masked, and
+    its inputs are 0, since a weight of 0 would not stop NaN and infinity.
     """
     # The mask may not prescribe a number of queries or keys, as a mask tensor does; nor may the gate have an axis of
     # queries.
@@ -37,40 +46,40 @@ def without_padding(
     has_free_mask = extent is None or not (extent.queries or extent.keys)
     has_free_gate = call.gate is None or call.gate.ndim < 3
     can_pack = has_free_mask and has_free_gate and call.bias is None and not call.return_weights
-    if padded.should_pack and can_pack:
-        offsets = padded.offsets
+    is_real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+    if can_pack and has_readable_values(lengths) and int(lengths.sum()) <= MOST_REAL * is_real.numel():
+        offsets = [0, *lengths.cumsum(0).tolist()]
         positions = call.positions
         if positions is not None:
-            positions = positions.expand(x.shape[:2])[padded.is_real][None]
-        return padded.pack(x)[None], call._replace(positions=positions, offsets=packed.Offsets(offsets, offsets))
-    if not (has_readable_values(padded.lengths) and bool(padded.is_real.all())):
-        x = x.masked_fill(~padded.is_real[..., None], 0.0)
-    is_real = Padding(padded.lengths, "right")  # `padding` would read lengths on a GPU
-    return x, call._replace(mask=is_real if call.mask is None else is_real & call.mask)
+            positions = positions.expand(x.shape[:2])[is_real][None]
+        real = x.flatten(0, 1).index_select(0, is_real.flatten().nonzero()[:, 0])
+        return real[None], call._replace(positions=positions, offsets=packed.Offsets(offsets, offsets)), is_real
+    if not (has_readable_values(lengths) and bool(is_real.all())):
+        x = x.masked_fill(~is_real[..., None], 0.0)
+    mask = Padding(lengths, "right")  # `padding` would read lengths on a GPU
+    return x, call._replace(mask=mask if call.mask is None else mask & call.mask), is_real
 
 
 def with_padding(
     y: Float[Tensor, "rows length out"],
-    weights: Float[Tensor, "batch heads queries keys"] | None,
-    padded: packed.PaddedBatch,
+    weights: Weights | None,
+    is_real: Bool[Tensor, "batch queries"],
     *,
     is_packed: bool,
-) -> tuple[Float[Tensor, "batch queries out"], Float[Tensor, "batch heads queries keys"] | None]:
-    """Convert the output of a layer, and its weights if there are any, back to the padded batch that `without_padding`
-    converted, with 0 at padding. With `is_packed`, `y` has the real tokens alone, end to end.
-    """
+) -> tuple[Float[Tensor, "batch queries out"], Weights | None]:
+    """Return output and weights of what `without_padding` returned as the padded batch, with 0 at padding."""
     if is_packed:
-        return padded.unpack(y.squeeze(0)), weights
-    y = y.masked_fill(~padded.is_real[..., None], 0.0)
-    return y, None if weights is None else weights.masked_fill(~padded.is_real[:, None, :, None], 0.0)
+        padded = y.new_zeros(is_real.numel(), y.shape[-1])
+        padded = padded.index_copy(0, is_real.flatten().nonzero()[:, 0], y.squeeze(0))
+        return padded.view(*is_real.shape, y.shape[-1]), weights
+    y = y.masked_fill(~is_real[..., None], 0.0)
+    return y, None if weights is None else weights.masked_fill(~is_real[:, None, :, None], 0.0)
 
 
 def output_and_weights(
-    y: Float[Tensor, "batch queries out"], weights: Float[Tensor, "batch heads queries keys"] | None, *, has_batch: bool
+    y: Float[Tensor, "batch queries out"], weights: Weights | None, *, has_batch: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the result of a layer's `forward`: the output alone, or a tuple of output and weights if there are
-    weights, without the batch axis if the layer's input has none.
-    """
+    """Return the result of `forward`: output and, if there are any, weights, without the batch axis if x has none."""
     if not has_batch:
         y, weights = y.squeeze(0), None if weights is None else weights.squeeze(0)
     return y if weights is None else (y, weights)
@@ -82,12 +91,8 @@ def output_and_weights(
 def query_and_key_offsets(
     x: Float[Tensor, "*batch queries embed"], num_keys: int, offsets: Any, context_offsets: Any, *, cross: bool
 ) -> packed.Offsets | None:
-    """Check the caller's `offsets` (starts of the packed sequences in x) and `context_offsets` (starts in a context of
-    `num_keys` tokens). Return the starts among the queries and the starts among the keys, which are the same without a
-    context (`cross` False). Return None if `offsets` is None. `x` is the input as the caller passed it.
-
-    Raises:
-        InputError: offsets that do not fit the inputs or each other, or offsets with a batch axis in x.
+    """Return the checked starts of packed sequences among the queries and among the keys, or None without `offsets`. A
+    context has `num_keys` tokens, and `x` is the input as the caller passed it.
     """
     if (context_offsets is not None) != (cross and offsets is not None):
         expected = "offsets of x and of a context, where both hold several sequences"
@@ -111,9 +116,7 @@ def query_and_key_offsets(
 
 
 def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, like: Tensor) -> None:
-    """Raise `InputError` for a bias or returned weights, which packed sequences do not support, for a gate or mask that
-    does not fit the number of sequences, and for a gate on another device than the tensor `like`.
-    """
+    """Raise `InputError` for options that packed sequences do not support, or that do not fit their number."""
     if call.bias is not None:
         raise InputError("bias", expected="none with packed sequences", got=f"shape {tuple(call.bias.shape)}")
     if call.return_weights:
@@ -128,11 +131,8 @@ def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, lik
 
 
 def _as_one_call(inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets) -> LayerCall:
-    """Return the options of one attention call for all packed sequences, whose offsets are tensors that cannot be read,
-    as on a GPU. A mask keeps the sequences apart.
-
-    Raises:
-        InputError: a mask that may differ between the sequences or has a fixed number of keys.
+    """Return the options of one call for all packed sequences, apart by a mask, if offsets cannot be read, as on a
+    GPU.
     """
     assert isinstance(offsets.queries, Tensor)
     assert isinstance(offsets.keys, Tensor)
@@ -157,8 +157,8 @@ def _as_one_call(inputs: AttentionInputs, call: LayerCall, offsets: packed.Offse
 def each_sequence(
     inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
 ) -> Iterator[tuple[AttentionInputs, LayerCall]]:
-    """Yield, for one packed sequence after the other, its queries, keys and values and its call options, as for a batch
-    of one sequence. If the offsets are tensors that cannot be read, as on a GPU, yield one call for all sequences.
+    """Yield the inputs and options of each packed sequence, as for a batch of one; of all in one call if the offsets
+    cannot be read, as on a GPU.
     """
     if isinstance(offsets.queries, Tensor):
         yield inputs, _as_one_call(inputs, call, offsets)

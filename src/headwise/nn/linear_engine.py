@@ -62,23 +62,12 @@ class NativeRule(NamedTuple):
     because: str
 
 
-@called_by_compiler
-def uses_onednn(dtype: torch.dtype) -> bool:
-    """Return True if plain projections in this dtype are computed by oneDNN directly. The compiler calls this function
-    instead of tracing it.
-    """
-    return engine_of(dtype).engine == "onednn"
-
-
 @cache
 def engine_of(dtype: torch.dtype) -> LinearChoice:
-    """Return the engine of plain projections in a dtype on this processor, and the reason.
+    """Return the engine of plain projections in a dtype on this processor.
 
     As measured in float32 (docs/lab-notes.md), oneDNN with AVX-512 takes about half the time of MKL without, and with
     the same instructions MKL is faster.
-
-    Raises:
-        InputError: the environment variable names another engine than "torch" and "onednn".
     """
     wanted, engine = _wanted(), "torch"
     capability, mkl_has_avx512 = torch.backends.cpu.get_cpu_capability(), _mkl_uses_avx512()
@@ -108,12 +97,7 @@ def engine_of(dtype: torch.dtype) -> LinearChoice:
 
 @cache
 def native_rule(dtype: torch.dtype) -> NativeRule:
-    """Return the products in a dtype that the native kernel of few rows computes on this processor, as measured
-    (docs/lab-notes.md).
-
-    Raises:
-        InputError: the environment variable names another engine than "torch" and "onednn".
-    """
+    """Return the products that the native kernel of few rows computes in a dtype, as measured (docs/lab-notes.md)."""
     rows, smallest_weight, mkl_has_avx512 = range(0), 0, _mkl_uses_avx512()
     if wanted := _wanted():
         because = f"{VARIABLE}={wanted}"
@@ -146,19 +130,22 @@ def native_rule(dtype: torch.dtype) -> NativeRule:
 
 
 def _wanted() -> str:
-    """Return the engine that the environment variable names; an empty string if it is not set. Raise `InputError` for
-    another engine than "torch" and "onednn".
-    """
+    """Return the engine that the environment variable names; an empty string if it is not set."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "torch", "onednn"):
         raise InputError(VARIABLE, expected="'torch' or 'onednn'", got=repr(wanted))
     return wanted
 
 
+@called_by_compiler
+def uses_onednn(dtype: torch.dtype) -> bool:
+    """Return True if oneDNN computes projections in a dtype; the compiler calls this function instead of tracing it."""
+    return engine_of(dtype).engine == "onednn"
+
+
 def _mkl_uses_avx512() -> bool | None:
-    """Return True if MKL, torch's library for float32 products, is expected to use AVX-512: on processors by Intel that
-    have it. Environment variables that restrict MKL are not read. None if torch has no MKL, or if the processor is
-    unknown.
+    """Return True if MKL is expected to use AVX-512: on processors by Intel that have it. Environment variables that
+    restrict MKL are not read. None if torch has no MKL, or if the processor is unknown.
     """
     description = cpuinfo()
     if not torch.backends.mkl.is_available() or not description:  # type: ignore[no-untyped-call]
@@ -189,23 +176,12 @@ def by_onednn(
     """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by oneDNN, or by the faster of the
     native kernel and torch if the product is too small for oneDNN to gain.
 
-    Torch computes `F.linear` in float32 with MKL, which uses AVX-512 on processors by Intel alone. OneDNN, which is
-    part of torch too, uses it on all processors that have it. It adds the products of a row one after another, so that
-    its rounding error grows with the width of x. Here the width is therefore split into blocks, whose products are
-    added: that keeps the error near that of MKL (docs/lab-notes.md, "Linear projections").
+    OneDNN adds the products of a row one after another, so that its rounding error grows with the width of x. The width
+    is therefore split into blocks, whose products are added: that keeps the error near that of MKL (docs/lab-notes.md,
+    "Linear projections").
 
-        y = x W^T + b        dx = dy W        dW = dy^T x        db = sum of dy over the tokens
-
-    All three products are calls of the operator `headwise::linear` itself, so that it has derivatives of every order.
-
-    Example:
-        >>> by_onednn(torch.randn(2, 1024, 512), torch.randn(64, 512), None).shape
-        torch.Size([2, 1024, 64])
-
-    Args:
-        x: input.
-        weight: matrix of the linear map.
-        bias: addition to each token's output.
+    The operator `headwise::linear` has derivatives of every order, since its gradients are calls of itself: dx = dy W,
+    dW = dy^T x, db = sum of dy over the tokens.
     """
     if torch.compiler.is_compiling() or needs_gradient(x, weight, bias):
         register()
@@ -272,9 +248,7 @@ def _registered() -> torch.library.Library:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias: by oneDNN in blocks of the width, by the native kernel for few tokens, or by
-    `F.linear` if neither gains anything.
-    """
+    """Return x weight^T + bias by oneDNN in blocks of the width, or by the other engines if that gains nothing."""
     if not gains(x, weight):
         if gains_by_few_rows(x, weight, bias):
             return few_rows(x, weight, bias)
@@ -288,8 +262,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias in one product of oneDNN. It is a hundred times slower for a weight with gaps between
-    its rows, and reads a bias with gaps as if it had none, so that both are copied.
+    """Return x weight^T + bias by oneDNN. It is a hundred times slower for a weight with gaps between its rows, and
+    reads a bias with gaps as if it had none, so both are copied.
     """
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         weight = weight.contiguous()
@@ -338,12 +312,7 @@ _LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
 
 
 def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
-    """Return `linear(x)`, computed by the faster engine if `linear` is a plain `nn.Linear`.
-
-    Args:
-        linear: projection of a layer, usually an `nn.Linear`; adapters and quantised modules are called.
-        x: input.
-    """
+    """Return `linear(x)`, computed by the faster engine if `linear` is a plain `nn.Linear`."""
     return projections(x, linear)[0]
 
 
@@ -360,10 +329,6 @@ def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple
     other engine can gain, and nothing sees or changes the calls of the modules. Otherwise return None.
 
     The call of a module, and the choice of its engine, take longer than a small product.
-
-    Args:
-        x: tensor with the dtype and the number of tokens of each input.
-        *linears: projections.
     """
     if (
         torch.compiler.is_compiling()
@@ -505,9 +470,7 @@ def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if a module's output may be changed by a forward hook or forward pre-hook, or by a `forward` set on
-    the instance.
-    """
+    """Return True if a forward hook, or a `forward` set on the instance, may change a module's output."""
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -519,13 +482,8 @@ def _has_any_hooks(linear: nn.Module) -> bool:
 
 
 def reset_linear(linear: nn.Linear, blocks: tuple[int, ...]) -> None:
-    """Initialise the weight of a linear layer uniformly after Glorot and Bengio 2010, and its bias with zeros. The
-    weight is split into blocks of `blocks[0]`, `blocks[1]`, ... rows, each initialised as a matrix of its own.
-
-    Args:
-        linear: projection to initialise.
-        blocks: numbers of consecutive rows that form one projection each, so that the bound of each block follows from
-            its own number of rows; a fused projection has several.
+    """Initialise the weight of a projection uniformly after Glorot and Bengio 2010, with each block of so many rows as
+    a matrix of its own (a fused projection has several), and its bias with zeros.
     """
     for weight in torch.split(linear.weight, list(blocks)):
         nn.init.xavier_uniform_(weight)

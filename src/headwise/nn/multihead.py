@@ -32,10 +32,11 @@ from headwise.attention.position_bias import PositionBias
 from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import Backend, score_dtype
 from headwise.attention.rotary import Rotary
+from headwise.attention.tensors import Keys, Values
 from headwise.checks import flag, float_dtype, probability, size_argument
 from headwise.errors import InputError
 from headwise.nn import layout
-from headwise.nn.base import AttentionLayer, LayerCall, apply_norm
+from headwise.nn.base import AttentionLayer, HeadsAndWeights, LayerCall, apply_norm
 from headwise.nn.linear_engine import plain_parameters, project, projections, reset_linear
 from headwise.nn.options import OutputGate, QKNorm, Scores
 from headwise.shapes import Bool, Float, Int
@@ -50,18 +51,13 @@ class ProjectedContext(NamedTuple):
         v: values.
     """
 
-    k: Float[Tensor, "batch kv_heads keys head_dim"]
-    v: Float[Tensor, "batch kv_heads keys value_dim"]
+    k: Keys
+    v: Values
 
 
 class LayerInputs(NamedTuple):
-    """Checked input tensors of one call of a layer, all with a batch axis: x, from which queries are projected, and the
-    tensors from which keys and values are projected, or these keys and values themselves.
-
-    Attributes:
-        x: source of the queries.
-        context: source of the keys, or keys and values themselves; x in self-attention.
-        value_context: source of the values; None with a projected context.
+    """Checked input tensors of one call of a layer, all with a batch axis: the source of the queries; that of the keys
+    (x in self-attention), or keys and values themselves; and that of the values.
     """
 
     x: Float[Tensor, "batch queries embed"]
@@ -70,7 +66,7 @@ class LayerInputs(NamedTuple):
 
     @property
     def num_keys(self) -> int:
-        """Number of tokens in the layer's context (x itself in self-attention), cached tokens not included."""
+        """Number of tokens in the layer's context (x itself in self-attention), without cached ones."""
         return self.context.k.shape[2] if isinstance(self.context, ProjectedContext) else self.context.shape[1]
 
 
@@ -305,14 +301,13 @@ class MultiHeadAttention(AttentionLayer):
         packing = layout.query_and_key_offsets(x, inputs.num_keys, offsets, context_offsets, cross=cross)
         padded = None
         if lengths is not None and cache is None and not cross and offsets is None:
-            padded = packed.PaddedBatch.from_lengths(lengths, x)
-            lengths = None
+            padded, lengths = layout.padded_lengths(lengths, x), None
         self._check_cache(cache, lengths, cross=cross, packed=packing is not None)
         positions = self._checked_positions(inputs.x, positions, cache, cross=cross)
         mask, bias = self._mask_and_bias(mask, bias, cache)
         call = LayerCall(mask, bias, gate, positions, cache, lengths, packing, flag("return_weights", return_weights))
         if padded is not None:
-            real, call = layout.without_padding(inputs.x, padded, call)
+            real, call, is_real = layout.without_padding(inputs.x, padded, call)
             inputs = LayerInputs(real, real, real)
         q, k, v = self._project(inputs)
         # q (batch, heads, queries, head_dim), k (batch, kv_heads, keys, head_dim), v (batch, kv_heads, keys, value_dim)
@@ -331,13 +326,13 @@ class MultiHeadAttention(AttentionLayer):
         if starts:
             return torch.nested.nested_tensor_from_jagged(y.squeeze(0), starts["x"])
         if padded is not None:
-            y, weights = layout.with_padding(y, weights, padded, is_packed=call.offsets is not None)
+            y, weights = layout.with_padding(y, weights, is_real, is_packed=call.offsets is not None)
         return layout.output_and_weights(y, weights, has_batch=x.ndim == 3)
 
     def _short_call(self, x: Any, mask: Any, cache: Any) -> Float[Tensor, "batch queries out"] | None:
-        """Return the output of `forward` for self-attention on the CPU, with or without a cache, if it needs no checks
-        and no steps but projections, rotation and attention. It takes few more steps than the same layer written by
-        hand. Return None for other calls, and where another engine than `F.linear` may compute the projections.
+        """Return the output of `forward` for self-attention on the CPU that needs no checks and no steps but
+        projections, rotation and attention, in few more steps than a layer written by hand. Return None for other
+        calls, and where another engine than `F.linear` may compute the projections.
         """
         if not (
             type(self) is MultiHeadAttention
@@ -424,12 +419,10 @@ class MultiHeadAttention(AttentionLayer):
     def _project(
         self, inputs: LayerInputs
     ) -> tuple[
-        Float[Tensor, "batch maps_heads queries head_dim"],
-        Float[Tensor, "batch maps_kv_heads keys head_dim"],
-        Float[Tensor, "batch kv_heads keys value_dim"],
+        Float[Tensor, "batch maps_heads queries head_dim"], Float[Tensor, "batch maps_kv_heads keys head_dim"], Values
     ]:
-        """Return the queries, keys and values of a call, projected and split into heads, with queries and keys
-        normalised if the layer has a `qk_norm`. Keys and values of a `ProjectedContext` are returned unchanged.
+        """Return the queries, keys and values, projected, split into heads and normalised as `qk_norm` states; those of
+        a `ProjectedContext` unchanged.
         """
         x, context, value_context = inputs
         query_heads, key_heads = self.maps * self.num_heads, self.maps * self.num_kv_heads
@@ -451,28 +444,20 @@ class MultiHeadAttention(AttentionLayer):
     def _normalised_heads(
         self, projected: Float[Tensor, "batch length width"], heads: int, norm: nn.Module | None
     ) -> Float[Tensor, "batch {heads} length head_dim"]:
-        """Return projected queries or keys split into heads, and normalised by `norm`, per head or over all heads
-        together as `qk_norm` states. Without a norm they are only split.
-        """
+        """Return projected queries or keys split into heads, and normalised as `qk_norm` states."""
         if self.qk_norm is None or norm is None:
             return self._split_heads(projected, heads)
         if self.qk_norm.over == "heads":
             return self._split_heads(apply_norm(norm, projected), heads)
         return apply_norm(norm, self._split_heads(projected, heads))
 
-    def _attend(
-        self, inputs: AttentionInputs, call: LayerCall
-    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Compute attention with the layer's position bias added to the scores. Return each head's output times its
-        factor in the call's gate; and the attention weights, or None if the call does not request them.
-        """
+    def _attend(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
+        """Return each head's output times its gate, with the position bias added to the scores, and weights or None."""
         call = self._with_position_bias(inputs, call)
         return self._call_attend(inputs, call, self._score_parameters(self.head_dim))
 
     def _with_position_bias(self, inputs: AttentionInputs, call: LayerCall) -> LayerCall:
-        """Return the options of the call with the layer's position bias added to the bias of the call; unchanged if the
-        layer has no position bias.
-        """
+        """Return the call with the layer's position bias added to its bias."""
         if self.position_bias is None:
             return call
         if call.bias is not None:
@@ -484,8 +469,8 @@ class MultiHeadAttention(AttentionLayer):
     def _attend_packed(
         self, inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
     ) -> tuple[Float[Tensor, "1 heads queries value_dim"], None]:
-        """Return each head's output for packed sequences, and None in place of weights. Each sequence attends to itself
-        alone, or in cross-attention to the context sequence of the same index.
+        """Return each head's output for packed sequences, each of which attends to itself, or to the context sequence
+        of its index; and None in place of weights.
         """
         layout.check_packed_options(call, sequences=len(offsets.queries) - 1, num_heads=self.num_heads, like=inputs.q)
         heads: list[Tensor] = [inputs.q.new_zeros(1, 0, self.num_heads, self.value_dim)]
@@ -508,9 +493,7 @@ class MultiHeadAttention(AttentionLayer):
             raise InputError("fused_qkv", expected=f"contexts of width {self.embed_dim} like x", got=f"widths {widths}")
 
     def _checked_inputs(self, x: Any, context: Any, value_context: Any) -> LayerInputs:
-        """Check the inputs of a call and return them, with a batch axis added where it is missing. Without a context, x
-        is also the source of keys and values. Raise `InputError` if they do not fit the layer or each other.
-        """
+        """Return the checked inputs of a call with a batch axis; the default context is x."""
         if isinstance(context, ProjectedContext):
             self._check_takes_context()
             self._check_input("x", x, self.embed_dim)
@@ -542,10 +525,7 @@ class MultiHeadAttention(AttentionLayer):
     def _checked_contexts(
         self, context: Any, value_context: Any
     ) -> tuple[Float[Tensor, "batch keys context"], Float[Tensor, "batch keys value_context"]]:
-        """Check a context and a value context, and return them as the sources of keys and of values, with a batch axis.
-        Without a value context, the context is the source of both. Raise `InputError` if they do not fit the layer or
-        each other.
-        """
+        """Return the checked sources of keys and of values with a batch axis; by default the context is both."""
         self._check_takes_context()
         self._check_input("context", context, self.context_dim)
         if value_context is None:
@@ -560,9 +540,7 @@ class MultiHeadAttention(AttentionLayer):
         return _with_batch(context), _with_batch(value_context)
 
     def _check_takes_context(self) -> None:
-        """Raise `InputError` if the layer cannot attend to a context, because its fused `qkv_proj` projects queries,
-        keys and values from x alone.
-        """
+        """Raise `InputError` if a fused `qkv_proj` projects queries, keys and values from x alone."""
         if self.fused_qkv:
             raise InputError(
                 "context",
@@ -589,5 +567,5 @@ class MultiHeadAttention(AttentionLayer):
 
 
 def _with_batch(tensor: Float[Tensor, "*batch length width"]) -> Float[Tensor, "batch length width"]:
-    """Return the tensor with a batch axis: unchanged if it has one, otherwise with an axis of size 1 in front."""
+    """Return the tensor with a batch axis."""
     return tensor if tensor.ndim == 3 else tensor.unsqueeze(0)

@@ -46,12 +46,8 @@ class Scores:
             flag(f"Scores({name})", getattr(self, name))
 
     def parameter_shapes(self, heads: int) -> dict[str, tuple[int, ...] | None]:
-        """Return the shapes of the learned parameters of the scores (sinks, temperature, talking-heads matrices) as a
-        dict. Each key is the parameter's name in the layer; the shape is None for a parameter that is switched off.
-        `heads` is the number of heads, doubled in differential attention.
-
-        Args:
-            heads: number of score maps: one per head, or two in differential attention.
+        """Return the shapes of the learned parameters by their name in the layer, None for those that are switched off.
+        There is one score map for each head, or two in differential attention.
         """
         matrix = (heads, heads) if self.talking_heads else None
         return {
@@ -92,13 +88,8 @@ class QKNorm:
         finite_number("QKNorm(eps)", self.eps, above=0.0)
 
     def module(self, heads: int, head_dim: int, **factory: Any) -> nn.RMSNorm | nn.LayerNorm:
-        """Return a new norm module, `nn.RMSNorm` or `nn.LayerNorm`, for the queries or for the keys of a layer. Its
-        width is `head_dim`, or `heads * head_dim` if all heads are normalised together.
-
-        Args:
-            heads: number of heads of the queries or keys.
-            head_dim: width of each.
-            **factory: device and dtype of the weight.
+        """Return a new norm for the queries or keys of a layer, as wide as one head, or as all heads if they are
+        normalised together. `factory` has the device and the dtype of its weight.
         """
         width = head_dim if self.over == "head" else heads * head_dim
         norm = nn.RMSNorm if self.kind == "rms" else nn.LayerNorm

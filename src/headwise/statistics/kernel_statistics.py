@@ -20,8 +20,9 @@ from headwise.attention.backends.gpu import statistics as gpu
 from headwise.attention.backends.native import backend as native
 from headwise.attention.backends.native.parts import Options
 from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall
-from headwise.attention.masks.key_ranges import Matrix, Part, Ranges32, visible_keys
+from headwise.attention.masks.key_ranges import Part, visible_keys
 from headwise.attention.problem import Answer, Problem
+from headwise.attention.tensors import KeyRanges, Matrix
 from headwise.shapes import Bool, Float, Int
 from headwise.statistics.registry import LARGEST, STATISTICS, MeanOfRows
 from headwise.statistics.tally import NOT_FINITE, MeasuredRows, Tally
@@ -248,7 +249,7 @@ def _in_parts(
     q, k, v, scale, head_scale, softcap, sinks, _, _, bias = native.arguments(problem, None, None)
     options = Options(scale, head_scale, softcap, sinks, bias)
 
-    def of_part(part: Part, ranges: Ranges32 | None, matrix: Matrix | None) -> tuple[Tensor, ...]:
+    def of_part(part: Part, ranges: KeyRanges | None, matrix: Matrix | None) -> tuple[Tensor, ...]:
         tensors = part.of(q, k, v)
         return compute(part, (*tensors, *options.arguments(part, ranges, matrix), *inputs.arguments(part)))
 

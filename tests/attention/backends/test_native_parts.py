@@ -94,14 +94,6 @@ def test_a_rule_that_changes_before_the_backward_pass_raises(small_limits):
         out.sum().backward()
 
 
-def test_the_gradient_in_parts_cannot_be_differentiated_again(small_limits):
-    q, k, v = tensors()
-    out = hw.attend(q, k, v, mask=MASKS["rule"], backend="native")
-    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="derivative for the gradient of native attention is not implemented"):
-        torch.autograd.grad(grad.sum(), q)
-
-
 MEMORY = """
 import resource, torch, headwise as hw
 q, k, v = (torch.randn(1, 2, 32768, 32, requires_grad=True) for _ in range(3))

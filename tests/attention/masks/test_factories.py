@@ -14,76 +14,62 @@ def drawn(mask: hw.Mask, queries: int, keys: int, batch: int = 1, heads: int = 1
     return block[0] if len(block) == 1 else block
 
 
-def test_causal_allows_the_own_key_and_earlier_ones():
-    assert drawn(hw.causal(), 3, 3) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+VALUES = torch.tensor([[True, False, True], [False, False, True]])
+DRAWN = {
+    "the own key and earlier ones": (hw.causal(), (3, 3), [[1, 0, 0], [1, 1, 0], [1, 1, 1]]),
+    "causal, more keys than queries": (hw.causal(), (2, 5), [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]),
+    "causal, fewer keys than queries": (hw.causal(), (3, 2), [[0, 0], [1, 0], [1, 1]]),
+    "as many keys as the width": (hw.window(2), (4, 4), [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]),
+    "the own key alone": (hw.window(1), (2, 3), [[0, 1, 0], [0, 0, 1]]),
+    "keys ahead": (hw.window(1, ahead=1), (3, 3), [[1, 1, 0], [0, 1, 1], [0, 0, 1]]),
+    "dilation": (hw.window(2, dilation=2), (4, 4), [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]),
+    "a window of each head": (hw.window([1, None]), (2, 2, 1, 2), [[[1, 0], [0, 1]], [[1, 0], [1, 1]]]),
+    "masks of heads": (
+        hw.per_head([hw.causal(), ~hw.causal()]),
+        (2, 2, 1, 2),
+        [[[1, 0], [1, 1]], [[0, 1], [0, 0]]],
+    ),
+    "a prefix for every query": (hw.causal() | hw.prefix(2), (3, 3), [[1, 1, 0], [1, 1, 0], [1, 1, 1]]),
+    "a prefix of each sequence": (hw.prefix([1, 2]), (1, 2, 2), [[[1, 0]], [[1, 1]]]),
+    "a prefix beyond the keys": (
+        hw.causal() & (hw.window(1) | hw.prefix([1, 3])),
+        (2, 2, 2),
+        [[[1, 0], [1, 1]]] * 2,
+    ),
+    "a window with attention sinks": (
+        hw.causal() & (hw.window(1) | hw.prefix(1)),
+        (4, 4),
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]],
+    ),
+    "keys of the same document": (hw.segments([[3, 3, 7]]), (3, 3), [[1, 1, 0], [1, 1, 0], [0, 0, 1]]),
+    "the last query stands at the last key": (hw.segments([0, 0, 1]), (1, 3), [[0, 0, 1]]),
+    "keys of the same chunk": (hw.chunked(2), (3, 3), [[1, 1, 0], [1, 1, 0], [0, 0, 1]]),
+    "the last chunk": (hw.chunked(2), (1, 4), [[0, 0, 1, 1]]),
+    "batch, head, query and key": (
+        hw.mask_rule(lambda batch, head, query, key: (query + key + head) % 2 == 0),
+        (1, 3, 1, 2),
+        [[[1, 0, 1]], [[0, 1, 0]]],
+    ),
+    "padding on the right": (hw.padding([1, 3]), (1, 3, 2), [[[1, 0, 0]], [[1, 1, 1]]]),
+    "padding on the left": (hw.padding([1, 3], side="left"), (1, 3, 2), [[[0, 0, 1]], [[1, 1, 1]]]),
+    "padding alone": (hw.padding(torch.tensor([0])), (2, 2), [[0, 0], [0, 0]]),
+    "a matrix": (hw.dense(VALUES), (2, 3), [[1, 0, 1], [0, 0, 1]]),
+    "matrices of heads": (
+        hw.dense(torch.stack([VALUES, ~VALUES])[None]),
+        (2, 3, 1, 2),
+        [[[1, 0, 1], [0, 0, 1]], [[0, 1, 0], [1, 1, 0]]],
+    ),
+    "and, not": (hw.causal() & ~hw.window(1), (3, 3), [[0, 0, 0], [1, 0, 0], [1, 1, 0]]),
+    "or, not": (hw.window(1) | ~hw.causal(), (3, 3), [[1, 1, 1], [0, 1, 1], [0, 0, 1]]),
+    "and": (hw.causal() & hw.padding([2]), (3, 3), [[1, 0, 0], [1, 1, 0], [1, 1, 0]]),
+}
+"""Masks with their numbers of queries, keys, sequences and heads, and what `drawn` returns for them."""
 
 
-def test_causal_with_more_keys_than_queries():
-    assert drawn(hw.causal(), 2, 5) == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-
-
-def test_causal_with_fewer_keys_than_queries():
-    assert drawn(hw.causal(), 3, 2) == [[0, 0], [1, 0], [1, 1]]
-
-
-def test_window_allows_as_many_keys_as_its_width():
-    assert drawn(hw.window(2), 4, 4) == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
-    assert drawn(hw.window(1), 2, 3) == [[0, 1, 0], [0, 0, 1]]
-
-
-def test_window_with_keys_ahead_and_with_dilation():
-    assert drawn(hw.window(1, ahead=1), 3, 3) == [[1, 1, 0], [0, 1, 1], [0, 0, 1]]
-    assert drawn(hw.window(2, dilation=2), 4, 4) == [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]
-
-
-def test_one_window_for_each_head():
-    assert drawn(hw.window([1, None]), 2, 2, heads=2) == [[[1, 0], [0, 1]], [[1, 0], [1, 1]]]
-    mixed = hw.per_head([hw.causal(), ~hw.causal()])
-    assert drawn(mixed, 2, 2, heads=2) == [[[1, 0], [1, 1]], [[0, 1], [0, 0]]]
-
-
-def test_prefix_is_allowed_for_every_query():
-    assert drawn(hw.causal() | hw.prefix(2), 3, 3) == [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
-    assert drawn(hw.prefix([1, 2]), 1, 2, batch=2) == [[[1, 0]], [[1, 1]]]
-
-
-def test_window_with_attention_sinks():
-    mask = hw.causal() & (hw.window(1) | hw.prefix(1))
-    assert drawn(mask, 4, 4) == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
-
-
-def test_segments_allow_keys_of_the_same_document():
-    assert drawn(hw.segments([[3, 3, 7]]), 3, 3) == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
-    assert drawn(hw.segments([0, 0, 1]), 1, 3) == [[0, 0, 1]]  # the last query stands at the last key
-
-
-def test_chunked_allows_keys_of_the_same_chunk():
-    assert drawn(hw.chunked(2), 3, 3) == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
-    assert drawn(hw.chunked(2), 1, 4) == [[0, 0, 1, 1]]
-
-
-def test_mask_rule_receives_batch_head_query_and_key():
-    rule = hw.mask_rule(lambda batch, head, query, key: (query + key + head) % 2 == 0)
-    assert drawn(rule, 1, 3, heads=2) == [[[1, 0, 1]], [[0, 1, 0]]]
-
-
-def test_padding_on_the_right_and_on_the_left():
-    assert drawn(hw.padding([1, 3]), 1, 3, batch=2) == [[[1, 0, 0]], [[1, 1, 1]]]
-    assert drawn(hw.padding([1, 3], side="left"), 1, 3, batch=2) == [[[0, 0, 1]], [[1, 1, 1]]]
-    assert drawn(hw.padding(torch.tensor([0])), 2, 2) == [[0, 0], [0, 0]]
-
-
-def test_dense_returns_its_values():
-    values = torch.tensor([[True, False, True], [False, False, True]])
-    assert drawn(hw.dense(values), 2, 3) == [[1, 0, 1], [0, 0, 1]]
-    per_head = torch.stack([values, ~values])[None]
-    assert drawn(hw.dense(per_head), 2, 3, heads=2) == [[[1, 0, 1], [0, 0, 1]], [[0, 1, 0], [1, 1, 0]]]
-
-
-def test_and_or_and_not():
-    assert drawn(hw.causal() & ~hw.window(1), 3, 3) == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
-    assert drawn(hw.window(1) | ~hw.causal(), 3, 3) == [[1, 1, 1], [0, 1, 1], [0, 0, 1]]
-    assert drawn(hw.causal() & hw.padding([2]), 3, 3) == [[1, 0, 0], [1, 1, 0], [1, 1, 0]]
+@pytest.mark.parametrize("name", DRAWN)
+def test_masks_allow_the_keys_of_their_definition(name):
+    mask, sizes, expected = DRAWN[name]
+    assert drawn(mask, *sizes) == expected
 
 
 def test_str_draws_the_mask():
@@ -99,13 +85,8 @@ def test_repr_is_the_expression_that_makes_the_mask():
     assert repr(hw.window([3, None], ahead=1)) == "per_head([window(3, ahead=1), window(None, ahead=1)])"
     assert repr(hw.prefix(2) & hw.chunked(3)) == "(prefix(2) & chunked(3))"
     assert repr(hw.segments([0, 1])) == "segments([[0, 1]])"
-    assert repr(hw.padding([1, 2]) | hw.dense(values)) == "(padding([1, 2], side='right') | dense(<1 x 1 x 2 x 3>))"
-
-
-def test_prefix_of_each_sequence_may_exceed_the_number_of_keys():
-    mask = hw.window(1) | hw.prefix([1, 3])
-    assert drawn(hw.causal() & mask, 2, 2, batch=2) == [[[1, 0], [1, 1]]] * 2
     assert repr(hw.prefix([1, 3])) == "prefix([1, 3])"
+    assert repr(hw.padding([1, 2]) | hw.dense(values)) == "(padding([1, 2], side='right') | dense(<1 x 1 x 2 x 3>))"
 
 
 @pytest.mark.usefixtures("as_user")

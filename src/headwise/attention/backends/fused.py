@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.attention.backends import reference
+from headwise.attention.backends.sinks_gradient import OnlyFirstDerivative
 from headwise.attention.masks.factories import causal
 from headwise.attention.masks.key_ranges import unexpanded
 from headwise.attention.problem import Answer, Problem
+from headwise.attention.tensors import Bias, PerRow
 from headwise.checks import known_to_be_true, records_program
 from headwise.shapes import Bool, Float
 
@@ -38,9 +40,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return one sentence that says why torch's attention kernels cannot compute an attention problem (tensors, mask
-    and options of one call); None if they can.
-    """
+    """Return the reason that torch's attention kernels cannot compute a problem, in one sentence; None if they can."""
     if problem.softcap is not None:
         return "torch's fused operators have no softcap"
     if problem.talking is not None:
@@ -54,9 +54,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def run(problem: Problem) -> Answer:
-    """Compute attention with torch's attention kernels, or with the reference backend if the call is to return the
-    weights. The gate (a factor of the output) is not applied. `why_not` must have returned None for the problem.
-    """
+    """Compute attention with torch's kernels, or with the reference if the weights are asked for."""
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
     q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
@@ -81,7 +79,11 @@ def run(problem: Problem) -> Answer:
         lse = lse.reshape(problem.q.shape[:3])
     if not needs_lse or problem.dropout > 0:
         out = _without_lse(q, k, v, attn_mask, is_causal, scale, problem.dropout)
-    out = out.reshape(*problem.q.shape[:3], width)
+    return finished(problem, out.reshape(*problem.q.shape[:3], width), lse)
+
+
+def finished(problem: Problem, out: Float[Tensor, "batch heads queries width"], lse: Tensor | None) -> Answer:
+    """Return the result of kernels that have no sinks, and that need wider values than those of the problem."""
     if problem.sinks is not None and lse is not None:
         out, lse = reference.with_sinks(out, lse, problem.sinks)
     out = out[..., : problem.v.shape[-1]].to(problem.q.dtype)
@@ -91,9 +93,8 @@ def run(problem: Problem) -> Answer:
 def _without_lse(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, dropout: float
 ) -> Float[Tensor, "batch heads queries width"]:
-    """Return the output of torch's `scaled_dot_product_attention`, for callers that need no log-sum-exp. A single query
-    row in bfloat16 on CPU is passed to torch as two equal rows, which is faster. While a program is recorded, the
-    output of rows without a visible key is set to 0.
+    """Return the output of torch's kernel. A single row in bfloat16 on CPU is passed twice, which is faster. In
+    programs that torch records, rows without a visible key are set to 0.
     """
     if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _without_lse(q.repeat(1, 1, 2, 1), k, v, attn_mask, False, scale, dropout)[:, :, :1]
@@ -110,12 +111,9 @@ def _without_lse(
 
 def _with_lse(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
-    """Return output and log-sum-exp from torch's flash operator for the CPU, computed in float32 at least.
-    The log-sum-exp is -inf in a row without a visible key.
-
-    In half precision its exponentials have errors of up to 6e-5, which show in a log-sum-exp near 0. On CPU float32 is
-    as fast.
+) -> tuple[Float[Tensor, "batch heads queries width"], PerRow]:
+    """Return output and log-sum-exp from torch's flash operator for the CPU, in float32 at least: in half precision its
+    exponentials have errors of up to 6e-5, and on CPU float32 is as fast.
     """
     q, k, v = (tensor.to(problem.score_dtype) for tensor in (q, k, v))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -128,12 +126,10 @@ def _with_lse(
 
 
 def uses_is_causal(problem: Problem) -> bool:
-    """Return True if torch's flag `is_causal` can replace the mask. The mask must be causal, there must be no bias and
-    as many queries as keys, and the scale must be a tensor or a number that is positive in float32. For few keys on a
-    CPU, the kernel needs the mask as a tensor.
+    """Return True if torch's flag `is_causal` can replace the mask, and the kernel does not need it as a tensor.
 
-    The flag aligns the first query with the first key, which is the same only then. On CPU the kernel multiplies scores
-    by the scale after it has set hidden ones to -inf, so a scale that is not positive in float32 would give NaN.
+    The flag aligns the first query with the first key. On CPU the kernel multiplies scores by the scale after it has
+    set hidden ones to -inf, so a scale that is not positive in float32 would give NaN.
     """
     is_positive = isinstance(problem.scale, Tensor) or problem.scale_is_positive  # a tensor multiplies q instead
     is_square = problem.grid.queries == problem.grid.keys
@@ -142,25 +138,18 @@ def uses_is_causal(problem: Problem) -> bool:
 
 
 def keeps_matrix(problem: Problem) -> bool:
-    """Return True if torch, on CPU, computes the attention weights of all queries and keys as one matrix in memory. It
-    does so with dropout, or with a bias that needs a gradient.
-    """
+    """Return True if torch keeps all weights on a CPU: with dropout, or with a bias that needs a gradient."""
     return problem.dropout > 0 or _bias_needs_grad(problem)
 
 
 def _needs_lse(problem: Problem) -> bool:
-    """Return True if the log-sum-exp must be computed: because the caller asks for it, or because the backend uses it
-    to include attention sinks in the output. The backend does so on CPU, unless the model is being exported or the bias
-    needs a gradient.
-    """
+    """Return True if the log-sum-exp must be computed: for the caller, or on CPU to include attention sinks."""
     sinks_from_lse = problem.q.device.type == "cpu" and not records_program() and not _bias_needs_grad(problem)
     return problem.return_lse or (problem.sinks is not None and sinks_from_lse)
 
 
 def _has_few_keys(problem: Problem) -> bool:
-    """Return True if torch's kernel would lose NaN without a mask tensor: on a CPU, for few keys. False in recorded
-    programs and if the number of keys is unknown while compiling.
-    """
+    """Return True if torch's kernel would lose NaN without a mask tensor; False if the number of keys is unknown."""
     if problem.q.device.type != "cpu" or records_program():
         return False
     return known_to_be_true(problem.grid.keys < FEWEST_KEYS_WITHOUT_MASK)
@@ -174,9 +163,8 @@ def _bias_needs_grad(problem: Problem) -> bool:
 def _with_sink_key(
     problem: Problem, k: Tensor, v: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Return keys, values, mask and causal flag for a problem with attention sinks. The sinks become one additional key
-    and value, both of zeros. The mask becomes a float tensor to add to the scores, with each head's sink logit at the
-    additional key. The flag is False.
+    """Return keys, values, mask and causal flag with the sinks as one additional key and value of zeros, whose entry in
+    the mask, a tensor that is added to the scores, is each head's sink logit.
     """
     assert problem.sinks is not None
     dtype, grid = k.dtype if k.device.type != "cpu" else problem.score_dtype, problem.grid
@@ -212,13 +200,11 @@ class _FlashWithLse(torch.autograd.Function):
         q: Float[Tensor, "batch heads queries width"],
         k: Float[Tensor, "batch kv_heads keys width"],
         v: Float[Tensor, "batch kv_heads keys width"],
-        added: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        added: Bias | None,
         is_causal: bool,
         scale: float,
-    ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
-        """Return output and log-sum-exp of torch's flash operator. `added` is mask and bias as one tensor that is added
-        to the scores, or None.
-        """
+    ) -> tuple[Float[Tensor, "batch heads queries width"], PerRow]:
+        """Return output and log-sum-exp; `added` is mask and bias as one tensor to add to the scores, or None."""
         out, lse = _flash(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
         return out, lse
 
@@ -231,9 +217,7 @@ class _FlashWithLse(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any,
-        grad_out: Float[Tensor, "batch heads queries width"] | None,
-        grad_lse: Float[Tensor, "batch heads queries"] | None,
+        ctx: Any, grad_out: Float[Tensor, "batch heads queries width"] | None, grad_lse: PerRow | None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v, given those of the output and the log-sum-exp."""
         inputs = (grad_out, grad_lse, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
@@ -241,29 +225,26 @@ class _FlashWithLse(torch.autograd.Function):
         return *grads, None, None, None
 
 
-class _FlashWithLseBackward(torch.autograd.Function):
-    """Gradient of `_FlashWithLse`, computed by torch's operator. It is an autograd function itself, so that
-    differentiating it raises `RuntimeError`; otherwise a second derivative would silently be 0.
-    """
+class _FlashWithLseBackward(OnlyFirstDerivative):
+    """Gradient of `_FlashWithLse`, computed by torch's operator."""
 
+    attention = "fused attention"
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
         grad_out: Float[Tensor, "batch heads queries width"] | None,
-        grad_lse: Float[Tensor, "batch heads queries"] | None,
+        grad_lse: PerRow | None,
         q: Float[Tensor, "batch heads queries width"],
         k: Float[Tensor, "batch kv_heads keys width"],
         v: Float[Tensor, "batch kv_heads keys width"],
-        added: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        added: Bias | None,
         out: Float[Tensor, "batch heads queries width"],
-        lse: Float[Tensor, "batch heads queries"],
+        lse: PerRow,
         is_causal: bool,
         scale: float,
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v, given those of the output and the log-sum-exp. The gradient of the
-        log-sum-exp is passed to torch's operator as one additional feature of `out`.
-        """
+        """Return the gradients of q, k and v, given those of the output and the log-sum-exp."""
         width = q.shape[-1]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -273,23 +254,10 @@ class _FlashWithLseBackward(torch.autograd.Function):
         grads = _flash_backward(grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=added, scale=scale)
         return tuple(grad[..., :width] for grad in grads)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save no tensors: the gradient of attention cannot be differentiated again."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Raise `RuntimeError`, since the second derivative of fused attention is not implemented."""
-        raise RuntimeError(
-            "the derivative for the gradient of fused attention is not implemented; backend='reference' has one"
-        )
-
-
-def mask_arguments(
-    problem: Problem,
-) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Float[Tensor, "#batch #heads #queries #keys"] | None, bool]:
-    """Return mask and bias as the arguments `attn_mask` (a tensor or None) and `is_causal` of torch's attention. The
-    tensor is boolean if there is no bias. Otherwise it is the bias, with -inf at hidden keys.
+def mask_arguments(problem: Problem) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Bias | None, bool]:
+    """Return mask and bias as the arguments `attn_mask` and `is_causal` of torch's attention. The tensor is boolean
+    without a bias, and otherwise the bias, with -inf at hidden keys.
     """
     mask, bias, grid = problem.mask, problem.bias, problem.grid
     if uses_is_causal(problem):
@@ -319,9 +287,8 @@ def mask_arguments(
 def _as_rows(
     q: Float[Tensor, "batch heads queries width"], kv_heads: int, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return q and the mask. If there is one query and heads share key/value heads, q, and a mask that differs between
-    heads, are reshaped so that the query heads of a group become the rows of one head. Torch then reads the group's
-    keys only once. Otherwise both are returned unchanged.
+    """Return q and the mask. For one query of grouped heads, the query heads of a group become the rows of one head, so
+    that torch reads the group's keys only once.
     """
     batch, heads, queries, width = q.shape
     if queries != 1 or heads == kv_heads:
@@ -339,19 +306,12 @@ def widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*ax
 
 
 def empty_result(problem: Problem) -> Answer:
-    """Return the result for an attention problem in which q, k or v has an axis of length 0 (such as no keys), on which
-    torch's operator would crash. The output is 0. The log-sum-exp, if asked for, is each head's sink logit, or -inf
-    without sinks.
-
-    The zeros depend on q, k and v, so that these get gradients.
+    """Return the result if q, k or v has an axis of length 0, on which torch's operator would crash. The zeros depend
+    on q, k and v, so that these get gradients.
     """
     q, k, v = problem.q, problem.k, problem.v
     zeros = q[..., :0].sum(-1, keepdim=True) + k[..., :0].sum() + v[..., :0].sum()
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=problem.score_dtype, device=q.device)
     if problem.sinks is not None:
         lse = reference.logaddexp(lse, problem.sinks)
-    return Answer(
-        zeros.expand(-1, -1, -1, v.shape[-1]).clone(),
-        lse if problem.return_lse else None,
-        None,
-    )
+    return Answer(zeros.expand(-1, -1, -1, v.shape[-1]).clone(), lse if problem.return_lse else None, None)

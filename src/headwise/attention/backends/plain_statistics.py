@@ -14,6 +14,7 @@ from headwise.attention.backends.reference import attention_weights, grouped_mat
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.kinds import mask_of_keys
 from headwise.attention.problem import score_dtype
+from headwise.attention.tensors import Bias, KeyRanges, Keys, Matrix, PerHead, Queries, Values
 from headwise.shapes import Bool, Float, Int
 
 ROWS = (
@@ -26,13 +27,18 @@ ROWS = (
 RECEIVED_UNIT = 2.0**-40
 """Unit of the operator's sums of weights: integers, whose sums do not depend on the order of threads."""
 
+PROBLEM = (
+    "Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
+    "Tensor? dense, Tensor? bias"
+)
+"""Arguments that all operators of attention have, as in `native/cpp/operators.cpp`."""
+
 SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
-    "Tensor? dense, Tensor? bias, Tensor positions, Tensor first_key, Tensor? special, Tensor? key_tokens, "
-    "Tensor? query_tokens, int token_count, Tensor? counted, Tensor? gram) "
+    f"({PROBLEM}, Tensor positions, Tensor first_key, Tensor? special, Tensor? key_tokens, Tensor? query_tokens, "
+    "int token_count, Tensor? counted, Tensor? gram) "
     "-> (Tensor out, Tensor lse, Tensor rows, Tensor received, Tensor seen_by)"
 )
-"""Arguments and results of the operator, as in `native/cpp/operators.cpp`."""
+"""Arguments and results of the operator."""
 
 SCORES_AT_ONCE = 2**22
 """Largest number of scores that exist at a time, unless those of one row are more."""
@@ -42,12 +48,7 @@ class StatisticsCall(NamedTuple):
     """Arguments of the operator.
 
     Attributes:
-        q: queries.
-        k: keys.
-        v: values.
-        scale: factor of the scores.
         head_scale: further factor of each head; None without.
-        softcap: limit of the scores; 0 without.
         sinks: sink logit of each head; None without.
         ranges: keys that each query may attend to, as starts and stops; None for all.
         dense: True where a query may attend to a key; None for all.
@@ -62,16 +63,16 @@ class StatisticsCall(NamedTuple):
         gram: product of each head's slice of the output projection with itself; None if unknown.
     """
 
-    q: Float[Tensor, "batch heads queries head_dim"]
-    k: Float[Tensor, "batch kv_heads keys head_dim"]
-    v: Float[Tensor, "batch kv_heads keys value_dim"]
+    q: Queries
+    k: Keys
+    v: Values
     scale: float
-    head_scale: Float[Tensor, " heads"] | None
+    head_scale: PerHead | None
     softcap: float
-    sinks: Float[Tensor, " heads"] | None
-    ranges: Int[Tensor, "#batch #heads queries ranges 2"] | None
-    dense: Bool[Tensor, "#batch #heads #queries #keys"] | None
-    bias: Float[Tensor, "#batch #heads #queries #keys"] | None
+    sinks: PerHead | None
+    ranges: KeyRanges | None
+    dense: Matrix | None
+    bias: Bias | None
     positions: Int[Tensor, "batch queries"]
     first_key: Int[Tensor, "batch queries"]
     special: Bool[Tensor, "batch keys"] | None = None
@@ -83,9 +84,8 @@ class StatisticsCall(NamedTuple):
 
 
 def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the results of the operator for the arguments of a `StatisticsCall`: the output, the log-sum-exp, the
-    numbers of `ROWS` for each row, the sum of the weights on each key over counted rows in units of `RECEIVED_UNIT`,
-    and the number of counted rows that may attend to the key.
+    """Return the output, the log-sum-exp, the numbers of `ROWS` for each row, the sum of the weights on each key over
+    counted rows in units of `RECEIVED_UNIT`, and the number of counted rows that may attend to the key.
     """
     call = StatisticsCall(*arguments)
     batch, heads, queries, _ = call.q.shape
@@ -117,8 +117,8 @@ def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
 def output_norms(
     out: Float[Tensor, "batch heads rows value_dim"], gram: Float[Tensor, "heads value_dim value_dim"] | None
 ) -> Float[Tensor, "2 batch heads rows"]:
-    """Return the norm of each row's head output, and that after the head's slice of the output projection: the root of
-    `o G o` with the matrix `gram` of the head. The latter is 0 where the matrix is unknown.
+    """Return the norm of each row's head output, and the root of `o G o` with the matrix `gram` of the head: the norm
+    after the head's slice of the output projection, 0 where that is unknown.
     """
     out = out.to(score_dtype(out))
     norms = out.norm(dim=-1)
@@ -130,9 +130,7 @@ def output_norms(
 def _scores(
     call: StatisticsCall, part: slice
 ) -> tuple[Float[Tensor, "batch heads rows keys"], Float[Tensor, "batch heads rows keys"]]:
-    """Return the scores of some rows before the softcap and the bias, and those that enter the softmax, both -inf at
-    hidden keys.
-    """
+    """Return the scores of some rows before softcap and bias, and as the softmax takes them; -inf at hidden keys."""
     dtype = score_dtype(call.q)
     products = grouped_matmul(call.q[:, :, part].to(dtype), call.k.to(dtype).mT) * call.scale
     uncapped = products if call.head_scale is None else products * call.head_scale[:, None, None]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.problem import Answer, Problem
+from headwise.attention.tensors import RowsByHead
 from headwise.checks import records_program
 from headwise.shapes import Float
 
@@ -31,8 +32,8 @@ def why_not(problem: Problem) -> str | None:
 
 
 def run(problem: Problem) -> Answer:
-    """Compute attention by its definition, with all weights as one matrix in memory. The gate (a factor of the output)
-    is not applied. The result can be differentiated with respect to every tensor, any number of times.
+    """Compute attention by its definition, with all weights as one matrix in memory. The result can be differentiated
+    with respect to every tensor, any number of times.
     """
     scores = masked_scores(problem)
     weights = attention_weights(scores, problem.sinks)
@@ -49,9 +50,8 @@ def run(problem: Problem) -> Answer:
 
 
 def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, "batch heads rows keys"]:
-    """Return the scores of the query rows in the range `rows` (by default all), with -inf where the mask or the bias
-    hides a key. Scale and softcap are applied, scores are mixed between heads if talking heads are used, and the bias
-    is added. The dtype is float32 at least.
+    """Return the scores of some query rows (by default all) in float32 at least, as they enter the softmax: with scale,
+    softcap, talking heads and bias, and -inf at hidden keys.
     """
     part = slice(None) if rows is None else slice(rows.start, rows.stop)
     scores = scaled_products(problem, rows)
@@ -76,37 +76,25 @@ def scaled_products(problem: Problem, rows: range | None = None) -> Float[Tensor
     return grouped_matmul(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
 
 
-def log_sum_exp(
-    scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
-) -> Float[Tensor, "batch heads rows"]:
-    """Return the log-sum-exp over the keys of each row's scores. If `sinks` are passed, the sink logit of the row's
-    head is included. The result is -inf in a row that has neither a visible key nor a sink.
-    """
+def log_sum_exp(scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None) -> RowsByHead:
+    """Return the log-sum-exp of each row's scores, with the head's sink logit; -inf in a row without key and sink."""
     lse = scores.logsumexp(-1)
     return lse if sinks is None else logaddexp(lse, sinks)
 
 
 def with_sinks(
-    out: Float[Tensor, "batch heads rows value_dim"],
-    lse: Float[Tensor, "batch heads rows"],
-    sinks: Float[Tensor, "heads 1"],
-) -> tuple[Float[Tensor, "batch heads rows value_dim"], Float[Tensor, "batch heads rows"]]:
-    """Return the output and the log-sum-exp with the sink logit of each head included in the softmax. `out` and `lse`
-    are the results without sinks.
-
-    A sink only adds to the divisor of a row, so the output is multiplied by exp(lse) / (exp(lse) + exp(sink)).
+    out: Float[Tensor, "batch heads rows value_dim"], lse: RowsByHead, sinks: Float[Tensor, "heads 1"]
+) -> tuple[Float[Tensor, "batch heads rows value_dim"], RowsByHead]:
+    """Return output and log-sum-exp with the sink logit of each head included in the softmax. A sink only adds to the
+    divisor of a row, so the output is multiplied by exp(lse) / (exp(lse) + exp(sink)).
     """
     total = logaddexp(lse, sinks)
     share = torch.sigmoid(lse.masked_fill(total == -torch.inf, 0.0) - sinks)
     return out * share[..., None], total
 
 
-def logaddexp(
-    lse: Float[Tensor, "batch heads rows"], sinks: Float[Tensor, "heads 1"]
-) -> Float[Tensor, "batch heads rows"]:
-    """Return `log(exp(lse) + exp(sinks))` for each row, with the sink logit of its head. Where both `lse` and the sink
-    logit are -inf, the gradient is 0 instead of NaN.
-    """
+def logaddexp(lse: RowsByHead, sinks: Float[Tensor, "heads 1"]) -> RowsByHead:
+    """Return `log(exp(lse) + exp(sinks))` for each row. Where both are -inf, the gradient is 0 instead of NaN."""
     neither = (lse == -torch.inf) & (sinks == -torch.inf)
     return torch.logaddexp(lse.masked_fill(neither, 0.0), sinks).masked_fill(neither, -torch.inf)
 
@@ -114,8 +102,8 @@ def logaddexp(
 def attention_weights(
     scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """Return the attention weight of each key: the softmax over the row's scores and the head's sink logit, if there is
-    one, without the weight of the sink. Weights are 0 in a row without a visible key.
+    """Return the softmax over each row's scores and the head's sink logit, without the sink; 0 in a row without
+    keys.
     """
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)
@@ -129,9 +117,7 @@ def attention_weights(
 def mix_heads(
     scores: Float[Tensor, "batch heads rows keys"], matrix: Float[Tensor, "heads heads"]
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """Return scores (or weights) with heads mixed: head h of the result is the sum over heads g of `matrix[h, g]` times
-    head g.
-    """
+    """Return scores or weights in which head h is the sum over heads g of `matrix[h, g]` times head g."""
     return torch.einsum("hg,bgij->bhij", matrix, scores)
 
 

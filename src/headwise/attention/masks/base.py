@@ -87,9 +87,7 @@ class Mask(ABC):
         return Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` when the sizes or the device of the mask do not fit the score grid. The base class accepts
-        every grid.
-        """
+        """Raise `InputError` when sizes or device of the mask do not fit the score grid; the base class accepts any."""
 
     def for_sequence(self, index: int) -> "Mask":
         """Return the mask of sequence `index` alone, for a grid whose batch is 1. By default it is this mask itself."""
@@ -105,9 +103,7 @@ class Mask(ABC):
         return 0
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the sizes that the mask itself prescribes, and 0 for each axis that may have any size. By
-        default all sizes are 0.
-        """
+        """Return a grid with the sizes that the mask itself prescribes, by default 0: the axis may have any size."""
         return Grid(0, 0, 0, 0)
 
     def block(
@@ -199,9 +195,7 @@ class OfParts(Mask):
         return sum(part.stored_values for part in self.parts)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with, for each axis, the largest size that any of the parts prescribes. Its device is that of
-        the first of these that is not on the CPU.
-        """
+        """Return a grid with the largest sizes that the parts prescribe, on their first device that is not the CPU."""
         grids = [part.natural_grid() for part in self.parts]
         batch, heads, queries, keys = (
             max(getattr(grid, axis) for grid in grids) for axis in ("batch", "heads", "queries", "keys")
@@ -253,7 +247,6 @@ class And(Combined):
         return None if left is None or right is None else intersect(left, right, grid)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY if a part allows no query-key pair of a block, FULL if both allow all, otherwise PARTIAL."""
         coverages = {part.coverage(grid, rows, columns) for part in self.parts}
         if Coverage.EMPTY in coverages:
             return Coverage.EMPTY
@@ -275,7 +268,6 @@ class Or(Combined):
         return None if left is None or right is None else left + subtract(right, left, grid)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return FULL if a part allows all query-key pairs of a block, EMPTY if both allow none, otherwise PARTIAL."""
         coverages = {part.coverage(grid, rows, columns) for part in self.parts}
         if Coverage.FULL in coverages:
             return Coverage.FULL
@@ -298,7 +290,6 @@ class Not(Combined):
         return None if hidden is None else subtract(everything, hidden, grid)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return FULL for a block of which the part allows no pair, EMPTY if it allows all, otherwise PARTIAL."""
         opposite = {Coverage.EMPTY: Coverage.FULL, Coverage.FULL: Coverage.EMPTY}
         coverage = self.parts[0].coverage(grid, rows, columns)
         return opposite.get(coverage, coverage)
@@ -340,7 +331,7 @@ class PerHead(OfParts):
         return coverages.pop() if len(coverages) == 1 else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one mask for each head of the score grid, and each of them fits it."""
+        """Raise `InputError` unless there is one mask for each head of the grid, and each of them fits it."""
         if len(self.parts) != grid.heads:
             raise InputError("per_head(masks)", expected=f"one for each of {grid.heads} heads", got=len(self.parts))
         super().check(replace(grid, heads=1))

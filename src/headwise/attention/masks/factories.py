@@ -217,9 +217,8 @@ def _require_four_arguments(rule: Callable[..., Any]) -> None:
 
 
 def _lengths(argument: str, lengths: Any) -> tuple[Int[Tensor, " batch"], tuple[int, int] | None]:
-    """Return `lengths`, one number for each sequence, converted to an int64 tensor `(batch,)`, and the smallest and the
-    largest of them, or None if they cannot be read, as while compiling. Raises `InputError` for numbers that are
-    negative or not whole, and for another number of axes than one; `argument` is the name in its message.
+    """Return one number for each sequence as an int64 tensor, and the smallest and largest of them, or None if they
+    cannot be read, as while compiling. Raise `InputError` for lengths that are negative or not whole.
     """
     tensor = whole_numbers(argument, lengths, dimensions=(1,), shape="one for each sequence")
     if not may_read_once(tensor):

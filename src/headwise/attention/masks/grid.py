@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.attention.tensors import KeyPositions, QueryPositions
 from headwise.checks import has_readable_values
 from headwise.errors import InputError
 from headwise.shapes import Int
@@ -39,8 +40,13 @@ class Grid:
     queries: int
     keys: int
     device: torch.device = torch.device("cpu")
-    query_positions: Int[Tensor, "#batch queries"] | None = field(default=None, compare=False)
-    key_positions: Int[Tensor, "#batch keys"] | None = field(default=None, compare=False)
+    query_positions: QueryPositions | None = field(default=None, compare=False)
+    key_positions: KeyPositions | None = field(default=None, compare=False)
+
+    @property
+    def scores(self) -> int:
+        """Number of scores, including those that a mask hides."""
+        return self.batch * self.heads * self.queries * self.keys
 
     @property
     def offset(self) -> int:
@@ -49,9 +55,7 @@ class Grid:
 
     @property
     def uses_default_positions(self) -> bool:
-        """True if no positions were passed: key j is then at position j, and the last query is aligned with the last
-        key.
-        """
+        """True if no positions were passed."""
         return self.query_positions is None and self.key_positions is None
 
     def query_position(self, i: Index, b: Index | None = None) -> Index:
@@ -63,9 +67,7 @@ class Grid:
         return self.query_positions[:, i[0]] if b is None else elements(self.query_positions, b, i)
 
     def key_position(self, j: Index, b: Index | None = None) -> Index:
-        """Return the position of key `j` in sequence `b`, for indices that broadcast or are single numbers. By default
-        return the positions of the keys `(1, columns)` in all sequences, `(#batch, columns)`.
-        """
+        """Return the position of key `j` in sequence `b`, in the same way."""
         if self.key_positions is None:
             return j
         return self.key_positions[:, j[0]] if b is None else elements(self.key_positions, b, j)
@@ -84,14 +86,14 @@ class Coverage(Enum):
 
 def elements(values: Tensor, *indices: Index | int) -> Tensor:
     """Return the elements of a stored tensor at indices that broadcast or are single numbers, one for each axis. An
-    axis of size 1 repeats: its element stands for every index, and the result has no axis for it.
+    axis of size 1 repeats, and the result has no axis for it.
     """
     return values[tuple(n if size != 1 else 0 for n, size in zip(indices, values.shape, strict=True))]
 
 
 def with_four_axes(name: str, values: Tensor) -> Tensor:
-    """Return a mask or bias as a tensor of four axes: `(queries, keys)` becomes `(1, 1, queries, keys)`, and four axes
-    stay unchanged. Raises `InputError` for another number of axes; with 3 it would be unclear which axis is missing.
+    """Return a mask or bias `(queries, keys)` with four axes; raise `InputError` for another number of axes. With 3 it
+    would be unclear which axis is missing.
     """
     if values.ndim == 2:
         return values[None, None]
@@ -106,9 +108,7 @@ def with_four_axes(name: str, values: Tensor) -> Tensor:
 
 
 def require_broadcast(name: str, values: Tensor, grid: Grid) -> None:
-    """Raise `InputError` unless `values`, a tensor of four axes, broadcasts to `(batch, heads, queries, keys)` of the
-    grid and is on the grid's device.
-    """
+    """Raise `InputError` unless a tensor of four axes broadcasts to the score tensor of a grid, on its device."""
     sizes = (grid.batch, grid.heads, grid.queries, grid.keys)
     if any(size not in (1, wanted) for size, wanted in zip(values.shape, sizes, strict=True)):
         raise InputError(
@@ -155,9 +155,7 @@ def query_positions(grid: Grid) -> Edges:
 
 
 def end_of_positions(grid: Grid) -> int:
-    """Return a number above the positions of all keys of a grid, and not above the number of keys where key j is at
-    position j.
-    """
+    """Return a number above the positions of all keys: the number of keys where key j is at position j."""
     return grid.keys if grid.key_positions is None else MAX_DISTANCE
 
 
@@ -168,9 +166,7 @@ def constant_range(start: int, stop: int, grid: Grid) -> Range:
 
 
 def within(ranges: Ranges, grid: Grid) -> Ranges:
-    """Return ranges cut to the positions of the grid, without those that are empty for every query, where that is
-    known.
-    """
+    """Return ranges cut to the positions of the grid, without those that are known to be empty for every query."""
     end = end_of_positions(grid)
     cut = [Range(each.start.clamp(0, end), each.stop.clamp(0, end)) for each in ranges]
     if not all(has_readable_values(edge) for each in cut for edge in each):

@@ -29,11 +29,9 @@ from headwise.attention.masks.grid import (
     within,
 )
 from headwise.attention.masks.kinds import Dense, HasPosition
+from headwise.attention.tensors import KeyRanges, Matrix
 from headwise.checks import has_readable_values, has_values, known_to_be_true
 from headwise.shapes import Bool, Float, Int
-
-Ranges32 = Int[Tensor, "#batch #heads queries ranges 2"]
-Matrix = Bool[Tensor, "#batch #heads #queries #keys"]
 
 MATRIX_ELEMENTS = 2**24
 """Largest number of elements of a matrix that is evaluated at once, 16 MiB, unless the caller stores a larger one."""
@@ -77,7 +75,7 @@ class VisibleKeys:
         grid: sizes and positions that these masks are evaluated for.
     """
 
-    ranges: Ranges32 | None
+    ranges: KeyRanges | None
     others: tuple[Mask, ...]
     grid: Grid
 
@@ -89,8 +87,8 @@ class VisibleKeys:
 
     def parts(self) -> list[Part] | None:
         """Return parts of the score matrix, in the order of their rows, whose matrices have at most `MATRIX_ELEMENTS`
-        elements; None if no matrix is evaluated or if the whole one is small enough. While compiling for any length,
-        whether it is small is unknown, and the result is None.
+        elements; None if no matrix is evaluated, or if the whole one is small enough or, while compiling, of unknown
+        size.
         """
         grid, queries = self.grid, self.grid.queries
         if self.stores_matrix or not known_to_be_true(grid.batch * grid.heads * queries * grid.keys > MATRIX_ELEMENTS):
@@ -107,9 +105,9 @@ class VisibleKeys:
             stop, step = part.rows.stop, len(part.rows)
         return parts
 
-    def of_part(self, part: Part) -> tuple[Ranges32 | None, Matrix | None]:
-        """Return the ranges and the matrix of a part of the score matrix; the ranges count keys from the first column
-        of the part. None for ranges or a matrix that exclude nothing.
+    def of_part(self, part: Part) -> tuple[KeyRanges | None, Matrix | None]:
+        """Return the ranges, from the first column of a part on, and the part's matrix; None where they exclude
+        nothing.
         """
         rows, columns = part
         ranges = None
@@ -118,9 +116,7 @@ class VisibleKeys:
         return ranges, None if len(self.others) == 0 else self._evaluate_in_pieces(part)
 
     def matrix(self) -> Matrix | None:
-        """Return the matrix of the further masks; None without such masks. Keys that the ranges hide may be False or
-        True.
-        """
+        """Return the matrix of the further masks, True also at hidden keys of the ranges; None without such masks."""
         if len(self.others) == 0:
             return None
         if self.stores_matrix:
@@ -149,9 +145,7 @@ class VisibleKeys:
         return reduce(torch.logical_and, (unexpanded(mask.block(self.grid, rows, columns)) for mask in self.others))
 
     def _evaluate_in_pieces(self, part: Part) -> Matrix:
-        """Return the matrix of the further masks for a part, evaluated for few rows at a time, and only for the columns
-        that the ranges of these show.
-        """
+        """Return the matrix of the further masks for a part, from few rows and the keys of their ranges at a time."""
         if not _can_evaluate(self.grid) or 0 in (self.grid.batch, self.grid.heads):
             return self.evaluate(*part)
         (first, last), origin = (part.rows.start, part.rows.stop), part.columns.start
@@ -172,21 +166,13 @@ class VisibleKeys:
 
 
 def visible_keys(mask: Mask | None, grid: Grid) -> VisibleKeys:
-    """Return the keys that a mask lets each query of a grid attend to, as ranges as far as possible. Of two masks that
-    are combined with `&`, each may be ranges or a matrix.
-    """
+    """Return the keys that a mask lets each query attend to, as ranges as far as possible."""
     if mask is None:
         return VisibleKeys(None, (), grid)
-    if _can_evaluate(grid) and grid.uses_default_positions and mask.is_constant:
-        return _constant_visible_keys(mask, grid)
-    return _visible_keys(mask, grid)
-
-
-@lru_cache(maxsize=32)
-def _constant_visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
-    """Return the result of `_visible_keys`, which is cached: all layers of a model have the same mask."""
-    with torch.inference_mode(False):  # later calls may save these tensors for a backward pass
+    if not (_can_evaluate(grid) and grid.uses_default_positions and mask.is_constant):
         return _visible_keys(mask, grid)
+    with torch.inference_mode(False):  # later calls may save these tensors for a backward pass
+        return _constant_visible_keys(mask, grid)
 
 
 @lru_cache(maxsize=8)
@@ -206,13 +192,20 @@ def _visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
         ranges = [_keys_at(each, run) for each in ranges for run in runs]
         if len(ranges) > MOST_RANGES:
             ranges, others = None, (mask,)
-    return VisibleKeys(None if ranges is None else _as_tensor(ranges, grid), others, grid)
+    if ranges is None:
+        return VisibleKeys(None, others, grid)
+    ranges = ranges or [constant_range(0, 0, grid)]
+    edges = [edge for each in ranges for edge in each]
+    edges = list(torch.broadcast_tensors(*edges, query_positions(grid)[:1]))[:-1]  # type: ignore[no-untyped-call]
+    stacked = torch.stack(edges, -1).int()
+    return VisibleKeys(stacked.view(*stacked.shape[:3], len(ranges), 2).contiguous(), others, grid)
+
+
+_constant_visible_keys = lru_cache(maxsize=32)(_visible_keys)  # all layers of a model have the same mask
 
 
 def _split(mask: Mask, grid: Grid) -> tuple[Ranges | None, tuple[Mask, ...]]:
-    """Return ranges of positions and masks that a mask is the intersection of. The ranges are None where they exclude
-    nothing.
-    """
+    """Return ranges of positions, or None for all, and masks that a mask is the intersection of."""
     ranges = mask.few_ranges(grid)
     if ranges is not None:
         return ranges, ()
@@ -266,15 +259,6 @@ def _keys_at(positions: Range, run: Int[Tensor, "batch keys"]) -> Range:
     return Range(*(torch.searchsorted(run, each).view(sizes) for each in flat))
 
 
-def _as_tensor(ranges: Ranges, grid: Grid) -> Ranges32:
-    """Return ranges as one tensor, with a range without keys if there are none."""
-    ranges = ranges or [constant_range(0, 0, grid)]
-    edges = [edge for each in ranges for edge in each]
-    edges = list(torch.broadcast_tensors(*edges, query_positions(grid)[:1]))[:-1]  # type: ignore[no-untyped-call]
-    stacked = torch.stack(edges, -1).int()
-    return stacked.view(*stacked.shape[:3], len(ranges), 2).contiguous()
-
-
 def unexpanded(matrix: Matrix) -> Matrix:
     """Return a view of a matrix with one element on each axis along which `expand` repeats it."""
     for axis, stride in enumerate(matrix.stride()):
@@ -300,11 +284,8 @@ ELEMENTS_AT_ONCE = 2**18
 
 
 class RunLengths(NamedTuple):
-    """A mask as ranges of keys, or the reason that it is not read as ranges.
-
-    Attributes:
-        ranges: starts and stops of the visible keys of each query, int32; None with a reason.
-        reason: what the mask is instead, in one sentence; None for ranges.
+    """A mask as starts and stops of the visible keys of each query, int32; or the reason that it is not read as ranges:
+    what it is instead, in one sentence.
     """
 
     ranges: Int[Tensor, "#batch #heads #queries ranges 2"] | None
@@ -318,16 +299,12 @@ FINITE_ROWS = RunLengths(None, "the mask hides all keys of a query by finite num
 
 @torch.no_grad()
 def run_lengths(mask: Tensor, dtype: torch.dtype | None = None) -> RunLengths:
-    """Return a boolean mask (True: attends) or an additive mask as ranges of keys, at most `MOST_RANGES` for each
-    query. The ranges are exactly the visible keys. An additive mask is such ranges if it consists of 0, at visible
+    """Return a boolean mask (True: attends), or an additive one, cast to `dtype`, as ranges that are exactly the
+    visible keys, at most `MOST_RANGES` for each query. An additive mask is such ranges if it consists of 0, at visible
     keys, and of -inf or numbers up to `HIDING`. Axes along which the mask repeats have size 1 in the result.
 
     A row without a visible key is empty ranges. But if it has finite numbers, softmax is uniform over the keys with the
     largest one, and the mask is not ranges.
-
-    Args:
-        mask: the mask.
-        dtype: dtype to which an additive mask is cast before it is read; by default its own.
     """
     for axis in range(3):
         if mask.stride(axis) == 0:
@@ -354,9 +331,7 @@ def run_lengths(mask: Tensor, dtype: torch.dtype | None = None) -> RunLengths:
 
 
 def _edges(visible: Bool[Tensor, "rows keys"]) -> Int[Tensor, "rows edges"] | None:
-    """Return the starts and stops of the runs of True in each row, in order, followed by zeros; None if a row has more
-    than `MOST_RANGES` runs.
-    """
+    """Return the starts and stops of the runs of True in each row, then zeros; None above `MOST_RANGES` runs."""
     padded = F.pad(visible, (1, 1))
     row, key = (padded[:, 1:] ^ padded[:, :-1]).nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=len(visible))

@@ -18,12 +18,12 @@ from headwise.attention.masks.grid import (
     Index,
     Range,
     Ranges,
-    constant_range,
     elements,
     end_of_positions,
     query_positions,
     require_broadcast,
 )
+from headwise.attention.tensors import KeyPositions, KeyRanges
 from headwise.checks import has_readable_values, has_values
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
@@ -32,19 +32,50 @@ from headwise.shapes import Bool, Int
 
 
 class ByPosition(Mask):
-    """Base class of masks that go by the positions of query and key alone; they define `allows_positions`. Position -1,
-    which marks padding and empty slots of a cache, is compared like any other, except by `HasPosition`, which `attend`
-    adds to hide them.
+    """Base class of masks that go by the positions of query and key alone. Position -1, which marks padding and empty
+    slots of a cache, is compared like any other, except by `HasPosition`, which `attend` adds to hide them.
+
+    Attributes:
+        skips_positions: True if a query does not attend to all positions between its `edges`.
     """
+
+    skips_positions: ClassVar[bool] = False
 
     @abstractmethod
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
-        """Return True where a query at the first position attends to a key at the second, for positions that broadcast,
-        or that are single numbers.
+        """Return True where a query at the first position attends to a key at the second; positions broadcast."""
+
+    def edges(self, position: Any) -> tuple[Any, Any] | None:
+        """Return the first position that a query may attend to, and the one after the last, for a position that is a
+        number or a tensor. Neither is lower for a later query. None, as in the base class, if they are unknown.
         """
+        return None
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         return self.allows_positions(grid.query_position(i, b), grid.key_position(j, b))
+
+    def ranges(self, grid: Grid) -> Ranges | None:
+        return None if self.skips_positions else self.hull(grid)
+
+    def hull(self, grid: Grid) -> Ranges | None:
+        position = query_positions(grid)
+        edges, zeros = self.edges(position), torch.zeros_like(position)
+        return None if edges is None else [Range(edges[0] + zeros, edges[1] + zeros)]
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        """Return EMPTY, FULL or PARTIAL from the edges of the first and the last query row of the block. PARTIAL may
+        also mean unknown, as on a grid with explicit positions.
+        """
+        if not grid.uses_default_positions:
+            return Coverage.PARTIAL
+        first, last = (self.edges(row + grid.offset) for row in (rows.start, rows.stop - 1))
+        if first is None or last is None:
+            return Coverage.PARTIAL
+        (first_start, first_stop), (last_start, last_stop) = first, last
+        if last_stop <= columns.start or first_start >= columns.stop:
+            return Coverage.EMPTY
+        is_full = last_start <= columns.start and columns.stop <= first_stop and not self.skips_positions
+        return Coverage.FULL if is_full else Coverage.PARTIAL
 
 
 @dataclass(frozen=True)
@@ -66,6 +97,11 @@ class Band(ByPosition):
     depends_on_distance_only: ClassVar[bool] = True
     is_constant: ClassVar[bool] = True
 
+    @property
+    def skips_positions(self) -> bool:  # type: ignore[override]
+        """True with a dilation."""
+        return self.dilation != 1
+
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
         distance_back = query - key
         inside = distance_back >= -min(self.ahead * self.dilation, MAX_DISTANCE)
@@ -73,32 +109,9 @@ class Band(ByPosition):
             inside = inside & (distance_back < min(self.width * self.dilation, MAX_DISTANCE))
         return inside if self.dilation == 1 else inside & (distance_back % min(self.dilation, MAX_DISTANCE) == 0)
 
-    def ranges(self, grid: Grid) -> Ranges | None:
-        return self.hull(grid) if self.dilation == 1 else None
-
-    def hull(self, grid: Grid) -> Ranges:
-        """Return the range from the first to the last position that a query attends to."""
-        position = query_positions(grid)
+    def edges(self, position: Any) -> tuple[Any, Any]:
         stop = position + min(self.ahead * self.dilation, MAX_DISTANCE) + 1
-        if self.width is None:
-            return [Range(torch.zeros_like(position), stop)]
-        return [Range(position - min((self.width - 1) * self.dilation, MAX_DISTANCE), stop)]
-
-    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: in none, all or some of a block's query-key pairs, the key is in the window of
-        the query. PARTIAL may also mean unknown, as on a grid with explicit positions or with a dilation.
-        """
-        if not grid.uses_default_positions:
-            return Coverage.PARTIAL
-        # Every distance between the smallest and the largest occurs in the block: exact, without a dilation.
-        smallest = rows.start + grid.offset - (columns.stop - 1)
-        largest = rows.stop - 1 + grid.offset - columns.start
-        first = -self.ahead * self.dilation
-        last = float("inf") if self.width is None else (self.width - 1) * self.dilation
-        if largest < first or smallest > last:
-            return Coverage.EMPTY
-        is_full = smallest >= first and largest <= last and self.dilation == 1
-        return Coverage.FULL if is_full else Coverage.PARTIAL
+        return 0 if self.width is None else position - min((self.width - 1) * self.dilation, MAX_DISTANCE), stop
 
     def __repr__(self) -> str:
         if self == Band(None):
@@ -123,18 +136,8 @@ class Prefix(ByPosition):
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
         return key < min(self.length, MAX_DISTANCE)
 
-    def ranges(self, grid: Grid) -> Ranges:
-        return [constant_range(0, self.length, grid)]
-
-    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are among the first `length` keys.
-        PARTIAL may also mean unknown, on a grid with explicit positions.
-        """
-        if not grid.uses_default_positions:
-            return Coverage.PARTIAL
-        if columns.start >= self.length:
-            return Coverage.EMPTY
-        return Coverage.FULL if columns.stop <= self.length else Coverage.PARTIAL
+    def edges(self, position: Any) -> tuple[Any, Any]:
+        return 0, min(self.length, MAX_DISTANCE)
 
     def __repr__(self) -> str:
         return f"prefix({self.length})"
@@ -156,37 +159,21 @@ class Chunked(ByPosition):
         size = min(self.size, MAX_DISTANCE)
         return query // size == key // size
 
-    def ranges(self, grid: Grid) -> Ranges:
+    def edges(self, position: Any) -> tuple[Any, Any]:
         size = min(self.size, MAX_DISTANCE)
-        chunk = query_positions(grid).div(size, rounding_mode="floor")
-        return [Range(chunk * size, (chunk + 1) * size)]
-
-    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: in none, all or some of a block's query-key pairs, query and key are in the
-        same chunk. PARTIAL may also mean unknown, on a grid with explicit positions.
-        """
-        if not grid.uses_default_positions:
-            return Coverage.PARTIAL
-        query_chunks = range((rows.start + grid.offset) // self.size, (rows.stop - 1 + grid.offset) // self.size + 1)
-        key_chunks = range(columns.start // self.size, (columns.stop - 1) // self.size + 1)
-        if query_chunks.stop <= key_chunks.start or key_chunks.stop <= query_chunks.start:
-            return Coverage.EMPTY
-        return Coverage.FULL if len(query_chunks) == len(key_chunks) == 1 else Coverage.PARTIAL
+        start = position // size * size
+        return start, start + size
 
     def __repr__(self) -> str:
         return f"chunked({self.size})"
 
 
 @dataclass(frozen=True)
-class HasPosition(ByPosition):
-    """Mask that excludes empty slots and padding, which have position -1: a query attends to a key if the positions of
-    both are 0 or more.
+class HasPosition(Mask):
+    """Mask that excludes empty slots and padding, of position -1. `attend` adds it wherever positions are explicit."""
 
-    A query at position -1 attends to no key. `attend` adds this mask wherever positions are explicit.
-    """
-
-    def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
-        return (query >= 0) & (key >= 0)
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        return (grid.query_position(i, b) >= 0) & (grid.key_position(j, b) >= 0)
 
     def ranges(self, grid: Grid) -> Ranges:
         exists = query_positions(grid) >= 0
@@ -197,11 +184,8 @@ class HasPosition(ByPosition):
 
 
 class DeviceCopies:
-    """One tensor of a mask, and its copies on other devices. Each copy is made once, in the first call that needs it: a
-    copy from the CPU to a GPU in every call would make every call wait.
-
-    Args:
-        tensor: numbers of the mask, which must not change afterwards.
+    """One tensor of a mask, which must not change afterwards, and its copies on other devices, each made once: a copy
+    from the CPU to a GPU in every call would make every call wait.
     """
 
     def __init__(self, tensor: Int[Tensor, "..."]) -> None:
@@ -209,9 +193,7 @@ class DeviceCopies:
         self._copies: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Int[Tensor, "..."]:
-        """Return the tensor, or its copy on another device. While compiling or tracing, a copy would have no values, so
-        that this method must not be called.
-        """
+        """Return the tensor, or its copy on another device. While compiling or tracing, a copy would have no values."""
         if self._tensor.device == device:
             return self._tensor
         if device not in self._copies:
@@ -250,13 +232,8 @@ class Padding(Mask):
         if torch.compiler.is_compiling():
             return None  # a comparison with the number of keys would fix it
         if self.known_extremes is None and has_readable_values(self.lengths):
-            return self._read_extremes
+            object.__setattr__(self, "known_extremes", extremes_of(self.lengths))
         return self.known_extremes
-
-    @cached_property
-    def _read_extremes(self) -> tuple[int, int]:
-        """Smallest and largest of `lengths`, read from the CPU."""
-        return extremes_of(self.lengths)
 
     @cached_property
     def _copies(self) -> DeviceCopies:
@@ -277,9 +254,8 @@ class Padding(Mask):
         return [Range(zeros, lengths) if self.side == "right" else Range(keys - lengths, keys)]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are real (not padding), counted over all
-        sequences. PARTIAL may also mean unknown: on a grid with explicit positions, or if the extreme lengths are
-        unknown, as while compiling.
+        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are real (not padding) over all sequences.
+        PARTIAL may also mean unknown: with explicit positions, or if the lengths cannot be read.
         """
         extremes = self._extremes if grid.uses_default_positions else None
         if extremes is None:
@@ -294,10 +270,8 @@ class Padding(Mask):
         return Coverage.FULL if last < shortest else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless the mask has one length for each sequence of the grid. Raise it also if
-        the mask pads on the left and the grid has explicit positions. If the mask's attribute `bounded` is True, raise
-        it also for a length above the grid's number of keys, unless the grid has explicit positions or the largest
-        length is unknown, as while compiling. Such a length then counts as the number of keys.
+        """Raise `InputError` unless there is one length for each sequence of the grid. Lengths above the number of keys
+        are refused if `bounded`, and padding on the left with explicit positions.
         """
         if len(self.lengths) != grid.batch:
             raise InputError(
@@ -315,9 +289,7 @@ class Padding(Mask):
         return Padding(self.lengths[index : index + 1], self.side, self.bounded)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with one sequence for each length, and with the largest length as number of keys. It has 1 key
-        if that is unknown, as while compiling.
-        """
+        """Return a grid with a sequence for each length and as many keys as the longest has, 1 if that is unknown."""
         extremes = self._extremes
         keys = 1 if extremes is None else extremes[1]
         return Grid(len(self.lengths), 0, 0, keys, _drawing_device(self.lengths))
@@ -341,27 +313,22 @@ class Segments(Mask):
             that was not read when the mask was made.
     """
 
-    ids: Int[Tensor, "#batch keys"]
+    ids: KeyPositions
     known_one_piece: bool | None = None
 
     @property
     def is_one_piece_each(self) -> bool:
         """True if the keys of every document are known to be adjacent, so that a query attends to one range of keys."""
         if self.known_one_piece is None and has_readable_values(self.ids):
-            return self._read_one_piece
+            object.__setattr__(self, "known_one_piece", are_one_piece_each(self.ids))
         return self.known_one_piece is True
-
-    @cached_property
-    def _read_one_piece(self) -> bool:
-        """True if the keys of every document are adjacent, read from the CPU."""
-        return are_one_piece_each(self.ids)
 
     @cached_property
     def _copies(self) -> DeviceCopies:
         """The document ids on every device that the mask was used on."""
         return DeviceCopies(self.ids)
 
-    def ids_on(self, device: torch.device) -> Int[Tensor, "#batch keys"]:
+    def ids_on(self, device: torch.device) -> KeyPositions:
         """Return the document ids on a device; a copy is made once."""
         return self._copies.on(device) if has_values(self.ids) else self.ids.to(device)
 
@@ -397,10 +364,9 @@ class Segments(Mask):
         return [Range(start, torch.where(exists[:, None], end + 1, 0))]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY for a block if, in every sequence, the document ids of the block's queries are all smaller, or
-        all larger, than those of its keys. Return FULL if, in every sequence, all queries and keys of the block have
-        the same id. Otherwise return PARTIAL, also for explicit positions and where ids cannot be read, as on a GPU
-        and while compiling.
+        """Return EMPTY for a block if, in every sequence, the ids of its queries are all smaller, or all larger, than
+        those of its keys; FULL if all have the same id; otherwise PARTIAL, also where positions are explicit or ids
+        cannot be read.
         """
         if not grid.uses_default_positions or not has_readable_values(self.ids):
             return Coverage.PARTIAL
@@ -414,11 +380,10 @@ class Segments(Mask):
         return Coverage.FULL if is_one_segment and rows.start + grid.offset >= 0 else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one document id for each key, in one row for all sequences or in one row
-        for each. With explicit positions, the number of ids is not checked.
+        """Raise `InputError` unless there is one id for each key, in one row for all sequences or for each. With
+        explicit positions, as from a cache with empty slots, positions may run as far as there are ids.
         """
         batch, keys = self.ids.shape
-        # With explicit positions, as from a cache with empty slots, positions may run as far as there are ids.
         if batch not in (1, grid.batch) or (grid.uses_default_positions and keys != grid.keys):
             raise InputError(
                 "segments(ids)",
@@ -430,9 +395,7 @@ class Segments(Mask):
         return self if self.ids.shape[0] == 1 else Segments(self.ids[index : index + 1], self.known_one_piece or None)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with one sequence for each row of document ids and one key for each id of a row. If all
-        sequences share one row, the number of sequences is 0, which stands for any number.
-        """
+        """Return a grid with a sequence for each row of ids, or any number for one row, and a key for each id."""
         batch, keys = self.ids.shape
         return Grid(batch if batch > 1 else 0, 0, 0, keys, _drawing_device(self.ids))
 
@@ -457,9 +420,7 @@ def are_one_piece_each(ids: Int[Tensor, "batch keys"]) -> bool:
 
 
 def _drawing_device(values: Int[Tensor, "..."]) -> torch.device:
-    """Return the device of the grid on which `Mask.picture` draws a mask that stores the tensor `values`: meta if this
-    tensor is on meta, otherwise the CPU.
-    """
+    """Return the device on which `Mask.picture` draws a mask with these values: meta for meta, otherwise the CPU."""
     return values.device if values.is_meta else torch.device("cpu")
 
 
@@ -496,9 +457,7 @@ class Dense(Mask):
         return values if columns is None else values[..., columns.start : columns.stop]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some of the stored values of a block of the grid are True.
-        PARTIAL is returned as well where the values cannot be read, as while compiling.
-        """
+        """Return EMPTY, FULL or PARTIAL: none, all or some stored values of a block are True, or none can be read."""
         if not has_readable_values(self.values):
             return Coverage.PARTIAL
         block = self.block(grid, rows, columns)
@@ -521,9 +480,7 @@ class Dense(Mask):
         return self if self.values.shape[1] == 1 else Dense(self.values[:, index : index + 1])
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the sizes and device of the stored tensor; an axis of size 1 becomes 0, which stands for
-        any size.
-        """
+        """Return a grid with the sizes and device of the stored tensor, 0 for an axis of size 1."""
         batch, heads, queries, keys = (size if size > 1 else 0 for size in self.values.shape)
         return Grid(batch, heads, queries, keys, self.values.device)
 
@@ -547,11 +504,7 @@ class MaskRule(Mask):
     first_head: int = 0
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
-        """Return the result of the rule for sequence `b`, head `h`, query row `i` and key `j`.
-
-        Raises:
-            InputError: the rule returns no boolean tensor, or one of another shape than that of a block.
-        """
+        """Return the result of the rule; raise `InputError` unless it is a boolean tensor of a block's shape."""
         positions = grid.query_position(i, b), grid.key_position(j, b)
         allowed = self.rule(b + self.first_sequence, h + self.first_head, *positions)
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
@@ -567,11 +520,11 @@ class MaskRule(Mask):
             raise InputError("mask_rule(rule)", expected=expected, got=tuple(allowed.shape)) from None
 
     def for_sequence(self, index: int) -> Mask:
-        """Return the mask of sequence `index` alone; the rule still receives that index, not 0, as its sequence."""
+        """Return the mask of one sequence; the rule still receives that index, not 0."""
         return MaskRule(self.rule, self.first_sequence + index, self.first_head)
 
     def for_head(self, index: int) -> Mask:
-        """Return the mask of head `index` alone; the rule still receives that index, not 0, as its head."""
+        """Return the mask of one head; the rule still receives that index, not 0."""
         return MaskRule(self.rule, self.first_sequence, self.first_head + index)
 
     def __repr__(self) -> str:
@@ -586,7 +539,7 @@ class InRanges(Mask):
         key_ranges: start and stop of each range; a range whose stop is not above its start has no key.
     """
 
-    key_ranges: Int[Tensor, "#batch #heads queries ranges 2"]
+    key_ranges: KeyRanges
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         inside = j < 0
@@ -596,8 +549,8 @@ class InRanges(Mask):
         return inside
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY if no range of the query rows has a key of the block, FULL if each row has a range with all of
-        them, otherwise PARTIAL. Return PARTIAL also where the ranges cannot be read, as on a GPU.
+        """Return EMPTY if no range of the rows has a key of the block, FULL if each row has a range with all of them,
+        otherwise PARTIAL, also where the ranges cannot be read, as on a GPU.
         """
         if not has_readable_values(self.key_ranges):
             return Coverage.PARTIAL
@@ -615,9 +568,7 @@ class InRanges(Mask):
 
 
 def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] | None) -> Mask | None:
-    """Return the mask by which a query attends to the keys in its ranges at which a matrix is True. Ranges or a matrix
-    that exclude nothing are None; the result is None without both.
-    """
+    """Return the mask of the keys in some ranges at which a matrix is True. None always stands for all keys."""
     if ranges is None:
         return None if matrix is None else Dense(matrix)
     return InRanges(ranges) if matrix is None else InRanges(ranges) & Dense(matrix)

@@ -25,8 +25,9 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
 from headwise.attention.backends.blockwise.scores import BFloat16Scores, Float32Scores
 from headwise.attention.backends.blockwise.tiles import LOG2_E, BlockwisePlan, Pool, Tile, iterate_tiles
-from headwise.attention.backends.sinks_gradient import SinksGradient
+from headwise.attention.backends.sinks_gradient import OnlyFirstDerivative, SinksGradient
 from headwise.attention.masks.grid import Grid
+from headwise.attention.tensors import Bias, Keys, Outputs, PerRow, Queries, RowColumn, Stacked, StackedColumn, Values
 from headwise.shapes import Float
 
 PARTIAL_SUMS = 64
@@ -34,33 +35,21 @@ PARTIAL_SUMS = 64
 
 
 class Observation(NamedTuple):
-    """Function that observes a call while its scores are in cache, and the data of the call that row blocks contain.
-
-    Attributes:
-        observer: function that is called with the row block of each tile.
-        call_context: tokens and padding of the call.
-        grid: the score grid of the call.
-        values: the values of the call.
-    """
+    """Function that observes a call while its scores are in cache, and the data of the call for its row blocks."""
 
     observer: Observer
     call_context: CallContext
     grid: Grid
-    values: Float[Tensor, "batch kv_heads keys value_dim"]
+    values: Values
 
 
 class CallOptions(NamedTuple):
     """Options of one blockwise attention call, and what the forward and the backward pass derive from them alike.
 
     Attributes:
-        plan: the blocks to compute.
         bfloat16_scores: True for scores in bfloat16, False for scores in the dtype of q.
-        scale: factor of the scores.
-        softcap: cap of the scores; None without.
         bias_hides: True if the bias is -inf somewhere.
-        dropout: probability with which a weight is dropped.
         threads: number of threads that tiles are made for.
-        seed: seed of the dropout.
         observation: function that receives the weights of each tile, and facts about the call; None without.
     """
 
@@ -75,17 +64,10 @@ class CallOptions(NamedTuple):
     observation: Observation | None
 
     def prepare_scores(
-        self,
-        q: Tensor,
-        k: Tensor,
-        bias: Tensor | None,
-        pool: Pool,
-        shifts: Float[Tensor, "batch heads queries 1"],
+        self, q: Tensor, k: Tensor, bias: Tensor | None, pool: Pool, shifts: RowColumn
     ) -> BFloat16Scores | Float32Scores:
-        """Return the object that computes the scores of each tile (rectangle of the score matrix) and their gradient,
-        in bfloat16 or in the dtype of q. In the forward pass the object chooses one number for each query row,
-        subtracts it from the row's scores, and writes it to `shifts`. In the backward pass it reads the numbers from
-        `shifts`.
+        """Return the object that computes the scores of each tile and their gradient. The forward pass chooses the
+        number that is subtracted from each row's scores, and writes it to `shifts`; the backward pass reads it there.
         """
         if self.bfloat16_scores:
             return BFloat16Scores(q, k, self.scale, self.plan, pool, shifts)
@@ -96,12 +78,9 @@ class CallOptions(NamedTuple):
         """Yield the tiles of the plan."""
         return iterate_tiles(self.plan, q, k, bias if self.bias_hides else None, self.threads)
 
-    def dropout_factors(
-        self, number: int, tile: Tile, weights: Float[Tensor, "kv stacked columns"], pool: Pool
-    ) -> Float[Tensor, "kv stacked columns"] | None:
-        """Return one random factor for each weight of a tile, a rectangle of the score matrix: 0 with probability
-        `dropout`, otherwise 1 / (1 - dropout). None without dropout. The factors depend on the call's seed and on
-        `number`, the index of the tile, so they are the same in the forward and the backward pass.
+    def dropout_factors(self, number: int, tile: Tile, weights: Stacked, pool: Pool) -> Stacked | None:
+        """Return one factor for each weight of a tile: 0 with probability `dropout`, otherwise 1 / (1 - dropout); None
+        without dropout. They follow from the call's seed and the tile's `number`, so both passes have the same.
         """
         if self.dropout == 0:
             return None
@@ -111,25 +90,15 @@ class CallOptions(NamedTuple):
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """Differentiable attention over the blocks of the score matrix that a plan lists. One tile (one block, for some
-    sequences and heads) is computed at a time. Returns the output, the log-sum-exp of each row (None with bfloat16
-    scores), and two numbers of each row for the backward pass: the shift subtracted from its scores, and the sum of its
-    unnormalized weights.
-    """
+    """Differentiable attention over the blocks of the score matrix that a plan lists, tile by tile."""
 
     @staticmethod
     def forward(
-        q: Float[Tensor, "batch heads queries head_dim"],
-        k: Float[Tensor, "batch kv_heads keys head_dim"],
-        v: Float[Tensor, "batch kv_heads keys value_dim"],
-        bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
-        sinks: Float[Tensor, "heads 1"] | None,
-        options: CallOptions,
+        q: Queries, k: Keys, v: Values, bias: Bias | None, sinks: Float[Tensor, "heads 1"] | None, options: CallOptions
     ) -> tuple[Tensor | None, ...]:
         """Return the output, the log-sum-exp of each row (None with bfloat16 scores), and two numbers of each row: its
-        shift and its sum. The shift is subtracted from the row's scores or, with bfloat16 scores, from the query's
-        products with the keys before the scale. The sum adds up 2 to the power of each shifted score, over the row's
-        keys and the sink logit of its head.
+        shift and its sum. The shift is subtracted from the row's scores or, with bfloat16 scores, from the products
+        before the scale. The sum adds up 2 to the power of each shifted score, over the keys and the head's sink logit.
         """
         out = _empty_rows(q, v.shape[-1], options.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -185,9 +154,7 @@ class BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Save the inputs, the output and two numbers of each row (the shift of its scores and the sum of its
-        unnormalized weights) for the backward pass.
-        """
+        """Save the inputs, the output and the two numbers of each row."""
         *tensors, ctx.options = inputs
         out, lse, shifts, sums = output
         ctx.save_for_backward(*tensors, out, lse, shifts, sums)
@@ -195,12 +162,7 @@ class BlockwiseAttention(torch.autograd.Function):
         ctx.mark_non_differentiable(shifts, sums)
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        grad_out: Float[Tensor, "batch heads queries value_dim"] | None,
-        grad_lse: Float[Tensor, "batch heads queries"] | None,
-        *_: None,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Outputs | None, grad_lse: PerRow | None, *_: None) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, the bias and the sinks, given those of the output and the log-sum-exp."""
         q, k, v, bias, sinks, out, lse, shifts, sums = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
@@ -215,29 +177,26 @@ class BlockwiseAttention(torch.autograd.Function):
         return *of_qkv, None if of_bias is None else of_bias.to(bias.dtype), of_sinks, None
 
 
-class BlockwiseBackward(torch.autograd.Function):
-    """Gradient of `BlockwiseAttention`, computed tile by tile. It is an autograd function itself, so that
-    differentiating it raises `RuntimeError`; otherwise a second derivative would silently be 0.
-    """
+class BlockwiseBackward(OnlyFirstDerivative):
+    """Gradient of `BlockwiseAttention`, tile by tile."""
+
+    attention = "blockwise attention"
 
     @staticmethod
     def forward(
-        grad_out: Float[Tensor, "batch heads queries value_dim"],
-        grad_lse: Float[Tensor, "batch heads queries"] | None,
-        q: Float[Tensor, "batch heads queries head_dim"],
-        k: Float[Tensor, "batch kv_heads keys head_dim"],
-        v: Float[Tensor, "batch kv_heads keys value_dim"],
-        bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
-        out: Float[Tensor, "batch heads queries value_dim"],
-        shifts: Float[Tensor, "batch heads queries 1"],
-        sums: Float[Tensor, "batch heads queries 1"],
+        grad_out: Outputs,
+        grad_lse: PerRow | None,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        bias: Bias | None,
+        out: Outputs,
+        shifts: RowColumn,
+        sums: RowColumn,
         options: CallOptions,
         bias_needs_grad: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the bias, given those of the output and the log-sum-exp. The gradient of
-        the bias is None if it is not needed. The attention weights are not saved by the forward pass, so they are
-        computed again, one tile (rectangle of the score matrix) at a time.
-        """
+        """Return the gradients of q, k, v and the bias (None if not needed), with each tile's weights computed anew."""
         delta = (grad_out * out.to(sums.dtype)).sum(-1, keepdim=True)
         if grad_lse is not None:
             delta = delta - grad_lse[..., None]
@@ -264,24 +223,12 @@ class BlockwiseBackward(torch.autograd.Function):
             grad_k.mul_(options.scale)
         return grad_q, _keys_first(grad_k, k), _keys_first(grad_v, v), grad_bias
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Save no tensors: the gradient of attention cannot be differentiated again."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Raise `RuntimeError`, since the second derivative of blockwise attention is not implemented."""
-        raise RuntimeError(
-            "the derivative for the gradient of blockwise attention is not implemented; backend='reference' has one"
-        )
-
 
 def _empty_rows(
     like: Float[Tensor, "batch heads length _"], width: int, plan: BlockwisePlan
 ) -> Float[Tensor, "batch heads length {width}"]:
-    """Return a tensor with the batch, heads and length of `like` and `width` features, to write results to. In memory
-    the heads of one position are adjacent, as output projections need them. The tensor is filled with zeros if `plan`
-    leaves out some query rows, to which no result is written; otherwise it is not initialized.
+    """Return a tensor for results of `width` features, with the batch, heads and length of `like`. The heads of one
+    position are adjacent in memory, as output projections need them. It is 0 if the plan leaves out query rows.
     """
     batch, heads, length, _ = like.shape
     covers_all = all(sum(len(block.rows) for block in group.blocks) == length for group in plan)
@@ -289,10 +236,9 @@ def _empty_rows(
     return allocate(batch, length, heads, width).transpose(1, 2)
 
 
-def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
-    """Return the sum of each row of `powers` (unnormalized weights 2^score) over its columns, in float32 at least. The
-    columns of a bfloat16 row are first added, in bfloat16, into `PARTIAL_SUMS` (64) partial sums, so that only these
-    and fewer than 64 remaining columns are converted to float32. Converting all columns would be slower.
+def _row_sums(powers: Stacked) -> StackedColumn:
+    """Return the sum of each row of unnormalized weights, in float32 at least. A bfloat16 row is first added into
+    `PARTIAL_SUMS` sums in bfloat16, since converting all columns to float32 would be slower.
     """
     if powers.dtype in (torch.float32, torch.float64):
         return powers.sum(-1, keepdim=True)
@@ -303,13 +249,12 @@ def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv 
 
 def _times(
     tile: Tile,
-    left: Float[Tensor, "kv stacked columns"],
+    left: Stacked,
     right: Float[Tensor, "batch kv_heads keys width"],
     features: Float[Tensor, "#batch columns features"] | None = None,
 ) -> Float[Tensor, "kv stacked width_and_features"]:
-    """Return the matrix product of `left` (such as weights) and `right` (such as values) over the keys of a tile, a
-    rectangle of the score matrix. If `features` (some numbers for each key of the tile) are passed, they are appended
-    to `right` as additional columns.
+    """Return the product of `left` (such as weights) and `right` (such as values) over the keys of a tile. `features`,
+    some numbers for each key of the tile, are appended to `right` as additional columns.
     """
     product, offset = None, 0
     for keys, span in tile.spans(left):
@@ -328,12 +273,10 @@ def _add_products(
     tile: Tile,
     total: Float[Tensor, "batch kv_heads width keys"],
     rows: Float[Tensor, "kv stacked width"],
-    scores: Float[Tensor, "kv stacked columns"],
+    scores: Stacked,
 ) -> None:
-    """Add the matrix product `rows^T scores`, a sum over the stacked query rows of a tile (rectangle of the score
-    matrix), to `total` in place, at the tile's keys, which are columns of `total`. `scores` has one number for each
-    query and key. For the gradient of v, for example, these are unnormalized weights, and `rows` is the output's
-    gradient divided by their sum.
+    """Add `rows^T scores`, summed over the stacked query rows of a tile, to the tile's keys in `total`. For the
+    gradient of v, `scores` are unnormalized weights, and `rows` is the output's gradient divided by their sum.
     """
     for keys, span in tile.spans(scores):
         columns = total[tile.sequences, tile.kv_heads, :, keys.start : keys.stop]
@@ -346,8 +289,6 @@ def _add_products(
 def _keys_first(
     grad: Float[Tensor, "batch kv_heads width keys"], like: Float[Tensor, "batch kv_heads keys width"]
 ) -> Float[Tensor, "batch kv_heads keys width"]:
-    """Return a gradient of keys or values that was computed with keys as last axis, transposed to the axes of `like`
-    and cast to its dtype.
-    """
+    """Return a gradient that was computed with keys as last axis, with the axes and the dtype of `like`."""
     batch, heads, keys, width = like.shape
     return like.new_empty(batch, keys, heads, width).transpose(1, 2).copy_(grad.mT)

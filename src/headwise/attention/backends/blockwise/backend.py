@@ -36,9 +36,7 @@ OBSERVED_ROWS = 256
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return one sentence that says why blockwise attention cannot compute an attention problem (tensors, mask and
-    options of one call); None if it can.
-    """
+    """Return the reason that blockwise attention cannot compute a problem, in one sentence; None if it can."""
     if problem.talking is not None:
         return "blocks hold some heads at a time, and talking_heads mixes all"
     if not torch.compiler.is_compiling():
@@ -58,16 +56,9 @@ def run(
     observer: Observer | None = None,
     call_context: CallContext | None = None,
 ) -> Answer:
-    """Compute attention in blocks of `rows` query rows, or in the blocks of `plan`, and call `observer`, if one is
-    passed, with the weights of each block. The reference backend computes the result instead, without the observer, if
-    the call is to return the weights, or has no query or no key.
-
-    Args:
-        problem: the attention problem; `why_not` must have returned None for it.
-        rows: query rows of each block; by default `rows_of` chooses them.
-        plan: the blocks; by default they are planned from the mask.
-        observer: function that is called with each row block. Its tensors are overwritten afterwards.
-        call_context: tokens and padding of the call, for the observer.
+    """Compute attention in blocks of `rows` query rows (by default `rows_of` chooses), or in the blocks of `plan`, and
+    call `observer` with each row block, whose tensors are overwritten afterwards. The reference computes weights, and
+    calls without a query or a key.
     """
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that blocks avoid
@@ -142,19 +133,16 @@ class Blockwise:
 
 
 def plan_blocks(problem: Problem, rows: int | None = None, most_rows: int = MOST_ROWS) -> BlockwisePlan:
-    """Return the blocks of the score matrix that blockwise attention computes for an attention problem. Each block has
-    `rows` query rows and the keys that at least one of these may attend to. If `rows` is None, the number is chosen
-    from the mask and the sizes, up to `most_rows`.
+    """Return the blocks of the score matrix that are computed for a problem, of `rows` query rows each. By default the
+    number of rows is chosen from the mask and the sizes, up to `most_rows`.
     """
     overhead = BFLOAT16_BLOCK_OVERHEAD if uses_bfloat16_scores(problem) else FLOAT32_BLOCK_OVERHEAD
     return plan_of(problem.mask, problem.grid, overhead, rows, most_rows)
 
 
 def uses_bfloat16_scores(problem: Problem) -> bool:
-    """Return True if blockwise attention without an observer (a function that receives the weights) computes the scores
-    of an attention problem in bfloat16. It does on a CPU if q is in bfloat16, the scale is one positive number, and
-    softcap, bias, sinks, dropout and log-sum-exp are not used. Such scores are checked by reading numbers, for which
-    another device would wait.
+    """Return True if the scores of a problem are computed in bfloat16 where nothing observes them. Such scores are
+    checked by reading numbers, for which another device than a CPU would wait.
     """
     needs_exact_scores = (
         problem.softcap is not None

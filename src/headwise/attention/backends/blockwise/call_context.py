@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headwise.attention.backends.blockwise.tiles import PlannedBlock, Tile
 from headwise.attention.masks.grid import Grid
+from headwise.attention.tensors import KeyPositions, QueryPositions
 from headwise.shapes import Bool, Float, Int
 
 CACHED_CELLS = 2**22
@@ -51,25 +52,16 @@ class TileVisibility:
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `compute()`, which is called only when `key` is used for the first time; this object
-        stores the result.
-        """
+        """Return the stored result of `compute()`, which is called when `key` is used for the first time."""
         if key not in self._cache:
             self._cache[key] = compute()
         value: Tensor = self._cache[key]
         return value
 
     def without_mask(self) -> "TileVisibility":
-        """Return a copy of this object that does not keep the tile's mask in memory. The properties that depend on the
-        mask are computed first and stored in the copy.
-        """
-        names = [
-            "visible_keys",
-            "counted_rows",
-            "rows_per_key",
-            *(["is_backward_only"] if self.grid.uses_default_positions else []),
-        ]
-        computed = {name: getattr(self, name) for name in names}
+        """Return a copy that does not keep the tile's mask in memory; what depends on the mask is computed first."""
+        names = ("visible_keys", "counted_rows", "rows_per_key", "is_backward_only")
+        computed = {name: getattr(self, name) for name in names[: 4 if self.grid.uses_default_positions else 3]}
         copy = replace(self, tile=self.tile._replace(ceilings=[], has_key=None))
         vars(copy).update(computed)  # fills the cached properties of the copy
         return copy
@@ -104,9 +96,7 @@ class TileVisibility:
 
     @cached_property
     def is_backward_only(self) -> bool:
-        """True if no row of the tile may attend to a key after its own position. Requires default positions, that is, a
-        call to which no explicit positions were passed.
-        """
+        """True if no row may attend to a key after its own position. Requires default positions."""
         position = self.query_positions[0][:, None]
         first = int(position[0])
         for columns, allowed in self._allowed:
@@ -148,8 +138,8 @@ class TileVisibility:
         return self.query_positions[..., None] - self.key_positions[:, None]
 
     def has_key_at_lag(self, lag: int) -> Bool[Tensor, "#batch 1 rows"]:
-        """Return True at query rows for which a key is `lag` positions before the query (after it if `lag` is
-        negative), is not padding, and belongs to the same document.
+        """Return True at query rows for which a key is `lag` positions before the query (after it if negative), is not
+        padding, and belongs to the same document.
         """
         wanted = self.query_positions - lag
         if not self.grid.uses_default_positions:
@@ -170,9 +160,7 @@ class TileVisibility:
 
     @cached_property
     def has_earlier_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:
-        """True at query rows whose token occurs earlier in the sequence. None if token ids are unknown, or if the
-        caller passed explicit positions.
-        """
+        """True at query rows whose token occurs earlier in the sequence; None for unknown ids or explicit positions."""
         if self.is_repeat is None or not self.grid.uses_default_positions:
             return None
         position = self.query_positions[0]
@@ -194,25 +182,16 @@ class TileVisibility:
         return self.real_keys.int().argmax(-1, keepdim=True)
 
     @property
-    def _all_key_positions(self) -> Int[Tensor, "#batch keys"]:
+    def _all_key_positions(self) -> KeyPositions:
         """Positions of all keys of the call, not only those of the tile, for the tile's sequences."""
         keys = torch.arange(self.grid.keys, device=self.grid.device)
         return self._of_tile(self.grid.key_position(keys[None]))
 
     def _of_tile(self, positions: Int[Tensor, "#all length"]) -> Int[Tensor, "#batch length"]:
-        """Return positions for the tile's sequences only. `positions` has one row for each sequence of the batch, or a
-        single row that all sequences share, which is returned unchanged.
-        """
+        """Return positions for the tile's sequences; a single row, which all sequences share, is returned unchanged."""
         return positions if len(positions) == 1 else positions[self.tile.sequences]
 
     # -- features of the keys, which the product with the values sums over the keys -----------------------------------
-
-    @cached_property
-    def centred_positions(self) -> Int[Tensor, " rows"]:
-        """Position of each query row minus that of the tile's middle row. Requires default positions, that is, a call
-        to which no explicit positions were passed.
-        """
-        return self.query_positions[0] - self._middle
 
     @cached_property
     def key_features(self) -> dict[str, Float[Tensor, "#batch columns"]]:
@@ -229,7 +208,7 @@ class TileVisibility:
         if self.is_special is not None:
             features["special"] = self.is_special[:, columns]
         if self.grid.uses_default_positions:
-            position, centred = self.query_positions[0], (columns - self._middle)[None]
+            position, centred = self.query_positions[0], (columns - self.middle)[None]
             if self.is_backward_only:
                 features["position"] = centred
             else:
@@ -240,9 +219,7 @@ class TileVisibility:
 
     @cached_property
     def stacked_key_features(self) -> Float[Tensor, "#batch columns features"]:
-        """All `key_features` as columns of one tensor. If the number of features is odd, a column of zeros is added at
-        the end.
-        """
+        """All `key_features` as columns of one tensor, with a column of zeros if their number is odd."""
         if not self.key_features:
             return torch.zeros(1, self.tile.block.width, 2, device=self.grid.device)
         batch = max(map(len, self.key_features.values()))
@@ -252,7 +229,7 @@ class TileVisibility:
         return torch.stack(features, -1)
 
     @property
-    def _middle(self) -> Int[Tensor, ""]:
+    def middle(self) -> Int[Tensor, ""]:
         """Position of the query in the tile's middle row."""
         return self.query_positions[0][len(self.tile.block.rows) // 2]
 
@@ -289,7 +266,9 @@ class CallContext:
     positions: Grid | None = None
     first_keys: Int[Tensor, "batch #queries"] | None = None
     left_out: frozenset[str] = frozenset()
-    query_positions: Int[Tensor, "#batch queries"] | None = None
+    query_positions: QueryPositions | None = None
+    _visibilities: dict[Hashable, TileVisibility] = field(default_factory=dict, init=False, repr=False)
+    _copy_cells: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def is_repeat(self) -> Bool[Tensor, "batch keys"] | None:
@@ -304,10 +283,7 @@ class CallContext:
         return torch.zeros_like(repeats).scatter(1, order, repeats)
 
     def visibility(self, tile: Tile, grid: Grid) -> TileVisibility:
-        """Return a `TileVisibility` with the visible keys, positions, padding and tokens of a tile, which is a
-        rectangle of the score matrix. The `TileVisibility` is cached for later layers only if the tile has a mask that
-        depends on nothing but the distance between query and key.
-        """
+        """Return the `TileVisibility` of a tile, kept for later layers if the tile's mask goes by distance alone."""
         key = (tile.pattern, tile.block, tile.sequences.start, tile.sequences.stop)
         if tile.pattern is not None and key in self._visibilities:
             return self._visibilities[key]
@@ -321,18 +297,9 @@ class CallContext:
     def copy_cells(
         self, sequence: int, positions: range, block: PlannedBlock, shift: int
     ) -> tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]:
-        """Find the cells (pairs of query row and key column) in a block of one sequence's score matrix in which the key
-        is `shift` tokens after an earlier occurrence of the query's token.
-
-        Args:
-            sequence: index of the sequence in the batch.
-            positions: positions of the block's query rows.
-            block: the block.
-            shift: 0 for the copies themselves, 1 for the tokens that follow them.
-
-        Returns:
-            The cells as flat indices `row * columns + column`, row by row; and the number of cells before each row,
-            with their total at the end. Cached for later layers, up to `CACHED_CELLS` in all.
+        """Return the cells (pairs of query row and key column) of a block in which the key is `shift` tokens after an
+        earlier occurrence of the query's token, as flat indices `row * columns + column`; and the number of cells
+        before each row, with their total at the end. Up to `CACHED_CELLS` are kept for later layers.
         """
         assert self.distinct_ids is not None
         key = (sequence, positions, tuple(block.spans), shift)
@@ -351,24 +318,8 @@ class CallContext:
 
     @cached_property
     def distinct_ids(self) -> Int[Tensor, "batch keys"] | None:
-        """Token ids of the keys, with a different negative id at each padding token, so that padding is no copy of a
-        token; None if the token ids are unknown.
-        """
+        """Token ids of the keys, with another negative id at each padding token: none is a copy. None if unknown."""
         if self.token_ids is None or self.real_keys is None:
             return self.token_ids
         numbers = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)
         return torch.where(self.real_keys, self.token_ids, -1 - numbers)
-
-    @cached_property
-    def _visibilities(self) -> dict[Hashable, TileVisibility]:
-        """Dictionary in which `visibility` caches its results, by three properties of a tile: its mask relative to its
-        first row, its block of the score matrix, and its sequences.
-        """
-        return {}
-
-    @cached_property
-    def _copy_cells(self) -> dict[Hashable, tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]]:
-        """Dictionary in which `copy_cells` caches its results, by sequence, query positions, key ranges and `shift`,
-        the distance in tokens between the key and an earlier occurrence of the query's token.
-        """
-        return {}

@@ -20,10 +20,7 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.kinds import mask_of_keys
 from headwise.checks import called_by_compiler
 
-_PROBLEM = (
-    "Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
-    "Tensor? dense, Tensor? bias"
-)
+_PROBLEM = plain_statistics.PROBLEM
 _DROPOUT = "float dropout=0.0, Tensor? seed=None, SymInt first_query=0, SymInt first_key=0"
 _UPSTREAM = "Tensor out_gradient, Tensor? lse_gradient, Tensor out, Tensor normalizers"
 
@@ -40,8 +37,8 @@ SCHEMAS = {
 
 @called_by_compiler
 def why_not_registered() -> str | None:
-    """Register the operators if the native kernels are not available, and return None; or return the reason that
-    blockwise attention cannot be compiled, in one sentence. The compiler calls this function instead of tracing it.
+    """Register the operators if there are no native kernels, and return None; or return the reason that blockwise
+    attention cannot be compiled, in one sentence. The compiler calls this function instead of tracing it.
     """
     return _register()
 
@@ -57,7 +54,7 @@ def _register() -> str | None:
     _fragments.append(fragment)  # its operators exist as long as it does
     functions = {
         "attend_forward": _attend_forward,
-        "attend": _attend,
+        "attend": lambda *arguments: _attend_forward(*arguments)[:2],
         "attend_backward": _attend_backward,
         "attend_bias_gradient": _attend_bias_gradient,
         "attend_statistics": plain_statistics.attend_statistics,
@@ -97,10 +94,9 @@ def _call_of(
     first_query: int = 0,
     _first_key: int = 0,
 ) -> tuple[Tensors, Tensor | None, CallOptions]:
-    """Return the call of an operator with these arguments in the form of blockwise attention: q, k, v, bias and sinks,
-    in float32 and with scales that differ between heads multiplied into q; these scales, or None; and the options, with
-    the plan of blocks. A call may be a part of a larger one, from query `first_query` on; each part has a seed of its
-    own.
+    """Return the call of an operator in the form of blockwise attention: q, k, v, bias and sinks, in float32 and with
+    scales of single heads multiplied into q; these scales, or None; and the options, with the plan. A part of a larger
+    call begins at query `first_query`, and has a seed of its own.
     """
     batch, heads, queries, _ = q.shape
     grid = Grid(batch, heads, queries, k.shape[2], q.device)
@@ -127,18 +123,11 @@ def _call_of(
 
 
 def _attend_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the log-sum-exp, and two numbers of each row for the backward pass: its shift, and the inverse
-    of its sum.
-    """
+    """Return the output, the log-sum-exp, and for each row its shift and the inverse of its sum."""
     tensors, _, options = _call_of(*arguments)
     results: Any = BlockwiseAttention.forward(*tensors, options)
     out, lse, shifts, sums = results
     return out.to(arguments[0].dtype), lse, torch.cat([shifts, 1 / sums], -1)
-
-
-def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp."""
-    return _attend_forward(*arguments)[:2]
 
 
 def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -167,9 +156,8 @@ def _gradients(
     bias_needs_grad: bool,
     needs_exact_output: bool,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v and the bias, and the product of the output and its gradient for each row, all in
-    float32. The last one, and gradients proportional to it, have the rounding error of the output, unless the output is
-    computed again.
+    """Return the gradients of q, k, v and the bias, and the product of the output and its gradient for each row, in
+    float32. The last one has the rounding error of the output, unless the output is computed again.
     """
     tensors, head_scale, options = _call_of(*arguments)
     if needs_exact_output and out.dtype != torch.float32:

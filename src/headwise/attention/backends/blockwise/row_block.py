@@ -16,6 +16,7 @@ from torch import Tensor
 from headwise.attention.backends.blockwise.call_context import CallContext, TileVisibility
 from headwise.attention.backends.blockwise.tiles import Tile
 from headwise.attention.masks.grid import Grid
+from headwise.attention.tensors import RowsByHead, Stacked, StackedColumn, Values
 from headwise.shapes import Float
 
 
@@ -27,7 +28,6 @@ class RowBlock:
 
     Attributes:
         tile: the rows, sequences, heads and keys.
-        grid: the score grid of the whole call.
         call_context: tokens and padding of the call.
         visibility: visible keys and positions of the tile.
         powers: 2 to the power of each score, where scores are in units of ln 2 and shifted by one number for each row.
@@ -47,17 +47,17 @@ class RowBlock:
     grid: Grid
     call_context: CallContext
     visibility: TileVisibility
-    powers: Float[Tensor, "kv stacked columns"]
-    power_score_sum: Float[Tensor, "kv stacked 1"]
-    power_sum: Float[Tensor, "kv stacked 1"]
-    normalizer: Float[Tensor, "kv stacked 1"]
-    largest_power: float | Float[Tensor, "kv stacked 1"]
-    largest_score: Float[Tensor, "kv stacked 1"] | None = None
-    largest_uncapped_score: Float[Tensor, "kv stacked 1"] | None = None
+    powers: Stacked
+    power_score_sum: StackedColumn
+    power_sum: StackedColumn
+    normalizer: StackedColumn
+    largest_power: float | StackedColumn
+    largest_score: StackedColumn | None = None
+    largest_uncapped_score: StackedColumn | None = None
     out: Float[Tensor, "kv stacked value_dim"] | None = None
     feature_products: Float[Tensor, "kv stacked features"] | None = None
     gram: Float[Tensor, "heads value_dim value_dim"] | None = None
-    values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None
+    values: Values | None = None
 
     @property
     def rows(self) -> range:
@@ -66,16 +66,11 @@ class RowBlock:
 
     @property
     def sequences_and_heads(self) -> tuple[slice, slice]:
-        """Slices of the batch axis and the head axis that select this block's sequences and heads, with all query rows,
-        from a tensor of the call.
-        """
+        """Slices of the batch axis and the head axis that select this block from a tensor of the call."""
         return self.tile.sequences, self.tile.heads
 
     def with_call_context(self, call_context: CallContext) -> "RowBlock":
-        """Return this block with the same weights and another call context (token ids, special tokens and padding of
-        the call). The padded keys of the block, and numbers of each key such as "is a special token", are then those
-        of the new context.
-        """
+        """Return this block with the same weights and the tokens, special tokens and padding of another context."""
         if call_context is self.call_context:
             return self
         visibility = call_context.visibility(self.tile, self.grid)
@@ -89,27 +84,26 @@ class RowBlock:
         return self.tile.by_head(self.powers / self.normalizer)
 
     @cached_property
-    def weight_per_power(self) -> Float[Tensor, "batch heads rows"]:
+    def weight_per_power(self) -> RowsByHead:
         """Factor for each row that turns the unnormalized weights in `powers` into weights: 1 / `normalizer`."""
         return self._by_head(self.normalizer.reciprocal())
 
     @cached_property
-    def weight_sum(self) -> Float[Tensor, "batch heads rows"]:
-        """Sum of each row's attention weights over its keys; 0 in a row without a visible key. In other rows it is 1
-        minus the weight of the head's attention sink, if there is one. Talking heads, which mix the weights of heads,
-        can change the sum.
+    def weight_sum(self) -> RowsByHead:
+        """Sum of each row's weights over its keys: 0 in a row without a visible key, otherwise 1 minus the weight of
+        the head's attention sink. Talking heads, which mix the weights of heads, can change it.
         """
         return self._by_head(self.power_sum / self.normalizer).nan_to_num(0.0)
 
     @cached_property
-    def largest_weight(self) -> Float[Tensor, "batch heads rows"]:
+    def largest_weight(self) -> RowsByHead:
         """Largest attention weight of each row over its keys."""
         return self._by_head(self.largest_power / self.normalizer)
 
     @cached_property
-    def largest_content_weight(self) -> Float[Tensor, "batch heads rows"]:
-        """Largest attention weight of each row over the keys that are not special tokens; 0 in a row that may attend to
-        none of them. Requires that special tokens are known.
+    def largest_content_weight(self) -> RowsByHead:
+        """Largest attention weight of each row over the keys that are not special tokens, which must be known; 0 in a
+        row that may attend to none of them.
         """
         is_special = self.visibility.is_special
         assert is_special is not None
@@ -120,10 +114,8 @@ class RowBlock:
         return powers.amax(-1) * self.weight_per_power
 
     @cached_property
-    def entropy(self) -> Float[Tensor, "batch heads rows"]:
-        """Entropy of each row's attention weights A, which is -sum A ln A over the keys, in nats; 0 in a row without a
-        visible key.
-        """
+    def entropy(self) -> RowsByHead:
+        """Entropy -sum A ln A of each row's weights A over the keys, in nats; 0 in a row without a visible key."""
         # ln A is the score less the log of the normalizer: no logarithm of a weight that may be 0.
         mean_score = self._by_head(self.power_score_sum / self.normalizer)
         logarithm = self._by_head(self.normalizer.log2()).masked_fill(self.weight_per_power == 0, 0.0)
@@ -140,10 +132,8 @@ class RowBlock:
             product = self.powers.view(sequences, heads * rows, -1) @ features.to(self.powers.dtype)
         return product.view(sequences, heads, rows, -1) * self.weight_per_power[..., None]
 
-    def weight_at_lag(self, lag: int) -> Float[Tensor, "batch heads rows"]:
-        """Return each row's attention weight on the key `lag` positions before the query, or 0 if there is no such key.
-        Lag 0 is the query's own token, lag 1 the previous one, and lag -1 the next one.
-        """
+    def weight_at_lag(self, lag: int) -> RowsByHead:
+        """Return each row's weight on the key `lag` positions before the query, or 0 if there is no such key."""
         if not self.visibility.grid.uses_default_positions:
             return (self.weights * (self.visibility.lags == lag)[:, None]).sum(-1)
         powers = torch.zeros_like(self.weight_per_power)
@@ -155,17 +145,15 @@ class RowBlock:
         return powers * self.weight_per_power
 
     @property
-    def weight_on_first(self) -> Float[Tensor, "batch heads rows"]:
+    def weight_on_first(self) -> RowsByHead:
         """Each row's attention weight on the key of the first token of its sequence."""
         if "first" in self.visibility.key_features:
             return self.feature_sums["first"]
         is_first = self.visibility.key_indices == self.visibility.first_key[..., None]
         return (self.weights * is_first[:, None]).sum(-1)
 
-    def weight_after_copies(self, shift: int) -> Float[Tensor, "batch heads rows"]:
-        """Return for each query row the sum of its attention weights on keys that are `shift` tokens after an earlier
-        occurrence of the query's token.
-        """
+    def weight_after_copies(self, shift: int) -> RowsByHead:
+        """Return each row's weight on the keys that are `shift` tokens after an earlier copy of the query's token."""
         powers, sums = self.tile.by_head(self.powers), torch.zeros_like(self.weight_per_power)
         offset = self.visibility.grid.offset
         positions = range(self.rows.start + offset, self.rows.stop + offset)
@@ -178,11 +166,12 @@ class RowBlock:
         return sums * self.weight_per_power
 
     @cached_property
-    def distance(self) -> Float[Tensor, "batch heads rows"]:
+    def distance(self) -> RowsByHead:
         """Sum over keys of attention weight times distance |query position - key position|, for each row, in tokens."""
         if not self.visibility.grid.uses_default_positions:
             return (self.weights * self.visibility.lags.abs()[:, None]).sum(-1)
-        position, sums = self.visibility.centred_positions, self.feature_sums
+        # Positions are counted from the middle row, as those of the features.
+        position, sums = self.visibility.query_positions[0] - self.visibility.middle, self.feature_sums
         if "position" in sums:
             return self.weight_sum * position - sums["position"]
         sides = (
@@ -191,9 +180,9 @@ class RowBlock:
         return sides + self._distance_between * self.weight_per_power
 
     @property
-    def _distance_between(self) -> Float[Tensor, "batch heads rows"]:
-        """For each row, the sum of |query position - key position| times unnormalized weight, over those keys whose
-        position is in the range from the position of the block's first row to that of its last row.
+    def _distance_between(self) -> RowsByHead:
+        """Sum of |query position - key position| times unnormalized weight, for each row, over the keys between the
+        positions of the block's first and last row.
         """
         sums, position = torch.zeros_like(self.weight_per_power), self.visibility.query_positions[0]
         first, last = int(position[0]), int(position[-1])
@@ -207,28 +196,24 @@ class RowBlock:
 
     @cached_property
     def received(self) -> tuple[Float[Tensor, "batch heads columns"], Float[Tensor, "batch heads columns"]]:
-        """Two numbers for each key column: the sum over rows of the attention weight on the key, and the number of rows
-        that may attend to the key. Rows that are padding or have no visible key are left out of both.
+        """Sum over rows of the weight on each key column, and number of rows that may attend to it. Rows that are
+        padding or have no visible key are left out of both.
         """
         row_factors = (self.weight_per_power * self.visibility.counted_rows)[..., None, :]
         received = row_factors @ self.tile.by_head(self.powers)
         return received[..., 0, :], self.visibility.rows_per_key.expand(*received.shape[:2], -1)
 
     @cached_property
-    def feature_sums(self) -> dict[str, Float[Tensor, "batch heads rows"]]:
-        """For each row, the sum over keys of attention weight times each feature of the keys (such as their position),
-        in a dictionary by name of the feature. The features are those of `visibility.key_features`.
-        """
+    def feature_sums(self) -> dict[str, RowsByHead]:
+        """Sum of weight times feature over the keys, for each row, by the name in `visibility.key_features`."""
         if self.feature_products is None:
             sums = self.weighted_sums(self.visibility.stacked_key_features)
         else:
             sums = self.tile.by_head(self.feature_products) * self.weight_per_power[..., None]
         return dict(zip(self.visibility.key_features, sums.unbind(-1), strict=False))
 
-    def _by_head(self, column: Float[Tensor, "kv stacked 1"]) -> Float[Tensor, "batch heads rows"]:
-        """Return one number for each query row, as a tensor with the axes batch, head and row. In `column` these
-        numbers are stacked: the rows of all heads that share a key/value head are joined to one axis.
-        """
+    def _by_head(self, column: StackedColumn) -> RowsByHead:
+        """Return one number for each query row, `(batch, heads, rows)`, from numbers stacked as in `powers`."""
         return self.tile.by_head(column)[..., 0]
 
 

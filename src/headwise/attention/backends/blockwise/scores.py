@@ -28,6 +28,7 @@ from headwise.attention.backends.blockwise.tiles import (
     reads_most_keys,
     select,
 )
+from headwise.attention.tensors import Bias, Keys, Outputs, Queries, RowColumn, Stacked, StackedColumn, Values
 from headwise.shapes import Float
 
 FLOAT32_BLOCK_OVERHEAD, BFLOAT16_BLOCK_OVERHEAD = 2**17, 2**18
@@ -46,66 +47,45 @@ class Float32Scores:
 
     def __init__(
         self,
-        q: Float[Tensor, "batch heads queries head_dim"],
-        k: Float[Tensor, "batch kv_heads keys head_dim"],
-        bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        q: Queries,
+        k: Keys,
+        bias: Bias | None,
         scale: float,
         softcap: float | None,
         bias_hides: bool,
         pool: Pool,
-        shifts: Float[Tensor, "batch heads queries 1"],
+        shifts: RowColumn,
         *,
         finds_uncapped: bool = False,
     ) -> None:
-        """Store the tensors and options of a call. `shifted_scores` writes each row's largest score to `shifts`.
-
-        `recompute` reads it. `bias_hides` is True if the bias is -inf somewhere, and `finds_uncapped` if the largest
-        scores before the softcap are asked for.
-        """
+        """Store the tensors and options of a call; `finds_uncapped` asks for the largest scores before the softcap."""
         self.q, self.k, self.bias, self.shifts = q, k, bias, shifts
         self.scale, self.softcap, self.bias_hides, self.pool = scale, softcap, bias_hides, pool
-        self.largest_uncapped: Float[Tensor, "kv stacked 1"] | None = None
+        self.largest_uncapped: StackedColumn | None = None
         self._finds_uncapped = finds_uncapped and softcap is not None
 
-    def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile after subtracting from each row its largest score, and write these largest scores
-        to `self.shifts`.
-        """
+    def shifted_scores(self, tile: Tile) -> Stacked:
+        """Return the scores of a tile less the largest score of each row, which is written to `self.shifts`."""
         scores, _ = self._scores(tile)
         shift = scores.amax(-1, keepdim=True)
         tile.write(self.shifts, shift)
         return scores.sub_(shift)
 
-    def recompute(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile, after subtracting from each row the number that `shifted_scores` wrote in the
-        forward pass. With a softcap, also store the tanh of the scaled products divided by the softcap, for the call of
-        `score_gradient` for this tile.
-        """
+    def recompute(self, tile: Tile) -> Stacked:
+        """Return the scores of a tile less the numbers that `shifted_scores` wrote in the forward pass."""
         scores, self._tanh = self._scores(tile)
         return scores.sub_(tile.stack_rows(self.shifts))
 
-    def start_backward(
-        self,
-        v: Float[Tensor, "batch kv_heads keys value_dim"],
-        upstream: Float[Tensor, "batch heads queries value_dim"],
-        delta: Float[Tensor, "batch heads queries 1"],
-        grad_bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
-    ) -> None:
-        """Store tensors for `score_gradient`. `upstream` is the output's gradient divided by each row's sum of
-        unnormalized weights. `delta` is the number that the softmax's gradient subtracts in each row. `score_gradient`
-        adds the gradient of the bias to `grad_bias`, unless that is None.
+    def start_backward(self, v: Values, upstream: Outputs, delta: RowColumn, grad_bias: Bias | None) -> None:
+        """Store tensors for `score_gradient`: the values; the output's gradient divided by each row's sum of
+        unnormalized weights; the number that the softmax's gradient subtracts in each row; and the tensor to which the
+        gradient of the bias is added, or None.
         """
         self._v, self._upstream, self._delta, self._grad_bias = v, upstream, delta, grad_bias
 
-    def score_gradient(
-        self,
-        tile: Tile,
-        weights: Float[Tensor, "kv stacked columns"],
-        dropout_factors: Float[Tensor, "kv stacked columns"] | None,
-    ) -> Float[Tensor, "kv stacked columns"]:
-        """Return the gradient with respect to a tile's scaled products `scale * q k^T`, before any softcap. `weights`
-        are the tile's unnormalized weights 2^(score - shift). If a bias needs a gradient, its gradient is added to the
-        tensor passed to `start_backward`.
+    def score_gradient(self, tile: Tile, weights: Stacked, dropout_factors: Stacked | None) -> Stacked:
+        """Return the gradient with respect to a tile's scaled products `scale * q k^T`, before any softcap, and add
+        that of the bias. `weights` are the tile's unnormalized weights 2^(score - shift).
         """
         grad = products("gradient", tile, tile.stack_rows(self._upstream), self._v.mT, 1.0, self.pool)
         if dropout_factors is not None:
@@ -119,12 +99,9 @@ class Float32Scores:
             grad.mul_(self._tanh.square_().neg_().add_(1.0))
         return grad
 
-    def _scores(
-        self, tile: Tile
-    ) -> tuple[Float[Tensor, "kv stacked columns"], Float[Tensor, "kv stacked columns"] | None]:
+    def _scores(self, tile: Tile) -> tuple[Stacked, Stacked | None]:
         """Return the scores of a tile with softcap and bias, divided by ln 2, and tanh(scaled product / softcap), which
-        the gradient needs; without a softcap the second is None. The method `tile.hide` lowers the scores of hidden
-        keys, so that these keys get no weight.
+        the gradient needs; None without a softcap.
         """
         rows, tanh = tile.stack_rows(self.q), None
         if self.softcap is None:
@@ -179,27 +156,16 @@ class BFloat16Scores:
 
     largest_uncapped = None
 
-    def __init__(
-        self,
-        q: Float[Tensor, "batch heads queries head_dim"],
-        k: Float[Tensor, "batch kv_heads keys head_dim"],
-        scale: float,
-        plan: BlockwisePlan,
-        pool: Pool,
-        shifts: Float[Tensor, "batch heads queries 1"],
-    ) -> None:
-        """Store the tensors of a call, and the keys with two more features that are 1, which subtract a row's shift.
-
-        `shifted_scores` writes the shifts to the float32 tensor `shifts`, and `recompute` reads them.
-        """
+    def __init__(self, q: Queries, k: Keys, scale: float, plan: BlockwisePlan, pool: Pool, shifts: RowColumn) -> None:
+        """Store the tensors of a call, and the keys with two more features that are 1, which subtract a row's shift."""
         self.q, self.scale, self.plan, self.pool, self.shifts = q, scale, plan, pool, shifts
         self._extended_keys = extend_with_ones(k, plan)
         self._k = k
 
-    def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile. From each row one number, its shift, is subtracted before the scale is applied,
-        and written to `self.shifts`. Shifts are first predicted from the queries and the mean and variance of the keys.
-        They are then corrected, at most five times, until the largest shifted score of every row is near zero.
+    def shifted_scores(self, tile: Tile) -> Stacked:
+        """Return the scores of a tile, from each row of which its shift is subtracted before the scale, and write the
+        shifts to `self.shifts`. Shifts are predicted from the queries and the mean and variance of the keys, and
+        corrected until the largest shifted score of every row is near zero.
         """
         mean, deviation = (tile.stack_rows(moment) for moment in self._moments)
         highest = NormalDist().inv_cdf(max(1 - 1 / tile.block.width, 0.5))
@@ -219,44 +185,29 @@ class BFloat16Scores:
         tile.write(self.shifts, written)
         return scores
 
-    def recompute(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile, after subtracting from each row the shift that `shifted_scores` wrote in the
-        forward pass.
-        """
+    def recompute(self, tile: Tile) -> Stacked:
+        """Return the scores of a tile less the shifts that `shifted_scores` wrote in the forward pass."""
         shift, magnitude = tile.stack_rows(self.shifts), self._written_magnitude
         if not magnitude <= LARGEST_SPLIT_SHIFT:
             magnitude = self._magnitude(shift)
         return self._product(tile, tile.stack_rows(self.q), shift, magnitude)
 
-    def start_backward(
-        self,
-        v: Float[Tensor, "batch kv_heads keys value_dim"],
-        upstream: Float[Tensor, "batch heads queries value_dim"],
-        delta: Float[Tensor, "batch heads queries 1"],
-        _: Tensor | None = None,
-    ) -> None:
-        """Store two tensors for `score_gradient`: the values `v` with two additional features of 1, and `upstream` with
-        two additional features whose sum is `-delta`. The product of the two stored tensors is `upstream v^T - delta`,
-        where `delta` has one number for each row. `upstream` is the output's gradient divided by each row's sum of
-        unnormalized weights.
+    def start_backward(self, v: Values, upstream: Outputs, delta: RowColumn, _: Tensor | None = None) -> None:
+        """Store the values with two additional features of 1, and the upstream gradient with two additional features
+        whose sum is `-delta`: their product is `upstream v^T - delta`.
         """
         self._extended_upstream = extend_with_shift(upstream, delta)
         self._extended_values = extend_with_ones(v, self.plan)
 
-    def score_gradient(
-        self, tile: Tile, weights: Float[Tensor, "kv stacked columns"], _: Tensor | None = None
-    ) -> Float[Tensor, "kv stacked columns"]:
-        """Return the gradient with respect to a tile's scaled products `scale * q k^T`, from the tensors that
-        `start_backward` stored. `weights` are the tile's unnormalized weights 2^(score - shift).
-        """
+    def score_gradient(self, tile: Tile, weights: Stacked, _: Tensor | None = None) -> Stacked:
+        """Return the gradient with respect to a tile's scaled products, given its unnormalized weights."""
         upstream = tile.stack_rows(self._extended_upstream)
         return products("gradient", tile, upstream, self._extended_values, 1.0, self.pool).mul_(weights)
 
     @cached_property
-    def _moments(self) -> tuple[Float[Tensor, "batch heads queries 1"], Float[Tensor, "batch heads queries 1"]]:
-        """Predicted mean and standard deviation of each query's products with all keys, before the scale. The
-        prediction uses a sample of the keys (at most 511, at equal distances) and assumes that the features of keys are
-        independent.
+    def _moments(self) -> tuple[RowColumn, RowColumn]:
+        """Predicted mean and standard deviation of each query's products with all keys, before the scale, from a sample
+        of at most 511 keys, as if the features of keys were independent.
         """
         sample = self._k[:, :, :: max(self._k.shape[2] // SAMPLE_KEYS, 1)].float()
         mean = sample.mean(2, keepdim=True)
@@ -267,37 +218,26 @@ class BFloat16Scores:
 
     @cached_property
     def _predicted_magnitude(self) -> float:
-        """Upper bound of the absolute value of every shift (number to subtract from a row's scores) that is predicted
-        in the call, in nats; infinite or NaN if a prediction overflows.
-        """
+        """Upper bound of the predicted shifts of the call, in nats; infinite or NaN if a prediction overflows."""
         mean, deviation = self._moments
         return float((mean.abs() + 6 * deviation).amax()) * self.scale  # no prediction is 6 deviations from the mean
 
     @cached_property
     def _written_magnitude(self) -> float:
-        """Largest absolute value of the shifts (numbers that were subtracted from the scores of rows) that the forward
-        pass wrote, in nats. It is cached, so read it only when the forward pass is complete.
-        """
+        """Largest shift that the forward pass wrote, in nats; it must be complete, since this is kept."""
         return self._magnitude(self.shifts)
 
     def _magnitude(self, shift: Float[Tensor, "*axes 1"]) -> float:
-        """Return the largest absolute value in a tensor of row shifts, in nats. A shift is subtracted from the products
-        of queries and keys before these are scaled, so the result is multiplied by the scale.
-        """
+        """Return the largest absolute value of row shifts in nats; a shift is subtracted before the scale."""
         lowest, highest = torch.aminmax(shift)
         return max(-float(lowest), float(highest)) * self.scale
 
     def _product(
-        self,
-        tile: Tile,
-        rows: Float[Tensor, "kv stacked head_dim"],
-        shift: Float[Tensor, "kv stacked 1"],
-        magnitude: float,
-    ) -> Float[Tensor, "kv stacked columns"]:
-        """Return a tile's scores `(rows k^T - shift) * scale`, divided by ln 2. Scores of hidden keys are lowered by
-        `tile.hide`, so that these keys get no weight. The shift is subtracted by two additional bfloat16 features of
-        `rows`. If `magnitude`, the largest shift in nats, is above 2^16 or NaN, bfloat16 features are too inexact, and
-        the product is computed in float32.
+        self, tile: Tile, rows: Float[Tensor, "kv stacked head_dim"], shift: StackedColumn, magnitude: float
+    ) -> Stacked:
+        """Return a tile's scores `(rows k^T - shift) * scale`, divided by ln 2. Two bfloat16 features of `rows`
+        subtract the shift, unless the largest one, `magnitude`, is above 2^16 or NaN: then the product is computed in
+        float32.
         """
         factor = self.scale * LOG2_E
         if magnitude <= LARGEST_SPLIT_SHIFT:
@@ -312,18 +252,15 @@ class BFloat16Scores:
 
 
 def _finite(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return a copy of a tensor with zeros in place of NaN and infinities. These arise where the predicted shift of a
-    row, the number to be subtracted from its scores, overflows.
-    """
+    """Return zeros in place of NaN and infinities, which arise where the predicted shift of a row overflows."""
     return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def extend_with_ones(
     tensor: Float[Tensor, "*axes keys width"], plan: BlockwisePlan
 ) -> Float[Tensor, "*axes width_and_2 keys"]:
-    """Return keys or values with their last two axes transposed, so that keys come last, and with two additional
-    features that are 1 for every key. In a product with rows from `extend_with_shift`, these features subtract a number
-    from each row. `plan` determines only the layout in memory.
+    """Return keys or values with keys as last axis and two additional features of 1, which subtract a number from each
+    row in a product with rows from `extend_with_shift`.
 
     If the plan reads most keys, keys are adjacent in memory, which makes products faster; otherwise features are, since
     a part of the keys is then faster to copy.
@@ -341,11 +278,8 @@ def extend_with_ones(
 def extend_with_shift(
     rows: Float[Tensor, "*axes width"], shift: Float[Tensor, "*axes 1"]
 ) -> Float[Tensor, "*axes width_and_2"]:
-    """Return rows with two additional features whose sum is `-shift`. Keys or values returned by `extend_with_ones`
-    have 1 in these features, so the product with them is the product of the original tensors minus `shift`.
-
-    The shift is subtracted before the product is rounded. The two additional features are the negative shift, rounded
-    to the dtype of the rows, and the rest.
+    """Return rows with two additional features whose sum is `-shift`: the negative shift, rounded to the dtype of the
+    rows, and the rest. So the product with keys from `extend_with_ones` is reduced by `shift` before it is rounded.
     """
     if shift.dtype == rows.dtype:
         return torch.cat([rows, -shift, torch.zeros_like(shift)], -1)
@@ -353,11 +287,9 @@ def extend_with_shift(
     return torch.cat([rows, -rounded, (rounded - shift).to(rows.dtype)], -1)
 
 
-def _row_maximum(scores: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
-    """Return the largest score of each row of a bfloat16 tensor, compared as 16-bit integers, which is faster.
-
-    Torch compares integers eight times as fast. The bits of positive floats are in the order of the floats. Those of
-    negative ones are in the opposite order, and below them.
+def _row_maximum(scores: Stacked) -> StackedColumn:
+    """Return the largest score of each row of a bfloat16 tensor, compared as 16-bit integers, which is eight times as
+    fast. The bits of positive floats are in their order, and those of negative ones below them in the opposite order.
     """
     bits = scores.view(torch.int16)
     largest = bits.amax(-1, keepdim=True)

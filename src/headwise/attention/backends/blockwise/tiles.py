@@ -10,7 +10,7 @@ stacks the query rows of all heads that share a key/value head, so that one prod
 
 import math
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Coverage, Grid
+from headwise.attention.tensors import Bias, Stacked
 from headwise.checks import has_readable_values
 from headwise.shapes import Bool, Float
 
@@ -33,11 +34,8 @@ LEAST_ROWS, MOST_ROWS = 64, 512
 
 
 class KeyRange(NamedTuple):
-    """Range of adjacent key columns in a block of the score matrix.
-
-    Attributes:
-        columns: indices of the keys.
-        masked: True if some row of the block may not attend to some of the keys.
+    """Range of adjacent key columns in a block of the score matrix. `masked` is True if some row of the block may not
+    attend to some of the keys.
     """
 
     columns: range
@@ -45,8 +43,8 @@ class KeyRange(NamedTuple):
 
 
 class PlannedBlock(NamedTuple):
-    """Block of the score matrix to compute: a range of query rows, and the ranges of key columns to compute for these
-    rows, in ascending order. The ranges include every key that at least one of the rows may attend to.
+    """Block of the score matrix to compute: a range of query rows, and the ranges of key columns, in order, that
+    contain every key which some of the rows may attend to.
     """
 
     rows: range
@@ -54,9 +52,8 @@ class PlannedBlock(NamedTuple):
 
     @property
     def spans(self) -> list[range]:
-        """Ranges of the block's key columns, as long as possible. Adjacent ranges of the attribute `parts`, which
-        separates columns that need a mask from others, are joined, so that one matrix product can compute all scores of
-        a range.
+        """Ranges of the block's key columns, as long as possible: adjacent ranges of `parts`, with and without a mask,
+        are joined, so that one product computes all scores of a range.
         """
         spans: list[range] = []
         for columns, _ in self.parts:
@@ -68,20 +65,13 @@ class PlannedBlock(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of key columns in the block, over all its ranges."""
+        """Number of key columns in the block."""
         return sum(len(part.columns) for part in self.parts)
 
 
 class MaskGroup(NamedTuple):
-    """Adjacent sequences and adjacent heads that share one mask, and the blocks of the score matrix to compute for
-    them.
-
-    Attributes:
-        sequences: indices of the sequences.
-        heads: indices of the query heads.
-        mask: their mask; None if it hides nothing.
-        grid: the score grid on which the mask is evaluated, for one sequence or head if these are planned separately.
-        blocks: the blocks with at least one visible key.
+    """Adjacent sequences and adjacent heads that share one mask (None if it hides nothing), the grid on which the mask
+    is evaluated, for one sequence or head if these are planned separately, and the blocks to compute for them.
     """
 
     sequences: range
@@ -97,16 +87,9 @@ BlockwisePlan = tuple[MaskGroup, ...]
 def plan_of(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
 ) -> BlockwisePlan:
-    """Return the blocks of the score matrix to compute for a mask, grouped by the sequences and heads that share one
-    mask. Blocks are planned for all sequences together or for each one separately, and likewise for heads, whichever
-    has the lower cost: the number of scores plus `overhead` for each block.
-
-    Args:
-        mask: the mask; None if it hides nothing.
-        grid: the score grid.
-        overhead: fixed cost of one block, in scores.
-        rows: query rows of each block; by default `rows_of` chooses them for each mask.
-        most_rows: largest number of rows that is chosen by default.
+    """Return the blocks of the score matrix to compute for a mask, of `rows` query rows each; by default `rows_of`
+    chooses up to `most_rows`. Sequences, and heads, are planned together or separately, whichever has the lower cost:
+    the number of scores, plus `overhead` for each block.
     """
     separations = [(False, False)]
     if mask is not None and grid.uses_default_positions:
@@ -118,8 +101,8 @@ def plan_of(
 
 
 def rows_of(mask: Mask | None, grid: Grid, overhead: int, tile_count: int) -> int:
-    """Return the number of query rows of a block that is expected to be fastest for a mask: 64, 128, 256 or 512.
-    The blocks are for `tile_count` pairs of a sequence and a head; `overhead` is a block's fixed cost, in scores.
+    """Return the number of query rows of a block that is expected to be fastest for a mask, from 64 to 512, for blocks
+    that `tile_count` pairs of a sequence and a head have.
 
     More rows make products faster, but add columns that only some of the rows need. Gain and loss are about equal at a
     quarter of the columns that the last 64 rows need. A lower bound keeps the overhead of blocks from dominating: under
@@ -132,9 +115,8 @@ def rows_of(mask: Mask | None, grid: Grid, overhead: int, tile_count: int) -> in
 
 
 def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list[KeyRange]:
-    """Return the ranges of key `columns` that at least one of the query `rows` may attend to under the mask. A range
-    with both visible and hidden pairs of query and key is halved, down to 64 columns, and marked as masked if it still
-    has both. Ranges without a visible pair are left out.
+    """Return the ranges of key `columns` that at least one of the query `rows` may attend to. A range with visible and
+    hidden pairs is halved, down to 64 columns, and marked as masked if it still has both.
     """
     if mask is None or not columns:
         return [KeyRange(columns, False)] if columns else []
@@ -152,25 +134,24 @@ def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list
     return left + right
 
 
+def _blocks_of(plan: BlockwisePlan) -> list[tuple[MaskGroup, PlannedBlock]]:
+    """Return every block of a plan with the group of sequences and heads that share its mask."""
+    return [(group, block) for group in plan for block in group.blocks]
+
+
 def score_count(plan: BlockwisePlan) -> int:
-    """Return the number of scores (query-key products) in all blocks of a plan, over sequences and heads."""
-    return sum(
-        len(group.sequences) * len(group.heads) * len(block.rows) * block.width
-        for group in plan
-        for block in group.blocks
-    )
+    """Return the number of scores (query-key products) in a plan, over sequences and heads."""
+    return sum(len(group.sequences) * len(group.heads) * len(b.rows) * b.width for group, b in _blocks_of(plan))
 
 
 def reads_most_keys(plan: BlockwisePlan) -> bool:
-    """Return True if some block of a plan includes at least half of the keys. Copying keys and values to a memory
-    layout that is faster to read then saves more time than it takes.
-    """
-    return any(2 * block.width >= group.grid.keys for group in plan for block in group.blocks)
+    """Return True if some block of a plan has half of the keys or more, so that copies in a faster layout pay."""
+    return any(2 * block.width >= group.grid.keys for group, block in _blocks_of(plan))
 
 
 def cost_of(plan: BlockwisePlan, overhead: int) -> int:
     """Return the cost of a plan, with one score as unit: the number of scores, plus `overhead` for each block."""
-    return score_count(plan) + overhead * sum(len(group.blocks) for group in plan)
+    return score_count(plan) + overhead * len(_blocks_of(plan))
 
 
 def _plan(
@@ -182,45 +163,36 @@ def _plan(
     separate_sequences: bool,
     separate_heads: bool,
 ) -> BlockwisePlan:
-    """Return the blocks of `rows` query rows to compute for a mask as a plan, which is a tuple of `MaskGroup`. The two
-    flags say if sequences, and if heads, are planned separately. Adjacent sequences or heads with equal masks form one
-    group. If `rows` is None, it is chosen for each group from the mask and `overhead`, the fixed cost of a block in
-    scores, up to `most_rows`.
+    """Return the plan in which sequences, and heads, are planned separately or not. Adjacent ones with equal masks form
+    one group.
     """
-    if mask is None:
-        blocks = _blocks(None, grid, overhead, rows, most_rows, grid.batch * grid.heads)
-        return (MaskGroup(range(grid.batch), range(grid.heads), None, grid, blocks),)
     group_grid = replace(grid, batch=1 if separate_sequences else grid.batch, heads=1 if separate_heads else grid.heads)
-    masks = [mask.for_sequence(index) if separate_sequences else mask for index in range(grid.batch)]
+    masks = [mask] * grid.batch
+    if mask is not None and separate_sequences:
+        masks = [mask.for_sequence(index) for index in range(grid.batch)]
     groups = []
     for sequences in _runs(masks):
         shared = masks[sequences.start]
-        head_masks = [shared.for_head(index) if separate_heads else shared for index in range(grid.heads)]
+        head_masks = [shared] * grid.heads
+        if shared is not None and separate_heads:
+            head_masks = [shared.for_head(index) for index in range(grid.heads)]
         for heads in _runs(head_masks):
-            head_mask = head_masks[heads.start]
-            blocks = _blocks(head_mask, group_grid, overhead, rows, most_rows, len(sequences) * len(heads))
-            groups.append(MaskGroup(sequences, heads, head_mask, group_grid, blocks))
+            head_mask, size = head_masks[heads.start], rows
+            if size is None:
+                size = min(rows_of(head_mask, group_grid, overhead, len(sequences) * len(heads)), most_rows)
+            row_ranges = (range(at, min(at + size, grid.queries)) for at in range(0, grid.queries, size))
+            blocks = (
+                PlannedBlock(each, tuple(parts_of(head_mask, group_grid, each, range(grid.keys))))
+                for each in row_ranges
+            )
+            groups.append(MaskGroup(sequences, heads, head_mask, group_grid, tuple(b for b in blocks if b.parts)))
     return tuple(groups)
 
 
-def _runs(masks: list[Mask]) -> list[range]:
-    """Return the ranges of indices in which adjacent masks of a list are equal; together the ranges cover the list."""
+def _runs(masks: Sequence[Mask | None]) -> list[range]:
+    """Return the ranges of indices in which adjacent masks of a list are equal."""
     starts = [index for index in range(len(masks)) if index == 0 or masks[index] != masks[index - 1]]
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
-
-
-def _blocks(
-    mask: Mask | None, grid: Grid, overhead: int, rows: int | None, most_rows: int, tile_count: int
-) -> tuple[PlannedBlock, ...]:
-    """Return the blocks of the score matrix to compute under one mask, of `rows` query rows each. Blocks without a
-    visible key are left out. If `rows` is None, the number expected to be fastest is chosen, up to `most_rows`. This
-    choice depends on `overhead`, the fixed cost of a block in scores, and `tile_count`, the number of pairs of a
-    sequence and a head that share the mask.
-    """
-    rows = min(rows_of(mask, grid, overhead, tile_count), most_rows) if rows is None else rows
-    row_ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))
-    blocks = (PlannedBlock(each, tuple(parts_of(mask, grid, each, range(grid.keys)))) for each in row_ranges)
-    return tuple(block for block in blocks if block.parts)
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
@@ -252,7 +224,6 @@ class Tile(NamedTuple):
 
     Attributes:
         block: the query rows and the key columns.
-        sequences: slice of the batch axis.
         heads: slice of the axis of query heads.
         kv_heads: slice of the axis of key/value heads.
         ceilings: bounds of the scores of the block's masked parts.
@@ -290,8 +261,8 @@ class Tile(NamedTuple):
         return torch.cat([part.expand(*sizes, -1).to(parts[0].device) for part in parts], -1)
 
     def visible_parts(self) -> Iterator[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
-        """Yield each range of key columns of the block with a mask that is True where a row may attend to a key, or
-        with None if all rows may attend to all of its keys.
+        """Yield each range of key columns of the block, with a mask of what its rows may attend to; None if that is
+        all.
         """
         bounds_at, offset = dict(self.ceilings), 0
         for columns, _ in self.block.parts:
@@ -299,9 +270,8 @@ class Tile(NamedTuple):
             offset += len(columns)
 
     def stack_rows(self, tensor: Float[Tensor, "batch heads queries width"]) -> Float[Tensor, "kv stacked width"]:
-        """Return the tile's query rows of a tensor `(batch, heads, queries, width)`, stacked for products with keys.
-        The first axis of the result is one for each pair of sequence and key/value head. The second joins the rows of
-        all query heads that share the key/value head.
+        """Return the tile's query rows, stacked for products with keys: one first index for each pair of sequence and
+        key/value head, and on the second axis the rows of all query heads that share it.
         """
         rows = tensor[self.row_slices]
         return rows.reshape(self._groups, -1, rows.shape[-1])
@@ -309,42 +279,30 @@ class Tile(NamedTuple):
     def write(
         self, target: Float[Tensor, "batch heads queries width"], rows: Float[Tensor, "kv stacked width"]
     ) -> None:
-        """Copy one row of numbers for each query row of the tile from `rows` to `target`, at the tile's sequences,
-        query heads and queries. In `rows`, the query rows of all heads that share a key/value head are joined to one
-        axis, as by `stack_rows`.
-        """
+        """Copy numbers that are stacked as by `stack_rows` to the tile's rows of `target`."""
         target[self.row_slices] = self.by_head(rows)
 
     def select_keys(
         self, tensor: Float[Tensor, "batch kv_heads all width"], keys: range
     ) -> Float[Tensor, "kv keys width"]:
-        """Return the given range of `keys` in k or v, for the tile's sequences and key/value heads. The axes of
-        sequences and of key/value heads are joined to one.
-        """
+        """Return a range of keys of k or v, with the tile's sequences and key/value heads joined to one axis."""
         return tensor[self.sequences, self.kv_heads, keys.start : keys.stop].flatten(0, 1)
 
     def spans(self, scores: Float[Tensor, "*heads rows columns"]) -> Iterator[tuple[range, Tensor]]:
-        """Yield each range of adjacent keys of the tile, together with a view of the columns of `scores` for these
-        keys.
-        """
+        """Yield each range of adjacent keys of the tile with a view of its columns of `scores`."""
         offset = 0
         for keys in self.block.spans:
             yield keys, scores[..., offset : offset + len(keys)]
             offset += len(keys)
 
-    def hide(self, scores: Float[Tensor, "kv stacked columns"]) -> None:
-        """Lower the scores of hidden keys to at most `score_of_hidden_key`, in place; other scores stay unchanged.
-        There is one exception: in a row in which all keys are hidden and `has_key` is False, scores are lowered to at
-        most 0 instead.
-        """
+    def hide(self, scores: Stacked) -> None:
+        """Lower the scores of hidden keys in place to `score_of_hidden_key`, and in rows without a key to 0 or less."""
         for offset, bounds in self.ceilings:
             part = self.by_head(scores)[..., offset : offset + bounds.shape[-1]]
             torch.minimum(part, bounds, out=part)
 
-    def by_head(self, stacked: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "batch heads rows columns"]:
-        """Return a view of `stacked` with separate axes for sequences, query heads and rows. In `stacked`, the query
-        rows of all heads that share a key/value head are joined to one axis, as by `stack_rows`.
-        """
+    def by_head(self, stacked: Stacked) -> Float[Tensor, "batch heads rows columns"]:
+        """Return a view of numbers that are stacked as by `stack_rows`, with axes of sequences, query heads, rows."""
         return stacked.view(*self.shape, stacked.shape[-1])
 
     @property
@@ -361,9 +319,7 @@ def score_of_hidden_key(dtype: torch.dtype) -> float:
 
 
 def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"] | None = None) -> Tile:
-    """Return the tile (rectangle of scores) of a range of query rows, all sequences, heads and keys.
-    `allowed` is its mask, True where a row attends to a key; None hides nothing.
-    """
+    """Return the tile of some query rows with all sequences, heads and keys; without `allowed`, none is hidden."""
     sequences, heads, ceilings = slice(0, grid.batch), slice(0, grid.heads), []
     if allowed is not None:
         ceilings = [Ceiling(0, torch.where(allowed, torch.inf, score_of_hidden_key(torch.float32)))]
@@ -371,37 +327,36 @@ def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #head
 
 
 def threads_of(dropout: float) -> int:
-    """Return the number of threads that tiles are made for: those of torch, or 1 with dropout, whose random numbers
-    depend on the tiles and must be the same in the backward pass.
-    """
+    """Return the number of threads that tiles are made for: 1 with dropout, whose random numbers depend on tiles."""
     return 1 if dropout > 0 else torch.get_num_threads()
 
 
 def iterate_tiles(
     plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor | None, threads: int
 ) -> Iterator[Tile]:
-    """Yield every tile of a plan's blocks, in the same order each time. A tile is the part of a block, for some
-    sequences and heads, that is computed at once. If `hiding_bias` is passed, keys are hidden where it is -inf, in
-    addition to the mask.
-    """
+    """Yield every tile of a plan, always in the same order. Hidden are the mask's keys and those of bias -inf."""
     cache: dict[Any, tuple[list[Ceiling], Tensor | None]] = {}
     for group, block in _blocks_of(plan):
-        pattern = _pattern(group, block) if hiding_bias is None else None
+        pattern: Any = None  # equal for blocks whose masks, counted from the first row and key, are equal
+        is_relative = group.mask is not None and group.mask.depends_on_distance_only
+        if is_relative and group.grid.uses_default_positions and hiding_bias is None:
+            start = block.rows.start
+            parts = tuple((columns.start - start, len(columns), masked) for columns, masked in block.parts)
+            pattern = group.mask, group.grid, len(block.rows), parts
         ceilings, has_key = cache.get(pattern) or _ceilings(group, block, hiding_bias, q)
         if pattern is not None:
             cache[pattern] = ceilings, has_key
         for sequences, heads, kv_heads in _tile_slices(group, block, q, k, threads):
-            within = (_relative(sequences, group.sequences), _relative(heads, group.heads))
+            pairs = ((sequences, group.sequences.start), (heads, group.heads.start))
+            within = tuple(slice(part.start - start, part.stop - start) for part, start in pairs)
             tile_ceilings = [Ceiling(offset, select(bounds, *within)) for offset, bounds in ceilings]
             tile_has_key = None if has_key is None else select(has_key, *within)
             yield Tile(block, sequences, heads, kv_heads, tile_ceilings, tile_has_key, pattern)
 
 
 class Pool:
-    """Named buffers of memory, each for the scores of one tile. All tiles of a call reuse them, since allocating memory
-    is slow.
-
-    Each buffer has the size of the largest tile. Each thread keeps its buffers of up to `TILE_BYTES` for its next call.
+    """Named buffers, each for the scores of one tile, which all tiles of a call reuse, since allocating memory is slow.
+    A thread keeps its buffers of up to `TILE_BYTES` for its next call.
     """
 
     _of_thread = threading.local()
@@ -418,19 +373,15 @@ class Pool:
         )
         self._buffers: dict[str, Tensor] = {}
 
-    def buffer(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Float[Tensor, "kv stacked columns"]:
-        """Return the buffer called `name` as a view in the shape of a tile's scores: the first two axes of `rows`, and
-        the tile's number of keys. The buffer is not cleared.
-        """
+    def buffer(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Stacked:
+        """Return the buffer of a name in the shape of a tile's scores, for stacked query rows. It is not cleared."""
         if name not in self._buffers:
             self._buffers[name] = self._allocate(name)
         shape = (*rows.shape[:2], tile.block.width)
         return self._buffers[name][: math.prod(shape)].view(shape)
 
     def _allocate(self, name: str) -> Tensor:
-        """Return flat memory for the scores of the call's largest tile. On CPU, up to `TILE_BYTES` (4 MiB), it is the
-        buffer called `name` that the thread keeps from one call to the next; otherwise it is new.
-        """
+        """Return flat memory for the largest tile of the call: on a CPU the thread's own if that is small enough."""
         size = self._size * self._like.element_size()
         if self._like.device.type != "cpu" or size > TILE_BYTES:
             return self._like.new_empty(self._size)
@@ -448,10 +399,8 @@ def products(
     right: Float[Tensor, "batch kv_heads width keys"],
     factor: float,
     pool: Pool,
-) -> Float[Tensor, "kv stacked columns"]:
-    """Return `factor * rows @ right` for the columns of `right` that are a tile's keys, in the pool's buffer called
-    `name`. The product is rounded once, after the factor.
-    """
+) -> Stacked:
+    """Return `factor * rows @ right` for a tile's keys in the pool's buffer of that name, rounded after the factor."""
     result = pool.buffer(name, tile, rows)
     for keys, span in tile.spans(result):
         columns = tile.select_keys(right.mT, keys)
@@ -466,17 +415,11 @@ def select(tensor: Tensor, *slices: slice) -> Tensor:
     return tensor[tuple(slice(None) if size == 1 else part for size, part in zip(tensor.shape, slices, strict=False))]
 
 
-def _blocks_of(plan: BlockwisePlan) -> Iterator[tuple[MaskGroup, PlannedBlock]]:
-    """Yield every block of a plan with its group: the sequences and heads that share the block's mask."""
-    return ((group, block) for group in plan for block in group.blocks)
-
-
 def _tile_slices(
     group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor, threads: int
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield for each tile of a block its slices of the sequences, the query heads and the key/value heads. The scores
-    of a tile take about `TILE_BYTES` (4 MiB), or more where a number of threads would otherwise get less than one
-    key/value head each.
+    """Yield the slices of sequences, query heads and key/value heads of each tile of a block. The scores of a tile take
+    about `TILE_BYTES`, or more where a thread would otherwise get less than one key/value head.
     """
     heads_per_kv = q.shape[1] // k.shape[1]
     first, last = group.heads.start, group.heads.stop
@@ -494,24 +437,11 @@ def _tile_slices(
             yield sequences, heads, slice(kv_start, kv_stop)
 
 
-def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
-    """Return a dictionary key. Two blocks with the same key have equal masks when query rows and key columns are
-    counted from the first row of each block. The key is None if the block has no mask, or one that does not depend on
-    distance alone, or if the caller passed positions.
-    """
-    if group.mask is None or not (group.mask.depends_on_distance_only and group.grid.uses_default_positions):
-        return None
-    start = block.rows.start
-    parts = tuple((columns.start - start, len(columns), masked) for columns, masked in block.parts)
-    return group.mask, group.grid, len(block.rows), parts
-
-
 def _ceilings(
-    group: MaskGroup, block: PlannedBlock, hiding_bias: Float[Tensor, "#batch #heads #queries #keys"] | None, q: Tensor
+    group: MaskGroup, block: PlannedBlock, hiding_bias: Bias | None, q: Tensor
 ) -> tuple[list[Ceiling], Bool[Tensor, "#batch #heads rows 1"] | None]:
-    """Return a block's ceilings, which are upper bounds that hide scores, and a boolean mask that is True at rows with
-    a visible key. Keys are hidden by the mask, and where `hiding_bias` is -inf. The boolean mask is None if all rows
-    are known to have a visible key.
+    """Return the upper bounds that hide a block's scores, and a boolean mask of the rows with a visible key; None if
+    all rows are known to have one.
     """
     visible, offset = [], 0
     for columns, masked in block.parts:
@@ -534,8 +464,3 @@ def _ceilings(
     if has_key is not None:
         ceilings = [(offset, torch.where(has_key, bounds, inf.new_zeros(()))) for offset, bounds in ceilings]
     return [Ceiling(*ceiling) for ceiling in ceilings], has_key
-
-
-def _relative(part: slice, outer: range) -> slice:
-    """Return a slice with its start and stop counted from the start of the range that contains it."""
-    return slice(part.start - outer.start, part.stop - outer.start)

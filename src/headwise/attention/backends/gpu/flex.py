@@ -31,6 +31,7 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import VisibleKeys, visible_keys
 from headwise.attention.masks.kinds import InRanges, Padding, Segments
 from headwise.attention.problem import Answer, Problem
+from headwise.attention.tensors import KeyRanges
 from headwise.checks import has_values
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
@@ -61,9 +62,7 @@ Kernel = Literal["auto", "triton", "flash"]
 
 
 def why_not(problem: Problem, kernel: Kernel = "auto") -> str | None:
-    """Return one sentence that says why FlexAttention cannot compute an attention problem (tensors, mask and options of
-    one call) with one of its kernels; None if it can.
-    """
+    """Return the reason that a kernel of FlexAttention cannot compute a problem, in one sentence; None if it can."""
     device, is_compiling = problem.q.device, torch.compiler.is_compiling()
     if problem.talking is not None:
         reason = "FlexAttention keeps heads apart, and talking_heads mixes them"
@@ -114,23 +113,15 @@ def _why_no_flash(problem: Problem) -> str | None:
         return "FlashAttention computes in float16 and bfloat16, and q is in torch.float32"
     if _needs_lse(problem):
         return "the log-sum-exp of FlexAttention's flash kernel was wrong in some versions of torch, and sinks need it"
-    if not _has_flash_package():
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         return "the package of FlashAttention 4 is not installed: pip install --pre flash-attn-4"
     if torch.cuda.get_device_capability(problem.q.device)[0] not in (9, 10):
         return "FlashAttention 4 is for GPUs of compute capability 9 and 10"
     return None
 
 
-@cache
-def _has_flash_package() -> bool:
-    """Return True if the package of FlashAttention 4 is installed."""
-    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
-
-
 def run(problem: Problem, kernel: Kernel = "auto") -> Answer:
-    """Compute attention with FlexAttention, or with the reference backend if the call is to return the weights. The
-    gate (a factor of the output) is not applied. `why_not` must have returned None for the problem.
-    """
+    """Compute attention with FlexAttention, or with the reference if the weights are asked for."""
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
     if 0 in (*problem.q.shape, *problem.k.shape, *problem.v.shape):
@@ -152,10 +143,7 @@ def run(problem: Problem, kernel: Kernel = "auto") -> Answer:
         lse = others.lse
     else:
         out = _call(q, k, v, options)
-    if lse is not None and problem.sinks is not None:
-        out, lse = reference.with_sinks(out, lse, problem.sinks)
-    out = out[..., : problem.v.shape[-1]].to(problem.q.dtype)
-    return Answer(out, lse if problem.return_lse else None, None)
+    return fused.finished(problem, out, lse)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
@@ -179,7 +167,7 @@ def compiled() -> Callable[..., Any]:
 
 
 def _kernel_options(problem: Problem, kernel: Kernel) -> dict[str, Any] | None:
-    """Return the options of FlexAttention's kernel; None for its own choice. The kernel for few queries has no gradient
+    """Return the options of FlexAttention's kernel; None for its own choice. Its kernel for few queries has no gradient
     of a bias.
     """
     if problem.q.device.type == "cpu":
@@ -224,9 +212,7 @@ class Flex:
             raise InputError("kernel", expected=f"one of {', '.join(get_args(Kernel))}", got=repr(self.kernel))
 
     def why_not(self, problem: Problem) -> str | None:
-        """Return one sentence that says why FlexAttention cannot compute an attention problem with this kernel; None if
-        it can.
-        """
+        """Return one sentence that says why FlexAttention cannot compute a problem with this kernel; None if it can."""
         return why_not(problem, self.kernel)
 
     def run(self, problem: Problem) -> Answer:
@@ -271,9 +257,7 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
 
 
 def score_rule(problem: Problem) -> ScoreRule | None:
-    """Return the rule by which scores that have no scale of their head, softcap and bias get them; None if they need
-    none of them. A bias of -inf hides a key.
-    """
+    """Return the rule by which scores get a scale of their head, a softcap and a bias; None if they need none."""
     scale = problem.scale.flatten() if isinstance(problem.scale, Tensor) else None
     softcap, bias = problem.softcap, problem.bias
     if bias is not None:
@@ -311,25 +295,17 @@ Blocks = Bool[Tensor, "#batch #heads row_blocks key_blocks"]
 
 
 def block_mask_of(mask: Mask, grid: Grid) -> "BlockMask":
-    """Return the block mask of a mask on a grid. That of a mask made of numbers alone is cached: all layers of a model
-    have the same mask.
-    """
-    if mask.is_constant and grid.uses_default_positions and has_values(torch.empty(0, device=grid.device)):
-        return _constant_block_mask(mask, grid)
-    return _block_mask(mask, grid)
-
-
-@lru_cache(maxsize=32)
-def _constant_block_mask(mask: Mask, grid: Grid) -> "BlockMask":
-    """Return the block mask of a constant mask, which is cached."""
-    with torch.inference_mode(False), torch.no_grad():
+    """Return the block mask of a mask. That of a mask made of numbers alone is kept: all layers of a model share it."""
+    if not (mask.is_constant and grid.uses_default_positions and has_values(torch.empty(0, device=grid.device))):
         return _block_mask(mask, grid)
+    with torch.inference_mode(False), torch.no_grad():
+        return _constant_block_mask(mask, grid)
 
 
 def _block_mask(mask: Mask, grid: Grid) -> "BlockMask":
-    """Return the block mask of a mask, without a matrix of queries x keys. A block of `BLOCK` queries and keys is left
-    out if no query may attend to a key of it, full if every query may attend to every key, and partial otherwise; then
-    FlexAttention evaluates the rule of the mask.
+    """Return the block mask of a mask, without a matrix of queries x keys. A block is left out if no query may attend
+    to a key of it, full if every query may attend to every key, and partial otherwise: then FlexAttention evaluates the
+    rule.
     """
     from torch.nn.attention.flex_attention import BlockMask  # takes long to import
 
@@ -344,10 +320,12 @@ def _block_mask(mask: Mask, grid: Grid) -> "BlockMask":
     )
 
 
+_constant_block_mask = lru_cache(maxsize=32)(_block_mask)
+
+
 def visible_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks]:
-    """Return two tensors: True for blocks in which some query may attend to a key, and for those in which every query
-    may attend to every key. The first may also be True for a block without a visible key, and the second is False for
-    blocks that the last query or key leaves incomplete.
+    """Return two tensors: True for blocks in which some pair may be visible, and for those in which every pair is.
+    Blocks that the last query or key leaves incomplete are not full.
     """
     grid = visible.grid
     row_blocks, key_blocks = -(-grid.queries // BLOCK), -(-grid.keys // BLOCK)
@@ -366,7 +344,7 @@ def visible_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks]:
     return some, every
 
 
-def _blocks_of_ranges(ranges: Int[Tensor, "#batch #heads queries ranges 2"], keys: int) -> tuple[Blocks, Blocks]:
+def _blocks_of_ranges(ranges: KeyRanges, keys: int) -> tuple[Blocks, Blocks]:
     """Return the blocks in which some, and every, query has a key in its ranges."""
     key_blocks = -(-keys // BLOCK)
     block = torch.arange(key_blocks, device=ranges.device)
@@ -381,8 +359,8 @@ def _blocks_of_ranges(ranges: Int[Tensor, "#batch #heads queries ranges 2"], key
 
 
 def _evaluated_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks] | None:
-    """Return the blocks in which the masks that are no ranges allow some, and every, pair, by evaluating them for some
-    rows at a time; None if that would take long, or while compiling.
+    """Return the blocks in which the masks that are no ranges allow some, and every, pair; None if evaluating them
+    would take long, or while compiling.
     """
     grid = visible.grid
     first = visible.evaluate(range(min(2, grid.queries)))

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.attention.tensors import KeyRanges
 from headwise.shapes import Int
 
-Ranges = Int[Tensor, "#batch #heads queries ranges 2"]
+Ranges = KeyRanges
 
 
 def in_blocks(tensor: Tensor, axis: int, size: int) -> Tensor:
@@ -21,15 +22,9 @@ def in_blocks(tensor: Tensor, axis: int, size: int) -> Tensor:
 def spans_of_rows(
     ranges: Ranges, keys: int, block_rows: int, block_keys: int
 ) -> Int[Tensor, "#batch #heads row_blocks ranges 2"]:
-    """Return, for each block of query rows, spans of blocks of keys: the first block, and the block before which the
-    span stops. The spans of a block of rows have no block of keys in common, and contain every key that some of the
-    rows may attend to. A span whose stop is not above its first block is empty.
-
-    Args:
-        ranges: starts and stops of the keys that each query may attend to.
-        keys: number of keys.
-        block_rows: query rows of a block.
-        block_keys: keys of a block.
+    """Return spans of blocks of keys for each block of query rows: the first block, and the one before which the span
+    stops. They have no block in common, and contain every key that some of the rows may attend to. A span whose stop is
+    not above its first block is empty.
     """
     starts, stops = ranges.clamp(0, keys).unbind(-1)
     is_empty = stops <= starts
@@ -47,16 +42,12 @@ def spans_of_rows(
 def spans_of_keys(
     of_rows: Int[Tensor, "#batch #heads row_blocks ranges 2"], key_blocks: int
 ) -> Int[Tensor, "#batch #heads key_blocks 1 2"]:
-    """Return, for each block of keys, one span of blocks of query rows with every row that may attend to some of the
-    keys: the first block, and the block before which the span stops.
+    """Return for each of `key_blocks` blocks of keys one span of blocks of query rows, with every row that may attend
+    to some of the keys, from the result of `spans_of_rows`.
 
     A block of rows sees a span of key blocks. Such a span is the union of two, which may overlap, whose length is a
-    power of two. So the first and the last block of rows are noted for spans of each power of two, and handed down
-    from each span to its two halves.
-
-    Args:
-        of_rows: result of `spans_of_rows`.
-        key_blocks: number of blocks of keys.
+    power of two. So the first and the last block of rows are noted for spans of each power of two, and handed down from
+    each span to its two halves.
     """
     batch, heads, row_blocks, count, _ = of_rows.shape
     start, stop = of_rows.long().view(batch * heads, row_blocks * count, 2).unbind(-1)

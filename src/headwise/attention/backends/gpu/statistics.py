@@ -20,6 +20,7 @@ from headwise.attention.backends.native import library
 from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall, output_norms
 from headwise.attention.masks.kinds import mask_of_keys
 from headwise.attention.problem import Problem
+from headwise.attention.tensors import Outputs, PerRow
 from headwise.checks import has_own_class, has_values
 from headwise.shapes import Float, Int
 
@@ -36,13 +37,8 @@ OUTPUTS_AT_ONCE = 2**21
 
 
 class Tiles(NamedTuple):
-    """Sizes of what a program of the kernels works on at a time.
-
-    Attributes:
-        rows: query rows.
-        keys: keys.
-        features: features of a head; more are read in several steps.
-        warps: groups of 32 threads.
+    """Numbers of query rows, keys and features of a head that a program of the kernels works on at a time (more
+    features are read in several steps), and number of its groups of 32 threads.
     """
 
     rows: int
@@ -52,16 +48,11 @@ class Tiles(NamedTuple):
 
 
 class WeightStatistics(NamedTuple):
-    """Results of the kernels.
-
-    Attributes:
-        lse: log-sum-exp of each row.
-        rows: the numbers of `ROWS` for each row.
-        received: sum of the weights on each key over counted rows, in float64.
-        seen_by: number of counted rows that may attend to each key.
+    """Results of the kernels: the log-sum-exp and the numbers of `ROWS` of each row; the sum of the weights on each key
+    over counted rows, in float64, and the number of counted rows that may attend to it.
     """
 
-    lse: Float[Tensor, "batch heads queries"]
+    lse: PerRow
     rows: Float[Tensor, "numbers batch heads queries"]
     received: Float[Tensor, "batch heads keys"]
     seen_by: Int[Tensor, "batch heads keys"]
@@ -90,11 +81,7 @@ def tiles_of(head_dim: int, dtype: torch.dtype, *, reads_matrix: bool, has_softc
     memory of a multiprocessor (docs/reports/gpu_kernels.md). Among 16 sizes, those of half precision without a matrix
     and a softcap were the fastest on an H100 for 64 features; the others have not been timed.
 
-    Args:
-        head_dim: number of features of a head.
-        dtype: dtype of queries and keys.
-        reads_matrix: True with a dense mask or a bias, whose addresses need registers.
-        has_softcap: True with a softcap, whose polynomial needs registers.
+    A dense mask or a bias needs registers for its addresses (`reads_matrix`), and a softcap for its polynomial.
     """
     features = max(1 << (head_dim - 1).bit_length(), 16)
     if dtype == torch.float32:
@@ -106,13 +93,8 @@ def tiles_of(head_dim: int, dtype: torch.dtype, *, reads_matrix: bool, has_softc
     return Tiles(rows=64, keys=32, features=features, warps=8 if is_wide or has_softcap else 4)
 
 
-def weight_statistics(call: StatisticsCall, out: Float[Tensor, "batch heads queries value_dim"]) -> WeightStatistics:
-    """Return the statistics of a call's attention weights and of its output.
-
-    Args:
-        call: the attention call.
-        out: its output.
-    """
+def weight_statistics(call: StatisticsCall, out: Outputs) -> WeightStatistics:
+    """Return the statistics of a call's attention weights and of its output."""
     reads_matrix = call.dense is not None or call.bias is not None
     tiles = tiles_of(call.q.shape[-1], call.q.dtype, reads_matrix=reads_matrix, has_softcap=bool(call.softcap))
     batch, heads, queries, _ = call.q.shape
@@ -132,10 +114,7 @@ def weight_statistics(call: StatisticsCall, out: Float[Tensor, "batch heads quer
 
 def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, received: Tensor, seen_by: Tensor) -> None:
     """Run the kernels, which write the log-sum-exp, the numbers of the rows, and the sums of the keys."""
-    from headwise.attention.backends.gpu.key_statistics import KeySums, key_kernel
-    from headwise.attention.backends.gpu.row_statistics import Results, row_kernel
-    from headwise.attention.backends.gpu.row_sums import Tokens
-    from headwise.attention.backends.gpu.score_tiles import Call, Spans
+    from headwise.attention.backends.gpu.kernels import Call, KeySums, Results, Spans, Tokens, key_kernel, row_kernel
 
     batch, heads, queries, head_dim = call.q.shape
     keys = call.k.shape[2]
@@ -149,25 +128,12 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
     key_ranges = None if call.ranges is None else call.ranges.contiguous()
     dense = _as_bytes(call.dense)
     arguments = Call(
-        q=call.q,
-        k=call.k,
-        q_strides=call.q.stride(),
-        k_strides=call.k.stride(),
-        head_dim=call.q.shape[3],
-        heads=call.q.shape[1],
-        group=call.q.shape[1] // call.k.shape[1],
-        queries=call.q.shape[2],
-        keys=call.k.shape[2],
-        scale=call.scale,
-        head_scale=call.head_scale,
-        softcap=call.softcap or None,
-        sinks=call.sinks,
-        ranges=key_ranges,
-        ranges_strides=None if key_ranges is None else _strides(key_ranges)[:3],
-        dense=dense,
-        dense_strides=None if dense is None else _strides(dense),
-        bias=call.bias,
-        bias_strides=None if call.bias is None else _strides(call.bias),
+        *(call.q, call.k, call.q.stride(), call.k.stride()),
+        *(head_dim, heads, heads // call.k.shape[1], queries, keys),
+        *(call.scale, call.head_scale, call.softcap or None, call.sinks),
+        *(key_ranges, None if key_ranges is None else _strides(key_ranges)[:3]),
+        *(dense, None if dense is None else _strides(dense)),
+        *(call.bias, None if call.bias is None else _strides(call.bias)),
     )
     tokens = Tokens(
         positions=call.positions,
@@ -178,27 +144,19 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
     )
     ranges = 0 if call.ranges is None else call.ranges.shape[3]
     top, share = (rows[ROWS.index(name)] for name in ("max_logit", "confidence"))
-    row_kernel[(row_blocks * batch * heads,)](
-        *(arguments, tokens, of_rows, Results(lse, rows, batch * heads * queries)),
-        head_dim=head_dim,
-        ranges=ranges,
-        span_count=max(ranges, 1),
-        block_rows=tiles.rows,
-        block_keys=tiles.keys,
-        features=tiles.features,
-        num_warps=tiles.warps,
-        maxnreg=REGISTERS,
-    )
-    key_kernel[(key_blocks * batch * heads,)](
-        *(arguments, of_keys, KeySums(top, share, _as_bytes(call.counted), received, seen_by)),
-        head_dim=head_dim,
-        ranges=ranges,
-        block_rows=tiles.rows,
-        block_keys=tiles.keys,
-        features=tiles.features,
-        num_warps=tiles.warps,
-        maxnreg=REGISTERS,
-    )
+    counted = _as_bytes(call.counted)
+    options = {
+        "head_dim": head_dim,
+        "ranges": ranges,
+        "block_rows": tiles.rows,
+        "block_keys": tiles.keys,
+        "features": tiles.features,
+        "num_warps": tiles.warps,
+        "maxnreg": REGISTERS,
+    }
+    results, sums = Results(lse, rows, batch * heads * queries), KeySums(top, share, counted, received, seen_by)
+    row_kernel[(row_blocks * batch * heads,)](arguments, tokens, of_rows, results, span_count=max(ranges, 1), **options)
+    key_kernel[(key_blocks * batch * heads,)](arguments, of_keys, sums, **options)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -218,9 +176,7 @@ _implementations: list[torch.library.Library] = []
 
 @cache
 def why_not_registered() -> str | None:
-    """Register the operator for tensors on a GPU at the first call, and return None; or return the reason that it
-    cannot be registered, in one sentence.
-    """
+    """Register the operator for tensors on a GPU at the first call and return None, or why that is not possible."""
     if library.load() is not None:
         reason: str | None = operator.why_not_registered()
         if reason is not None:
@@ -232,9 +188,7 @@ def why_not_registered() -> str | None:
 
 
 def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the results of the operator for the arguments of a `StatisticsCall`; see
-    `plain_statistics.attend_statistics`.
-    """
+    """Return the results of the operator, as `plain_statistics.attend_statistics` defines them."""
     call = StatisticsCall(*arguments)
     problem = Problem.checked(
         call.q,

@@ -16,7 +16,7 @@ from headwise.attention.backends.native import library, operators
 from headwise.attention.backends.native.parts import Options, attend_in_parts
 from headwise.attention.masks.key_ranges import visible_keys
 from headwise.attention.problem import Answer, Problem
-from headwise.shapes import Bool, Int
+from headwise.attention.tensors import KeyRanges, Matrix
 
 name = "native"
 
@@ -25,9 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return one sentence that says why the native kernels cannot compute an attention problem (tensors, mask and
-    options of one call); None if they can.
-    """
+    """Return the reason that the native kernels cannot compute a problem, in one sentence; None if they can."""
     if problem.talking is not None:
         return "the native kernels keep heads apart, and talking_heads mixes them"
     reason: str | None = why_no_derivative() or _why_not_tensors(problem) or library.why_not_loaded()
@@ -35,9 +33,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def why_no_derivative() -> str | None:
-    """Return one sentence that names a derivative which torch may compute here, and which the operators of the native
-    kernels do not have; None if there is none.
-    """
+    """Return the reason to refuse forward-mode derivatives, which native operators do not have; None without any."""
     if forward_ad._current_level >= 0:
         return "the native kernels have no forward-mode derivative, and one may be computed here"
     return None
@@ -59,9 +55,7 @@ def _why_not_tensors(problem: Problem) -> str | None:
 
 
 def run(problem: Problem) -> Answer:
-    """Compute attention with the native kernels, or with the reference backend if the call is to return the weights.
-    The gate (a factor of the output) is not applied. `why_not` must have returned None for the problem.
-    """
+    """Compute attention with the native kernels, or with the reference if the weights are asked for."""
     dtype = problem.q.dtype
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
@@ -87,9 +81,8 @@ def run(problem: Problem) -> Answer:
 
 
 def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of a call of the native operator with these arguments. Where nothing is
-    dropped or differentiated, that is the operator without a gradient, since torch's function for gradients of custom
-    operators takes longer than a short call's attention.
+    """Return the output and the log-sum-exp of a native operator. Where nothing is dropped or differentiated, that is
+    the one without a gradient: torch's function for gradients of custom operators takes longer than a short call.
     """
     if (
         dropout[0] > 0
@@ -103,13 +96,9 @@ def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) ->
     return out, lse
 
 
-def arguments(
-    problem: Problem,
-    ranges: Int[Tensor, "#batch #heads queries ranges 2"] | None,
-    matrix: Bool[Tensor, "#batch #heads #queries #keys"] | None,
-) -> tuple[Any, ...]:
-    """Return the arguments that all native operators share, from an attention problem and the keys that each query
-    attends to: those in one of its ranges at which the matrix is True.
+def arguments(problem: Problem, ranges: KeyRanges | None, matrix: Matrix | None) -> tuple[Any, ...]:
+    """Return the arguments that all native operators share. Visible are the keys in a range at which the matrix is
+    True.
     """
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         operators.register_flops()  # one of the modes may be torch's counter of operations
@@ -118,7 +107,13 @@ def arguments(
     if bias is not None and not (bias.is_cpu and bias.dtype in DTYPES):
         bias = bias.to(problem.score_dtype)
     return (
-        *(_with_unit_stride(tensor) for tensor in (problem.q, problem.k, problem.v)),
+        # `contiguous` would return an empty tensor unchanged.
+        *(
+            tensor
+            if tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+            else tensor.clone(memory_format=torch.contiguous_format)
+            for tensor in (problem.q, problem.k, problem.v)
+        ),
         1.0 if isinstance(scale, Tensor) else scale,
         head_scale,
         0.0 if problem.softcap is None else problem.softcap,
@@ -127,10 +122,3 @@ def arguments(
         matrix,
         bias,
     )
-
-
-def _with_unit_stride(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last axis has stride 1; copied only if necessary."""
-    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)  # `contiguous` returns an empty tensor unchanged

@@ -99,13 +99,9 @@ def sources_with_flags() -> list[tuple[Path, list[str]]]:
 
 
 def build(library: Path = LIBRARY) -> None:
-    """Compile all sources and link them to the file `library`, and print a line for each source. The environment
-    variables `CXX`, `CXXFLAGS` and `LDFLAGS` name the compiler and add flags. A process that uses an earlier library
-    keeps it: the new file takes its place when it is complete.
-
-    Raises:
-        RuntimeError: the library cannot be compiled here, or the compiler failed, in one sentence; or the file cannot
-            be written.
+    """Compile all sources and link them to the file `library`, and print a line for each source; raise `RuntimeError`
+    with the reason if that is not possible. `CXX`, `CXXFLAGS` and `LDFLAGS` of the environment name the compiler and
+    add flags. A process that uses an earlier library keeps it: the new file takes its place when it is complete.
     """
     reason = why_not()
     if reason is not None:
@@ -155,9 +151,7 @@ def _run(command: list[str | Path]) -> None:
 
 
 def main() -> None:
-    """Compile the library to the file that the first argument names, by default next to this file. If that is not
-    possible here, print the reason: headwise then runs on plain torch.
-    """
+    """Compile the library to the file that the first argument names, by default next to this file, or print why not."""
     reason = why_not()
     if reason is not None:
         print(f"headwise runs without native kernels: {reason}", file=sys.stderr)

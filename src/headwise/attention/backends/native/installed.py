@@ -23,24 +23,20 @@ _FLAGS = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_
 
 
 def why_not() -> str | None:
-    """Return the reason that the native kernels are not used, in one sentence with the command that mends it; None if
-    they are expected to load. The kernels are not loaded, and torch is not imported.
+    """Return the reason that the native kernels are not used, with the command that mends it; None if they are expected
+    to load. The kernels are not loaded, and torch is not imported.
     """
     return why_no_library() or (why_no_instructions() if instruction_set() is None else None)
 
 
 def state() -> str:
-    """Return the state of the native kernels in one line: their instruction set, or the reason why they are not used,
-    with the command that mends it.
-    """
+    """Return the state of the native kernels in one line: their instruction set, or the reason why they are unused."""
     reason = why_not()
     return f"native kernels: {instruction_set()}" if reason is None else f"plain torch: {reason}"
 
 
 def why_no_library() -> str | None:
-    """Return the reason that there is no library of native kernels to load, in one sentence with the command that mends
-    it; None if there is one.
-    """
+    """Return the reason that there is no library of native kernels, with the command that mends it, or None."""
     if os.environ.get(VARIABLE) == "off":
         return f"the native kernels are switched off by {VARIABLE}=off"
     if not LIBRARY.is_file():
@@ -68,8 +64,8 @@ def _remedy() -> str:
 
 
 def instruction_set() -> str | None:
-    """Return the name of the instruction set that the kernels choose on this processor, such as "avx512": the one that
-    `HEADWISE_NATIVE` names, by default the first supported one. None if the named one is not supported.
+    """Return the name of the instruction set that the kernels choose, such as "avx512": the one that `HEADWISE_NATIVE`
+    names, by default the fastest supported one. None if the named one is not supported.
     """
     wanted = os.environ.get(VARIABLE)
     return next((name for name in supported_instruction_sets() if wanted in (None, "", name)), None)
@@ -83,9 +79,7 @@ def cpuinfo() -> str:
 
 @cache
 def supported_instruction_sets() -> list[str]:
-    """Return the names of the instruction sets that this processor supports, the fastest first. The kernels find out
-    the same when they are loaded (`cpp/dispatch.cpp`).
-    """
+    """Return the names of this processor's instruction sets, the fastest first, as `cpp/dispatch.cpp` finds them."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ["portable"]
     available = set(cpuinfo().partition("flags")[2].partition("\n")[0].split())
@@ -104,10 +98,8 @@ def _may_use_amx() -> bool:
 
 
 def compile_kernels() -> None:
-    """Compile the native kernels into this installation. They are used by every process that starts afterwards.
-
-    Raises:
-        HeadwiseError: the kernels cannot be compiled here, or the compiler failed, in one sentence.
+    """Compile the native kernels into this installation, for every process that starts afterwards. Raise
+    `HeadwiseError` with the reason if that is not possible.
     """
     try:
         build.build(LIBRARY)
@@ -117,9 +109,7 @@ def compile_kernels() -> None:
 
 
 def _list_in_record(library: Path) -> None:
-    """Add the library to the list of files of an installed headwise, so that it is uninstalled with the others. In a
-    source tree there is no such list.
-    """
+    """Add the library to the files of an installed headwise, so that it is uninstalled with them."""
     site_packages = library.parents[4]
     entry = f"{library.relative_to(site_packages).as_posix()},,"
     for record in site_packages.glob("headwise-*.dist-info/RECORD"):

@@ -15,17 +15,15 @@ from headwise.checks import called_by_compiler
 
 @called_by_compiler
 def why_not_loaded() -> str | None:
-    """Load the library of native kernels, and return None; or return the reason that it is not available, in one
-    sentence. The compiler calls this function instead of tracing it.
+    """Load the library of native kernels, and return None; or return the reason that it is not available. The compiler
+    calls this function instead of tracing it.
     """
     return load()
 
 
 @cache
 def load() -> str | None:
-    """Load the library at the first call. The result is that of `why_not_loaded`. A library that is there and cannot be
-    used is also the subject of a warning.
-    """
+    """Load the library at the first call, as `why_not_loaded` does; warn of one that is there and unusable."""
     reason = installed.why_no_library()
     if reason is None:
         try:

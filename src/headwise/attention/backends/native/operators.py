@@ -9,20 +9,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from headwise.attention.backends.plain_statistics import ROWS
-from headwise.attention.backends.sinks_gradient import SinksGradient
+from headwise.attention.backends.sinks_gradient import SinksGradient, refuse_second_derivative
+from headwise.attention.tensors import Outputs, PerRow
 from headwise.checks import savable
-from headwise.shapes import Float
 
 
 def register_rules(names: Iterable[str]) -> None:
-    """Register with torch the rules by which it traces the operators with these names, differentiates attention
-    and counts its operations. The gradient of the gradient is an error; otherwise it would silently be 0.
+    """Register the rules by which torch traces these operators, differentiates attention and counts its operations. The
+    gradient of the gradient is an error; otherwise it would silently be 0.
     """
     for name in names:
         torch.library.register_fake(f"headwise::{name}", FAKES[name])
     torch.library.register_autograd("headwise::attend_forward", _backward, setup_context=_save)
     for name in ("attend_backward", "attend_bias_gradient"):
-        torch.library.register_autograd(f"headwise::{name}", _refuse_second_derivative)
+        torch.library.register_autograd(f"headwise::{name}", lambda *_: refuse_second_derivative("native attention"))
     register_flops()
 
 
@@ -44,12 +44,6 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), deltas
 
 
-def _fake_rotation(x: Tensor, *_: object) -> Tensor:
-    """Return rotated queries or keys."""
-    batch, heads, tokens, width = x.shape
-    return x.new_empty(batch, tokens, heads, width).transpose(1, 2)
-
-
 def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
     """Return the output, the log-sum-exp and the statistics."""
     batch, heads, queries, _head_dim = q.shape
@@ -69,7 +63,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "attend_backward": _fake_backward,
     "attend_bias_gradient": lambda *arguments: arguments[13].new_empty(arguments[13].shape, dtype=torch.float32),
     "linear_few_rows": lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
-    "rotate_few_tokens": _fake_rotation,
+    "rotate_few_tokens": lambda x, *_: x.new_empty(*(x.shape[axis] for axis in (0, 2, 1, 3))).transpose(1, 2),
 }
 """Functions that return the results of each operator without values, for tracing."""
 
@@ -86,14 +80,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(
-    ctx: Any,
-    out_gradient: Float[Tensor, "batch heads queries value_dim"] | None,
-    lse_gradient: Float[Tensor, "batch heads queries"] | None,
-    _: Tensor | None,
+    ctx: Any, out_gradient: Outputs | None, lse_gradient: PerRow | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all inputs of the forward pass, given those of its output and its log-sum-exp. Only q, k,
-    v, the sinks and the bias have one.
-    """
+    """Return the gradients of q, k, v, the sinks and the bias, given those of the output and the log-sum-exp."""
     q, k, v, head_scale, sinks, ranges, matrix, bias, seed, out, lse, normalizers = ctx.saved_tensors
     out_gradient, lse_gradient = with_usual_strides(out_gradient, lse_gradient, out)
     arguments = (
@@ -112,12 +101,10 @@ def _backward(
 
 
 def with_usual_strides(
-    out_gradient: Float[Tensor, "batch heads queries value_dim"] | None,
-    lse_gradient: Float[Tensor, "batch heads queries"] | None,
-    out: Float[Tensor, "batch heads queries value_dim"],
-) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries"] | None]:
-    """Return the gradients of the output and of the log-sum-exp with strides that the operator of the backward pass
-    accepts. Zeros stand for a missing gradient of the output.
+    out_gradient: Outputs | None, lse_gradient: PerRow | None, out: Outputs
+) -> tuple[Outputs, PerRow | None]:
+    """Return the gradients of output (zeros if missing) and log-sum-exp as the operator of the backward pass reads
+    them.
     """
     out_gradient = torch.zeros_like(out) if out_gradient is None else out_gradient
     if out_gradient.stride(-1) != 1:
@@ -125,19 +112,12 @@ def with_usual_strides(
     return out_gradient, None if lse_gradient is None else lse_gradient.contiguous()
 
 
-def _refuse_second_derivative(ctx: Any, *_: Tensor | None) -> None:
-    """Raise `RuntimeError`, since the second derivative of native attention is not implemented."""
-    raise RuntimeError(
-        "the derivative for the gradient of native attention is not implemented; backend='reference' has one"
-    )
-
-
 # -- numbers of operations ---------------------------------------------------------------------------------------------
 
 
 def register_flops() -> None:
-    """Register the formulas with torch's counter of operations if it has been imported, and with the counters that are
-    active. Importing it here would take as long as importing a large part of torch.
+    """Register the formulas with torch's counter of operations, if it has been imported (importing it takes long), and
+    with the counters that are active.
     """
     counter: Any = sys.modules.get("torch.utils.flop_counter")
     if counter is None or not hasattr(torch.ops.headwise, "attend_forward"):
@@ -152,27 +132,25 @@ def register_flops() -> None:
             mode.counter.flop_registry.update({each: counter.flop_registry[each] for each in added})
 
 
-def _forward_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
-    """Return the number of operations of the two products: queries with keys, and weights with values."""
-    batch, heads, queries, head_dim = q
-    operations: int = 2 * batch * heads * queries * k[2] * (head_dim + v[3])
-    return operations
+def _flops(with_queries: int, with_values: int, first: int = 0) -> Callable[..., int]:
+    """Return the formula of an operator, whose arguments from `first` on are q, k and v, that computes so many products
+    of the width of queries and of values.
+    """
 
+    def formula(*arguments: Any, **_: Any) -> int:
+        (batch, heads, queries, head_dim), (*_, keys, _), (*_, value_dim) = arguments[first : first + 3]
+        operations: int = 2 * batch * heads * queries * keys * (with_queries * head_dim + with_values * value_dim)
+        return operations
 
-def _backward_flops(*arguments: Any, **_: Any) -> int:
-    """Return the number of operations of the five products of the backward pass, of which one computes scores again."""
-    q, k, v = arguments[4:7]
-    batch, heads, queries, head_dim = q
-    operations: int = 2 * batch * heads * queries * k[2] * (3 * head_dim + 2 * v[3])
-    return operations
+    return formula
 
 
 FLOPS: dict[str, Callable[..., int]] = {
-    "attend": _forward_flops,
-    "attend_forward": _forward_flops,
-    "attend_statistics": _forward_flops,
-    "attend_backward": _backward_flops,
-    "attend_bias_gradient": lambda *arguments, **_: _forward_flops(*arguments[4:7]),  # another pass over the scores
+    "attend": _flops(1, 1),
+    "attend_forward": _flops(1, 1),
+    "attend_statistics": _flops(1, 1),
+    "attend_backward": _flops(3, 2, first=4),  # one of them computes the scores again
+    "attend_bias_gradient": _flops(1, 1, first=4),  # another pass over the scores
 }
 """Formula of each operator for its number of operations: a function of the shapes of its tensors. They count what torch
 counts for `scaled_dot_product_attention`: all scores, also those that a mask hides. A mask that is evaluated in parts

@@ -12,23 +12,21 @@ from torch import Tensor
 
 from headwise.attention.backends.native.operators import with_usual_strides
 from headwise.attention.backends.sinks_gradient import SinksGradient
-from headwise.attention.masks.key_ranges import Matrix, Part, VisibleKeys
+from headwise.attention.masks.key_ranges import Part, VisibleKeys
+from headwise.attention.tensors import Bias, Matrix, Outputs, PerHead, PerRow
 from headwise.checks import savable
 from headwise.errors import InputError
-from headwise.shapes import Float, Int
-
-Output = Float[Tensor, "batch heads queries value_dim"]
-LogSumExp = Float[Tensor, "batch heads queries"]
+from headwise.shapes import Int
 
 
 class Options(NamedTuple):
-    """Arguments of the operators between `v` and the mask, and those that follow it."""
+    """Arguments of the operators other than q, k, v and the mask."""
 
     scale: float
-    head_scale: Float[Tensor, " heads"] | None
+    head_scale: PerHead | None
     softcap: float
-    sinks: Float[Tensor, " heads"] | None
-    bias: Float[Tensor, "#batch #heads #queries #keys"] | None
+    sinks: PerHead | None
+    bias: Bias | None
     dropout: float = 0.0
     seed: Int[Tensor, ""] | None = None
 
@@ -37,26 +35,17 @@ class Options(NamedTuple):
         bias = None if self.bias is None else _of_part(part, self.bias)
         return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias
 
-    def dropout_arguments(self, part: Part) -> tuple[Any, ...]:
-        """Return what the operators with dropout take in addition for one part: the probability, the seed, and the
-        first row and column of the part.
-        """
-        return self.dropout, self.seed, part.rows.start, part.columns.start
+    def with_dropout(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
+        """Return these, and those of dropout: the dropped weights follow from the seed and the place of the part."""
+        dropout = self.dropout, self.seed, part.rows.start, part.columns.start
+        return *self.arguments(part, ranges, matrix), *dropout
 
 
 def attend_in_parts(
     q: Tensor, k: Tensor, v: Tensor, options: Options, visible: VisibleKeys, parts: list[Part]
-) -> tuple[Output, LogSumExp]:
-    """Return the output and the log-sum-exp, computed part by part. They can be differentiated with respect to q, k, v,
-    the sinks and the bias.
-
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        options: further arguments of the operators.
-        visible: keys that each query may attend to.
-        parts: parts of the score matrix, in the order of their rows.
+) -> tuple[Outputs, PerRow]:
+    """Return the output and the log-sum-exp, computed part by part in the order of the rows. They can be differentiated
+    with respect to q, k, v, the sinks and the bias.
     """
     if torch.compiler.is_compiling():
         return _traced(q, k, v, options, visible, parts)
@@ -68,14 +57,14 @@ def attend_in_parts(
 
 def _traced(
     q: Tensor, k: Tensor, v: Tensor, options: Options, visible: VisibleKeys, parts: list[Part]
-) -> tuple[Output, LogSumExp]:
+) -> tuple[Outputs, PerRow]:
     """Return the results as a sequence of operators that the compiler can trace. It decides which matrices it keeps."""
     # Gradients of parts are added up in float32.
     wide = [each.float() for each in (k, v)]
     results = []
     for part in parts:
         of_part = (part.columns_of(each).to(q.dtype) for each in wide)
-        arguments = *options.arguments(part, *visible.of_part(part)), *options.dropout_arguments(part)
+        arguments = options.with_dropout(part, *visible.of_part(part))
         results.append(torch.ops.headwise.attend_forward(part.rows_of(q), *of_part, *arguments))
     out, lse, _ = zip(*results, strict=True)
     return torch.cat(out, 2), torch.cat(lse, 2)
@@ -95,7 +84,7 @@ class _AttentionInParts(torch.autograd.Function):
         options: Options,
         visible: VisibleKeys,
         parts: list[Part],
-    ) -> tuple[Output, LogSumExp, Tensor]:
+    ) -> tuple[Outputs, PerRow, Tensor]:
         """Return the output, the log-sum-exp and the normalizers of each row."""
         batch, heads, queries, _ = q.shape
         out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
@@ -104,9 +93,7 @@ class _AttentionInParts(torch.autograd.Function):
         for part in parts:
             ranges, matrix = visible.of_part(part)
             checksums.append(_checksum(matrix))
-            results = torch.ops.headwise.attend_forward(
-                *part.of(q, k, v), *options.arguments(part, ranges, matrix), *options.dropout_arguments(part)
-            )
+            results = torch.ops.headwise.attend_forward(*part.of(q, k, v), *options.with_dropout(part, ranges, matrix))
             for whole, of_part in zip((out, lse, normalizers), results, strict=True):
                 part.rows_of(whole).copy_(of_part)
         tensors = (q, k, v, sinks, options.head_scale, bias, options.seed, out, lse, normalizers)
@@ -118,7 +105,7 @@ class _AttentionInParts(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, out_gradient: Output | None, lse_gradient: LogSumExp | None, _: None
+        ctx: Any, out_gradient: Outputs | None, lse_gradient: PerRow | None, _: None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, the sinks and the bias, given those of the output and the log-sum-exp."""
         q, k, v, sinks, head_scale, bias, seed, out, lse, normalizers = ctx.saved_tensors
@@ -142,7 +129,7 @@ class _AttentionInParts(torch.autograd.Function):
             arguments = (
                 *(part.rows_of(out_gradient), of_lse, part.rows_of(out)),
                 part.rows_of(normalizers).contiguous(),
-                *(*part.of(q, k, v), *options.arguments(part, ranges, matrix), *options.dropout_arguments(part)),
+                *(*part.of(q, k, v), *options.with_dropout(part, ranges, matrix)),
             )
             of_q, of_k, of_v, of_rows = torch.ops.headwise.attend_backward(*arguments)
             if bias_gradient is not None:
