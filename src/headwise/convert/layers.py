@@ -94,9 +94,6 @@ class LinearMap(NamedTuple):
 def linear_maps_of(layer: Any) -> tuple[LinearMap, LinearMap, LinearMap, LinearMap]:
     """Return the query, key, value and output projections of a `MultiHeadAttention` as four `LinearMap`s (weight and
     bias), not copied; a fused `qkv_proj` is split into three.
-
-    Raises:
-        InputError: not a `MultiHeadAttention`, or one of a derived class, whose projections may mean something else.
     """
     if type(layer) is not MultiHeadAttention:
         raise InputError("layer", expected="a MultiHeadAttention, not of a derived class", got=type(layer).__name__)
@@ -126,16 +123,6 @@ def layer_from_maps(
     `arguments` names the caller's argument that each map came from; `options` are further constructor arguments.
 
     If one of query, key and value has a bias, the layer has one for all three, zero where there was none.
-
-    Args:
-        maps: query, key, value and output projection.
-        arguments: names of the user's arguments that they came from, for errors.
-        num_heads: number of query heads.
-        num_kv_heads: number of key/value heads.
-        **options: of `MultiHeadAttention`.
-
-    Raises:
-        InputError: projections of different dtypes or devices, or widths that do not fit each other.
     """
     for argument, map_ in zip(arguments, maps, strict=True):
         like = maps[0].weight

@@ -103,9 +103,6 @@ def _parameters(family: Family, block: Any, attention: Any) -> dict[str, Tensor]
     block has them, parameters of the query and key norms and sink logits. Each key is the name of the
     `MultiHeadAttention` parameter with the same values. Weights that are stored transposed are returned as views, so
     that they can be read and written bit by bit.
-
-    Raises:
-        InputError: a projection is of another class, has other parameters, or a hook.
     """
     names = ("qkv_proj",) if len(family.inputs) == 1 else ("q_proj", "k_proj", "v_proj")
     kind = "Conv1D" if family.is_transposed else "Linear"
@@ -126,12 +123,7 @@ def _parameters(family: Family, block: Any, attention: Any) -> dict[str, Tensor]
 
 
 def _options(family: Family, block: nn.Module, attention: Any, parameters: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the constructor arguments of the `MultiHeadAttention` that computes the same as an attention block.
-
-    Raises:
-        InputError: the block is not causal in a family of causal blocks, or the reverse; it is for cross-attention with
-            one projection for queries, keys and values; or its rotary embedding is unknown.
-    """
+    """Return the constructor arguments of the `MultiHeadAttention` that computes the same as an attention block."""
     is_fused, is_causal = len(family.inputs) == 1, attention.is_causal
     if is_fused and getattr(attention, "is_cross_attention", False):
         raise InputError("block", expected="causal self-attention", got="cross attention")
@@ -179,9 +171,6 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 def _rotary(family: Family, attention: Any, head_dim: int) -> Rotary | None:
     """Return the rotary embedding of an attention module, which its configuration describes; None if it rotates
     nothing.
-
-    Raises:
-        InputError: an unknown `rope_type`, or a partial rotation that modules of the family do not compute.
     """
     if not family.rotated_share(attention):
         return None
@@ -199,13 +188,9 @@ def _rotary(family: Family, attention: Any, head_dim: int) -> Rotary | None:
 
 
 def _scaling(kind: str, parameters: dict[str, Any], longest: int) -> Scaling:
-    """Return the scaling of rotation frequencies of a `rope_type`.
-
-    Args:
-        kind: "linear", "dynamic", "yarn" or "llama3".
-        parameters: `rope_parameters` of the configuration.
-        longest: `max_position_embeddings` of the configuration. It replaces the context length, in tokens, with which
-            the model was trained before its context was extended, if `parameters` does not state this length.
+    """Return the scaling of rotation frequencies of a `rope_type`, from the `rope_parameters` of a configuration. Its
+    `max_position_embeddings`, `longest`, replaces the context length, in tokens, with which the model was trained
+    before its context was extended, if the parameters do not state this length.
     """
     if kind == "linear":
         return LinearScaling(parameters["factor"])

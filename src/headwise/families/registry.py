@@ -333,12 +333,7 @@ def converted_families() -> dict[str, Family]:
 
 
 def places_of_heads(model: nn.Module, path: str) -> HeadModule:
-    """Return the places of the heads in the attention module at `path`.
-
-    Raises:
-        InputError: there is no such module, its architecture is unknown, or a projection computes its weights, such as
-            with a parametrization, or has further parameters, such as those of LoRA.
-    """
+    """Return the places of the heads in the attention module at `path`."""
     module = dict(model.named_modules()).get(path)
     if module is None:
         raise InputError("model", expected=f"a module {path}", got="none")
@@ -372,11 +367,7 @@ def places_of_heads(model: nn.Module, path: str) -> HeadModule:
 
 
 def head_module(model: nn.Module, path: str) -> HeadModule:
-    """Return the places of the heads in the attention module at `path`, whose heads can be removed.
-
-    Raises:
-        InputError: as `places_of_heads`; or heads of the module depend on the number of heads or on each other.
-    """
+    """Return the places of the heads in the attention module at `path`, whose heads can be removed."""
     places, module = places_of_heads(model, path), model.get_submodule(path)
     family = family_of(module)
     if family is not None and (option := family.head_dependence(module)):

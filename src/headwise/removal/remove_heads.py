@@ -22,17 +22,7 @@ heads, among those of the dense model."""
 
 def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record: bool = True) -> None:
     """Remove all other heads than those in `kept` from attention modules of a model, in place, and let the model's
-    configuration state the remaining ones.
-
-    Args:
-        model: the model.
-        kept: remaining heads of some attention modules, by the path of the module.
-        may_record: True to record the heads in the configuration if its own fields cannot state them.
-
-    Raises:
-        InputError: a module is of no known family, or stores other numbers than its heads imply; the family needs
-            equally many heads in all layers; the fields of the configuration cannot state the heads, and `may_record`
-            is False; or heads were removed before that the configuration records, whose numbers are of the dense model.
+    configuration state the remaining ones: in a record if its own fields cannot, and `may_record` allows it.
     """
     if hasattr(getattr(model, "config", None), RECORD):
         expected = "one without removed heads that its configuration records"
@@ -45,9 +35,6 @@ def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record:
 def remove_recorded_heads(model: nn.Module, record: Mapping[str, Sequence[int]]) -> None:
     """Remove the heads from a dense model that were removed from the model whose configuration has this record. Paths
     of modules may lack the prefix of the model that was saved, or have one in addition.
-
-    Raises:
-        InputError: the model has no such module, or not these heads.
     """
     paths = dict(model.named_modules())
     prefix = getattr(model, "base_model_prefix", "") + "."
@@ -214,16 +201,9 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def loader_of(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> str:
-    """Return what loads a model without other heads than those in `kept`, when it is saved: "transformers", if the
-    fields of its configuration can state them; otherwise "headwise". Return "none" for a model that is not of
-    `transformers`.
-
-    Args:
-        model: the dense model.
-        kept: query heads that remain, by the path of the attention module.
-
-    Raises:
-        InputError: the model has no such module, or the module not these heads; or nothing could load the model.
+    """Return what loads a model without other query heads than those in `kept`, by the path of the attention module,
+    when it is saved: "transformers", if the fields of its configuration can state them; otherwise "headwise". Return
+    "none" for a model that is not of `transformers`.
     """
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return "none"
@@ -241,12 +221,9 @@ def has_record(config: Any) -> bool:
 
 
 def class_of_saved(loader: Any, config: Any) -> Any:
-    """Return the class whose `from_pretrained` loads a saved model: `loader` or, if heads were removed that the fields
-    of the configuration cannot state, a class that makes such a model. The model is then one of the dense class.
-
-    Args:
-        loader: class of a model of `transformers`, or an auto class such as `AutoModel`.
-        config: configuration of the saved model.
+    """Return the class whose `from_pretrained` loads a saved model with this configuration: `loader` (a class of a
+    model of `transformers`, or an auto class such as `AutoModel`) or, if heads were removed that the fields of the
+    configuration cannot state, a class that makes such a model. The model is then one of the dense class.
     """
     if not has_record(config):
         return loader

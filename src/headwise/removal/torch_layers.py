@@ -26,9 +26,6 @@ def with_own_layers(model: nn.Module) -> nn.Module:
 def replace_torch_layers(model: nn.Module) -> nn.Module:
     """Replace torch's attention layers in a model, in place, by `headwise.compat.MultiheadAttention` with the same
     parameters, and return the model; or the replacement, if the model is itself such a layer.
-
-    Raises:
-        InputError: a layer has forward hooks, or stands in several places of the model.
     """
     if type(model) is nn.MultiheadAttention:
         return _own_layer(model, "model")

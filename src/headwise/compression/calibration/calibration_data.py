@@ -61,11 +61,7 @@ def scored_heads(model: nn.Module, batch: Any) -> tuple[ScoredHead, ...]:
 
 
 def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, Any]]:
-    """Return the batches of a calibration set on the device of a model, without caches.
-
-    Raises:
-        InputError: there are none, or sources have padding and nothing states that of the targets.
-    """
+    """Return the batches of a calibration set on the device of a model, without caches."""
     batches = [to_device(batch, device_of(model)) for batch in iterate_batches(calibration)]
     if not batches:
         raise InputError("calibration", expected="at least one batch", got="none")
@@ -81,10 +77,6 @@ def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, An
 def heads_of_batches(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[ScoredHead, ...]:
     """Return the heads of a model that attend on some of the batches, in the order of the model. Sums over all tokens
     but padding can be computed on these batches.
-
-    Raises:
-        InputError: the model hides tokens as padding that no padding mask of the batch states, so that they would count
-            as text; it is unknown which tokens it hides; or labels of -100 show padding of which no mask is given.
     """
     for batch in batches:
         _require_mask_of_labels(model, batch)
@@ -94,11 +86,7 @@ def heads_of_batches(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tup
 
 
 def heads_of_each_batch(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[ScoredHead, ...]:
-    """Return the heads of a model that attend on each batch, in the order of the model.
-
-    Raises:
-        InputError: some modules attend on some batches alone.
-    """
+    """Return the heads of a model that attend on each batch, in the order of the model."""
     registry = _Survey(model)
     _run(model, batches, registry)
     for record in registry.records:
@@ -200,15 +188,8 @@ def _require_mask_of_labels(model: Any, batch: dict[str, Any]) -> None:
 
 def folds_of(batches: Sequence[Mapping[str, Any]], documents: Sequence[int] | None = None) -> list[list[int]]:
     """Return the fold of each sequence of each batch. Folds have similar numbers of tokens. All sequences of a document
-    are in the same fold, unless one document has more than half of the tokens.
-
-    Args:
-        batches: arguments of the model.
-        documents: number of the document of each sequence; None if it is unknown. Then consecutive sequences, which may
-            be parts of one document, are in the same fold.
-
-    Raises:
-        InputError: there is one sequence alone.
+    are in the same fold, unless one document has more than half of the tokens. If the documents are None, consecutive
+    sequences, which may be parts of one document, are in the same fold.
     """
     numbers = [count_sequences_and_tokens(batch)[0] for batch in batches]
     lengths = [length for batch in batches for length in _lengths(batch)]

@@ -50,18 +50,9 @@ def remove_heads_checked(
     may_record: bool = True,
     claim: str = REMOVED,
 ) -> None:
-    """Remove all other heads than those in `kept` from a model, in place, as `remove_heads` does. Verify on batches
-    that it returns the same as with the outputs of these heads set to zero.
-
-    Args:
-        model: the model.
-        kept: remaining heads of attention modules, by path.
-        batches: arguments of the model; as many of them are used as are needed for each module to run once.
-        may_record: True to record the heads in the configuration if its own fields cannot state them.
-        claim: what is verified, for the error message.
-
-    Raises:
-        InputError: an attention module returns something else, or no finite numbers; or as in `remove_heads`.
+    """Remove all other heads than those in `kept` from a model, in place, as `remove_heads` does. Verify that the model
+    returns the same as with the outputs of these heads set to zero, on as many batches as are needed for each module to
+    run once. The error states the `claim`.
     """
     modules = {path: head_module(model, path) for path in kept}
 

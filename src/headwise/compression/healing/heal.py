@@ -192,16 +192,8 @@ class TrainingBatches:
     batches anew; other data keep their batches. The order depends on the seed and the epoch alone, so that a resumed
     training continues with the same batches.
 
-    Args:
-        data: `Texts`, or batches, which are read once.
-        batch: sequences per batch, for `Texts`; None for that of the texts.
-        seed: seed of the order.
-
     Attributes:
         digest: hash of the content.
-
-    Raises:
-        InputError: there is no batch, or `batch` is used with other data than `Texts`.
     """
 
     def __init__(self, data: Any, batch: int | None, seed: int) -> None:
@@ -235,11 +227,8 @@ class TrainingBatches:
 
 
 class HealingFolder:
-    """Output folder of a healing that can be stopped and resumed.
-
-    Args:
-        folder: the folder; None reads and writes nothing.
-        settings: JSON-compatible settings of the run; a run resumes only from checkpoints with the same settings.
+    """Output folder of a healing that can be stopped and resumed; None reads and writes nothing. A run resumes only
+    from checkpoints with the same JSON-compatible settings.
     """
 
     def __init__(self, folder: str | Path | None, settings: Mapping[str, Any]) -> None:
@@ -247,14 +236,8 @@ class HealingFolder:
 
     @contextmanager
     def claimed(self, *, force: bool) -> Iterator[None]:
-        """Create the folder, and lock it while the context is open.
-
-        Args:
-            force: delete the files of another run in the folder instead of checking them.
-
-        Raises:
-            InputError: the folder cannot be written, another process writes to it, or it contains another run.
-            MissingExtra: filelock is not installed.
+        """Create the folder, and lock it while the context is open. With `force`, the files of another run in the
+        folder are deleted instead of being refused.
         """
         if self._folder is None:
             yield
@@ -277,12 +260,8 @@ class HealingFolder:
         return saved is not None
 
     def restore(self, parts: Mapping[str, Any], device: torch.device) -> int:
-        """Set the state of a training to that of the checkpoint in the folder, and return the number of its steps; 0
-        without one.
-
-        Args:
-            parts: model, optimizer and schedule, by name.
-            device: device of the model, whose random numbers count.
+        """Set the states of model, optimizer, schedule and random numbers to those of the checkpoint in the folder, and
+        return the number of its steps; 0 without one.
         """
         checkpoint = self._read(CHECKPOINT)
         if checkpoint is None:

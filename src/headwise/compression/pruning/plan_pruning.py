@@ -212,11 +212,8 @@ def _remove_in_rounds(
 
 
 class _TableScores:
-    """Scores of a table of heads, which do not depend on removed heads. A unit's score is the sum over its heads.
-
-    Args:
-        table: the table.
-        statistic: statistic that is the score; None for the one that the table's plots show.
+    """Scores of a table of heads, which do not depend on removed heads: a statistic, by default the one that the
+    table's plots show. A unit's score is the sum over its heads.
     """
 
     rounds, is_comparable = 1, True

@@ -216,13 +216,7 @@ def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progre
 
 
 class _Run:
-    """Steps of a recipe in a locked output folder.
-
-    Args:
-        folder: the output folder.
-        inputs: model, texts and loss.
-        plan: the plan that the recipe names; None to make one.
-    """
+    """Steps of a recipe in a locked output folder, by the plan that the recipe names or, without one, a new one."""
 
     def __init__(self, folder: Path, inputs: RecipeInputs, plan: PruningPlan | None) -> None:
         self._folder, self._inputs, self._given_plan = folder, inputs, plan
@@ -346,15 +340,6 @@ def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | 
     """Load a saved model, and raise `InputError` if its weights differ from those of the model in memory, or its
     outputs on a batch differ by more than rounding. It is loaded by plain `transformers` unless its configuration lists
     the remaining heads, which `headwise.load` reads.
-
-    Args:
-        model: the model in memory.
-        folder: where it was saved.
-        lm_head: kind of its language-model head: "causal", "masked" or None.
-        batch: arguments of the model.
-
-    Raises:
-        InputError: the model cannot be loaded, or is another one.
     """
     loaded = find_model(str(folder)).model(lm_head).to(device_of(model))
     expected, weights = model.state_dict(), loaded.state_dict()

@@ -56,9 +56,6 @@ class HeldOutText:
     Attributes:
         sequences: token ids, the longest sequences first.
         documents: number of the document of each sequence.
-
-    Raises:
-        InputError: the data is empty or cannot be read, or a document is longer than the context.
     """
 
     def __init__(self, texts: Texts) -> None:
@@ -72,9 +69,6 @@ class HeldOutText:
     def losses(self, model: nn.Module, dense: nn.Module, loss: Loss) -> list[float]:
         """Return the loss of a model on each sequence; NaN for a sequence without one. A loss that compares with the
         unchanged model is compared with `dense`.
-
-        Raises:
-            InputError: a loss is not finite, or no sequence has one.
         """
         losses: list[float] = []
         with evaluation_mode(model), evaluation_mode(dense), torch.no_grad():
@@ -169,15 +163,8 @@ def load_inputs(
 
 def load_whole_model(source: ModelSource, dtype: torch.dtype | None = None) -> nn.Module:
     """Load a model, which will be saved again, as the class that it was saved as, with its language-model head if it
-    has one.
-
-    Args:
-        source: location of the model.
-        dtype: data type of the weights; None for the saved one.
-
-    Raises:
-        InputError: the model cannot be loaded, or it was saved with another head, such as a classifier's, which would
-            be lost.
+    has one; in the saved data type by default. A model with another head, such as a classifier's, is refused, because
+    the head would be lost.
     """
     model: Any = source.model(source.lm_head(), dtype)
     saved = getattr(model.config, "architectures", None) or [type(model).__name__]

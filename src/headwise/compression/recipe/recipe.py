@@ -160,11 +160,7 @@ class CompressionRecipe:
 
 
 def read_recipe(file: str | Path) -> CompressionRecipe:
-    """Return the recipe in a TOML file. Paths in it are relative to the folder of the file.
-
-    Raises:
-        InputError: the file cannot be read, is not TOML, has an unknown key, lacks one, or has an unusable value.
-    """
+    """Return the recipe in a TOML file. Paths in it are relative to the folder of the file."""
     try:
         path = Path(file)
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -186,13 +182,7 @@ def read_recipe(file: str | Path) -> CompressionRecipe:
 
 
 def _section(section: type[SectionT], content: Any, name: str) -> SectionT:
-    """Return a section of a recipe, or all of it, as an object of its dataclass.
-
-    Args:
-        section: the dataclass.
-        content: what the file has.
-        name: name of the section; empty for the recipe itself.
-    """
+    """Return a section of a recipe as an object of its dataclass; the name of the recipe itself is empty."""
     place = f"[{name}]" if name else "the recipe"
     if not isinstance(content, Mapping):
         raise InputError("recipe", expected=f"a section {place}", got=repr(content))

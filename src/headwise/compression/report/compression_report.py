@@ -136,15 +136,7 @@ def compression_report(
 
 
 class _Parts:
-    """Parts of a report, and notes about what is not measured.
-
-    Args:
-        models: the dense model and the compressed one.
-        data: held-out data.
-        prompt: number of tokens of the prompt.
-        new_tokens: number of tokens that are decoded.
-        tokenizer: the models' tokenizer; None if it is unknown.
-    """
+    """Parts of a report of a dense and a compressed model, and notes about what is not measured."""
 
     def __init__(self, models: ModelPair, data: ReportData, prompt: int, new_tokens: int, tokenizer: Any) -> None:
         self.notes: list[str] = []
@@ -303,12 +295,7 @@ class _Parts:
 
 @torch.no_grad()
 def paired_losses(models: ModelPair, loss: Loss, data: ReportData) -> tuple[list[float], list[float]]:
-    """Return the loss of each example under both models; NaN for an example without a loss.
-
-    Raises:
-        InputError: the loss is not one finite number per example, is that of causal models and a model is not causal,
-            or is NaN for an example under one of the models alone.
-    """
+    """Return the loss of each example under both models; NaN for an example without a loss."""
     remedy = "pass another loss, such as hw.MaskedTokenLoss(...), or loss=None for the cosine of outputs"
     for model in models:
         require_causal(loss, model, data.batches, remedy=remedy)
@@ -327,9 +314,6 @@ def paired_losses(models: ModelPair, loss: Loss, data: ReportData) -> tuple[list
 def output_cosines(models: ModelPair, data: ReportData) -> list[float]:
     """Return the cosine of both models' outputs for each example: of their embeddings, the means of the last hidden
     state over tokens that are not padding (Reimers and Gurevych 2019, section 3), or of outputs `(batch, width)`.
-
-    Raises:
-        InputError: a model returns neither, or NaN.
     """
     cosines: list[float] = []
     for batch in data.batches:

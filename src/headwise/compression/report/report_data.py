@@ -51,11 +51,7 @@ class ReportData:
 
     @staticmethod
     def of(dataset: Any, device: torch.device) -> "ReportData":
-        """Read a data set.
-
-        Raises:
-            InputError: the data set is empty or cannot be read.
-        """
+        """Read a data set."""
         batches = [to_device(batch, device) for batch in iterate_batches(dataset)]
         if not batches:
             raise InputError("dataset", expected="at least one batch", got="none")

@@ -28,22 +28,10 @@ def plan_by_name(
     rounds: int | None = None,
     progress: bool = False,
 ) -> PruningPlan:
-    """Score the heads of a model, and choose those that remain.
-
-    Args:
-        name: one of `PRUNING_SCORES`: least squares, magnitude of weights, importance by gradients, or ablation.
-        model: the model.
-        texts: the data.
-        loss: loss of the model, for importance, ablation, and least squares under the constraint "free".
-        keep: share of the heads that remain.
-        constraint: "uniform", "groups" or "free".
-        fitted: True if the output projections will be fitted; least squares scores heads for this.
-        rounds: number of rounds in which heads are removed; by default 1 for ablation, and otherwise as in
-            `plan_pruning`.
-        progress: show a progress bar on standard error.
-
-    Raises:
-        InputError: an argument cannot be used, or the scores need a loss that the model does not have.
+    """Score the heads of a model by scores of this name, one of `PRUNING_SCORES`, and choose those that remain. The
+    loss is for importance, ablation, and least squares under the constraint "free"; least squares scores heads for
+    output projections that will be `fitted`. The default of `rounds` is 1 for ablation, and otherwise that of
+    `plan_pruning`.
     """
     require_scores(name, constraint, loss)
     if uses_loss(name, constraint):

@@ -135,12 +135,7 @@ def _require_token_ids(batches: Sequence[Batch]) -> None:
 
 
 def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
-    """Return the attention modules of a decoder, all of whose heads attend to all tokens, or to the model's own window.
-
-    Raises:
-        InputError: the model has no causal attention, has no layer without a window, or cannot run with a cache of
-            streaming heads.
-    """
+    """Return the attention modules of a decoder, all of whose heads attend to all tokens, or to the model's own window."""
     cache = require("transformers", purpose="a cache", extra="hf").DynamicCache(config=model.config)
     short = {"input_ids": batch["input_ids"][:1, :4], "use_cache": False}
     rows = scored_heads(model, short)
@@ -162,11 +157,6 @@ def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
 
 class _ModuleReader(ModuleAttention):
     """Attention of one module, computed as the model does, from which the sizes of the module are read.
-
-    Args:
-        path: path of the module.
-        layers: layers of an empty cache of the model.
-        model: name of the model's class, for messages.
 
     Attributes:
         found: the module.
@@ -273,19 +263,12 @@ def _with_streaming(
 
 
 def divided(batches: Sequence[Batch], documents: Sequence[int] | None, tokens: int) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches for the choice of heads, and those for the report of the loss.
+    """Return the batches for the choice of heads, and those for the report of the loss. Some text of each part must
+    have more tokens than `tokens`.
 
-    The texts of every second document are for the choice. If documents are not known, each batch counts as a document
+    The texts of every second document are for the choice. If the documents are None, each batch counts as a document
     or, of a single batch, each text. Equal texts count as texts of one document. If there is one document only, both
     parts are the same.
-
-    Args:
-        batches: the batches, with `input_ids` and, with padding, `attention_mask`.
-        documents: number of the document of each text; None if they are not known.
-        tokens: number of tokens that some text of each part must exceed.
-
-    Raises:
-        InputError: no text of a part is long enough.
     """
     if documents is None:
         documents = [number for number, batch in enumerate(batches) for _ in batch["input_ids"]]
@@ -332,12 +315,6 @@ class WindowEffects(ModuleAttention):
     With g_t the derivative of the loss with respect to the outputs of the query heads at token t, and e_t the change of
     these outputs if the head sees only its window, the score is the sum of `(g_t . e_t)^2` over all tokens. This is the
     change of the loss to second order with the empirical Fisher matrix, without its terms between tokens.
-
-    Args:
-        module: the module.
-        width: number of tokens of the window.
-        first: number of first tokens.
-        reader: reader of the masks of all modules.
 
     Attributes:
         is_recomputed: True while a backward pass computes layers again, of which nothing is measured.

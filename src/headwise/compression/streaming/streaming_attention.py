@@ -44,11 +44,7 @@ class PositionReader:
         self._last = TokenPositions(0, None)
 
     def read(self, path: str, call: HFCall) -> TokenPositions:
-        """Return the positions of the keys of a call of the module at `path`.
-
-        Raises:
-            InputError: the mask is not the causal mask, or the padding is not on one side.
-        """
+        """Return the positions of the keys of a call of the module at `path`."""
         mask, queries, keys = call.mask, call.q.shape[2], call.k.shape[2]
         if mask is None:
             if queries == 1:
@@ -122,14 +118,8 @@ class HeadKeys(NamedTuple):
 
 
 def attend_to(keys: HeadKeys, call: HFCall, heads: list[int] | slice, mask: Mask, *, return_lse: bool = False) -> Any:
-    """Compute attention of some query heads of a call to keys and values of their own, with the options of the call.
-
-    Args:
-        keys: the keys and values. The last ones are those of the queries.
-        call: the call.
-        heads: numbers of the query heads.
-        mask: mask by positions.
-        return_lse: also return the log-sum-exp.
+    """Compute attention of some query heads of a call to keys and values of their own, the last of which are those of
+    the queries, by a mask of positions and with the options of the call.
     """
     q, positions, options = call.q[:, heads], keys.positions, call.score_options
     if options["sinks"] is not None:
@@ -158,12 +148,6 @@ def require_followed(call: HFCall, path: str) -> None:
 
 class StreamingAttention(ModuleAttention):
     """Attention of one module with streaming heads.
-
-    Args:
-        module: the module's heads.
-        width: number of tokens of the window.
-        first: number of first tokens.
-        reader: reader of the masks of all modules.
 
     Attributes:
         restriction: the heads, the window and the first tokens, which a cache compares with its own.
