@@ -82,13 +82,13 @@ class LinearMap(NamedTuple):
         return made
 
     @torch.no_grad()
-    def copy_to(self, linear: nn.Linear) -> None:
-        """Copy the map's weight and bias into an `nn.Linear`, in place. If the map has no bias, the bias of the module
-        is left unchanged.
+    def copy_to(self, target: "nn.Linear | LinearMap") -> None:
+        """Copy the map's weight and bias into an `nn.Linear` or another map, in place. If the map has no bias, that of
+        the target is left unchanged.
         """
-        linear.weight.copy_(self.weight)
-        if self.bias is not None:
-            linear.bias.copy_(self.bias)
+        target.weight.copy_(self.weight)
+        if self.bias is not None and target.bias is not None:
+            target.bias.copy_(self.bias)
 
 
 def linear_maps_of(layer: Any) -> tuple[LinearMap, LinearMap, LinearMap, LinearMap]:
@@ -361,11 +361,9 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
         device=weight.device,
         dtype=weight.dtype,
     )
-    with torch.no_grad():
+    with torch.no_grad():  # writes to views of packed parameters
         for target, map_ in zip(_input_maps(converted), maps[:3], strict=True):
-            target.weight.copy_(map_.weight)
-            if target.bias is not None and map_.bias is not None:
-                target.bias.copy_(map_.bias)
+            map_.copy_to(target)
     maps[3].copy_to(converted.out_proj)
     return converted.train(layer.training)
 
@@ -427,9 +425,7 @@ def fuse_projections(layer: Layer) -> Layer:
         _require_alike(f"one dtype of every {kind}", [each.dtype for each in parameters])
         _require_alike(f"one device of every {kind}", [each.device for each in parameters])
         _require_alike(f"one requires_grad of every {kind}", [each.requires_grad for each in parameters])
-    weights: list[Tensor] = [each.weight for each in linears]
-    biases: list[Tensor] = [each.bias for each in linears if each.bias is not None]
-    stacked = LinearMap(torch.cat(weights), torch.cat(biases) if biases else None)
+    stacked = _stacked("projection", [LinearMap(each.weight, each.bias) for each in linears])
     return _with_projections(layer, SEPARATE, {"qkv_proj": _linear_like(linears[0], stacked)}, fused=True)
 
 

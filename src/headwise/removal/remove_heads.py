@@ -4,7 +4,7 @@ A model of `transformers` records the remaining heads in its configuration, unle
 state them. Such a record is saved with the model, and read by `headwise.load`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from headwise.errors import InputError
 from headwise.families.head_module import HeadModule, KeptHeads
-from headwise.families.registry import Family, family_of, head_module
+from headwise.families.registry import family_of, head_module
 
 RECORD = "headwise_kept_heads"
 """Field of a configuration with the remaining heads: for each path of an attention module the indices of its query
@@ -29,7 +29,33 @@ def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record:
         remedy = "prune the dense model by one plan"
         raise InputError("model", expected=expected, got="one with such heads", remedy=remedy)
     modules = _remove(model, kept)
-    _state_heads(model, modules, kept, may_record=may_record)
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return
+    fields_of = _own_fields(model, modules, kept)
+    if fields_of is not None and _shapes_of_new(model, fields_of) == _shapes(model):
+        configs = {id(each): each for each in (config, *(getattr(each, "config", None) for each in model.modules()))}
+        for name, fields in fields_of.items():
+            part = _part(config, name)
+            configs[id(part)] = part
+            before = [getattr(part, field, None) for field in fields]
+            # Modules may have copies of the configuration, which state the same heads in these fields.
+            for each in configs.values():
+                if type(each) is type(part) and [getattr(each, field, None) for field in fields] == before:
+                    for field, value in fields.items():
+                        setattr(each, field, value)
+        return
+    if not may_record:
+        expected = "a model whose configuration can state the remaining heads"
+        raise InputError("model", expected=expected, got=type(model).__name__)
+    families = [family_of(model.get_submodule(path)) for path in modules]
+    if any(family is not None and family.reads_config for family in families):
+        if fields_of is not None:
+            expected, got = "a model whose configuration can state fewer heads", f"a {type(model).__name__}"
+            raise InputError("model", expected=expected, got=f"{got} that transformers cannot make anew")
+        expected = f"equally many heads in all layers of a {type(model).__name__}, which its configuration states"
+        raise InputError("heads", expected=expected, got="different numbers")
+    setattr(config, RECORD, {path: list(heads.query) for path, heads in kept.items()})
 
 
 def remove_recorded_heads(model: nn.Module, record: Mapping[str, Sequence[int]]) -> None:
@@ -77,7 +103,8 @@ def _separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
     """
     modules_of_stack: dict[tuple[str, str], dict[str, Any]] = {}
     for path, module in model.named_modules():
-        if (family := family_of(module)) is not None and family.positions == "shared bias":
+        is_named = (family := family_of(module)) is not None and family.positions == "shared bias"
+        if is_named and hasattr(module, "has_relative_attention_bias"):  # not another class of the same name
             stack, _, inside = path.rpartition(".block.")
             modules_of_stack.setdefault((stack, inside.rpartition(".")[2]), {})[path] = module
     for modules in modules_of_stack.values():
@@ -99,82 +126,32 @@ def _ignore_bias(module: nn.Module, arguments: tuple[Any, ...], named: dict[str,
     return arguments, {**named, "position_bias": None}
 
 
-def _state_heads(
-    model: Any, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads], *, may_record: bool
-) -> None:
-    """Let the configuration of a `transformers` model state the remaining heads: by its own fields if a model made from
-    it has the same shapes, otherwise by a record.
-    """
-    config = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
-        return
-    fields_of = _own_fields(model, modules, kept)
-    if fields_of is not None and _shapes_of_new(model, fields_of) == _shapes(model):
-        for part, fields in fields_of.items():
-            for each in _copies(model, _part(config, part), fields):
-                for name, value in fields.items():
-                    setattr(each, name, value)
-        return
-    if not may_record:
-        expected = "a model whose configuration can state the remaining heads"
-        raise InputError("model", expected=expected, got=type(model).__name__)
-    if any(_family(model, path).reads_config for path in modules):
-        if fields_of is not None:
-            expected, got = "a model whose configuration can state fewer heads", f"a {type(model).__name__}"
-            raise InputError("model", expected=expected, got=f"{got} that transformers cannot make anew")
-        expected = f"equally many heads in all layers of a {type(model).__name__}, which its configuration states"
-        raise InputError("heads", expected=expected, got="different numbers")
-    setattr(config, RECORD, {path: list(heads.query) for path, heads in kept.items()})
-
-
-def _family(model: nn.Module, path: str) -> Family:
-    """Return the architecture of an attention module whose heads were removed."""
-    family = family_of(model.get_submodule(path))
-    assert family is not None  # by `head_module`
-    return family
-
-
 def _own_fields(
     model: Any, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads]
 ) -> dict[str, dict[str, int]] | None:
-    """Return values for fields of a model's configuration that state the remaining heads, by the part of the
-    configuration; None if the modules differ, or have no such fields.
+    """Return values for fields of a model's configuration that state the remaining heads, by the name of the field with
+    this part of the configuration, which is empty for the configuration itself; None if the modules differ, or have no
+    such fields.
     """
     fields_of: dict[str, dict[str, int]] = {}
     for path, module in modules.items():
-        part = _part_name(model.config, getattr(model.get_submodule(path), "config", None))
-        names = _family(model, path).config_fields
-        if part is None or not names:
+        attention = model.get_submodule(path)
+        family, part = family_of(attention), getattr(attention, "config", None)
+        name: str | None = ""  # also for a copy of the configuration, as the stacks of T5 have
+        if type(part) is not type(model.config):
+            name = next((name for name, value in vars(model.config).items() if value is part), None)
+        if name is None or family is None or not family.config_fields:
             return None
         numbers = {"heads": len(kept[path].query), "kv_heads": len(kept[path].kv), "head_dim": module.head_dim}
-        fields = {field: numbers[name] for name, field in names.items()}
-        if fields_of.setdefault(part, fields) != fields:
+        fields = {field: numbers[number] for number, field in family.config_fields.items()}
+        if fields_of.setdefault(name, fields) != fields:
             return None
     return fields_of
-
-
-def _part_name(config: Any, part: Any) -> str | None:
-    """Return the name of the field of a configuration that is `part`; empty for the configuration itself, or a copy of
-    it, as the stacks of T5 have; None if there is none.
-    """
-    if type(part) is type(config):
-        return ""
-    return next((name for name, value in vars(config).items() if value is part), None)
 
 
 def _part(config: Any, name: str) -> Any:
     """Return the part of a configuration with this name."""
     return getattr(config, name) if name else config
-
-
-def _copies(model: nn.Module, part: Any, fields: Mapping[str, int]) -> Iterator[Any]:
-    """Yield a part of a model's configuration, and all copies of it in the model's modules that state the same heads in
-    these fields.
-    """
-    before = [getattr(part, name, None) for name in fields]
-    configs = {id(each): each for module in model.modules() if (each := getattr(module, "config", None)) is not None}
-    copies = [each for each in configs.values() if each is not part and type(each) is type(part)]
-    yield from (part, *(each for each in copies if [getattr(each, name, None) for name in fields] == before))
 
 
 def _shapes_of_new(model: Any, fields_of: Mapping[str, Mapping[str, int]]) -> dict[str, torch.Size] | None:

@@ -8,16 +8,11 @@ from headwise.compat import MultiheadAttention
 from headwise.errors import InputError
 
 
-def has_torch_layers(model: nn.Module) -> bool:
-    """Return True if a model contains torch's `nn.MultiheadAttention`."""
-    return any(type(module) is nn.MultiheadAttention for module in model.modules())
-
-
 def with_own_layers(model: nn.Module) -> nn.Module:
     """Return a model that computes the same with `headwise.compat.MultiheadAttention` in place of torch's layer, and
     shares all parameters and buffers with `model`; `model` itself if it has none of torch's layers.
     """
-    if not has_torch_layers(model):
+    if not any(type(module) is nn.MultiheadAttention for module in model.modules()):
         return model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return replace_torch_layers(deepcopy(model, shared))

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import tiny
-from headwise.compression.streaming.localized_module import LocalizedModule
+from headwise.compression.streaming.streaming_attention import LocalizedModule
 from headwise.compression.streaming.streaming_heads import StreamingHeads
 
 ROTARY = {

@@ -202,7 +202,7 @@ class TrainingBatches:
         self._seed, self._sequences, self._size = seed, data.sequences if isinstance(data, Texts) else None, 0
         if isinstance(data, Texts):
             self._size = data.batch if batch is None else whole_number("batch", batch, least=1)
-        self._batches = self._grouped(self._sequences) if self._sequences else list(iterate_batches(data))
+        self._batches = list(batches_of(self._sequences, self._size) if self._sequences else iterate_batches(data))
         if not self._batches:
             raise InputError("data", expected="at least one batch", got="none")
         self.digest = digest_of_batches(self._batches)
@@ -216,14 +216,10 @@ class TrainingBatches:
             batches = self._batches
             if self._sequences:
                 order = torch.randperm(len(self._sequences), generator=generator).tolist()
-                batches = self._grouped([self._sequences[index] for index in order])
+                batches = list(batches_of([self._sequences[index] for index in order], self._size))
             order = torch.randperm(len(batches), generator=generator).tolist()
             self._epoch = (epoch, [batches[index] for index in order])
         return self._epoch[1][place]
-
-    def _grouped(self, sequences: list[Any]) -> list[dict[str, Any]]:
-        """Return sequences of tokens as batches."""
-        return list(batches_of(sequences, self._size))
 
 
 class HealingFolder:

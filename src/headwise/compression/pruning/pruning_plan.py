@@ -14,6 +14,9 @@ from headwise.wording import counted
 LOADERS = ("transformers", "headwise", "none")
 """Packages that load a pruned model; "none" if no package does."""
 
+DEFAULT_ROUNDS = 8
+"""Number of times that scores by measurement, or a function, score the heads."""
+
 Head = tuple[int, int]
 """Layer and number of a head, both zero-based."""
 

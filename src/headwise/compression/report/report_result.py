@@ -227,10 +227,6 @@ def _with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
     return f"{digits} {name}".strip()
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
 @dataclass(frozen=True)
 class CompressionReport(JsonResult):
     """Quantities of a dense model and of a compressed one, measured together.

@@ -39,7 +39,14 @@ from headwise.compression.calibration.reconstruction import (
 from headwise.compression.calibration.recording import projection_inputs
 from headwise.compression.healing.distillation import distillation_loss
 from headwise.compression.pruning.pruning_plan import Head, PlannedModule
-from headwise.data.batches import call_model, copied, count_sequences_and_tokens, documents_of, evaluation_mode
+from headwise.data.batches import (
+    call_model,
+    copied,
+    count_sequences_and_tokens,
+    documents_of,
+    evaluation_mode,
+    select_examples,
+)
 from headwise.errors import InputError
 from headwise.families.head_module import HeadModule
 from headwise.families.registry import head_module
@@ -93,7 +100,7 @@ class LeastSquaresScores:
         >>> plan = headwise.plan_pruning(scores, keep=0.7, constraint="free")  # doctest: +SKIP
     """
 
-    rounds = None
+    rounds: int | None = None
 
     def __init__(
         self,
@@ -239,13 +246,10 @@ def _sequences_of(batch: Mapping[str, Any], numbers: Sequence[int]) -> dict[str,
     """Return some sequences of a batch; None if a tensor of it does not have the sequences as its first axis, nor a
     single element for all of them.
     """
-    count, part = count_sequences_and_tokens(batch)[0], dict(batch)
-    for name, value in batch.items():
-        if isinstance(value, Tensor) and value.shape[:1] != (1,):
-            if value.shape[:1] != (count,):
-                return None
-            part[name] = value[list(numbers)]
-    return part
+    lengths = (1,), (count_sequences_and_tokens(batch)[0],)
+    if any(isinstance(value, Tensor) and value.shape[:1] not in lengths for value in batch.values()):
+        return None
+    return select_examples(batch, torch.tensor(numbers))
 
 
 def _dense_moments(

@@ -26,9 +26,9 @@ from headwise.attention.masks.factories import causal
 from headwise.checks import finite_number, flag, require_module, whole_number
 from headwise.compression.calibration.calibration_data import calibration_batches, scored_heads
 from headwise.compression.calibration.reconstruction import layer_of_site
-from headwise.compression.streaming.localized_module import LocalizedModule
 from headwise.compression.streaming.streaming_attention import (
     HeadKeys,
+    LocalizedModule,
     PositionReader,
     attend_to,
     require_followed,
@@ -37,7 +37,7 @@ from headwise.compression.streaming.streaming_attention import (
 )
 from headwise.compression.streaming.streaming_cache import streaming_cache
 from headwise.compression.streaming.streaming_heads import StreamingHeads, weight_samples
-from headwise.data.batches import documents_of, evaluation_mode, frozen_parameters, select_examples
+from headwise.data.batches import documents_of, evaluation_mode, frozen_parameters, relative_difference, select_examples
 from headwise.errors import InputError, require
 from headwise.intercept.hf_calls import HFCall, ModuleAttention, computing, without_compiled_code
 from headwise.intercept.swap_forward import swap_forward
@@ -135,7 +135,7 @@ def _require_token_ids(batches: Sequence[Batch]) -> None:
 
 
 def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
-    """Return the attention modules of a decoder, all of whose heads attend to all tokens, or to the model's own window."""
+    """Return the attention modules of a decoder, whose heads attend to all tokens, or to the model's own window."""
     cache = require("transformers", purpose="a cache", extra="hf").DynamicCache(config=model.config)
     short = {"input_ids": batch["input_ids"][:1, :4], "use_cache": False}
     rows = scored_heads(model, short)
@@ -363,21 +363,18 @@ class WindowEffects(ModuleAttention):
             for mask in (causal(), streaming_mask(self._width, self._first))
         )
         own = torch.arange(queries, device=call.q.device).expand(batch, -1) if positions is None else positions
-        self._require_equal(call, dense, out.detach().transpose(1, 2), own >= 0)
+        computed = out.detach().transpose(1, 2)
+        error = relative_difference(dense.where((own >= 0)[:, None, :, None], computed), computed)
+        precision = torch.finfo(out.dtype).eps
+        if call.implementation == "eager":  # which computes the softmax in float32 in many models, whatever their dtype
+            precision = max(precision, torch.finfo(torch.float32).eps)
+        if not error <= precision**0.5:
+            expected = f"softmax attention with the options of its call in {self.path}"
+            raise InputError("model", expected=expected, got=f"another output, by {error:.2g} of its largest number")
         counts = own >= self._width + self._first
         shares = 1.0 - (lse.double() - dense_lse.double()).exp()
         share = _by_kv_head(shares.where(counts[:, None], 0.0), self._module).sum((0, 2)).cpu()
         return streaming - dense, share, counts
-
-    def _require_equal(self, call: HFCall, computed: Tensor, own: Tensor, is_real: Tensor) -> None:
-        """Raise `InputError` if attention as headwise states it is not what the model computes."""
-        error = (computed - own).abs().amax(-1).where(is_real[:, None], 0.0).max()
-        precision = torch.finfo(own.dtype).eps
-        if call.implementation == "eager":  # which computes the softmax in float32 in many models, whatever their dtype
-            precision = max(precision, torch.finfo(torch.float32).eps)
-        if not float(error) <= precision**0.5 * float(own.abs().max()):
-            expected = f"softmax attention with the options of its call in {self.path}"
-            raise InputError("model", expected=expected, got=f"another output, by {float(error):.2g}")
 
 
 def _by_kv_head(values: Tensor, module: LocalizedModule) -> Float[Tensor, "batch kv_heads queries"]:

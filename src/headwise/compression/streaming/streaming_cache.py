@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.compression.streaming.localized_module import LocalizedModule
-from headwise.compression.streaming.streaming_attention import HeadKeys, TokenPositions
+from headwise.compression.streaming.streaming_attention import HeadKeys, LocalizedModule, TokenPositions
 from headwise.errors import InputError, require
 from headwise.intercept.hf_calls import module_attentions
 from headwise.shapes import Int
