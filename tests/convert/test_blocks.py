@@ -315,10 +315,6 @@ def test_unsupported_blocks_are_refused(block, message):
         hw.from_transformers(block)
 
 
-class Derived(hw.MultiHeadAttention):
-    """Derived class, which a conversion must refuse because its projections may have another meaning."""
-
-
 def ours(**changes):
     """Return a layer with the options of the tiny Llama, except for the changes."""
     options = {"num_kv_heads": 2, "head_dim": 10, "bias": False, "rotary": hw.Rotary(), "mask": hw.causal()}
@@ -347,7 +343,10 @@ def ours(**changes):
             lambda: ours().double(),
             "layer: expected k_proj.weight of shape (20, 48) in torch.float32, as .* has, got .* in torch.float64",
         ),
-        (lambda: Derived(48, 6), "layer: expected a MultiHeadAttention, not of a derived class, got Derived"),
+        (
+            lambda: hw.DifferentialAttention(48, 6),
+            "layer: expected a MultiHeadAttention, not of a derived class, got DifferentialAttention",
+        ),
         (lambda: nn.Linear(2, 2), "layer: expected a MultiHeadAttention, not of a derived class, got Linear"),
     ],
 )

@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import time
-import tomllib
 import traceback
 import warnings
 from copy import deepcopy
@@ -25,7 +24,7 @@ import transformers
 import headwise as hw
 import tiny
 from headwise.compression.recipe import compress as steps
-from headwise.compression.recipe.inputs import HeldOutText, count_common_sequences
+from headwise.compression.recipe.inputs import count_common_sequences, load_inputs
 from headwise.compression.recipe.recipe import read_recipe
 from headwise.compression.report import times
 from headwise.runs.rows import MeanEstimate
@@ -51,8 +50,7 @@ checkpoint_every = 2
 def folder(tmp_path_factory):
     """Folder with a tiny decoder, texts, and a recipe."""
     path = tmp_path_factory.mktemp("recipes")
-    tiny.model("decoder", top="ForCausalLM").save_pretrained(path / "m")
-    tiny.tokenizer("decoder").save_pretrained(path / "m")
+    hw.save_model(tiny.model("decoder", top="ForCausalLM"), tiny.tokenizer("decoder"), path / "m")
     texts = tiny.texts(11, 5, 23, 7, 12, 9, 14, 8)
     for name, part in (("data", texts[:5]), ("held-out", texts[5:])):
         (path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
@@ -120,18 +118,25 @@ def _compare(found, values):
     assert found == [pytest.approx(mean, rel=1e-5), pytest.approx((variance / len(values)) ** 0.5, rel=1e-4), 3, 2.0]
 
 
-def test_pieces_of_a_document_belong_together(folder):
-    texts = hw.Texts(folder / "data.jsonl", tiny.tokenizer("decoder"), 6, "cut", 4)
-    held_out = HeldOutText(texts)
-    pairs = sorted(
-        (number, len(sequence)) for number, sequence in zip(held_out.documents, held_out.sequences, strict=True)
-    )
-    lengths = {0: (6, 5), 1: (5,), 2: (6, 6, 6, 5), 3: (6, 1), 4: (6, 6)}
-    assert pairs == sorted((number, length) for number, parts in lengths.items() for length in parts)
-    batches = list(held_out.batches())
-    rows = [row.tolist() for batch in batches for row in batch["input_ids"]]
-    assert rows == [sequence.tolist() for sequence in held_out.sequences]
-    assert max(len(batch["input_ids"]) for batch in batches) == 4
+def test_runs_with_other_documents_of_the_same_sequences_differ(folder, tmp_path):
+    """The folds of the data, and the standard errors of the losses, depend on the documents."""
+    words = tiny.texts(12)[0].split()
+    settings = []
+    for stop in (6, 12):  # two documents of one sequence, or one of two
+        for name in ("data", "held-out"):
+            lines = (json.dumps({"text": " ".join(words[start : start + stop])}) for start in range(0, 12, stop))
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        (tmp_path / "recipe.toml").write_text(
+            RECIPE.replace('"m"', f'"{folder / "m"}"').replace("batch = 2", 'context = 6\ndocuments = "cut"')
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*share text")
+            inputs = load_inputs(read_recipe(tmp_path / "recipe.toml"), None, torch.device("cpu"), shown=False)
+        assert [sequence.tolist() for sequence in inputs.texts.sequences] == [
+            inputs.tokenizer(" ".join(words[start : start + 6]))["input_ids"] for start in (0, 6)
+        ]
+        settings.append(inputs.settings(None)["hashes"])
+    assert all(settings[0][name] != settings[1][name] for name in ("data", "verify"))
 
 
 def test_a_finished_run_is_not_repeated(folder, finished, monkeypatch):
@@ -280,8 +285,7 @@ def test_a_report_is_added_to_a_finished_run(folder, finished, tmp_path, monkeyp
 
 @pytest.mark.usefixtures("quick")
 def test_the_report_of_an_encoder_has_the_cosine_of_outputs(folder, tmp_path):
-    tiny.model("encoder").save_pretrained(tmp_path / "encoder")
-    tiny.tokenizer("encoder").save_pretrained(tmp_path / "encoder")
+    hw.save_model(tiny.model("encoder"), tiny.tokenizer("encoder"), tmp_path / "encoder")
     recipe = changed(folder, tmp_path, str(folder / "m"), "encoder")
     recipe.write_text(recipe.read_text().split("[heal]")[0] + REPORT.replace("prompt = 6", "prompt = 127"))
     hw.compress(recipe, tmp_path / "out")
@@ -385,8 +389,7 @@ def embedding(model, batch):
 
 
 def test_an_encoder_is_compared_with_its_dense_embeddings(folder, tmp_path):
-    tiny.model("encoder").save_pretrained(tmp_path / "encoder")
-    tiny.tokenizer("encoder").save_pretrained(tmp_path / "encoder")
+    hw.save_model(tiny.model("encoder"), tiny.tokenizer("encoder"), tmp_path / "encoder")
     recipe = changed(folder, tmp_path, str(folder / "m"), "encoder")
     out = tmp_path / "out"
     report = hw.compress(recipe, out)
@@ -699,7 +702,3 @@ def test_a_classifier_is_refused(folder, tmp_path):
     ):
         hw.compress(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_the_recipe_of_the_tests_is_toml():
-    assert set(tomllib.loads(RECIPE)) == {"model", "data", "verify", "prune", "heal"}
