@@ -246,10 +246,7 @@ def triple(*widths, bias=True):
             lambda: hw.to_heads(hw.DifferentialAttention(6, 2)),
             "layer: expected a MultiHeadAttention, not of a derived class, got DifferentialAttention",
         ),
-        (
-            lambda: hw.to_projections(nn.Linear(6, 2)),
-            "layer: expected a MultiHeadAttention, not of a derived class, got Linear",
-        ),
+        (lambda: hw.to_projections(nn.Linear(6, 2)), "layer: expected a MultiHeadAttention, not of a derived class, g"),
         (
             lambda: hw.from_projections(*triple(6, 6, 6), nn.Linear(6, 7), num_heads=0),
             "num_heads: expected a whole number of 1 or more, got 0",

@@ -8,7 +8,7 @@ import transformers
 
 import headwise as hw
 from headwise.data.models import find_model
-from headwise.families.registry import head_module
+from headwise.families.registry import family_of, head_module
 from headwise.intercept.survey import survey
 from headwise.removal.remove_heads import RECORD, remove_heads
 from removal import families
@@ -181,7 +181,32 @@ def test_heads_that_cannot_be_removed_are_named():
         remove_heads(changed, {"layers.0.self_attn": module.kept([0, 1, 3, 4])})
 
 
+class T5Attention(torch.nn.Module):
+    """Attention with the projections of T5's class of this name, and without a position bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.key_value_proj_dim, self.n_heads = 8, 6
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(48, 48, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.o(torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class MultiHeadAttention(torch.nn.Module):
+    """Another class of the name of headwise's."""
+
+
+def test_other_classes_of_the_names_of_layers_are_unknown():
+    layer = MultiHeadAttention()
+    assert family_of(layer) is None
+    with pytest.raises(hw.InputError, match="^model: expected headwise's MultiHeadAttention, got another Mul.* in 0"):
+        head_module(torch.nn.Sequential(layer), "0")
+
+
 OPTIONS = {
+    "class of the name of T5's": None,
     "plain": {},
     "fused": {"fused_qkv": True, "mask": hw.causal()},
     "grouped": {"num_kv_heads": 2, "value_dim": 5, "rotary": hw.Rotary(), "qk_norm": hw.QKNorm()},
@@ -193,7 +218,9 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_heads_of_our_layer_are_removed(name):
     torch.manual_seed(0)
-    dense = torch.nn.Sequential(*(hw.MultiHeadAttention(48, 6, **OPTIONS[name]) for _ in range(2))).double().eval()
+    options = OPTIONS[name]
+    layers = (T5Attention() if options is None else hw.MultiHeadAttention(48, 6, **options) for _ in range(2))
+    dense = torch.nn.Sequential(*layers).double().eval()
     for parameter in dense.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     arguments = {"input": torch.randn(2, 9, 48, dtype=torch.float64)}
@@ -258,7 +285,5 @@ def test_projections_that_compute_their_weights_are_refused(name, path, which):
         with pytest.raises(hw.InputError, match=f"without further parameters, got {changed} with a, b; merge adapters"):
             head_module(model, path)
         model.get_submodule(path).q_proj = torch.nn.Identity()
-        with pytest.raises(
-            hw.InputError, match="^model: expected a LlamaAttention with the modules of its family, got"
-        ):
+        with pytest.raises(hw.InputError, match="^model: expected a LlamaAttention with the modules of its family, go"):
             head_module(model, path)

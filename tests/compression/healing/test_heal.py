@@ -241,9 +241,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch):
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(
-        hw.InputError, match=r"^out: expected a file '.*unfinished-heal.pt' .* got No space left on dev"
-    ):
+    with pytest.raises(hw.InputError, match=r"^out: expected a file '.*unfinished-heal.pt' .* got No space left on de"):
         heal(model, teacher, texts(), 12, lr=1e-2, out=tmp_path, checkpoint_every=3)
     monkeypatch.setattr(os, "fsync", fsync)
     assert [path.name for path in tmp_path.iterdir()] == ["unfinished-heal.pt"]
@@ -333,9 +331,7 @@ def test_a_run_with_another_dropout_is_refused(tmp_path):
         heal(model, teacher, texts(kind="encoder"), 3, out=tmp_path)
 
     run(0.1)
-    with pytest.raises(
-        hw.InputError, match=r"got another run \(settings.student.modules.embeddings.dropout.p differs\)"
-    ):
+    with pytest.raises(hw.InputError, match=r"got another run \(settings.student.modules.embeddings.dropout.p differs"):
         run(0.5)
 
 
@@ -393,11 +389,7 @@ def test_mistakes_are_named(tmp_path):
         ((model, teacher, data, 5), {"temperature": -1.0}, "^temperature: expected a finite number above 0, got -1"),
         ((model, teacher, data, 5), {"seed": -1}, "^seed: expected a whole number of 0 or more"),
         ((model, teacher, data, 5), {"batch": 0}, "^batch: expected a whole number of 1 or more, got 0"),
-        (
-            (model, teacher, list(data), 5),
-            {"batch": 2},
-            "^batch: expected None for data that are batches already, got 2",
-        ),
+        ((model, teacher, list(data), 5), {"batch": 2}, "^batch: expected None for data that are batches.*, got 2"),
         ((model, teacher, [], 5), {}, "^data: expected at least one batch, got none"),
         ((model, teacher, 7, 5), {}, "^dataset: expected Texts, or batches, got int"),
         ((frozen, teacher, data, 5), {}, "^model: expected parameters that require gradients, got none"),
@@ -407,11 +399,7 @@ def test_mistakes_are_named(tmp_path):
             {},
             r"^model: expected parameters of float32 or float64, got torch.bfloat16 in .*model.float\(\)",
         ),
-        (
-            (model, teacher.model, data, 5),
-            {},
-            "^model: expected embeddings of shape .* like the teacher's, got logits of",
-        ),
+        ((model, teacher.model, data, 5), {}, "^model: expected embeddings of shape .* like the teacher's, got logits"),
         ((model, teacher, data, 5), {"out": tmp_path / "file"}, "^out: expected a folder that can be created and"),
     ):
         with pytest.raises(hw.InputError, match=message):

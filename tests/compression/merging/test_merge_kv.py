@@ -324,11 +324,7 @@ def test_a_trained_study_model_is_merged():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "llama",
-            {"num_kv_heads": 2},
-            "num_kv_heads: expected a number below 2 that divides it, the key/value heads of",
-        ),
+        ("llama", {"num_kv_heads": 2}, "num_kv_heads: expected a number below 2 that divides it, the key/value heads"),
         ("phi", {"num_kv_heads": 4}, "num_kv_heads: expected a number below 6 that divides it, .*, got 4"),
         ("llama", {"num_kv_heads": 0}, "num_kv_heads: expected a whole number"),
         ("llama", {"num_kv_heads": 1, "method": "median"}, "method: expected 'mean', .*, got 'median'"),

@@ -303,11 +303,7 @@ def test_the_report_of_an_encoder_has_the_cosine_of_outputs(folder, tmp_path):
         ("[1]", "[]", r"^recipe: expected whole numbers such as \[1, 8\] for batches in \[report\], got \[\]$"),
         ("[1]", "[true]", r"^recipe: expected whole numbers such as .* got \[True\]"),
         ("[1]", "1", "^recipe: expected whole numbers such as .* got 1"),
-        (
-            "prompt = 6",
-            "prompt = 127",
-            r"^prompt: expected at most 128 tokens of prompt and new_tokens in \[report\], ",
-        ),
+        ("prompt = 6", "prompt = 127", r"^prompt: expected at most 128 tokens of prompt and new_tokens in \[report\],"),
     ],
 )
 def test_mistakes_in_a_report_are_found_before_anything_runs(old, new, message, folder, tmp_path, monkeypatch):
@@ -585,18 +581,10 @@ def test_a_saved_model_that_loads_differently_is_not_put_in_place(folder, tmp_pa
         ("steps = 6", "", r"^recipe: expected a key steps in \[heal\], got none"),
         ("lr = 3e-3", "lr = 0", r"^lr: expected a finite number above 0, got 0.0, in \[heal\]"),
         ("batch = 2", "batch = 0", r"^batch: expected a whole number of 1 or more, got 0, in \[data\]"),
-        (
-            "batch = 2",
-            'documents = "pack"',
-            r"^documents: expected whole, truncate or cut in \[verify\], whose standard",
-        ),
+        ("batch = 2", 'documents = "pack"', r"^documents: expected whole, truncate or cut in \[verify\], whose standa"),
         ("batch = 2", "[data.more]\na = 1", r"^recipe: expected only the keys path, .* in \[data\], got 'more'"),
         ("batch = 2", "column = 3", r"^recipe: expected a text for column in \[data\], got 3"),
-        (
-            'constraint = "groups"',
-            'constraint = "group"',
-            "^constraint: expected one of uniform, groups, free, got 'gr",
-        ),
+        ('constraint = "groups"', 'constraint = "group"', "^constraint: expected one of uniform, groups, free, got 'g"),
         ('constraint = "groups"', 'scores = "size"', "^scores: expected one of least-squares, magnitude, importance, "),
         ("[verify]", "[verify", "^recipe: expected a TOML file '.*' that can be read, got Expected"),
         ("held-out.jsonl", "none.jsonl", "^data: expected a file '.*none.jsonl' that can be read, got No such file"),
@@ -658,9 +646,7 @@ def test_a_plan_for_another_model_leaves_nothing(folder, tmp_path):
     plan = hw.plan_pruning(hw.MagnitudeScores(other, {"input_ids": tiny.TOKENS}), keep=0.5)
     plan.save(tmp_path / "plan.json")
     recipe = changed(folder, tmp_path, "keep = 0.5", f'plan = "{tmp_path / "plan.json"}"')
-    with pytest.raises(
-        hw.InputError, match="^plan: expected a plan for this model, got one for a model with other weig"
-    ):
+    with pytest.raises(hw.InputError, match="^plan: expected a plan for this model, got one for a model with other we"):
         hw.compress(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -675,9 +661,7 @@ def test_a_plan_in_a_file_is_applied(folder, finished, tmp_path):
 def test_a_folder_of_something_else_is_refused(folder, tmp_path):
     (tmp_path / "model").mkdir()
     for force in (False, True):
-        with pytest.raises(
-            hw.InputError, match="^out: expected a folder of its own, .* got model of something else in"
-        ):
+        with pytest.raises(hw.InputError, match="^out: expected a folder of its own, .* got model of something else i"):
             hw.compress(folder / "recipe.toml", tmp_path, force=force)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -697,8 +681,6 @@ def test_a_classifier_is_refused(folder, tmp_path):
     tiny.tokenizer("decoder").save_pretrained(tmp_path / "classifier")
     recipe = changed(folder, tmp_path, str(folder / "m"), "classifier")
     recipe.write_text(recipe.read_text().replace("[prune]", '[prune]\nscores = "magnitude"'))
-    with pytest.raises(
-        hw.InputError, match="^model: expected one without a head, .* got a LlamaForSequenceClassificat"
-    ):
+    with pytest.raises(hw.InputError, match="^model: expected one without a head, .* got a LlamaForSequenceClassifica"):
         hw.compress(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()

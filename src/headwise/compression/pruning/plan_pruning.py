@@ -151,6 +151,9 @@ def plan_pruning(
 
 def _pools(modules: Sequence[PlannedModule], share: float, constraint: str) -> list[tuple[list[Unit], int]]:
     """Return pools of units that compete with each other, each with the number of units that remain."""
+    layers = [each.layer for each in modules]
+    if len(set(layers)) < len(layers):  # a head is named by layer and number
+        raise InputError("scores", expected="a layer of its own for each module", got=layers)
     pools: list[list[Unit]] = []
     for each in modules:
         group = each.num_heads // each.num_kv_heads
