@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.shapes import Float, Int
+from headwise.shapes import Float
 
 HeadKind = Literal["query", "kv"]
 """Query heads, or key/value heads, which several query heads may share."""
@@ -77,11 +76,6 @@ class HeadBlocks:
         length = (self.heads - 1) * self.step + self.width
         rows = parameter.movedim(self.axis, 0).narrow(0, self.start, length)
         return rows.unfold(0, self.width, self.step).movedim(-1, 1)
-
-    def kept_indices(self, kept: KeptHeads) -> Int[Tensor, " kept"]:
-        """Return the indices along the axis that belong to remaining heads, in ascending order."""
-        heads = torch.tensor(kept.kv if self.kind == "kv" else kept.query, dtype=torch.int64)
-        return (self.start + self.step * heads[:, None] + torch.arange(self.width)).flatten()
 
 
 @dataclass(frozen=True)

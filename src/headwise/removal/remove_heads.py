@@ -84,8 +84,12 @@ def _remove(model: nn.Module, kept: Mapping[str, KeptHeads]) -> dict[str, HeadMo
         for parameter, blocks in modules[path].parameters(model):
             owner_path, _, name = blocks[0].parameter.rpartition(".")
             owner: Any = model.get_submodule(owner_path)
-            indices = torch.cat([each.kept_indices(heads) for each in blocks]).sort().values.to(parameter.device)
-            sliced = nn.Parameter(parameter.detach().index_select(blocks[0].axis, indices), parameter.requires_grad)
+            indices = []  # along the axis of the heads
+            for each in blocks:
+                starts = each.start + each.step * torch.tensor(heads.kv if each.kind == "kv" else heads.query)
+                indices.append((starts[:, None] + torch.arange(each.width)).flatten())
+            remaining = torch.cat(indices).sort().values.to(parameter.device)
+            sliced = nn.Parameter(parameter.detach().index_select(blocks[0].axis, remaining), parameter.requires_grad)
             setattr(owner, name, sliced)
             if name == "weight" and isinstance(owner, nn.Linear):
                 owner.out_features, owner.in_features = sliced.shape

@@ -96,14 +96,13 @@ def outputs_of(
         for each in {module.output, path} - {""}:  # the outputs of the model itself are read below
             owners_of.setdefault(each, []).append(path)
 
-    def mean_length(batch: dict[str, Any]) -> float:
-        sequences, tokens = count_sequences_and_tokens(batch)
-        return tokens / max(1, sequences)
-
     calls = module_calls({path: model.get_submodule(path) for path in owners_of}, record)
     bar = progress_bar("comparison of outputs", None, "batches")
     with calls, evaluation_mode(model), torch.no_grad(), bar as progress:
-        for batch in progress.track(sorted(batches, key=mean_length, reverse=True), step=1):
+        counts = map(count_sequences_and_tokens, batches)
+        lengths = [tokens / max(1, sequences) for sequences, tokens in counts]
+        order = sorted(range(len(batches)), key=lengths.__getitem__, reverse=True)
+        for batch in progress.track([batches[index] for index in order], step=1):
             used.append(batch)
             with torch.random.fork_rng():
                 torch.manual_seed(0)

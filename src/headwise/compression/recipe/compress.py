@@ -232,20 +232,16 @@ class _Run:
         section, inputs = self._inputs.recipe.report, self._inputs
         if section is not None:
             options: dict[str, Any] = asdict(section) | {"batches": list(section.batches)}
-            if not self._has_report(options):
+            try:
+                saved = CompressionReport.load(self._folder / BEFORE_AFTER).metadata["settings"]
+            except (InputError, KeyError):
+                saved = {}
+            if any(saved.get(name) != value for name, value in options.items()):
                 # The cosine of outputs takes the place of a loss that compares embeddings.
                 loss = None if hasattr(inputs.loss, "prepare") else inputs.loss
                 measured = compression_report(inputs.dense, self._load(model), inputs.verify, loss=loss, **options)
                 measured.save(self._folder / BEFORE_AFTER)
         return RecipeResult.load(report)
-
-    def _has_report(self, options: Mapping[str, Any]) -> bool:
-        """Return True if the folder contains the report of both models with these options."""
-        try:
-            settings = CompressionReport.load(self._folder / BEFORE_AFTER).metadata["settings"]
-        except (InputError, KeyError):
-            return False
-        return all(settings.get(name) == value for name, value in options.items())
 
     def _finish_steps(self) -> None:
         """Run the steps that are not finished, write the losses after each, and put the model in place."""

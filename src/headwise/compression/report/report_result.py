@@ -165,10 +165,14 @@ class ReportRow:
         """Quantity, dense, compressed, change, and number of samples, for display."""
         if self.kind in (SIZE, TIME):
             assert self.dense is not None
-            units = {"bytes": BYTES, "seconds": SECONDS}.get(self.unit, COUNTS)
-            before, after = (_with_unit(value, units) for value in (self.dense, self.compressed))
+            units, texts = {"bytes": BYTES, "seconds": SECONDS}.get(self.unit, COUNTS), []
+            for value in (self.dense, self.compressed):  # with the largest unit of which there is at least one
+                name, size = next(((name, size) for name, size in units if value >= size), units[-1])
+                number = value / size
+                digits = f"{number:,.0f}" if number == round(number) or number >= 1000 else f"{number:.3g}"
+                texts.append(f"{digits} {name}".strip())
             rounds = counted(self.samples, "round") if self.kind == TIME else ""
-            return self.quantity, before, after, self.change_text, rounds
+            return self.quantity, texts[0], texts[1], self.change_text, rounds
         samples = counted(self.samples, "prompt" if self.unit == "share" else "example")
         samples += f", {counted(self.documents or 0, 'document')}"
         if self.kind == LOSS:
@@ -217,14 +221,6 @@ def _is_interval(low: Any, high: Any, center: Any) -> bool:
 def _error_text(sem: float | None, decimals: int) -> str:
     """Return a standard error for display; empty if it is not known."""
     return "" if sem is None else f" ± {sem:.{decimals}f}"
-
-
-def _with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """Return a number with the largest unit of which it has at least one, for display."""
-    name, size = next(((name, size) for name, size in units if value >= size), units[-1])
-    number = value / size
-    digits = f"{number:,.0f}" if number == round(number) or number >= 1000 else f"{number:.3g}"
-    return f"{digits} {name}".strip()
 
 
 @dataclass(frozen=True)

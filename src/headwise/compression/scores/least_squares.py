@@ -4,7 +4,7 @@ projection is fitted again to the outputs of the dense model, or keeps its weigh
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from typing import Any
 
@@ -178,17 +178,19 @@ class LeastSquaresScores:
         """
         held_out = int(self._fold_of_sequences.max())
         numbers = [[index for index, fold in enumerate(fold_of) if fold == held_out] for fold_of in self._folds]
-        parts = [_sequences_of(*each) for each in zip(self.batches, numbers, strict=True) if each[1]]
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
-            _warn_of_first_plan(len(plans), "a tensor of the batches does not have the sequences as its first axis")
-            return 0
+        parts = []
+        for batch, chosen in zip(self.batches, numbers, strict=True):
+            lengths = (1,), (count_sequences_and_tokens(batch)[0],)
+            if chosen and any(isinstance(each, Tensor) and each.shape[:1] not in lengths for each in batch.values()):
+                _warn_of_first_plan(len(plans), "a tensor of the batches does not have the sequences as its first axis")
+                return 0
+            parts += [select_examples(batch, torch.tensor(chosen))] if chosen else []
         changed, errors = deepcopy(self._model), []
         with evaluation_mode(self._model), evaluation_mode(changed), torch.no_grad():
             for plan in plans:
                 self._change(changed, plan, held_out)
                 try:
-                    errors.append(self._difference(changed, known))
+                    errors.append(self._difference(changed, parts))
                 except Exception as error:  # an output of another kind, or a model that needs the whole batch
                     _warn_of_first_plan(len(plans), str(error))
                     return 0
@@ -240,16 +242,6 @@ def _warn_of_first_plan(count: int, reason: str) -> None:
     """Warn that the first of several plans is used, for a reason."""
     because = f"the difference of their models on held-out data is not known: {reason}"
     warnings.warn(f"the first of {count} plans is used, because {because}", stacklevel=4)
-
-
-def _sequences_of(batch: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Any] | None:
-    """Return some sequences of a batch; None if a tensor of it does not have the sequences as its first axis, nor a
-    single element for all of them.
-    """
-    lengths = (1,), (count_sequences_and_tokens(batch)[0],)
-    if any(isinstance(value, Tensor) and value.shape[:1] not in lengths for value in batch.values()):
-        return None
-    return select_examples(batch, torch.tensor(numbers))
 
 
 def _dense_moments(

@@ -93,7 +93,13 @@ def localize(
     require_loss(loss)
     with evaluation_mode(model), without_compiled_code(), shown_progress(flag("progress", progress)):
         batches = calibration_batches(model, dataset)
-        _require_token_ids(batches)
+        for batch in batches:
+            ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+            if not isinstance(ids, Tensor) or ids.ndim != 2:
+                raise InputError("dataset", expected="batches with input_ids (batch, tokens)", got=", ".join(batch))
+            if mask is not None and mask.shape != ids.shape:
+                expected = f"attention_mask of the shape of input_ids, {tuple(ids.shape)}"
+                raise InputError("dataset", expected=expected, got=tuple(mask.shape))
         modules = _attention_modules(model, batches[0])
         selection, report = divided(batches, documents_of(dataset), window + first)
         candidates = [module for module in modules if module.own_window is None]
@@ -109,7 +115,17 @@ def localize(
             for module in modules
         )
         with torch.no_grad():
-            measured = partial(_mean_loss, model, window=window, first=first, loss=loss)
+
+            def measured(part: Sequence[Batch], restricted_modules: Sequence[LocalizedModule]) -> float:
+                """Return the mean loss over texts, with the streaming heads of some modules."""
+                shown_bar = progress_bar("loss", len(part), "batches")
+                with restricted(model, tuple(restricted_modules), window, first), shown_bar as bar:
+                    of_batches = [finite_loss_per_example(loss, model, batch) for batch in bar.track(part, step=1)]
+                values = torch.cat(of_batches).double()
+                values = values[~values.isnan()]
+                require_some_loss(len(values))
+                return float(values.mean())
+
             modules, selection_losses = _within_budget(modules, budget, partial(measured, selection))
             losses = selection_losses
             if report is not selection:
@@ -120,18 +136,6 @@ def localize(
         has_held_out=report is not selection, identity=identity_of(model),
         weights=weight_samples(model, [module.module for module in modules]),
     )  # fmt: skip
-
-
-def _require_token_ids(batches: Sequence[Batch]) -> None:
-    """Raise `InputError` unless all batches have token ids, and masks of tokens only."""
-    for batch in batches:
-        ids = batch.get("input_ids")
-        if not isinstance(ids, Tensor) or ids.ndim != 2:
-            raise InputError("dataset", expected="batches with input_ids (batch, tokens)", got=", ".join(batch))
-        mask = batch.get("attention_mask")
-        if mask is not None and mask.shape != ids.shape:
-            expected = f"attention_mask of the shape of input_ids, {tuple(ids.shape)}"
-            raise InputError("dataset", expected=expected, got=tuple(mask.shape))
 
 
 def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
@@ -151,7 +155,14 @@ def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
         raise InputError("model", expected="one attention module in each layer", got=type(model).__name__)
     if all(module.own_window is not None for module in modules):
         raise InputError("model", expected="a layer without a sliding window", got=type(model).__name__)
-    _require_cache(model, modules, batch)
+    streaming = tuple(
+        replace(module, streaming=() if module.own_window else tuple(range(module.num_kv_heads))) for module in modules
+    )
+    cache = streaming_cache(model, streaming, 1, 1)
+    with torch.no_grad(), restricted(model, streaming, 1, 1):
+        model(input_ids=batch["input_ids"][:1, :2], past_key_values=cache, use_cache=True)
+    if any(cache.get_seq_length(module.layer) != 2 for module in modules):
+        raise InputError("model", expected="one that uses past_key_values", got=type(model).__name__)
     return modules
 
 
@@ -203,31 +214,6 @@ def _sees_later_keys(call: HFCall) -> bool:
     first_row = call.mask[..., 0, -1]
     is_visible = first_row if first_row.dtype == torch.bool else first_row > torch.finfo(first_row.dtype).min / 2
     return bool(is_visible.any())
-
-
-def _require_cache(model: Any, modules: Sequence[LocalizedModule], batch: Batch) -> None:
-    """Raise `InputError` if a model cannot run with a cache of streaming heads."""
-    streaming = tuple(
-        replace(module, streaming=() if module.own_window else tuple(range(module.num_kv_heads))) for module in modules
-    )
-    cache = streaming_cache(model, streaming, 1, 1)
-    with torch.no_grad(), restricted(model, streaming, 1, 1):
-        model(input_ids=batch["input_ids"][:1, :2], past_key_values=cache, use_cache=True)
-    if any(cache.get_seq_length(module.layer) != 2 for module in modules):
-        raise InputError("model", expected="one that uses past_key_values", got=type(model).__name__)
-
-
-def _mean_loss(
-    model: nn.Module, batches: Sequence[Batch], modules: Sequence[LocalizedModule], *, window: int, first: int,
-    loss: Loss,
-) -> float:  # fmt: skip
-    """Return the mean loss of a model over texts, with the streaming heads of some modules."""
-    with restricted(model, tuple(modules), window, first), progress_bar("loss", len(batches), "batches") as bar:
-        losses = [finite_loss_per_example(loss, model, batch) for batch in bar.track(batches, step=1)]
-    values = torch.cat(losses).double()
-    values = values[~values.isnan()]
-    require_some_loss(len(values))
-    return float(values.mean())
 
 
 def _within_budget(
