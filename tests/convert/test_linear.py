@@ -205,57 +205,56 @@ def triple(*widths, bias=True):
 
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize(
-    ("convert", "message"),
+    ("heads", "projection", "message"),
     [
-        (lambda: hw.from_heads([], torch.ones(2, 2)), r"heads: expected at least one .* triple, got \[\]"),
+        ([], torch.ones(2, 2), r"heads: expected at least one .* triple, got \[\]"),
         (
-            lambda: hw.from_heads([triple(5, 5, 5), triple(5, 5, 6)], torch.ones(11, 5)),
-            "heads: expected the same .* shapes in every head, got",
+            [triple(5, 5, 5), triple(5, 5, 6)],
+            torch.ones(11, 5),
+            "heads: expected the same .* shapes in every head, ",
         ),
         (
-            lambda: hw.from_heads([triple(5, 5, 5), triple(5, 5, 5, bias=False)], torch.ones(10, 5)),
+            *([triple(5, 5, 5), triple(5, 5, 5, bias=False)], torch.ones(10, 5)),
             "heads: expected a bias in every query map or in none, got one in 1 of 2",
         ),
-        (
-            lambda: hw.from_heads([triple(5, 5, 5)] * 2, torch.ones(9, 5)),
-            "projection: expected a map from width 10, all heads side by side, got 9",
-        ),
-        (
-            lambda: hw.from_projections(*triple(6, 6, 6), nn.Linear(6, 7), num_heads=4),
-            "query: expected an output width that 4 heads divide, got 6",
-        ),
-        (
-            lambda: hw.from_projections(*triple(6, 4, 6), nn.Linear(6, 7), num_heads=2),
-            "key: expected 6 wide keys, got 4",
-        ),
-        (lambda: hw.from_heads(triple(5, 5, 5), torch.ones(5, 5)), r"heads: expected a \(query, .* head, got Linear"),
-        (lambda: hw.from_heads([triple(5, 5, 5)], None), "projection: expected an nn.Linear for every map, got None"),
-        (
-            lambda: hw.from_heads([(*triple(5, 5), None)], torch.ones(5, 5)),
-            "heads: expected an nn.Linear for every map, got NoneType",
-        ),
-        (
-            lambda: hw.from_projections(*triple(6, 6), nn.Identity(), nn.Linear(6, 7), num_heads=2),
-            "value: expected an nn.Linear for every map, got Identity",
-        ),
-        (
-            lambda: hw.from_projections(*triple(6, 6), nn.Linear(7, 6).double(), nn.Linear(6, 7), num_heads=2),
-            "value: expected torch.float32 on cpu in every map, got torch.float64 on cpu",
-        ),
-        (
-            lambda: hw.to_heads(hw.DifferentialAttention(6, 2)),
-            "layer: expected a MultiHeadAttention, not of a derived class, got DifferentialAttention",
-        ),
-        (lambda: hw.to_projections(nn.Linear(6, 2)), "layer: expected a MultiHeadAttention, not of a derived class, g"),
-        (
-            lambda: hw.from_projections(*triple(6, 6, 6), nn.Linear(6, 7), num_heads=0),
-            "num_heads: expected a whole number of 1 or more, got 0",
-        ),
+        ([triple(5, 5, 5)] * 2, torch.ones(9, 5), "projection: expected a map from width 10, all heads .*, got 9"),
+        (triple(5, 5, 5), torch.ones(5, 5), r"heads: expected a \(query, .* head, got Linear"),
+        ([triple(5, 5, 5)], None, "projection: expected an nn.Linear for every map, got None"),
+        ([(*triple(5, 5), None)], torch.ones(5, 5), "heads: expected an nn.Linear for every map, got NoneType"),
     ],
 )
-def test_unusable_projections_are_refused(convert, message):
-    with pytest.raises(hw.InputError, match="^" + message):
-        convert()
+def test_unusable_heads_are_refused(heads, projection, message):
+    with pytest.raises(hw.InputError, match=f"^{message}"):
+        hw.from_heads(heads, projection)
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("maps", "num_heads", "message"),
+    [
+        (triple(6, 6, 6), 4, "query: expected an output width that 4 heads divide, got 6"),
+        (triple(6, 4, 6), 2, "key: expected 6 wide keys, got 4"),
+        ((*triple(6, 6), nn.Identity()), 2, "value: expected an nn.Linear for every map, got Identity"),
+        (
+            (*triple(6, 6), nn.Linear(7, 6).double()),
+            2,
+            "value: expected torch.float32 on cpu in .*, got torch.float64",
+        ),
+        (triple(6, 6, 6), 0, "num_heads: expected a whole number of 1 or more, got 0"),
+    ],
+)
+def test_unusable_projections_are_refused(maps, num_heads, message):
+    with pytest.raises(hw.InputError, match=f"^{message}"):
+        hw.from_projections(*maps, nn.Linear(6, 7), num_heads=num_heads)
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize("layer", [hw.DifferentialAttention(6, 2), nn.Linear(6, 2)])
+def test_other_layers_are_refused(layer):
+    message = f"^layer: expected a MultiHeadAttention, not of a derived class, got {type(layer).__name__}"
+    for convert in (hw.to_heads, hw.to_projections, hw.to_torch):
+        with pytest.raises(hw.InputError, match=message):
+            convert(layer)
 
 
 def test_swapped_heads_change_the_output():

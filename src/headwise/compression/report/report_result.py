@@ -165,7 +165,8 @@ class ReportRow:
         """Quantity, dense, compressed, change, and number of samples, for display."""
         if self.kind in (SIZE, TIME):
             assert self.dense is not None
-            units, texts = {"bytes": BYTES, "seconds": SECONDS}.get(self.unit, COUNTS), []
+            units = {"bytes": BYTES, "seconds": SECONDS}.get(self.unit, COUNTS)
+            texts: list[str] = []
             for value in (self.dense, self.compressed):  # with the largest unit of which there is at least one
                 name, size = next(((name, size) for name, size in units if value >= size), units[-1])
                 number = value / size

@@ -178,7 +178,7 @@ class LeastSquaresScores:
         """
         held_out = int(self._fold_of_sequences.max())
         numbers = [[index for index, fold in enumerate(fold_of) if fold == held_out] for fold_of in self._folds]
-        parts = []
+        parts: list[dict[str, Any]] = []
         for batch, chosen in zip(self.batches, numbers, strict=True):
             lengths = (1,), (count_sequences_and_tokens(batch)[0],)
             if chosen and any(isinstance(each, Tensor) and each.shape[:1] not in lengths for each in batch.values()):
