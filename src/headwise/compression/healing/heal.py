@@ -147,7 +147,9 @@ def heal(
     more = {"content": batches.digest, "batch": batch, "mixed_precision": accelerator.mixed_precision}
     folder = HealingFolder(out, _settings(model, teacher, texts, options, more))
     with folder.claimed(force=force):
-        if not folder.restore_finished(model):
+        if (finished := folder.read(FINISHED)) is not None:
+            model.load_state_dict(finished["model"])
+        else:
             _train(model, teacher, batches, options, accelerator, folder, shown=progress)
     return model.eval()
 
@@ -243,54 +245,21 @@ class HealingFolder:
             for name in (CHECKPOINT, FINISHED):
                 if force:
                     (self._folder / name).unlink(missing_ok=True)
-                self._read(name, mmap=True)  # the settings alone
+                self.read(name, mmap=True)  # the settings alone
             yield
-
-    def restore_finished(self, model: nn.Module) -> bool:
-        """Set the weights of a model to those of the finished run in the folder, and return True; False if there is no
-        such run.
-        """
-        saved = self._read(FINISHED)
-        if saved is not None:
-            model.load_state_dict(saved["model"])
-        return saved is not None
-
-    def restore(self, parts: Mapping[str, Any], device: torch.device) -> int:
-        """Set the states of model, optimizer, schedule and random numbers to those of the checkpoint in the folder, and
-        return the number of its steps; 0 without one.
-        """
-        checkpoint = self._read(CHECKPOINT)
-        if checkpoint is None:
-            return 0
-        saved = checkpoint["state"]
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-        torch.set_rng_state(saved["random"])
-        if saved["random_on_device"] is not None:
-            torch.cuda.set_rng_state(saved["random_on_device"], device)
-        return int(checkpoint["step"])
-
-    def save(self, step: int, parts: Mapping[str, Any], device: torch.device) -> None:
-        """Write a checkpoint in place of the one before: everything that the next steps of a training depend on."""
-        if self._folder is None:
-            return
-        state = {name: part.state_dict() for name, part in parts.items()}
-        state["random"] = torch.get_rng_state()
-        state["random_on_device"] = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._write(CHECKPOINT, {"step": step, "state": state})
 
     def finish(self, model: nn.Module) -> None:
         """Write the trained weights, and delete the checkpoint."""
-        self._write(FINISHED, {"model": model.state_dict()})
+        self.write(FINISHED, {"model": model.state_dict()})
         if self._folder is not None:
             (Path(self._folder) / CHECKPOINT).unlink(missing_ok=True)
 
-    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a file, with the settings."""
         if self._folder is not None:
             save_state(Path(self._folder) / name, self._settings, content)
 
-    def _read(self, name: str, *, mmap: bool = False) -> Any:
+    def read(self, name: str, *, mmap: bool = False) -> Any:
         """Return the content of a file of the run with these settings; None if there is no such file."""
         if self._folder is None or not (path := Path(self._folder) / name).exists():
             return None
@@ -316,12 +285,19 @@ def _train(
         return options.rate_factor(step)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)
-    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     student, prepared = accelerator.prepare(model, optimizer)
     shown_bar = progress_bar("healing", options.steps, "steps", shown=shown)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluation_mode(teacher), shown_bar as bar:
         torch.manual_seed(options.seed)
-        start = folder.restore(state, device)
+        start = 0
+        if (checkpoint := folder.read(CHECKPOINT)) is not None:
+            start, saved = int(checkpoint["step"]), checkpoint["state"]
+            for name, part in state.items():
+                part.load_state_dict(saved[name])
+            torch.set_rng_state(saved["random"])
+            if saved["random_on_device"] is not None:
+                torch.cuda.set_rng_state(saved["random_on_device"], device)
         bar.resume(start)
         student.train()
         try:
@@ -342,7 +318,10 @@ def _train(
                 schedule.step()
                 prepared.zero_grad()
                 if (step + 1) % options.checkpoint_every == 0 and step + 1 < options.steps:
-                    folder.save(step + 1, state, device)
+                    states = {name: part.state_dict() for name, part in state.items()}
+                    states["random"] = torch.get_rng_state()
+                    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+                    folder.write(CHECKPOINT, {"step": step + 1, "state": {**states, "random_on_device": on_device}})
         finally:
             accelerator.unwrap_model(student, keep_fp32_wrapper=False)
             accelerator.free_memory()

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from headwise.checks import finite_number, whole_number
+from headwise.checks import finite_number, require_one_of, whole_number
 from headwise.compression.calibration.same_outputs import remove_heads_checked
 from headwise.compression.pruning.pruning_plan import DEFAULT_ROUNDS, Head, PlannedModule, PruningPlan, planned_modules
 from headwise.errors import InputError
@@ -109,8 +109,7 @@ def plan_pruning(
     share = finite_number("keep", keep, above=0.0)
     if share > 1:
         raise InputError("keep", expected="a share above 0 and at most 1", got=keep)
-    if constraint not in CONSTRAINTS:
-        raise InputError("constraint", expected=f"one of {', '.join(CONSTRAINTS)}", got=repr(constraint))
+    require_one_of("constraint", constraint, CONSTRAINTS)
     source: UnitScores
     if isinstance(scores, UnitScores):
         if statistic is not None:

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from headwise.checks import is_whole
-from headwise.errors import InputError, require
+from headwise.checks import is_whole, require_one_of
+from headwise.errors import require
 from headwise.plots.before_after import PlottedChange, draw_before_after
 from headwise.runs.json_result import JsonResult, is_number, require_each
 from headwise.runs.rows import MeanEstimate
@@ -258,8 +258,7 @@ class CompressionReport(JsonResult):
             InputError: there is no such row.
         """
         rows = {row.quantity: row for row in self.rows}
-        if quantity not in rows:
-            raise InputError("quantity", expected=f"one of {', '.join(rows)}", got=repr(quantity))
+        require_one_of("quantity", quantity, rows)
         return rows[quantity]
 
     def __repr__(self) -> str:

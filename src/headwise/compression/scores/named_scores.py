@@ -6,6 +6,7 @@ from torch import nn
 
 from headwise.analysis.causality import require_causal
 from headwise.analysis.losses import Loss
+from headwise.checks import require_one_of
 from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.compression.scores.least_squares import LeastSquaresScores
@@ -59,10 +60,8 @@ def require_scores(name: str, constraint: str, loss: Any) -> None:
     """Raise `InputError` if scores cannot be computed with a loss: the distance from the model's own embeddings is 0 in
     the unchanged model, and so is its gradient.
     """
-    if name not in PRUNING_SCORES:
-        raise InputError("scores", expected=f"one of {', '.join(PRUNING_SCORES)}", got=repr(name))
-    if constraint not in CONSTRAINTS:
-        raise InputError("constraint", expected=f"one of {', '.join(CONSTRAINTS)}", got=repr(constraint))
+    require_one_of("scores", name, PRUNING_SCORES)
+    require_one_of("constraint", constraint, CONSTRAINTS)
     if name != "ablation" and uses_loss(name, constraint) and hasattr(loss, "prepare"):
         expected = "ablation or magnitude for a model without a language-model head"
         raise InputError("scores", expected=expected, got=f"{name} with the constraint {constraint}")
