@@ -64,6 +64,12 @@ def streaming_heads(made, window, first, pattern):
     return StreamingHeads(tuple(modules), window, first, 0.01, (1.0, 1.0), (1.0, 1.0), 1, 1, False)
 
 
+def decoder(name="llama", window=5, first=2, implementation="sdpa", pattern=((0, 2, 5), (1,), (0, 1, 2, 3, 4, 5))):
+    """Return a tiny decoder, and streaming heads of it."""
+    made = model(name, implementation)
+    return made, streaming_heads(made, window, first, pattern)
+
+
 def head_mask(streaming, module, real):
     """Return the mask `(batch, heads, tokens, tokens)` of each head of a module, for tokens where `real` is True."""
     batch, tokens = real.shape

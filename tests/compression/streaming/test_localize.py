@@ -1,5 +1,6 @@
 """`localize`: ranking, choice by measured loss, reports, files, and what it refuses."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ WINDOW, FIRST = 4, 2
 BUDGET = 0.2
 
 
+@functools.cache
 def texts(count=4, rows=2, tokens=21):
     """Return batches of texts that the tiny Llama samples, so that its loss rises if its heads see less."""
     made, batches = streaming_oracle.model("llama"), []
