@@ -54,15 +54,7 @@ CHECKPOINT, FINISHED = "unfinished-heal.pt", "healed.pt"
 
 @dataclass(frozen=True)
 class HealingOptions:
-    """Options of `heal`, checked.
-
-    Attributes:
-        steps: number of optimizer steps, of one batch each.
-        lr: peak learning rate.
-        temperature: divisor of logits in the divergence of distributions.
-        checkpoint_every: number of steps between checkpoints.
-        seed: seed of the order of the batches, and of dropout.
-    """
+    """Options of `heal`, checked."""
 
     steps: int
     lr: float = 1e-4

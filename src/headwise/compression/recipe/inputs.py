@@ -44,13 +44,10 @@ FACTOR = 6_364_136_223_846_793_005
 
 @dataclass(frozen=True)
 class RecipeInputs:
-    """Dense model, texts and loss function, which the steps of a recipe use.
+    """Inputs of the steps of a recipe.
 
     Attributes:
-        recipe: the recipe.
         source: location of the dense model.
-        dense: the dense model.
-        tokenizer: its tokenizer.
         texts: texts for scores, fitting and healing.
         verify: held-out texts.
         loss: function of a model and a batch that returns the loss of each example.

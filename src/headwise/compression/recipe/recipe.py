@@ -43,8 +43,7 @@ class DataSection:
 
     def options(self) -> dict[str, Any]:
         """Return the options that are stated."""
-        names = ("context", "documents", "batch", "limit", "column")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: value for name, value in vars(self).items() if name != "path" and value is not None}
 
 
 @dataclass(frozen=True)
