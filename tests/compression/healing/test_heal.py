@@ -272,37 +272,20 @@ def test_another_run_in_the_folder_is_refused_or_replaced(options, difference, t
     assert torch.equal(weights(run(**options)), weights(replaced))
 
 
-def half_frozen(model, teacher):
-    model.model.embed_tokens.requires_grad_(False)
-
-
-def other_buffer_of_the_model(model, teacher):
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-def other_buffer_of_the_teacher(model, teacher):
-    teacher.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-def other_norm_of_the_teacher(model, teacher):
-    teacher.model.norm.variance_epsilon = 0.1
-
-
-def other_field_of_the_teacher(model, teacher):
-    teacher.config.rms_norm_eps = 0.1
-
-
-def other_attention(model, teacher):
-    model.set_attn_implementation("eager")
-
-
+FREQUENCIES = "modules.model.rotary_emb.inv_freq"
 OTHER_MODELS = [
-    (half_frozen, "settings.trained"),
-    (other_buffer_of_the_model, "settings.student.modules.model.rotary_emb.inv_freq"),
-    (other_buffer_of_the_teacher, "settings.teacher.modules.model.rotary_emb.inv_freq"),
-    (other_norm_of_the_teacher, "settings.teacher.modules.model.norm.variance_epsilon"),
-    (other_field_of_the_teacher, r"settings.teacher.(attention|config.rms_norm_eps)"),
-    (other_attention, "settings.student.config.attn_implementation"),
+    (lambda model, teacher: model.model.embed_tokens.requires_grad_(False), "settings.trained"),
+    (lambda model, teacher: model.model.rotary_emb.inv_freq.mul_(0.5), f"settings.student.{FREQUENCIES}"),
+    (lambda model, teacher: teacher.model.rotary_emb.inv_freq.mul_(0.5), f"settings.teacher.{FREQUENCIES}"),
+    (
+        lambda model, teacher: setattr(teacher.model.norm, "variance_epsilon", 0.1),
+        "settings.teacher.modules.model.norm.variance_epsilon",
+    ),
+    (
+        lambda model, teacher: setattr(teacher.config, "rms_norm_eps", 0.1),
+        r"settings.teacher.(attention|config.rms_norm_eps)",
+    ),
+    (lambda model, teacher: model.set_attn_implementation("eager"), "settings.student.config.attn_implementation"),
 ]
 
 
