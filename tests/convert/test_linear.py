@@ -249,7 +249,7 @@ def test_unusable_projections_are_refused(maps, num_heads, message):
 
 
 @pytest.mark.usefixtures("as_user")
-@pytest.mark.parametrize("layer", [hw.DifferentialAttention(6, 2), nn.Linear(6, 2)])
+@pytest.mark.parametrize("layer", [hw.DifferentialAttention(12, 2), nn.Linear(6, 2)])
 def test_other_layers_are_refused(layer):
     message = f"^layer: expected a MultiHeadAttention, not of a derived class, got {type(layer).__name__}"
     for convert in (hw.to_heads, hw.to_projections, hw.to_torch):
