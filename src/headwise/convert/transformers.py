@@ -76,13 +76,11 @@ def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
     for name, (wanted, got) in pairs.items():
         # Masks with tensors have no useful equality; their repr shows the values.
         if repr(wanted) != repr(got) if name == "mask" else wanted != got:
-            remedy = f"{'fuse' if wanted else 'separate'}_projections(layer) gives such a layer"
-            raise InputError(
-                "layer",
-                expected=f"{name} {wanted!r} as the {type(block).__name__} has",
-                got=repr(got),
-                remedy=remedy if name == "fused_qkv" else None,
-            )
+            remedy = None
+            if name == "fused_qkv":
+                remedy = f"{'fuse' if wanted else 'separate'}_projections(layer) gives such a layer"
+            expected = f"{name} {wanted!r} as the {type(block).__name__} has"
+            raise InputError("layer", expected=expected, got=repr(got), remedy=remedy)
     layer_parameters = dict(layer.named_parameters())
     for name in sorted(layer_parameters.keys() | block_parameters.keys()):
         wanted, got = (
