@@ -4,7 +4,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +36,12 @@ def whole_number(argument: str, value: Any, *, least: int, most: int | None = No
     if most is not None and number > most:
         raise InputError(argument, expected=f"a whole number from {least} to {most}", got=repr(value))
     return number
+
+
+def require_one_of(argument: str, value: Any, names: Collection[str]) -> None:
+    """Raise `InputError` if a value is not one of these names."""
+    if not isinstance(value, str) or value not in names:
+        raise InputError(argument, expected=f"one of {', '.join(names)}", got=repr(value))
 
 
 def size_argument(argument: str, value: Any) -> int:

@@ -34,9 +34,7 @@ def test_a_saved_model_is_loaded_again(tmp_path):
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, model.state_dict()[name])
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "m").vocab_size == tokenizer.vocab_size
-    with pytest.raises(
-        hw.InputError, match=r"^out: expected a new or empty folder, .* --force \(force=True\) replaces it"
-    ):
+    with pytest.raises(hw.InputError, match=r"^out: expected a new or empty folder, .* --force \(force=True\) replace"):
         hw.save_model(model, None, tmp_path / "m")
     hw.save_model(model, None, tmp_path / "m", force=True)
     assert not (tmp_path / "m" / "tokenizer.json").exists()
@@ -81,17 +79,9 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
 @pytest.mark.usefixtures("as_user")
 def test_models_without_save_pretrained_are_refused(tmp_path):
     for model, tokenizer, message in (
-        (
-            torch.nn.Linear(2, 2),
-            None,
-            "^model: expected a model of transformers, which has save_pretrained, got Linear",
-        ),
+        (torch.nn.Linear(2, 2), None, "^model: expected a model of transformers, which has save_pretrained, got Linea"),
         (3, None, "^model: expected a torch module, got int"),
-        (
-            tiny.model("encoder"),
-            3,
-            "^tokenizer: expected a tokenizer of transformers, which has save_pretrained, got i",
-        ),
+        (tiny.model("encoder"), 3, "^tokenizer: expected a tokenizer of transformers, which has save_pretrained, got"),
     ):
         with pytest.raises(hw.InputError, match=message):
             hw.save_model(model, tokenizer, tmp_path / "m")

@@ -253,10 +253,7 @@ def pruned(block):
     ("block", "message"),
     [
         (lambda: nn.Linear(2, 2), "block: expected an attention block .*, one of LlamaAttention, .*, got Linear"),
-        (
-            lambda: tiny("bert")[1][0].self,
-            "block: expected an attention block .*, BertAttention, .*, got BertSelfAttention",
-        ),
+        (lambda: tiny("bert")[1][0].self, "block: expected an attention block .*, BertAttention, .*, got BertSelfAtte"),
         (lambda: without(tiny("llama")[1][0], "k_proj"), "block: expected a LlamaAttention .*, got one without k_proj"),
         (lambda: block_with("llama", is_causal=False), "block: expected one that is causal, got is_causal False"),
         (lambda: block_with("eurobert", is_causal=True), "block: expected one that is not causal, got is_causal True"),
@@ -272,10 +269,7 @@ def pruned(block):
             lambda: block_with("llama, biases", v_proj=nn.Linear(48, 20, bias=False)),
             "block: expected biases of query, key and value, all three or none, got a difference in v_proj.bias",
         ),
-        (
-            lambda: pruned(tiny("llama")[1][0]),
-            "block: expected a plain Linear for q_proj, got Linear with weight_orig, weight_mask; merge",
-        ),
+        (lambda: pruned(tiny("llama")[1][0]), "block: expected a plain Linear for q_proj, got Linear with weight_orig"),
         (
             lambda: block_with("llama", k_proj=nn.Linear(48, 20, bias=False).double()),
             "block: expected torch.float32 on cpu throughout, got torch.float64 on cpu as k_proj.weight",
@@ -315,10 +309,6 @@ def test_unsupported_blocks_are_refused(block, message):
         hw.from_transformers(block)
 
 
-class Derived(hw.MultiHeadAttention):
-    """Derived class, which a conversion must refuse because its projections may have another meaning."""
-
-
 def ours(**changes):
     """Return a layer with the options of the tiny Llama, except for the changes."""
     options = {"num_kv_heads": 2, "head_dim": 10, "bias": False, "rotary": hw.Rotary(), "mask": hw.causal()}
@@ -335,19 +325,13 @@ def ours(**changes):
         (lambda: ours(mask=None), "layer: expected mask causal() as the LlamaAttention has, got None"),
         (lambda: ours(scores=hw.Scores(softcap=3.0)), "layer: expected scores Scores(.* has, got .*softcap=3.0"),
         (lambda: ours(qk_norm=hw.QKNorm()), "layer: expected qk_norm None as the LlamaAttention has, got QKNorm("),
-        (
-            lambda: ours(fused_qkv=True),
-            "layer: expected fused_qkv False as .*, got True; separate_projections(layer) gives such a layer",
-        ),
+        (lambda: ours(fused_qkv=True), "layer: expected fused_qkv False as .*, got True; separate_projections(layer)"),
         (
             lambda: ours(bias=True, out_bias=False),
             "layer: expected k_proj.bias of none, as the LlamaAttention has, got shape (20,) in torch.float32",
         ),
-        (
-            lambda: ours().double(),
-            "layer: expected k_proj.weight of shape (20, 48) in torch.float32, as .* has, got .* in torch.float64",
-        ),
-        (lambda: Derived(48, 6), "layer: expected a MultiHeadAttention, not of a derived class, got Derived"),
+        (lambda: ours().double(), "layer: expected k_proj.weight of shape (20, 48) in torch.float32, as .* has, got"),
+        (lambda: hw.DifferentialAttention(48, 6), "layer: expected a MultiHeadAttention, not of a derived class, got"),
         (lambda: nn.Linear(2, 2), "layer: expected a MultiHeadAttention, not of a derived class, got Linear"),
     ],
 )

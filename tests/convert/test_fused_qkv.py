@@ -105,69 +105,52 @@ class Adapter(nn.Module):
         self.base = base
 
 
-def changed(change, **options):
-    layer = hw.MultiHeadAttention(EMBED, HEADS, **options)
-    change(layer)
-    return layer
+PLAIN = "a plain nn.Linear as "
 
 
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize(
-    ("convert", "message"),
+    ("options", "change", "message"),
     [
-        (lambda: hw.fuse_projections(nn.Linear(2, 2)), "layer: expected a MultiHeadAttention, got Linear"),
+        ({"fused_qkv": True}, None, "a layer with fused_qkv=False, got fused_qkv=True"),
+        ({"context_dim": 5, "value_context_dim": 7}, None, r"contexts of width 12 like x, got widths \(5, 7\)"),
+        ({}, lambda layer: setattr(layer, "k_proj", Adapter(layer.k_proj)), f"{PLAIN}k_proj, got Adapter; merge or re"),
         (
-            lambda: hw.fuse_projections(hw.MultiHeadAttention(12, 6, fused_qkv=True)),
-            "layer: expected a layer with fused_qkv=False, got fused_qkv=True",
+            *({}, lambda layer: prune.identity(layer.v_proj, "weight")),
+            f"{PLAIN}v_proj, got one with bias, weight_orig, weight_mask; merge or remove",
+        ),
+        ({}, lambda layer: delattr(layer, "v_proj"), f"{PLAIN}v_proj, got none; merge or remove adapters"),
+        ({}, lambda layer: layer.v_proj.register_forward_hook(print), f"{PLAIN}v_proj, got one with a hook; merge or"),
+        (
+            *({}, lambda layer: setattr(layer.k_proj, "bias", None)),
+            "one bias setting, got q_proj a bias, k_proj none, v_proj a bias",
         ),
         (
-            lambda: hw.separate_projections(hw.MultiHeadAttention(12, 6)),
-            "layer: expected a layer with fused_qkv=True, got fused_qkv=False",
+            *({}, lambda layer: layer.v_proj.bias.requires_grad_(False)),
+            "one requires_grad of every bias, got q_proj True, k_proj True, v_proj False",
         ),
-        (
-            lambda: hw.fuse_projections(hw.MultiHeadAttention(12, 6, context_dim=5, value_context_dim=7)),
-            r"layer: expected contexts of width 12 like x, got widths \(5, 7\)",
-        ),
-        (
-            lambda: hw.fuse_projections(changed(lambda layer: setattr(layer, "k_proj", Adapter(layer.k_proj)))),
-            "layer: expected a plain nn.Linear as k_proj, got Adapter; merge or remove adapters",
-        ),
-        (
-            lambda: hw.separate_projections(
-                changed(lambda layer: setattr(layer, "qkv_proj", Adapter(layer.qkv_proj)), fused_qkv=True)
-            ),
-            "layer: expected a plain nn.Linear as qkv_proj, got Adapter; merge or remove adapters",
-        ),
-        (
-            lambda: hw.fuse_projections(changed(lambda layer: prune.identity(layer.v_proj, "weight"))),
-            "layer: expected a plain nn.Linear as v_proj, got one with bias, weight_orig, weight_mask; merge or",
-        ),
-        (
-            lambda: hw.fuse_projections(changed(lambda layer: delattr(layer, "v_proj"))),
-            "layer: expected a plain nn.Linear as v_proj, got none; merge or remove adapters",
-        ),
-        (
-            lambda: hw.fuse_projections(changed(lambda layer: layer.v_proj.register_forward_hook(print))),
-            "layer: expected a plain nn.Linear as v_proj, got one with a hook; merge or remove adapters",
-        ),
-        (
-            lambda: hw.fuse_projections(changed(lambda layer: setattr(layer.k_proj, "bias", None))),
-            "layer: expected one bias setting, got q_proj a bias, k_proj none, v_proj a bias",
-        ),
-        (
-            lambda: hw.fuse_projections(changed(lambda layer: layer.v_proj.bias.requires_grad_(False))),
-            "layer: expected one requires_grad of every bias, got q_proj True, k_proj True, v_proj False",
-        ),
-        (
-            lambda: hw.fuse_projections(changed(lambda layer: layer.v_proj.double())),
-            "layer: expected one dtype of every weight, got .*, v_proj torch.float64",
-        ),
-        (
-            lambda: hw.fuse_projections(changed(lambda layer: layer.v_proj.to("meta"))),
-            "layer: expected one device of every weight, got .*, v_proj meta",
-        ),
+        ({}, lambda layer: layer.v_proj.double(), "one dtype of every weight, got .*, v_proj torch.float64"),
+        ({}, lambda layer: layer.v_proj.to("meta"), "one device of every weight, got .*, v_proj meta"),
     ],
 )
-def test_layers_that_cannot_be_fused_or_separated_are_refused(convert, message):
-    with pytest.raises(hw.InputError, match="^" + message):
-        convert()
+def test_layers_that_cannot_be_fused_are_refused(options, change, message):
+    layer = hw.MultiHeadAttention(EMBED, HEADS, **options)
+    if change is not None:
+        change(layer)
+    with pytest.raises(hw.InputError, match=f"^layer: expected {message}"):
+        hw.fuse_projections(layer)
+
+
+@pytest.mark.usefixtures("as_user")
+def test_layers_that_cannot_be_separated_are_refused():
+    adapted = hw.MultiHeadAttention(EMBED, HEADS, fused_qkv=True)
+    adapted.qkv_proj = Adapter(adapted.qkv_proj)
+    for layer, message in (
+        (hw.MultiHeadAttention(EMBED, HEADS), "a layer with fused_qkv=True, got fused_qkv=False"),
+        (adapted, f"{PLAIN}qkv_proj, got Adapter; merge or remove adapters"),
+    ):
+        with pytest.raises(hw.InputError, match=f"^layer: expected {message}"):
+            hw.separate_projections(layer)
+    for convert in (hw.fuse_projections, hw.separate_projections):
+        with pytest.raises(hw.InputError, match="^layer: expected a MultiHeadAttention, got Linear"):
+            convert(nn.Linear(2, 2))

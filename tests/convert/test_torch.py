@@ -19,12 +19,12 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_design_2_as_torchs_layer_length_first(bias):
-    ancestor = nn.MultiheadAttention(512, 8, bias=bias, dtype=torch.float64)
+    ancestor = nn.MultiheadAttention(48, 8, bias=bias, dtype=torch.float64)
     if bias:
         nn.init.normal_(ancestor.in_proj_bias)
         nn.init.normal_(ancestor.out_proj.bias)
     layer = hw.from_torch(ancestor)
-    x = torch.randn(10, 32, 512, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(10, 3, 48, dtype=torch.float64, requires_grad=True)
     expected, averaged = ancestor(x, x, x)
     y, weights = layer(x.transpose(0, 1), return_weights=True)
     assert_same(y.transpose(0, 1), expected)
@@ -92,34 +92,13 @@ def test_a_fused_layer_converted_to_torch_computes_the_same():
 
 
 @pytest.mark.usefixtures("as_user")
-@pytest.mark.parametrize(
-    ("convert", "message"),
-    [
-        (lambda: hw.from_torch(nn.Linear(2, 2)), "layer: expected a torch.nn.MultiheadAttention, got Linear"),
-        (
-            lambda: hw.from_torch(nn.MultiheadAttention(8, 2, add_bias_kv=True)),
-            "layer: expected torch.nn.MultiheadAttention without add_bias_kv, got add_bias_kv=True",
-        ),
-        (
-            lambda: hw.from_torch(nn.MultiheadAttention(8, 2, add_zero_attn=True)),
-            "layer: expected torch.nn.MultiheadAttention without add_zero_attn, got add_zero_attn=True",
-        ),
-    ],
-)
-def test_unsupported_layers_of_torch_are_refused(convert, message):
-    with pytest.raises(hw.InputError, match="^" + message):
-        convert()
-
-
-class Derived(hw.MultiHeadAttention):
-    """Derived class, which a conversion must refuse because its projections may have another meaning."""
-
-
-def partly_biased():
-    """Return a layer without a bias in its key projection alone."""
-    layer = hw.MultiHeadAttention(12, 3)
-    layer.k_proj.bias = None
-    return layer
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_unsupported_layers_of_torch_are_refused(option):
+    message = f"^layer: expected torch.nn.MultiheadAttention without {option}, got {option}=True"
+    with pytest.raises(hw.InputError, match=message):
+        hw.from_torch(nn.MultiheadAttention(8, 2, **{option: True}))
+    with pytest.raises(hw.InputError, match=r"^layer: expected a torch.nn.MultiheadAttention, got Linear"):
+        hw.from_torch(nn.Linear(2, 2))
 
 
 @pytest.mark.usefixtures("as_user")
@@ -147,10 +126,8 @@ def test_layers_that_torch_does_not_support_are_refused(options, got):
 
 
 @pytest.mark.usefixtures("as_user")
-def test_derived_and_other_modules_are_refused():
-    for layer in (Derived(12, 3), nn.Linear(2, 2)):
-        message = f"^layer: expected a MultiHeadAttention, not of a derived class, got {type(layer).__name__}$"
-        with pytest.raises(hw.InputError, match=message):
-            hw.to_torch(layer)
+def test_a_layer_with_some_biases_is_refused():
+    layer = hw.MultiHeadAttention(12, 3)
+    layer.k_proj.bias = None  # of one projection alone
     with pytest.raises(hw.InputError, match="got a bias in some of the projections$"):
-        hw.to_torch(partly_biased())
+        hw.to_torch(layer)

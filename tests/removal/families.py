@@ -5,6 +5,7 @@ from copy import deepcopy
 import torch
 import transformers
 
+import headwise as hw
 import tiny
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
@@ -62,3 +63,17 @@ def model(name: str, auto: type = transformers.AutoModel) -> torch.nn.Module:
     """Return the tiny model of a family in float64."""
     torch.manual_seed(0)
     return tiny.with_distinct_heads(auto.from_config(deepcopy(CONFIGS[name]))).double()
+
+
+@torch.no_grad()
+def output(model: torch.nn.Module, arguments: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the output of a model, or the first of its outputs."""
+    found = model(**arguments)
+    return found if isinstance(found, torch.Tensor) else found[0]
+
+
+def assert_gated(pruned: torch.nn.Module, dense: torch.nn.Module, gates: dict, arguments: dict) -> None:
+    """Check that a model returns what another one does with these gates."""
+    with hw.gate(dense, gates):
+        expected = output(dense, arguments)
+    assert (output(pruned, arguments) - expected).abs().max() <= 1e-12 * expected.abs().max()

@@ -34,11 +34,7 @@ def save_model(model: nn.Module, tokenizer: Any, folder: str | Path, *, force: b
 
 
 def write_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write a model and its tokenizer to an existing folder, which stays half-written after an error.
-
-    Raises:
-        InputError: the model has no `save_pretrained`, or a file cannot be written.
-    """
+    """Write a model and its tokenizer to an existing folder, which stays half-written after an error."""
     require_module(model)
     parts: tuple[tuple[str, Any], ...] = (("model", model), ("tokenizer", tokenizer))
     for argument, value in parts:

@@ -82,21 +82,18 @@ class LinearMap(NamedTuple):
         return made
 
     @torch.no_grad()
-    def copy_to(self, linear: nn.Linear) -> None:
-        """Copy the map's weight and bias into an `nn.Linear`, in place. If the map has no bias, the bias of the module
-        is left unchanged.
+    def copy_to(self, target: "nn.Linear | LinearMap") -> None:
+        """Copy the map's weight and bias into an `nn.Linear` or another map, in place. If the map has no bias, that of
+        the target is left unchanged.
         """
-        linear.weight.copy_(self.weight)
-        if self.bias is not None:
-            linear.bias.copy_(self.bias)
+        target.weight.copy_(self.weight)
+        if self.bias is not None and target.bias is not None:
+            target.bias.copy_(self.bias)
 
 
 def linear_maps_of(layer: Any) -> tuple[LinearMap, LinearMap, LinearMap, LinearMap]:
     """Return the query, key, value and output projections of a `MultiHeadAttention` as four `LinearMap`s (weight and
     bias), not copied; a fused `qkv_proj` is split into three.
-
-    Raises:
-        InputError: not a `MultiHeadAttention`, or one of a derived class, whose projections may mean something else.
     """
     if type(layer) is not MultiHeadAttention:
         raise InputError("layer", expected="a MultiHeadAttention, not of a derived class", got=type(layer).__name__)
@@ -126,16 +123,6 @@ def layer_from_maps(
     `arguments` names the caller's argument that each map came from; `options` are further constructor arguments.
 
     If one of query, key and value has a bias, the layer has one for all three, zero where there was none.
-
-    Args:
-        maps: query, key, value and output projection.
-        arguments: names of the user's arguments that they came from, for errors.
-        num_heads: number of query heads.
-        num_kv_heads: number of key/value heads.
-        **options: of `MultiHeadAttention`.
-
-    Raises:
-        InputError: projections of different dtypes or devices, or widths that do not fit each other.
     """
     for argument, map_ in zip(arguments, maps, strict=True):
         like = maps[0].weight
@@ -374,11 +361,9 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
         device=weight.device,
         dtype=weight.dtype,
     )
-    with torch.no_grad():
+    with torch.no_grad():  # writes to views of packed parameters
         for target, map_ in zip(_input_maps(converted), maps[:3], strict=True):
-            target.weight.copy_(map_.weight)
-            if target.bias is not None and map_.bias is not None:
-                target.bias.copy_(map_.bias)
+            map_.copy_to(target)
     maps[3].copy_to(converted.out_proj)
     return converted.train(layer.training)
 
@@ -440,9 +425,7 @@ def fuse_projections(layer: Layer) -> Layer:
         _require_alike(f"one dtype of every {kind}", [each.dtype for each in parameters])
         _require_alike(f"one device of every {kind}", [each.device for each in parameters])
         _require_alike(f"one requires_grad of every {kind}", [each.requires_grad for each in parameters])
-    weights: list[Tensor] = [each.weight for each in linears]
-    biases: list[Tensor] = [each.bias for each in linears if each.bias is not None]
-    stacked = LinearMap(torch.cat(weights), torch.cat(biases) if biases else None)
+    stacked = _stacked("projection", [LinearMap(each.weight, each.bias) for each in linears])
     return _with_projections(layer, SEPARATE, {"qkv_proj": _linear_like(linears[0], stacked)}, fused=True)
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.factories import causal, window
 from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, Rotary, Scaling, YaRN
-from headwise.convert.layers import linear_maps_of, scores_with_scale
+from headwise.convert.layers import SEPARATE, linear_maps_of, scores_with_scale
 from headwise.errors import InputError
-from headwise.families.registry import Family, converted_families, relative_path, softcap_of
+from headwise.families.registry import NORMS, Family, converted_families, relative_path, softcap_of
 from headwise.nn.linear_engine import has_hooks
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import QKNorm, Scores
@@ -50,6 +50,13 @@ def from_transformers(block: nn.Module, *, backend: str | None = None) -> MultiH
     return layer.train(block.training)
 
 
+_COMPARED_OPTIONS = (
+    *("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "out_dim", "fused_qkv", "rotary"),
+    *("position_bias", "qk_norm", "output_gate", "mask"),
+)
+"""Options that change the meaning of the weights."""
+
+
 def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
     """Copy the weights of a `MultiHeadAttention` into an attention block of `transformers`, in place. Raise
     `InputError` and write nothing if the two differ in a shape, a dtype, or an option other than dropout and backend.
@@ -62,7 +69,18 @@ def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
         InputError: a block of an unknown family, or a layer that computes something the block cannot.
     """
     options, block_parameters = _options_and_parameters(block)
-    _require_same(layer, MultiHeadAttention(**options, device="meta"), type(block).__name__)
+    linear_maps_of(layer)  # its class and projections
+    of_block = MultiHeadAttention(**options, device="meta")
+    pairs = {name: (getattr(of_block, name), getattr(layer, name)) for name in _COMPARED_OPTIONS}
+    pairs["scores"] = scores_with_scale(of_block), scores_with_scale(layer)
+    for name, (wanted, got) in pairs.items():
+        # Masks with tensors have no useful equality; their repr shows the values.
+        if repr(wanted) != repr(got) if name == "mask" else wanted != got:
+            remedy = None
+            if name == "fused_qkv":
+                remedy = f"{'fuse' if wanted else 'separate'}_projections(layer) gives such a layer"
+            expected = f"{name} {wanted!r} as the {type(block).__name__} has"
+            raise InputError("layer", expected=expected, got=repr(got), remedy=remedy)
     layer_parameters = dict(layer.named_parameters())
     for name in sorted(layer_parameters.keys() | block_parameters.keys()):
         wanted, got = (
@@ -103,11 +121,8 @@ def _parameters(family: Family, block: Any, attention: Any) -> dict[str, Tensor]
     block has them, parameters of the query and key norms and sink logits. Each key is the name of the
     `MultiHeadAttention` parameter with the same values. Weights that are stored transposed are returned as views, so
     that they can be read and written bit by bit.
-
-    Raises:
-        InputError: a projection is of another class, has other parameters, or a hook.
     """
-    names = ("qkv_proj",) if len(family.inputs) == 1 else ("q_proj", "k_proj", "v_proj")
+    names = ("qkv_proj",) if len(family.inputs) == 1 else SEPARATE
     kind = "Conv1D" if family.is_transposed else "Linear"
     parameters: dict[str, Tensor] = {}
     for name, path in zip((*names, "out_proj"), (*family.inputs, family.output), strict=True):
@@ -120,18 +135,13 @@ def _parameters(family: Family, block: Any, attention: Any) -> dict[str, Tensor]
         for which, parameter in part.named_parameters():
             is_transposed = family.is_transposed and which == "weight"
             parameters[f"{name}.{which}"] = parameter.detach().T if is_transposed else parameter.detach()
-    for name, norm in zip(("q_norm", "k_norm"), family.norms(attention), strict=False):
+    for name, norm in zip(NORMS, family.norms(attention), strict=False):
         parameters |= {f"{name}.{which}": parameter.detach() for which, parameter in norm.named_parameters()}
     return parameters | {name: getattr(attention, name).detach() for name in family.per_head}
 
 
 def _options(family: Family, block: nn.Module, attention: Any, parameters: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the constructor arguments of the `MultiHeadAttention` that computes the same as an attention block.
-
-    Raises:
-        InputError: the block is not causal in a family of causal blocks, or the reverse; it is for cross-attention with
-            one projection for queries, keys and values; or its rotary embedding is unknown.
-    """
+    """Return the constructor arguments of the `MultiHeadAttention` that computes the same as an attention block."""
     is_fused, is_causal = len(family.inputs) == 1, attention.is_causal
     if is_fused and getattr(attention, "is_cross_attention", False):
         raise InputError("block", expected="causal self-attention", got="cross attention")
@@ -179,9 +189,6 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 def _rotary(family: Family, attention: Any, head_dim: int) -> Rotary | None:
     """Return the rotary embedding of an attention module, which its configuration describes; None if it rotates
     nothing.
-
-    Raises:
-        InputError: an unknown `rope_type`, or a partial rotation that modules of the family do not compute.
     """
     if not family.rotated_share(attention):
         return None
@@ -199,13 +206,9 @@ def _rotary(family: Family, attention: Any, head_dim: int) -> Rotary | None:
 
 
 def _scaling(kind: str, parameters: dict[str, Any], longest: int) -> Scaling:
-    """Return the scaling of rotation frequencies of a `rope_type`.
-
-    Args:
-        kind: "linear", "dynamic", "yarn" or "llama3".
-        parameters: `rope_parameters` of the configuration.
-        longest: `max_position_embeddings` of the configuration. It replaces the context length, in tokens, with which
-            the model was trained before its context was extended, if `parameters` does not state this length.
+    """Return the scaling of rotation frequencies of a `rope_type`, from the `rope_parameters` of a configuration. Its
+    `max_position_embeddings`, `longest`, replaces the context length, in tokens, with which the model was trained
+    before its context was extended, if the parameters do not state this length.
     """
     if kind == "linear":
         return LinearScaling(parameters["factor"])
@@ -228,29 +231,3 @@ def _scaling(kind: str, parameters: dict[str, Any], longest: int) -> Scaling:
         attention_factor=attention_factor,
         truncate=parameters.get("truncate", True),
     )
-
-
-_COMPARED_OPTIONS = (
-    *("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "out_dim", "fused_qkv", "rotary"),
-    *("position_bias", "qk_norm", "output_gate", "mask"),
-)
-"""Options that change the meaning of the weights."""
-
-
-def _require_same(layer: Any, wanted: MultiHeadAttention, block: str) -> None:
-    """Raise `InputError` unless `layer` is a `MultiHeadAttention`, not of a derived class, with plain projections and
-    the same sizes and options as `wanted`. Weights, context widths, dropout and backend are not compared. `block` is
-    the class name of the `transformers` block, for the error message.
-    """
-    linear_maps_of(layer)
-    pairs = {name: (getattr(wanted, name), getattr(layer, name)) for name in _COMPARED_OPTIONS}
-    for name, (expected_option, got) in (
-        pairs | {"scores": (scores_with_scale(wanted), scores_with_scale(layer))}
-    ).items():
-        # Masks with tensors have no useful equality; their repr shows the values.
-        if repr(expected_option) != repr(got) if name == "mask" else expected_option != got:
-            remedy = None
-            if name == "fused_qkv":
-                remedy = f"{'fuse' if expected_option else 'separate'}_projections(layer) gives such a layer"
-            expected = f"{name} {expected_option!r} as the {block} has"
-            raise InputError("layer", expected=expected, got=repr(got), remedy=remedy)

@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -105,6 +106,16 @@ def floating_tensors(output: Any) -> list[Tensor]:
     """Return the tensors of floating-point numbers in an output of a model, in order."""
     leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def relative_difference(output: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of an output from the expected one, in units of the largest number of the expected
+    one; infinity for another shape, NaN if a number is NaN.
+    """
+    if output.shape != expected.shape:
+        return math.inf
+    difference = float((output - expected).abs().max())
+    return difference and difference / float(expected.abs().max() or 1e-300)
 
 
 def with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.shapes import Float, Int
+from headwise.shapes import Float
 
 HeadKind = Literal["query", "kv"]
 """Query heads, or key/value heads, which several query heads may share."""
@@ -78,11 +77,6 @@ class HeadBlocks:
         rows = parameter.movedim(self.axis, 0).narrow(0, self.start, length)
         return rows.unfold(0, self.width, self.step).movedim(-1, 1)
 
-    def kept_indices(self, kept: KeptHeads) -> Int[Tensor, " kept"]:
-        """Return the indices along the axis that belong to remaining heads, in ascending order."""
-        heads = torch.tensor(kept.kv if self.kind == "kv" else kept.query, dtype=torch.int64)
-        return (self.start + self.step * heads[:, None] + torch.arange(self.width)).flatten()
-
 
 @dataclass(frozen=True)
 class HeadModule:
@@ -107,11 +101,7 @@ class HeadModule:
     output: str
 
     def parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, list[HeadBlocks]]]:
-        """Return each parameter with heads, and its blocks, all of which are along one axis.
-
-        Raises:
-            InputError: the axis has another length than all blocks together.
-        """
+        """Return each parameter with heads, and its blocks, all of which are along one axis."""
         blocks_of: dict[str, list[HeadBlocks]] = {}
         for each in self.blocks:
             blocks_of.setdefault(each.parameter, []).append(each)
@@ -127,10 +117,6 @@ class HeadModule:
     def kept(self, query: Iterable[int]) -> KeptHeads:
         """Return the remaining heads of this module, of which the query heads `query` remain, with the key/value heads
         that they attend with.
-
-        Raises:
-            InputError: there are none; a head is not in the module; remaining key/value heads would serve different
-                numbers of query heads.
         """
         heads = sorted(set(query))
         if not heads or not 0 <= heads[0] <= heads[-1] < self.num_heads:
@@ -144,11 +130,7 @@ class HeadModule:
         return KeptHeads(tuple(heads), tuple(kv for kv, size in enumerate(sizes) if size))
 
     def set_counts(self, module: nn.Module, kept: KeptHeads) -> None:
-        """Set the attributes of the module that follow from its numbers of heads.
-
-        Raises:
-            InputError: such an attribute has another value than the heads imply.
-        """
+        """Set the attributes of the module that follow from its numbers of heads."""
         for name, count in COUNTS.items():
             if name not in vars(module):
                 continue
@@ -164,14 +146,9 @@ Part = tuple[HeadPart | None, int, int]
 
 
 def blocks_along(parameter: str, axis: int, parts: Sequence[Part], *, is_joint: bool = False) -> list[HeadBlocks]:
-    """Return the blocks of heads along an axis of a parameter, without gaps.
-
-    Args:
-        parameter: path of the parameter in the model.
-        axis: axis of the parameter.
-        parts: parts of the axis, in order.
-        is_joint: True if all parts of one head stand before those of the next one; False if all heads of one part stand
-            before those of the next one.
+    """Return the blocks of heads along an axis of a parameter, without gaps, for the parts of the axis in order. If
+    they are joint, all parts of one head stand before those of the next one; otherwise all heads of one part stand
+    before those of the next one.
     """
     start, joint_width = 0, sum(width for _, _, width in parts)
     blocks: list[HeadBlocks] = []

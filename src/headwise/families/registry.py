@@ -323,8 +323,11 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """Return the architecture of an attention module, by the name of its class; None if it is unknown."""
-    return next((family for family in FAMILIES if type(module).__name__ in family.classes), None)
+    """Return the architecture of an attention module, by the name of its class; None if it is unknown, or if the class
+    is another one of the same name as that of headwise or torch.
+    """
+    family = next((family for family in FAMILIES if type(module).__name__ in family.classes), None)
+    return family if family is None or not family.types or type(module) in family.types else None
 
 
 def converted_families() -> dict[str, Family]:
@@ -333,22 +336,17 @@ def converted_families() -> dict[str, Family]:
 
 
 def places_of_heads(model: nn.Module, path: str) -> HeadModule:
-    """Return the places of the heads in the attention module at `path`.
-
-    Raises:
-        InputError: there is no such module, its architecture is unknown, or a projection computes its weights, such as
-            with a parametrization, or has further parameters, such as those of LoRA.
-    """
+    """Return the places of the heads in the attention module at `path`."""
     module = dict(model.named_modules()).get(path)
     if module is None:
         raise InputError("model", expected=f"a module {path}", got="none")
     name, family = type(module).__name__, family_of(module)
     if family is None:
+        if same_name := [each.name for each in FAMILIES if name in each.classes]:
+            raise InputError("model", expected=same_name[0], got=f"another {name} in {path}")
         removable = (each for each in FAMILIES if each.why_not_removed is None)
         known = ", ".join(class_name for each in removable for class_name in each.classes)
         raise InputError("model", expected=f"attention modules of {known}", got=f"{name} in {path}")
-    if family.types and type(module) not in family.types:
-        raise InputError("model", expected=family.name, got=f"another {name} in {path}")
     try:
         places = family.places(model, path)
     except AttributeError as error:  # a projection of another class
@@ -372,11 +370,7 @@ def places_of_heads(model: nn.Module, path: str) -> HeadModule:
 
 
 def head_module(model: nn.Module, path: str) -> HeadModule:
-    """Return the places of the heads in the attention module at `path`, whose heads can be removed.
-
-    Raises:
-        InputError: as `places_of_heads`; or heads of the module depend on the number of heads or on each other.
-    """
+    """Return the places of the heads in the attention module at `path`, whose heads can be removed."""
     places, module = places_of_heads(model, path), model.get_submodule(path)
     family = family_of(module)
     if family is not None and (option := family.head_dependence(module)):

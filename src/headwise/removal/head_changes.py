@@ -27,13 +27,8 @@ def check_parameters(model: nn.Module, modules: Sequence[HeadModule]) -> None:
 
 
 def reorder_heads(model: nn.Module, module: HeadModule, kv_order: Sequence[int]) -> None:
-    """Bring the key/value heads into another order, together with their query heads and all that belongs to these. The
-    output of the module does not change.
-
-    Args:
-        model: the model.
-        module: the attention module.
-        kv_order: for each new place, the key/value head that comes there.
+    """Bring the key/value heads into another order, together with their query heads and all that belongs to these. For
+    each new place, `kv_order` has the present number of the head. The output of the module does not change.
     """
     group = module.num_heads // module.num_kv_heads
     query_order = [kv * group + member for kv in kv_order for member in range(group)]
@@ -74,13 +69,8 @@ def average_heads(
     key_weights: Float[Tensor, "groups members"],
     value_weights: Float[Tensor, "groups members"],
 ) -> None:
-    """Replace the keys and the values of each head by the weighted mean of its group of consecutive heads.
-
-    Args:
-        model: the model.
-        module: the attention module.
-        key_weights: weights of the keys, whose sum in each group is 1.
-        value_weights: weights of the values.
+    """Replace the keys and the values of each head by the weighted mean of its group of consecutive heads. The sum of
+    the weights in each group is 1.
     """
     weights: dict[HeadPart | None, Tensor] = {"key": key_weights, "value": value_weights}
 
@@ -97,12 +87,8 @@ def average_heads(
 
 @torch.no_grad()
 def _change(model: nn.Module, module: HeadModule, change: Callable[[Tensor, HeadBlocks], Tensor]) -> None:
-    """Replace each block of heads in the parameters of a module, in place, computed in float64.
-
-    Args:
-        model: the model.
-        module: the attention module.
-        change: function of the numbers of the heads `(heads, width, other)` and of the block.
+    """Replace the numbers of the heads `(heads, width, other)` of each block in the parameters of a module by a
+    function of them and of the block, in place, computed in float64.
     """
     for blocks in module.blocks:
         part = blocks.view(model.get_parameter(blocks.parameter))

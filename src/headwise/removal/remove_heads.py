@@ -4,7 +4,7 @@ A model of `transformers` records the remaining heads in its configuration, unle
 state them. Such a record is saved with the model, and read by `headwise.load`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from headwise.errors import InputError
 from headwise.families.head_module import HeadModule, KeptHeads
-from headwise.families.registry import Family, family_of, head_module
+from headwise.families.registry import family_of, head_module
 
 RECORD = "headwise_kept_heads"
 """Field of a configuration with the remaining heads: for each path of an attention module the indices of its query
@@ -22,32 +22,45 @@ heads, among those of the dense model."""
 
 def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record: bool = True) -> None:
     """Remove all other heads than those in `kept` from attention modules of a model, in place, and let the model's
-    configuration state the remaining ones.
-
-    Args:
-        model: the model.
-        kept: remaining heads of some attention modules, by the path of the module.
-        may_record: True to record the heads in the configuration if its own fields cannot state them.
-
-    Raises:
-        InputError: a module is of no known family, or stores other numbers than its heads imply; the family needs
-            equally many heads in all layers; the fields of the configuration cannot state the heads, and `may_record`
-            is False; or heads were removed before that the configuration records, whose numbers are of the dense model.
+    configuration state the remaining ones: in a record if its own fields cannot, and `may_record` allows it.
     """
     if hasattr(getattr(model, "config", None), RECORD):
         expected = "one without removed heads that its configuration records"
         remedy = "prune the dense model by one plan"
         raise InputError("model", expected=expected, got="one with such heads", remedy=remedy)
     modules = _remove(model, kept)
-    _state_heads(model, modules, kept, may_record=may_record)
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return
+    fields_of = _own_fields(model, modules, kept)
+    if fields_of is not None and _shapes_of_new(model, fields_of) == _shapes(model):
+        configs = {id(each): each for each in (config, *(getattr(each, "config", None) for each in model.modules()))}
+        for name, fields in fields_of.items():
+            part = _part(config, name)
+            configs[id(part)] = part
+            before = [getattr(part, field, None) for field in fields]
+            # Modules may have copies of the configuration, which state the same heads in these fields.
+            for each in configs.values():
+                if type(each) is type(part) and [getattr(each, field, None) for field in fields] == before:
+                    for field, value in fields.items():
+                        setattr(each, field, value)
+        return
+    if not may_record:
+        expected = "a model whose configuration can state the remaining heads"
+        raise InputError("model", expected=expected, got=type(model).__name__)
+    families = [family_of(model.get_submodule(path)) for path in modules]
+    if any(family is not None and family.reads_config for family in families):
+        if fields_of is not None:
+            expected, got = "a model whose configuration can state fewer heads", f"a {type(model).__name__}"
+            raise InputError("model", expected=expected, got=f"{got} that transformers cannot make anew")
+        expected = f"equally many heads in all layers of a {type(model).__name__}, which its configuration states"
+        raise InputError("heads", expected=expected, got="different numbers")
+    setattr(config, RECORD, {path: list(heads.query) for path, heads in kept.items()})
 
 
 def remove_recorded_heads(model: nn.Module, record: Mapping[str, Sequence[int]]) -> None:
     """Remove the heads from a dense model that were removed from the model whose configuration has this record. Paths
     of modules may lack the prefix of the model that was saved, or have one in addition.
-
-    Raises:
-        InputError: the model has no such module, or not these heads.
     """
     paths = dict(model.named_modules())
     prefix = getattr(model, "base_model_prefix", "") + "."
@@ -71,8 +84,12 @@ def _remove(model: nn.Module, kept: Mapping[str, KeptHeads]) -> dict[str, HeadMo
         for parameter, blocks in modules[path].parameters(model):
             owner_path, _, name = blocks[0].parameter.rpartition(".")
             owner: Any = model.get_submodule(owner_path)
-            indices = torch.cat([each.kept_indices(heads) for each in blocks]).sort().values.to(parameter.device)
-            sliced = nn.Parameter(parameter.detach().index_select(blocks[0].axis, indices), parameter.requires_grad)
+            indices = []  # along the axis of the heads
+            for each in blocks:
+                starts = each.start + each.step * torch.tensor(heads.kv if each.kind == "kv" else heads.query)
+                indices.append((starts[:, None] + torch.arange(each.width)).flatten())
+            remaining = torch.cat(indices).sort().values.to(parameter.device)
+            sliced = nn.Parameter(parameter.detach().index_select(blocks[0].axis, remaining), parameter.requires_grad)
             setattr(owner, name, sliced)
             if name == "weight" and isinstance(owner, nn.Linear):
                 owner.out_features, owner.in_features = sliced.shape
@@ -90,7 +107,8 @@ def _separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
     """
     modules_of_stack: dict[tuple[str, str], dict[str, Any]] = {}
     for path, module in model.named_modules():
-        if (family := family_of(module)) is not None and family.positions == "shared bias":
+        is_named = (family := family_of(module)) is not None and family.positions == "shared bias"
+        if is_named and hasattr(module, "has_relative_attention_bias"):  # not another class of the same name
             stack, _, inside = path.rpartition(".block.")
             modules_of_stack.setdefault((stack, inside.rpartition(".")[2]), {})[path] = module
     for modules in modules_of_stack.values():
@@ -112,82 +130,32 @@ def _ignore_bias(module: nn.Module, arguments: tuple[Any, ...], named: dict[str,
     return arguments, {**named, "position_bias": None}
 
 
-def _state_heads(
-    model: Any, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads], *, may_record: bool
-) -> None:
-    """Let the configuration of a `transformers` model state the remaining heads: by its own fields if a model made from
-    it has the same shapes, otherwise by a record.
-    """
-    config = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
-        return
-    fields_of = _own_fields(model, modules, kept)
-    if fields_of is not None and _shapes_of_new(model, fields_of) == _shapes(model):
-        for part, fields in fields_of.items():
-            for each in _copies(model, _part(config, part), fields):
-                for name, value in fields.items():
-                    setattr(each, name, value)
-        return
-    if not may_record:
-        expected = "a model whose configuration can state the remaining heads"
-        raise InputError("model", expected=expected, got=type(model).__name__)
-    if any(_family(model, path).reads_config for path in modules):
-        if fields_of is not None:
-            expected, got = "a model whose configuration can state fewer heads", f"a {type(model).__name__}"
-            raise InputError("model", expected=expected, got=f"{got} that transformers cannot make anew")
-        expected = f"equally many heads in all layers of a {type(model).__name__}, which its configuration states"
-        raise InputError("heads", expected=expected, got="different numbers")
-    setattr(config, RECORD, {path: list(heads.query) for path, heads in kept.items()})
-
-
-def _family(model: nn.Module, path: str) -> Family:
-    """Return the architecture of an attention module whose heads were removed."""
-    family = family_of(model.get_submodule(path))
-    assert family is not None  # by `head_module`
-    return family
-
-
 def _own_fields(
     model: Any, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads]
 ) -> dict[str, dict[str, int]] | None:
-    """Return values for fields of a model's configuration that state the remaining heads, by the part of the
-    configuration; None if the modules differ, or have no such fields.
+    """Return values for fields of a model's configuration that state the remaining heads, by the name of the field with
+    this part of the configuration, which is empty for the configuration itself; None if the modules differ, or have no
+    such fields.
     """
     fields_of: dict[str, dict[str, int]] = {}
     for path, module in modules.items():
-        part = _part_name(model.config, getattr(model.get_submodule(path), "config", None))
-        names = _family(model, path).config_fields
-        if part is None or not names:
+        attention = model.get_submodule(path)
+        family, part = family_of(attention), getattr(attention, "config", None)
+        name: str | None = ""  # also for a copy of the configuration, as the stacks of T5 have
+        if type(part) is not type(model.config):
+            name = next((name for name, value in vars(model.config).items() if value is part), None)
+        if name is None or family is None or not family.config_fields:
             return None
         numbers = {"heads": len(kept[path].query), "kv_heads": len(kept[path].kv), "head_dim": module.head_dim}
-        fields = {field: numbers[name] for name, field in names.items()}
-        if fields_of.setdefault(part, fields) != fields:
+        fields = {field: numbers[number] for number, field in family.config_fields.items()}
+        if fields_of.setdefault(name, fields) != fields:
             return None
     return fields_of
-
-
-def _part_name(config: Any, part: Any) -> str | None:
-    """Return the name of the field of a configuration that is `part`; empty for the configuration itself, or a copy of
-    it, as the stacks of T5 have; None if there is none.
-    """
-    if type(part) is type(config):
-        return ""
-    return next((name for name, value in vars(config).items() if value is part), None)
 
 
 def _part(config: Any, name: str) -> Any:
     """Return the part of a configuration with this name."""
     return getattr(config, name) if name else config
-
-
-def _copies(model: nn.Module, part: Any, fields: Mapping[str, int]) -> Iterator[Any]:
-    """Yield a part of a model's configuration, and all copies of it in the model's modules that state the same heads in
-    these fields.
-    """
-    before = [getattr(part, name, None) for name in fields]
-    configs = {id(each): each for module in model.modules() if (each := getattr(module, "config", None)) is not None}
-    copies = [each for each in configs.values() if each is not part and type(each) is type(part)]
-    yield from (part, *(each for each in copies if [getattr(each, name, None) for name in fields] == before))
 
 
 def _shapes_of_new(model: Any, fields_of: Mapping[str, Mapping[str, int]]) -> dict[str, torch.Size] | None:
@@ -214,16 +182,9 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def loader_of(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> str:
-    """Return what loads a model without other heads than those in `kept`, when it is saved: "transformers", if the
-    fields of its configuration can state them; otherwise "headwise". Return "none" for a model that is not of
-    `transformers`.
-
-    Args:
-        model: the dense model.
-        kept: query heads that remain, by the path of the attention module.
-
-    Raises:
-        InputError: the model has no such module, or the module not these heads; or nothing could load the model.
+    """Return what loads a model without other query heads than those in `kept`, by the path of the attention module,
+    when it is saved: "transformers", if the fields of its configuration can state them; otherwise "headwise". Return
+    "none" for a model that is not of `transformers`.
     """
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return "none"
@@ -241,12 +202,9 @@ def has_record(config: Any) -> bool:
 
 
 def class_of_saved(loader: Any, config: Any) -> Any:
-    """Return the class whose `from_pretrained` loads a saved model: `loader` or, if heads were removed that the fields
-    of the configuration cannot state, a class that makes such a model. The model is then one of the dense class.
-
-    Args:
-        loader: class of a model of `transformers`, or an auto class such as `AutoModel`.
-        config: configuration of the saved model.
+    """Return the class whose `from_pretrained` loads a saved model with this configuration: `loader` (a class of a
+    model of `transformers`, or an auto class such as `AutoModel`) or, if heads were removed that the fields of the
+    configuration cannot state, a class that makes such a model. The model is then one of the dense class.
     """
     if not has_record(config):
         return loader

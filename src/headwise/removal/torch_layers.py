@@ -8,16 +8,11 @@ from headwise.compat import MultiheadAttention
 from headwise.errors import InputError
 
 
-def has_torch_layers(model: nn.Module) -> bool:
-    """Return True if a model contains torch's `nn.MultiheadAttention`."""
-    return any(type(module) is nn.MultiheadAttention for module in model.modules())
-
-
 def with_own_layers(model: nn.Module) -> nn.Module:
     """Return a model that computes the same with `headwise.compat.MultiheadAttention` in place of torch's layer, and
     shares all parameters and buffers with `model`; `model` itself if it has none of torch's layers.
     """
-    if not has_torch_layers(model):
+    if not any(type(module) is nn.MultiheadAttention for module in model.modules()):
         return model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return replace_torch_layers(deepcopy(model, shared))
@@ -26,9 +21,6 @@ def with_own_layers(model: nn.Module) -> nn.Module:
 def replace_torch_layers(model: nn.Module) -> nn.Module:
     """Replace torch's attention layers in a model, in place, by `headwise.compat.MultiheadAttention` with the same
     parameters, and return the model; or the replacement, if the model is itself such a layer.
-
-    Raises:
-        InputError: a layer has forward hooks, or stands in several places of the model.
     """
     if type(model) is nn.MultiheadAttention:
         return _own_layer(model, "model")

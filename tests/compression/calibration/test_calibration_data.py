@@ -173,12 +173,6 @@ def test_a_module_without_head_outputs_loses_nothing():
         assert torch.allclose(fitted(**batches[0])[0], model(**batches[0])[0])
 
 
-def test_padding_alone_is_refused():
-    batch = {"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}
-    with pytest.raises(hw.InputError, match="^calibration: .* finite numbers, got padding alone"):
-        hw.LeastSquaresScores(families.model("llama"), [batch])
-
-
 class Masked(torch.nn.Module):
     """Torch's layer with tokens first or sequences first, in a model that takes an attention mask."""
 

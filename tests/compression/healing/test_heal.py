@@ -241,9 +241,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch):
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(
-        hw.InputError, match=r"^out: expected a file '.*unfinished-heal.pt' .* got No space left on dev"
-    ):
+    with pytest.raises(hw.InputError, match=r"^out: expected a file '.*unfinished-heal.pt' .* got No space left on de"):
         heal(model, teacher, texts(), 12, lr=1e-2, out=tmp_path, checkpoint_every=3)
     monkeypatch.setattr(os, "fsync", fsync)
     assert [path.name for path in tmp_path.iterdir()] == ["unfinished-heal.pt"]
@@ -274,37 +272,20 @@ def test_another_run_in_the_folder_is_refused_or_replaced(options, difference, t
     assert torch.equal(weights(run(**options)), weights(replaced))
 
 
-def half_frozen(model, teacher):
-    model.model.embed_tokens.requires_grad_(False)
-
-
-def other_buffer_of_the_model(model, teacher):
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-def other_buffer_of_the_teacher(model, teacher):
-    teacher.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-def other_norm_of_the_teacher(model, teacher):
-    teacher.model.norm.variance_epsilon = 0.1
-
-
-def other_field_of_the_teacher(model, teacher):
-    teacher.config.rms_norm_eps = 0.1
-
-
-def other_attention(model, teacher):
-    model.set_attn_implementation("eager")
-
-
+FREQUENCIES = "modules.model.rotary_emb.inv_freq"
 OTHER_MODELS = [
-    (half_frozen, "settings.trained"),
-    (other_buffer_of_the_model, "settings.student.modules.model.rotary_emb.inv_freq"),
-    (other_buffer_of_the_teacher, "settings.teacher.modules.model.rotary_emb.inv_freq"),
-    (other_norm_of_the_teacher, "settings.teacher.modules.model.norm.variance_epsilon"),
-    (other_field_of_the_teacher, r"settings.teacher.(attention|config.rms_norm_eps)"),
-    (other_attention, "settings.student.config.attn_implementation"),
+    (lambda model, teacher: model.model.embed_tokens.requires_grad_(False), "settings.trained"),
+    (lambda model, teacher: model.model.rotary_emb.inv_freq.mul_(0.5), f"settings.student.{FREQUENCIES}"),
+    (lambda model, teacher: teacher.model.rotary_emb.inv_freq.mul_(0.5), f"settings.teacher.{FREQUENCIES}"),
+    (
+        lambda model, teacher: setattr(teacher.model.norm, "variance_epsilon", 0.1),
+        "settings.teacher.modules.model.norm.variance_epsilon",
+    ),
+    (
+        lambda model, teacher: setattr(teacher.config, "rms_norm_eps", 0.1),
+        r"settings.teacher.(attention|config.rms_norm_eps)",
+    ),
+    (lambda model, teacher: model.set_attn_implementation("eager"), "settings.student.config.attn_implementation"),
 ]
 
 
@@ -333,9 +314,7 @@ def test_a_run_with_another_dropout_is_refused(tmp_path):
         heal(model, teacher, texts(kind="encoder"), 3, out=tmp_path)
 
     run(0.1)
-    with pytest.raises(
-        hw.InputError, match=r"got another run \(settings.student.modules.embeddings.dropout.p differs\)"
-    ):
+    with pytest.raises(hw.InputError, match=r"got another run \(settings.student.modules.embeddings.dropout.p differs"):
         run(0.5)
 
 
@@ -393,11 +372,7 @@ def test_mistakes_are_named(tmp_path):
         ((model, teacher, data, 5), {"temperature": -1.0}, "^temperature: expected a finite number above 0, got -1"),
         ((model, teacher, data, 5), {"seed": -1}, "^seed: expected a whole number of 0 or more"),
         ((model, teacher, data, 5), {"batch": 0}, "^batch: expected a whole number of 1 or more, got 0"),
-        (
-            (model, teacher, list(data), 5),
-            {"batch": 2},
-            "^batch: expected None for data that are batches already, got 2",
-        ),
+        ((model, teacher, list(data), 5), {"batch": 2}, "^batch: expected None for data that are batches.*, got 2"),
         ((model, teacher, [], 5), {}, "^data: expected at least one batch, got none"),
         ((model, teacher, 7, 5), {}, "^dataset: expected Texts, or batches, got int"),
         ((frozen, teacher, data, 5), {}, "^model: expected parameters that require gradients, got none"),
@@ -407,11 +382,7 @@ def test_mistakes_are_named(tmp_path):
             {},
             r"^model: expected parameters of float32 or float64, got torch.bfloat16 in .*model.float\(\)",
         ),
-        (
-            (model, teacher.model, data, 5),
-            {},
-            "^model: expected embeddings of shape .* like the teacher's, got logits of",
-        ),
+        ((model, teacher.model, data, 5), {}, "^model: expected embeddings of shape .* like the teacher's, got logits"),
         ((model, teacher, data, 5), {"out": tmp_path / "file"}, "^out: expected a folder that can be created and"),
     ):
         with pytest.raises(hw.InputError, match=message):

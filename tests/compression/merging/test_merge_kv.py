@@ -12,7 +12,7 @@ import tiny
 from headwise.compression.calibration import least_squares_fits, reconstruction
 from headwise.compression.merging.kv_alignment import Freedom, align, key_freedom, similar_groups, value_freedom
 from headwise.compression.merging.merge_kv import mergeable_modules
-from headwise.removal.head_changes import multiply_features, reorder_heads
+from headwise.removal.head_changes import average_heads, multiply_features, reorder_heads
 from headwise.removal.remove_heads import RECORD
 from removal import families
 
@@ -104,21 +104,27 @@ def model_and_data(name):
     return (family(name), batches()[0]) if name in CONFIGS else (layer(name), xs()[0])
 
 
+def random_matrices(model, module, generator):
+    """Return matrices by which the keys, and the values, of each head may be multiplied."""
+    matrices = []
+    for freedom in (key_freedom(model, module), value_freedom(model, module)):
+        shape = (module.num_kv_heads, freedom.width, freedom.width)
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        matrices.append(torch.stack([freedom.nearest(each) for each in noise]))
+    return matrices
+
+
 @pytest.mark.parametrize("name", [*CONFIGS, *LAYERS])
 def test_alignment_and_order_of_heads_leave_the_output_unchanged(name):
     model, data = model_and_data(name)
     generator, turned, ordered = torch.Generator().manual_seed(1), deepcopy(model), deepcopy(model)
     is_turned = []
     for module in mergeable_modules(model, 1).values():
-        matrices = []
-        for freedom, width in (
-            (key_freedom(model, module), module.head_dim), (value_freedom(model, module), module.value_dim)
-        ):  # fmt: skip
-            noise = torch.randn(module.num_kv_heads, width, width, generator=generator, dtype=torch.float64)
-            matrices.append(torch.stack([freedom.nearest(each) for each in noise]))
-            is_turned.append(not torch.equal(matrices[-1], torch.eye(width).expand_as(matrices[-1]).double()))
-            eye = matrices[-1] @ matrices[-1].mT
-            assert torch.allclose(eye, torch.eye(width).double(), atol=1e-13, rtol=0)
+        matrices = random_matrices(model, module, generator)
+        for each in matrices:
+            eye = torch.eye(each.shape[-1], dtype=torch.float64)
+            is_turned.append(not torch.equal(each, eye.expand_as(each)))
+            assert torch.allclose(each @ each.mT, eye, atol=1e-13, rtol=0)
         multiply_features(turned, module, *matrices)
         reorder_heads(ordered, module, torch.randperm(module.num_kv_heads, generator=generator).roll(1).tolist())
     expected = {"layer norm": [False, True], "phi, norm": [False, True], "element gate": [True, False]}
@@ -185,15 +191,11 @@ def test_heads_that_are_equal_up_to_a_rotation_are_merged_exactly(name, grouping
     present = next(iter(mergeable_modules(model, 1).values())).num_kv_heads
     groups = 2 if present % 2 == 0 and present > 2 else 1
     equal, generator = deepcopy(model), torch.Generator().manual_seed(1)
+    first = torch.zeros(groups, present // groups).double()
+    first[:, 0] = 1.0
     for module in mergeable_modules(model, 1).values():
-        make_equal(equal, module, groups)
-        matrices = []
-        for freedom, width in (
-            (key_freedom(model, module), module.head_dim), (value_freedom(model, module), module.value_dim)
-        ):  # fmt: skip
-            noise = torch.randn(present, width, width, generator=generator, dtype=torch.float64)
-            matrices.append(torch.stack([freedom.nearest(each) for each in noise]))
-        multiply_features(equal, module, *matrices)
+        average_heads(equal, module, first, first)  # the heads of each group become equal
+        multiply_features(equal, module, *random_matrices(model, module, generator))
         if grouping == "similarity":
             reorder_heads(equal, module, [*range(0, present, 2), *range(1, present, 2)])
     calibration = xs() if isinstance(model, hw.MultiHeadAttention) else batches()
@@ -206,15 +208,6 @@ def test_heads_that_are_equal_up_to_a_rotation_are_merged_exactly(name, grouping
     assert (mean - expected).abs().max() > 1e-3 * expected.abs().max()
     tolerance = 1e-5 if name in CONFIGS else 1e-9
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
-
-
-def make_equal(model, module, groups):
-    """Make the key/value heads of each group of consecutive ones equal."""
-    from headwise.removal.head_changes import average_heads
-
-    first = torch.zeros(groups, module.num_kv_heads // groups).double()
-    first[:, 0] = 1.0
-    average_heads(model, module, first, first)
 
 
 @pytest.mark.parametrize("name", representatives_and_slow(name for name in CONFIGS if name != "gpt-oss"))
@@ -324,11 +317,7 @@ def test_a_trained_study_model_is_merged():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "llama",
-            {"num_kv_heads": 2},
-            "num_kv_heads: expected a number below 2 that divides it, the key/value heads of",
-        ),
+        ("llama", {"num_kv_heads": 2}, "num_kv_heads: expected a number below 2 that divides it, the key/value heads"),
         ("phi", {"num_kv_heads": 4}, "num_kv_heads: expected a number below 6 that divides it, .*, got 4"),
         ("llama", {"num_kv_heads": 0}, "num_kv_heads: expected a whole number"),
         ("llama", {"num_kv_heads": 1, "method": "median"}, "method: expected 'mean', .*, got 'median'"),

@@ -13,6 +13,7 @@ from headwise.analysis.ablation_result import Ablation
 from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.runs.rows import HeadRow, MeanEstimate
+from removal import families
 
 
 def table(scores, heads=6, kv_heads=6):
@@ -47,6 +48,18 @@ def test_free_plans_keep_the_best_heads_of_the_model_and_one_in_each_layer():
     plan = plan_pruning(table(SCORES), keep=0.5, constraint="free")
     assert [each.kept for each in plan.modules] == [(0,), (0, 1, 2, 3, 5)]  # layer 0 would be empty
     assert [each.kept for each in plan_pruning(table(SCORES), keep=0.01, constraint="free").modules] == [(0,), (0,)]
+
+
+def test_each_module_of_an_encoder_decoder_keeps_a_head():
+    """The attention modules of a decoder layer state one number, and are numbered by headwise."""
+    model = families.model("bart")
+    plan = plan_pruning(hw.MagnitudeScores(model, families.inputs("bart")), keep=0.01, constraint="free")
+    assert [each.kind for each in plan.modules] == ["self"] * 3 + ["cross", "self", "cross"]
+    assert [len(each.kept) for each in plan.modules] == [1] * 6
+    rows = table(SCORES).heads
+    same = Ablation(tuple(dataclasses.replace(row, layer=0) for row in rows), {})
+    with pytest.raises(hw.InputError, match=r"^scores: expected a layer of its own for each module, got \[0, 0\]"):
+        plan_pruning(same, keep=0.5)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +135,7 @@ def test_mistakes_are_named():
         (table(SCORES), {"keep": 0.5, "rounds": 3}, "^rounds: expected 1 for a table, .* got 3; pass a function"),
         (table(SCORES), {"keep": 0.5, "statistic": "entropy"}, "^statistic: expected one of cost, loss, got 'entropy'"),
         (table([*SCORES[:-1], math.nan]), {"keep": 0.5}, "^scores: expected a number for each head, got NaN for 1.5"),
-        (
-            least_squares,
-            {"keep": 0.5, "constraint": "free"},
-            "^constraint: expected uniform or groups for these scores",
-        ),
+        (least_squares, {"keep": 0.5, "constraint": "free"}, "^constraint: expected uniform or groups for these score"),
         (least_squares, {"keep": 0.5, "statistic": "cost"}, "^statistic: expected None for scores that are no table"),
         ("magnitude", {"keep": 0.5}, "^scores: expected a table of heads, .* got str"),
         (lambda gates: 3, {"keep": 0.5}, "^scores: expected a table of heads, .* got int"),

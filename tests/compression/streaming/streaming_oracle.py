@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import tiny
-from headwise.compression.streaming.localized_module import LocalizedModule
+from headwise.compression.streaming.streaming_attention import LocalizedModule
 from headwise.compression.streaming.streaming_heads import StreamingHeads
 
 ROTARY = {
@@ -62,6 +62,12 @@ def streaming_heads(made, window, first, pattern):
             LocalizedModule(layer, path, config.num_attention_heads, kv_heads, 2 * width, "float64", own, heads)
         )
     return StreamingHeads(tuple(modules), window, first, 0.01, (1.0, 1.0), (1.0, 1.0), 1, 1, False)
+
+
+def decoder(name="llama", window=5, first=2, implementation="sdpa", pattern=((0, 2, 5), (1,), (0, 1, 2, 3, 4, 5))):
+    """Return a tiny decoder, and streaming heads of it."""
+    made = model(name, implementation)
+    return made, streaming_heads(made, window, first, pattern)
 
 
 def head_mask(streaming, module, real):

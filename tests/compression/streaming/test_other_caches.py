@@ -8,7 +8,7 @@ import transformers
 
 import headwise as hw
 from compression.streaming import streaming_oracle
-from compression.streaming.streaming_oracle import assert_close, expected_logits, ids, in_chunks, streaming_heads
+from compression.streaming.streaming_oracle import assert_close, expected_logits, ids, in_chunks
 from headwise.compression.streaming.streaming_attention import PositionReader, TokenPositions
 from headwise.intercept.hf_calls import without_compiled_code
 
@@ -17,8 +17,7 @@ SIZE = 23
 
 
 def decoder(name="llama", implementation="sdpa"):
-    made = streaming_oracle.model(name, implementation)
-    return made, streaming_heads(made, 4, 2, PATTERN)
+    return streaming_oracle.decoder(name, 4, 2, implementation, PATTERN)
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gemma3", "sdpa")])
@@ -139,8 +138,7 @@ def fail(*_):
 @pytest.mark.parametrize("new", [1, 3])
 @torch.no_grad()
 def test_a_cache_is_refused_after_an_interrupted_call(pattern, layer, new):
-    made = streaming_oracle.model("llama")
-    streaming = streaming_heads(made, 4, 2, pattern)
+    made, streaming = streaming_oracle.decoder("llama", 4, 2, pattern=pattern)
     tokens, cache = ids(1, 14), streaming.cache(made)
     expected, more = expected_logits(made, streaming, tokens), tokens[:, 6 : 6 + new]
     with streaming.running(made):
@@ -163,8 +161,7 @@ def test_a_cache_is_refused_after_an_interrupted_call(pattern, layer, new):
 
 @torch.no_grad()
 def test_a_cache_is_refused_after_a_refused_call():
-    made = streaming_oracle.model("llama")
-    streaming = streaming_heads(made, 4, 2, [(0, 1)] * 3)
+    made, streaming = streaming_oracle.decoder("llama", 4, 2, pattern=[(0, 1)] * 3)
     tokens, mask = ids(1, 9), torch.ones(1, 9, dtype=torch.long)
     mask[0, 3] = 0
     expected = expected_logits(made, streaming, tokens)
@@ -181,8 +178,7 @@ def test_a_cache_is_refused_after_a_refused_call():
 
 @torch.no_grad()
 def test_a_cache_is_refused_if_the_last_attention_was_interrupted(monkeypatch):
-    made = streaming_oracle.model("llama")
-    streaming = streaming_heads(made, 4, 2, [(0, 1)] * 3)
+    made, streaming = streaming_oracle.decoder("llama", 4, 2, pattern=[(0, 1)] * 3)
     tokens, cache = ids(1, 9), streaming.cache(made)
     seven = TokenPositions(7, None)
     with streaming.running(made):

@@ -8,15 +8,9 @@ import transformers
 
 import headwise as hw
 from compression.streaming import streaming_oracle
-from compression.streaming.streaming_oracle import assert_close, expected_logits, ids, streaming_heads
+from compression.streaming.streaming_oracle import assert_close, decoder, expected_logits, ids
 
-PATTERN = [(0, 2, 5), (1,), (0, 1, 2, 3, 4, 5)]
 DECODERS = sorted(streaming_oracle.CONFIGS)
-
-
-def decoder(name="llama", window=5, first=2, implementation="sdpa"):
-    made = streaming_oracle.model(name, implementation)
-    return made, streaming_heads(made, window, first, PATTERN)
 
 
 def in_chunks(made, streaming, tokens, sizes, cache=None, real=None):
@@ -170,7 +164,7 @@ def test_what_the_cache_refuses():
     tokens = ids(2, 12)
     with pytest.raises(hw.InputError, match=r"past_key_values: expected a model that runs with these streaming heads"):
         made(tokens, past_key_values=streaming.cache(made))
-    other = streaming_heads(made, 6, 2, PATTERN)
+    _, other = decoder(window=6)
     with other.running(made), pytest.raises(hw.InputError, match="a model that runs with these streaming heads"):
         made(tokens, past_key_values=streaming.cache(made))
     right = torch.arange(12) < torch.tensor([12, 7])[:, None]

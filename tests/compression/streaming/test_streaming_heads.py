@@ -1,5 +1,6 @@
 """`StreamingHeads`: bytes, files, and the models that they are for."""
 
+import functools
 import json
 from copy import deepcopy
 from io import StringIO
@@ -17,7 +18,9 @@ from headwise.compression.streaming.streaming_heads import StreamingHeads
 WINDOW, FIRST = 4, 2
 
 
+@functools.cache
 def localized(name="llama", dtype=torch.float64):
+    """Return a model, which tests copy before they change it, and its streaming heads."""
     made = streaming_oracle.model(name).to(dtype)
     dataset = [{"input_ids": ids(2, 15, seed)} for seed in range(2)]
     return made, localize(made, dataset, 0.2, window=WINDOW, first=FIRST)
@@ -33,7 +36,7 @@ def llama():
 @torch.no_grad()
 def test_bytes_state_their_dtype_and_are_those_of_the_cache(found_in, run_in):
     made, streaming = localized(dtype=found_in)
-    made = made.to(run_in)
+    made = deepcopy(made).to(run_in)
     stated = streaming.cache_bytes(15, batch=2, dtype=run_in)
     cache = streaming.cache(made)
     with streaming.running(made):
@@ -62,9 +65,7 @@ def test_bytes_of_another_kind_are_refused(llama):
 @pytest.mark.parametrize("run_in", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_is_recognized_in_another_dtype(found_in, run_in):
     made = streaming_oracle.model("llama")
-    dataset = [{"input_ids": ids(2, 15, seed)} for seed in range(2)]
-    streaming = localize(deepcopy(made).to(found_in), dataset, 0.2, window=WINDOW, first=FIRST)
-    streaming = StreamingHeads.from_json(streaming.to_json())
+    streaming = StreamingHeads.from_json(localized(dtype=found_in)[1].to_json())
     streaming.cache(deepcopy(made).to(found_in))  # the same numbers
     if run_in != found_in:
         streaming.cache(deepcopy(made).to(run_in))

@@ -61,11 +61,7 @@ def scored_heads(model: nn.Module, batch: Any) -> tuple[ScoredHead, ...]:
 
 
 def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, Any]]:
-    """Return the batches of a calibration set on the device of a model, without caches.
-
-    Raises:
-        InputError: there are none, or sources have padding and nothing states that of the targets.
-    """
+    """Return the batches of a calibration set on the device of a model, without caches."""
     batches = [to_device(batch, device_of(model)) for batch in iterate_batches(calibration)]
     if not batches:
         raise InputError("calibration", expected="at least one batch", got="none")
@@ -81,24 +77,24 @@ def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, An
 def heads_of_batches(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[ScoredHead, ...]:
     """Return the heads of a model that attend on some of the batches, in the order of the model. Sums over all tokens
     but padding can be computed on these batches.
-
-    Raises:
-        InputError: the model hides tokens as padding that no padding mask of the batch states, so that they would count
-            as text; it is unknown which tokens it hides; or labels of -100 show padding of which no mask is given.
     """
+    needed = name_of_mask(model)
     for batch in batches:
-        _require_mask_of_labels(model, batch)
+        for name, labels in batch.items():  # -100 often stands for padding
+            is_labels = name.endswith("labels") and isinstance(labels, Tensor) and labels.ndim == 2
+            if is_labels and bool((labels == -100).any()):
+                mask = batch.get(needed)
+                if not isinstance(mask, Tensor) or mask.shape != labels.shape:
+                    expected = f"the argument {needed} of shape {tuple(labels.shape)} with {name} of -100"
+                    remedy = "state which tokens are padding"
+                    raise InputError("calibration", expected=expected, got="none of this shape", remedy=remedy)
     registry = _PaddingSurvey(model)
     _run(model, batches, registry)
     return _heads(registry)
 
 
 def heads_of_each_batch(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[ScoredHead, ...]:
-    """Return the heads of a model that attend on each batch, in the order of the model.
-
-    Raises:
-        InputError: some modules attend on some batches alone.
-    """
+    """Return the heads of a model that attend on each batch, in the order of the model."""
     registry = _Survey(model)
     _run(model, batches, registry)
     for record in registry.records:
@@ -186,29 +182,10 @@ class _PaddingSurvey(_Survey):
             )
 
 
-def _require_mask_of_labels(model: Any, batch: dict[str, Any]) -> None:
-    """Raise `InputError` if labels of -100, which often stand for padding, come without a mask of their tokens."""
-    needed = name_of_mask(model)
-    for name, labels in batch.items():
-        if name.endswith("labels") and isinstance(labels, Tensor) and labels.ndim == 2 and bool((labels == -100).any()):
-            mask = batch.get(needed)
-            if not isinstance(mask, Tensor) or mask.shape != labels.shape:
-                expected = f"the argument {needed} of shape {tuple(labels.shape)} with {name} of -100"
-                remedy = "state which tokens are padding"
-                raise InputError("calibration", expected=expected, got="none of this shape", remedy=remedy)
-
-
 def folds_of(batches: Sequence[Mapping[str, Any]], documents: Sequence[int] | None = None) -> list[list[int]]:
     """Return the fold of each sequence of each batch. Folds have similar numbers of tokens. All sequences of a document
-    are in the same fold, unless one document has more than half of the tokens.
-
-    Args:
-        batches: arguments of the model.
-        documents: number of the document of each sequence; None if it is unknown. Then consecutive sequences, which may
-            be parts of one document, are in the same fold.
-
-    Raises:
-        InputError: there is one sequence alone.
+    are in the same fold, unless one document has more than half of the tokens. If the documents are None, consecutive
+    sequences, which may be parts of one document, are in the same fold.
     """
     numbers = [count_sequences_and_tokens(batch)[0] for batch in batches]
     lengths = [length for batch in batches for length in _lengths(batch)]
@@ -219,10 +196,19 @@ def folds_of(batches: Sequence[Mapping[str, Any]], documents: Sequence[int] | No
     for document, length in zip(documents or [], lengths, strict=False):
         tokens_of[document] += length
     if documents is None or max(tokens_of.values()) > sum(lengths) / 2:
-        folds = iter(_consecutive(lengths))
+        number = min(FOLDS, len(lengths))
+        middles = [start + length / 2 for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False)]
+        of_sequences = [int(number * middle / sum(lengths)) for middle in middles]
+        if len(set(of_sequences)) == 1:
+            of_sequences = [0] + [1] * (len(lengths) - 1)
     else:
-        fold_of = _balanced(tokens_of)
-        folds = iter([fold_of[document] for document in documents])
+        sizes = [0] * min(FOLDS, len(tokens_of))
+        fold_of: dict[int, int] = {}
+        for document in sorted(tokens_of, key=lambda each: (-tokens_of[each], each)):  # the longest one first
+            fold_of[document] = sizes.index(min(sizes))
+            sizes[fold_of[document]] += tokens_of[document]
+        of_sequences = [fold_of[document] for document in documents]
+    folds = iter(of_sequences)
     return [list(islice(folds, number)) for number in numbers]
 
 
@@ -233,21 +219,3 @@ def _lengths(batch: Mapping[str, Any]) -> list[int]:
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return [max(1, number) for number in mask.sum(1).tolist()]
     return [max(1, tokens // max(1, sequences))] * sequences
-
-
-def _consecutive(lengths: Sequence[int]) -> list[int]:
-    """Return the fold of each sequence, so that folds are consecutive sequences; at least two folds."""
-    total, number = sum(lengths), min(FOLDS, len(lengths))
-    middles = [start + length / 2 for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False)]
-    folds = [int(number * middle / total) for middle in middles]
-    return folds if len(set(folds)) > 1 else [0] + [1] * (len(lengths) - 1)
-
-
-def _balanced(tokens_of: Mapping[int, int]) -> dict[int, int]:
-    """Return the fold of each document: from the longest one on, each goes to the fold with the fewest tokens."""
-    sizes = [0] * min(FOLDS, len(tokens_of))
-    fold_of = {}
-    for document in sorted(tokens_of, key=lambda each: (-tokens_of[each], each)):
-        fold_of[document] = sizes.index(min(sizes))
-        sizes[fold_of[document]] += tokens_of[document]
-    return fold_of

@@ -74,11 +74,7 @@ def token_weights(
 
 
 def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tensor) -> Tensor | None:
-    """Return the weights of the tokens of one recorded sequence of a batch; None for weights of 1.
-
-    Raises:
-        InputError: the projection has other tokens than in the backward pass.
-    """
+    """Return the weights of the tokens of one recorded sequence of a batch; None for weights of 1."""
     if weights is None:
         return None
     own = weights[batch]
@@ -162,9 +158,6 @@ def weight_gradients(
 ) -> dict[str, WeightGradients]:
     """Return the derivatives of the loss of each sequence with respect to the output projections at some paths, by
     path.
-
-    Raises:
-        InputError: the inputs of a projection are not `(sequences, tokens, width)`, or the loss does not depend on it.
     """
     with progress_bar("gradients", len(batches), "batches") as bar:
         parts = [_of_batch(model, paths, batch, loss) for batch in bar.track(batches, step=1)]

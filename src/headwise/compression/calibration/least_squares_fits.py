@@ -107,12 +107,6 @@ class OutputMoments:
     ) -> Iterator["Fit"]:
         """Yield the fit of the targets by an output projection whose input columns `kept` remain, for each damping. The
         damping draws the weight to the dense one, so that columns without data keep theirs.
-
-        Args:
-            weight: weight of the dense projection.
-            kept: remaining columns.
-            has_bias: True if the projection has a bias, which is fitted too; otherwise the bias is 0.
-            dampings: strengths of the damping.
         """
         centred = self.about_mean() if has_bias else self
         dense = weight.double()[:, kept]
@@ -147,11 +141,8 @@ class WeightChange(NamedTuple):
     centre: Float[Tensor, " width"]
 
     def added_error(self, residual: Float[Tensor, "out width"], moments: OutputMoments) -> float:
-        """Return by how much the sum over tokens of the squared error rises.
-
-        Args:
-            residual: sum over tokens of `r (x - centre)^T`, where r is the error before the change.
-            moments: of the tokens.
+        """Return by how much the sum over tokens of the squared error rises. The sum over tokens of `r (x - centre)^T`
+        is `residual`, where r is the error before the change.
         """
         mapped, centre, x = self.right @ moments.xx, self.right @ self.centre, self.right @ moments.x
         outer = torch.outer(centre, x)
@@ -189,11 +180,6 @@ def _changes(
 class FoldedMoments:
     """Moments of an output projection in each fold, by which it is fitted again without some of its input columns.
 
-    Args:
-        path: path of the projection, for errors.
-        weight: weight of the dense projection.
-        has_bias: True if the projection has a bias, which is fitted too; otherwise the bias is 0.
-
     Attributes:
         folds: moments by fold.
     """
@@ -208,12 +194,7 @@ class FoldedMoments:
             self.folds[fold] = self.folds[fold] + moments if fold in self.folds else moments
 
     def checked(self) -> "FoldedMoments":
-        """Return these moments.
-
-        Raises:
-            InputError: the projection ran on no data, on padding alone or in one fold alone, or on numbers that are NaN
-                or infinite.
-        """
+        """Return these moments."""
         expected = f"texts for which inputs and outputs of {self._path} are finite numbers"
         if not self.folds:
             raise InputError("calibration", expected=expected, got="padding alone")

@@ -41,21 +41,9 @@ def reconstruct(
     batches: Sequence[dict[str, Any]],
     documents: Sequence[int] | None,
 ) -> None:
-    """Fit the output projections of a changed copy of a model, in place, to the outputs of the model.
-
-    The copy has the shapes of the model. It computes what it will without the heads that do not remain, whose columns
-    become 0.
-
-    Args:
-        model: the dense model, in evaluation mode.
-        changed: the copy, in evaluation mode.
-        kept: remaining heads of each attention module that is fitted.
-        batches: arguments of the model.
-        documents: number of the document of each sequence; None if it is unknown.
-
-    Raises:
-        InputError: weights are quantised, or projections share a weight; a module runs on none of the batches; or
-            their padding is not stated; or there is one sequence alone.
+    """Fit the output projections of the attention modules in `kept` in a changed copy of a model, in place, to the
+    outputs of the model. The copy has the shapes of the model. It computes what it will without the heads that do not
+    remain, whose columns become 0. Both models are in evaluation mode.
     """
     modules = {path: head_module(model, path) for path in kept}
     check_parameters(changed, list(modules.values()))
@@ -92,9 +80,6 @@ def _in_order_of_runs(
 ) -> list[str]:
     """Return paths of attention modules in the order in which the model runs them, on the batch on which most of them
     run.
-
-    Raises:
-        InputError: a module runs on no batch; or padding is not stated.
     """
     orders: list[list[str]] = []
     paths_of: dict[str, list[str]] = {}
@@ -175,12 +160,8 @@ def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[s
 
 
 class LayerRuns:
-    """Runs of a model on the batches of a data set, layer by layer.
-
-    Args:
-        model: the model, in evaluation mode.
-        batches: arguments of the model.
-        layers: paths of the layers, in the order in which the model runs them.
+    """Runs of a model, in evaluation mode, on the batches of a data set, layer by layer. The paths of the layers are in
+    the order in which the model runs them.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> None:
@@ -192,12 +173,8 @@ class LayerRuns:
         self._reuses = all(map(self._is_chain_on, sorted({tokens.index(min(tokens)), tokens.index(max(tokens))})))
 
     def run(self, layer: str, projection: str | None = None, *, store: bool) -> list[list[SequenceVectors]]:
-        """Run the model up to a layer on each batch, and return the inputs of an output projection on each.
-
-        Args:
-            layer: path of the layer.
-            projection: path of the projection, which is in the layer; None to record nothing.
-            store: store the output of the layer, for runs up to later layers.
+        """Run the model up to a layer on each batch, and return the inputs of an output projection in the layer on
+        each; nothing without a projection. With `store`, the output of the layer is stored for runs up to later layers.
         """
         recorded: list[list[SequenceVectors]] = []
         for index, (batch, outputs) in enumerate(zip(self._batches, self._outputs, strict=True)):

@@ -122,11 +122,6 @@ def _projection_calls(
 def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
     """Return the padding mask of a batch that fits the tokens of `inputs`, True for tokens that count; None if none
     does.
-
-    Raises:
-        InputError: several masks fit that differ, so that it is not known which one is that of these tokens; or there
-            is padding by a mask of torch's layers, which may have tokens before sequences, or the tokens of `inputs`
-            are in another order than those of a mask that hides some.
     """
     for name, value in batch.items():
         if name.endswith("key_padding_mask") and isinstance(value, Tensor) and bool(value.any()):
@@ -140,11 +135,7 @@ def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batc
 
 
 def stated_padding(shape: Sequence[int], batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
-    """Return the padding mask of a batch that has this shape, True for tokens that count; None if none has.
-
-    Raises:
-        InputError: several masks fit that differ.
-    """
+    """Return the padding mask of a batch that has this shape, True for tokens that count; None if none has."""
     masks = {name: mask for name, mask in padding_masks(batch).items() if mask.shape == tuple(shape)}
     if not masks:
         return None

@@ -50,18 +50,9 @@ def remove_heads_checked(
     may_record: bool = True,
     claim: str = REMOVED,
 ) -> None:
-    """Remove all other heads than those in `kept` from a model, in place, as `remove_heads` does. Verify on batches
-    that it returns the same as with the outputs of these heads set to zero.
-
-    Args:
-        model: the model.
-        kept: remaining heads of attention modules, by path.
-        batches: arguments of the model; as many of them are used as are needed for each module to run once.
-        may_record: True to record the heads in the configuration if its own fields cannot state them.
-        claim: what is verified, for the error message.
-
-    Raises:
-        InputError: an attention module returns something else, or no finite numbers; or as in `remove_heads`.
+    """Remove all other heads than those in `kept` from a model, in place, as `remove_heads` does. Verify that the model
+    returns the same as with the outputs of these heads set to zero, on as many batches as are needed for each module to
+    run once. The error states the `claim`.
     """
     modules = {path: head_module(model, path) for path in kept}
 
@@ -105,14 +96,13 @@ def outputs_of(
         for each in {module.output, path} - {""}:  # the outputs of the model itself are read below
             owners_of.setdefault(each, []).append(path)
 
-    def mean_length(batch: dict[str, Any]) -> float:
-        sequences, tokens = count_sequences_and_tokens(batch)
-        return tokens / max(1, sequences)
-
     calls = module_calls({path: model.get_submodule(path) for path in owners_of}, record)
     bar = progress_bar("comparison of outputs", None, "batches")
     with calls, evaluation_mode(model), torch.no_grad(), bar as progress:
-        for batch in progress.track(sorted(batches, key=mean_length, reverse=True), step=1):
+        counts = map(count_sequences_and_tokens, batches)
+        lengths = [tokens / max(1, sequences) for sequences, tokens in counts]
+        order = sorted(range(len(batches)), key=lengths.__getitem__, reverse=True)
+        for batch in progress.track([batches[index] for index in order], step=1):
             used.append(batch)
             with torch.random.fork_rng():
                 torch.manual_seed(0)

@@ -24,17 +24,6 @@ def distillation_loss(
     Logits `(batch, tokens, vocabulary)`: the Kullback-Leibler divergence of the student's distribution from the
     teacher's, in nats, times `temperature` squared. Other logits, embeddings and plain tensors: the summed squared
     error, divided by the summed squares of the teacher's numbers.
-
-    Args:
-        student: output of the model that is trained.
-        teacher: output of the dense model.
-        model: the student, whose configuration states the size of the vocabulary.
-        batch: the arguments of the models, whose padding masks state which tokens count.
-        temperature: divisor of the logits before the softmax.
-
-    Raises:
-        InputError: an output is neither logits, embeddings nor a tensor, the shapes differ, or it cannot be established
-            which tokens are padding.
     """
     name, of_student = _compared(student)
     other, of_teacher = _compared(teacher)
@@ -70,11 +59,7 @@ def _compared(output: Any) -> tuple[str, Float[Tensor, "batch *others"]]:
 def counted_tokens(
     model: Any, batch: Mapping[str, Any], output: Float[Tensor, "batch tokens width"]
 ) -> Bool[Tensor, "batch tokens"] | None:
-    """Return a mask that is True at the tokens of an output which are not padding; None if no token is padding.
-
-    Raises:
-        InputError: the batch has padding, but no mask for the tokens of the output.
-    """
+    """Return a mask that is True at the tokens of an output which are not padding; None if no token is padding."""
     is_pair = is_encoder_decoder(model)
     mask = batch.get("decoder_attention_mask" if is_pair else "attention_mask")
     labels = batch.get("labels")

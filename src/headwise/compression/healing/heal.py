@@ -54,15 +54,7 @@ CHECKPOINT, FINISHED = "unfinished-heal.pt", "healed.pt"
 
 @dataclass(frozen=True)
 class HealingOptions:
-    """Options of `heal`, checked.
-
-    Attributes:
-        steps: number of optimizer steps, of one batch each.
-        lr: peak learning rate.
-        temperature: divisor of logits in the divergence of distributions.
-        checkpoint_every: number of steps between checkpoints.
-        seed: seed of the order of the batches, and of dropout.
-    """
+    """Options of `heal`, checked."""
 
     steps: int
     lr: float = 1e-4
@@ -147,7 +139,9 @@ def heal(
     more = {"content": batches.digest, "batch": batch, "mixed_precision": accelerator.mixed_precision}
     folder = HealingFolder(out, _settings(model, teacher, texts, options, more))
     with folder.claimed(force=force):
-        if not folder.restore_finished(model):
+        if (finished := folder.read(FINISHED)) is not None:
+            model.load_state_dict(finished["model"])
+        else:
             _train(model, teacher, batches, options, accelerator, folder, shown=progress)
     return model.eval()
 
@@ -192,16 +186,8 @@ class TrainingBatches:
     batches anew; other data keep their batches. The order depends on the seed and the epoch alone, so that a resumed
     training continues with the same batches.
 
-    Args:
-        data: `Texts`, or batches, which are read once.
-        batch: sequences per batch, for `Texts`; None for that of the texts.
-        seed: seed of the order.
-
     Attributes:
         digest: hash of the content.
-
-    Raises:
-        InputError: there is no batch, or `batch` is used with other data than `Texts`.
     """
 
     def __init__(self, data: Any, batch: int | None, seed: int) -> None:
@@ -210,7 +196,7 @@ class TrainingBatches:
         self._seed, self._sequences, self._size = seed, data.sequences if isinstance(data, Texts) else None, 0
         if isinstance(data, Texts):
             self._size = data.batch if batch is None else whole_number("batch", batch, least=1)
-        self._batches = self._grouped(self._sequences) if self._sequences else list(iterate_batches(data))
+        self._batches = list(batches_of(self._sequences, self._size) if self._sequences else iterate_batches(data))
         if not self._batches:
             raise InputError("data", expected="at least one batch", got="none")
         self.digest = digest_of_batches(self._batches)
@@ -224,22 +210,15 @@ class TrainingBatches:
             batches = self._batches
             if self._sequences:
                 order = torch.randperm(len(self._sequences), generator=generator).tolist()
-                batches = self._grouped([self._sequences[index] for index in order])
+                batches = list(batches_of([self._sequences[index] for index in order], self._size))
             order = torch.randperm(len(batches), generator=generator).tolist()
             self._epoch = (epoch, [batches[index] for index in order])
         return self._epoch[1][place]
 
-    def _grouped(self, sequences: list[Any]) -> list[dict[str, Any]]:
-        """Return sequences of tokens as batches."""
-        return list(batches_of(sequences, self._size))
-
 
 class HealingFolder:
-    """Output folder of a healing that can be stopped and resumed.
-
-    Args:
-        folder: the folder; None reads and writes nothing.
-        settings: JSON-compatible settings of the run; a run resumes only from checkpoints with the same settings.
+    """Output folder of a healing that can be stopped and resumed; None reads and writes nothing. A run resumes only
+    from checkpoints with the same JSON-compatible settings.
     """
 
     def __init__(self, folder: str | Path | None, settings: Mapping[str, Any]) -> None:
@@ -247,14 +226,8 @@ class HealingFolder:
 
     @contextmanager
     def claimed(self, *, force: bool) -> Iterator[None]:
-        """Create the folder, and lock it while the context is open.
-
-        Args:
-            force: delete the files of another run in the folder instead of checking them.
-
-        Raises:
-            InputError: the folder cannot be written, another process writes to it, or it contains another run.
-            MissingExtra: filelock is not installed.
+        """Create the folder, and lock it while the context is open. With `force`, the files of another run in the
+        folder are deleted instead of being refused.
         """
         if self._folder is None:
             yield
@@ -264,58 +237,21 @@ class HealingFolder:
             for name in (CHECKPOINT, FINISHED):
                 if force:
                     (self._folder / name).unlink(missing_ok=True)
-                self._read(name, mmap=True)  # the settings alone
+                self.read(name, mmap=True)  # the settings alone
             yield
-
-    def restore_finished(self, model: nn.Module) -> bool:
-        """Set the weights of a model to those of the finished run in the folder, and return True; False if there is no
-        such run.
-        """
-        saved = self._read(FINISHED)
-        if saved is not None:
-            model.load_state_dict(saved["model"])
-        return saved is not None
-
-    def restore(self, parts: Mapping[str, Any], device: torch.device) -> int:
-        """Set the state of a training to that of the checkpoint in the folder, and return the number of its steps; 0
-        without one.
-
-        Args:
-            parts: model, optimizer and schedule, by name.
-            device: device of the model, whose random numbers count.
-        """
-        checkpoint = self._read(CHECKPOINT)
-        if checkpoint is None:
-            return 0
-        saved = checkpoint["state"]
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-        torch.set_rng_state(saved["random"])
-        if saved["random_on_device"] is not None:
-            torch.cuda.set_rng_state(saved["random_on_device"], device)
-        return int(checkpoint["step"])
-
-    def save(self, step: int, parts: Mapping[str, Any], device: torch.device) -> None:
-        """Write a checkpoint in place of the one before: everything that the next steps of a training depend on."""
-        if self._folder is None:
-            return
-        state = {name: part.state_dict() for name, part in parts.items()}
-        state["random"] = torch.get_rng_state()
-        state["random_on_device"] = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._write(CHECKPOINT, {"step": step, "state": state})
 
     def finish(self, model: nn.Module) -> None:
         """Write the trained weights, and delete the checkpoint."""
-        self._write(FINISHED, {"model": model.state_dict()})
+        self.write(FINISHED, {"model": model.state_dict()})
         if self._folder is not None:
             (Path(self._folder) / CHECKPOINT).unlink(missing_ok=True)
 
-    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a file, with the settings."""
         if self._folder is not None:
             save_state(Path(self._folder) / name, self._settings, content)
 
-    def _read(self, name: str, *, mmap: bool = False) -> Any:
+    def read(self, name: str, *, mmap: bool = False) -> Any:
         """Return the content of a file of the run with these settings; None if there is no such file."""
         if self._folder is None or not (path := Path(self._folder) / name).exists():
             return None
@@ -341,12 +277,19 @@ def _train(
         return options.rate_factor(step)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)
-    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     student, prepared = accelerator.prepare(model, optimizer)
     shown_bar = progress_bar("healing", options.steps, "steps", shown=shown)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluation_mode(teacher), shown_bar as bar:
         torch.manual_seed(options.seed)
-        start = folder.restore(state, device)
+        start = 0
+        if (checkpoint := folder.read(CHECKPOINT)) is not None:
+            start, saved = int(checkpoint["step"]), checkpoint["state"]
+            for name, part in state.items():
+                part.load_state_dict(saved[name])
+            torch.set_rng_state(saved["random"])
+            if saved["random_on_device"] is not None:
+                torch.cuda.set_rng_state(saved["random_on_device"], device)
         bar.resume(start)
         student.train()
         try:
@@ -367,7 +310,10 @@ def _train(
                 schedule.step()
                 prepared.zero_grad()
                 if (step + 1) % options.checkpoint_every == 0 and step + 1 < options.steps:
-                    folder.save(step + 1, state, device)
+                    states = {name: part.state_dict() for name, part in state.items()}
+                    states["random"] = torch.get_rng_state()
+                    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+                    folder.write(CHECKPOINT, {"step": step + 1, "state": {**states, "random_on_device": on_device}})
         finally:
             accelerator.unwrap_model(student, keep_fp32_wrapper=False)
             accelerator.free_memory()

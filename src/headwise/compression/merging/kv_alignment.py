@@ -114,17 +114,14 @@ def _rotary_freedom(width: int, rotated: int, *, interleaved: bool, signs: bool)
 
 
 def align(products: Float[Tensor, "heads heads width width"], freedom: Freedom) -> Float[Tensor, "heads width width"]:
-    """Return a matrix `R_j` for each head j such that the aligned features `R_j x_j` differ least from their mean:
-    the sum over heads of `E|R_j x_j - mean|^2` is minimal. The first matrix is the identity.
+    """Return a matrix `R_j` for each head j such that the aligned features `R_j x_j` differ least from their mean: the
+    sum over heads of `E|R_j x_j - mean|^2` is minimal, where the products are `E[x_i x_j^T]` of heads i and j. The
+    first matrix is the identity.
 
     The matrices are improved in turn, each by the solution of the orthogonal Procrustes problem for the sum of the
     other heads, until none gains (generalised Procrustes analysis, Gower 1975). This ends in a local minimum. There are
     two starts, at the identity and with heads aligned one after the other, and the better end is returned. So the
     result is never worse than no alignment.
-
-    Args:
-        products: `E[x_i x_j^T]` of heads i and j, or a multiple.
-        freedom: matrices that are allowed.
     """
     heads, width = products.shape[0], products.shape[2]
     identity = torch.eye(width, dtype=products.dtype, device=products.device).repeat(heads, 1, 1)

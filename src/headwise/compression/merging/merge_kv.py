@@ -129,12 +129,7 @@ def merge_kv(
 
 
 def mergeable_modules(model: nn.Module, num_kv_heads: int) -> dict[str, HeadModule]:
-    """Return the places of heads in the attention modules of a model whose key/value heads can be merged, by path.
-
-    Raises:
-        InputError: there are none; their heads cannot be merged to `num_kv_heads`; the configuration records heads that
-            were removed.
-    """
+    """Return the places of heads in the attention modules of a model whose key/value heads can be merged, by path."""
     if has_record(getattr(model, "config", None)):
         raise InputError("model", expected="a model whose configuration states its heads", got=f"a record {RECORD}")
     names = {path: type(module).__name__ for path, module in model.named_modules()}
@@ -229,11 +224,7 @@ def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "gr
 def kv_moments(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> dict[str, _Moments]:
-    """Return the moments of each attention module, by path. Padding does not count.
-
-    Raises:
-        InputError: a module projects no keys on these batches, or their padding is not stated.
-    """
+    """Return the moments of each attention module, by path. Padding does not count."""
     heads_of_batches(model, batches)
     blocks_of = {
         (path, part): next(each for each in module.blocks if each.part == part and each.parameter.endswith(".weight"))

@@ -16,9 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from headwise.checks import finite_number, whole_number
+from headwise.checks import finite_number, require_one_of, whole_number
 from headwise.compression.calibration.same_outputs import remove_heads_checked
-from headwise.compression.pruning.pruning_plan import Head, PlannedModule, PruningPlan, planned_modules
+from headwise.compression.pruning.pruning_plan import DEFAULT_ROUNDS, Head, PlannedModule, PruningPlan, planned_modules
 from headwise.errors import InputError
 from headwise.families.registry import head_module
 from headwise.page.columns import ModelIdentity
@@ -29,9 +29,6 @@ from headwise.runs.fingerprint import identity_of
 from headwise.runs.head_table import HeadTable
 from headwise.settings import CONSTRAINTS
 
-DEFAULT_ROUNDS = 8
-"""Number of times that a function scores the heads."""
-
 Unit = tuple[Head, ...]
 """Heads that are removed together."""
 
@@ -40,27 +37,20 @@ Unit = tuple[Head, ...]
 class UnitScores(Protocol):
     """Interface of scores of units, which are the sets of heads that pruning removes at once. A score depends on the
     heads that are removed already.
+
+    Attributes:
+        name: name of the scores, for display.
+        rows: one row per head, with `layer`, `head`, `kv_head`, `module` and `kind`.
+        identity: identity of the model; None if it is unknown.
+        rounds: number of times that the heads are scored by default; None for once per removed unit.
+        is_comparable: True if scores of heads of different modules can be compared.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the scores, for display."""
-
-    @property
-    def rows(self) -> Sequence[Any]:
-        """One row per head, with `layer`, `head`, `kv_head`, `module` and `kind`."""
-
-    @property
-    def identity(self) -> ModelIdentity | None:
-        """Identity of the model; None if it is unknown."""
-
-    @property
-    def rounds(self) -> int | None:
-        """Number of times that the heads are scored by default; None for once per removed unit."""
-
-    @property
-    def is_comparable(self) -> bool:
-        """True if scores of heads of different modules can be compared."""
+    name: str
+    rows: Sequence[Any]
+    identity: ModelIdentity | None
+    rounds: int | None
+    is_comparable: bool
 
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
         """Return the score of each unit, given that some heads were removed before. The larger, the more important."""
@@ -119,8 +109,7 @@ def plan_pruning(
     share = finite_number("keep", keep, above=0.0)
     if share > 1:
         raise InputError("keep", expected="a share above 0 and at most 1", got=keep)
-    if constraint not in CONSTRAINTS:
-        raise InputError("constraint", expected=f"one of {', '.join(CONSTRAINTS)}", got=repr(constraint))
+    require_one_of("constraint", constraint, CONSTRAINTS)
     source: UnitScores
     if isinstance(scores, UnitScores):
         if statistic is not None:
@@ -161,6 +150,9 @@ def plan_pruning(
 
 def _pools(modules: Sequence[PlannedModule], share: float, constraint: str) -> list[tuple[list[Unit], int]]:
     """Return pools of units that compete with each other, each with the number of units that remain."""
+    layers = [each.layer for each in modules]
+    if len(set(layers)) < len(layers):  # a head is named by layer and number
+        raise InputError("scores", expected="a layer of its own for each module", got=layers)
     pools: list[list[Unit]] = []
     for each in modules:
         group = each.num_heads // each.num_kv_heads
@@ -212,14 +204,12 @@ def _remove_in_rounds(
 
 
 class _TableScores:
-    """Scores of a table of heads, which do not depend on removed heads. A unit's score is the sum over its heads.
-
-    Args:
-        table: the table.
-        statistic: statistic that is the score; None for the one that the table's plots show.
+    """Scores of a table of heads, which do not depend on removed heads: a statistic, by default the one that the
+    table's plots show. A unit's score is the sum over its heads.
     """
 
-    rounds, is_comparable = 1, True
+    rounds: int | None = 1
+    is_comparable = True
 
     def __init__(self, table: Any, statistic: str | None) -> None:
         if not isinstance(table, HeadTable):
@@ -245,7 +235,8 @@ class _FunctionScores:
     `_TableScores`.
     """
 
-    rounds, is_comparable = DEFAULT_ROUNDS, True
+    rounds: int | None = DEFAULT_ROUNDS
+    is_comparable = True
 
     def __init__(self, function: Callable[[Mapping[Head, float]], HeadTable[Any]], statistic: str | None) -> None:
         self._function, self._statistic = function, statistic

@@ -60,11 +60,7 @@ def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None, progr
 
 
 def _kept_heads(model: nn.Module, plan: PruningPlan) -> dict[str, KeptHeads]:
-    """Return the heads that remain in each attention module.
-
-    Raises:
-        InputError: the plan is for another model.
-    """
+    """Return the heads that remain in each attention module."""
     if not isinstance(plan, PruningPlan):
         raise InputError("plan", expected="a PruningPlan of hw.plan_pruning", got=type(plan).__name__)
     plan.require_consistent()

@@ -14,6 +14,9 @@ from headwise.wording import counted
 LOADERS = ("transformers", "headwise", "none")
 """Packages that load a pruned model; "none" if no package does."""
 
+DEFAULT_ROUNDS = 8
+"""Number of times that scores by measurement, or a function, score the heads."""
+
 Head = tuple[int, int]
 """Layer and number of a head, both zero-based."""
 
@@ -179,11 +182,8 @@ class PruningPlan(JsonResult):
 
 
 def planned_modules(rows: Sequence[Any], removed: Mapping[Head, Any] | frozenset[Head]) -> tuple[PlannedModule, ...]:
-    """Return the modules of a plan from the rows of a table of heads, without the removed heads.
-
-    Args:
-        rows: one row per head, with `layer`, `head`, `kv_head`, `module` and `kind`.
-        removed: heads that are removed.
+    """Return the modules of a plan without the removed heads, from one row per head with `layer`, `head`, `kv_head`,
+    `module` and `kind`.
     """
     by_module: dict[tuple[int, str, str], list[Any]] = {}
     for row in rows:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headwise.analysis.losses import name_of_loss
 from headwise.checks import flag, is_whole
@@ -31,7 +31,7 @@ from headwise.compression.pruning.prune import prune
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.compression.recipe.inputs import RecipeInputs, load_inputs, recipe_settings
 from headwise.compression.recipe.recipe import read_recipe
-from headwise.compression.report.compression_report import compression_report
+from headwise.compression.report.compression_report import compression_report, losses_of
 from headwise.compression.report.report_result import CompressionReport
 from headwise.compression.saving import write_model
 from headwise.compression.scores.named_scores import plan_by_name
@@ -41,6 +41,7 @@ from headwise.data.batches import (
     device_of,
     evaluation_mode,
     floating_tensors,
+    relative_difference,
     to_device,
     with_cache_disabled,
 )
@@ -216,13 +217,7 @@ def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progre
 
 
 class _Run:
-    """Steps of a recipe in a locked output folder.
-
-    Args:
-        folder: the output folder.
-        inputs: model, texts and loss.
-        plan: the plan that the recipe names; None to make one.
-    """
+    """Steps of a recipe in a locked output folder, by the plan that the recipe names or, without one, a new one."""
 
     def __init__(self, folder: Path, inputs: RecipeInputs, plan: PruningPlan | None) -> None:
         self._folder, self._inputs, self._given_plan = folder, inputs, plan
@@ -237,30 +232,27 @@ class _Run:
         section, inputs = self._inputs.recipe.report, self._inputs
         if section is not None:
             options: dict[str, Any] = asdict(section) | {"batches": list(section.batches)}
-            if not self._has_report(options):
+            try:
+                saved = CompressionReport.load(self._folder / BEFORE_AFTER).metadata["settings"]
+            except (InputError, KeyError):
+                saved = {}
+            if any(saved.get(name) != value for name, value in options.items()):
                 # The cosine of outputs takes the place of a loss that compares embeddings.
                 loss = None if hasattr(inputs.loss, "prepare") else inputs.loss
                 measured = compression_report(inputs.dense, self._load(model), inputs.verify, loss=loss, **options)
                 measured.save(self._folder / BEFORE_AFTER)
         return RecipeResult.load(report)
 
-    def _has_report(self, options: Mapping[str, Any]) -> bool:
-        """Return True if the folder contains the report of both models with these options."""
-        try:
-            settings = CompressionReport.load(self._folder / BEFORE_AFTER).metadata["settings"]
-        except (InputError, KeyError):
-            return False
-        return all(settings.get(name) == value for name, value in options.items())
-
     def _finish_steps(self) -> None:
         """Run the steps that are not finished, write the losses after each, and put the model in place."""
         final, steps = self._folder / MODEL, self._inputs.recipe.stages
-        dense, held_out, loss = self._inputs.dense, self._inputs.held_out, self._inputs.loss
-        baseline = held_out.losses(dense, dense, loss)
+        dense, verify, loss = self._inputs.dense, self._inputs.verify, self._inputs.loss
+        documents, baseline = verify.document_numbers(), self._losses(dense)
 
         def stage(name: str, model: nn.Module, losses: list[float]) -> Stage:
             differences = [after - before for after, before in zip(losses, baseline, strict=True)]
-            return Stage(name, count_parameters(model), held_out.mean(losses), held_out.mean(differences))
+            means = (MeanEstimate.of(values, documents) for values in (losses, differences))
+            return Stage(name, count_parameters(model), *means)
 
         stages = [stage("dense", dense, baseline)]
         current = dense
@@ -270,14 +262,14 @@ class _Run:
             if not path.exists():
                 self._save(getattr(self, f"_{name}")(current), path)
             current = self._load(path)
-            stages.append(stage(name, current, held_out.losses(current, dense, loss)))
+            stages.append(stage(name, current, self._losses(current)))
         shutil.rmtree(self._folder / HEALING, ignore_errors=True)  # the trained weights are saved as a model
         config: Any = current.config
         result = RecipeResult(
             self._inputs.source.title,
             "headwise" if has_record(config) else "transformers",
             name_of_loss(loss),
-            len(set(held_out.documents)),
+            len(set(documents)),
             tuple(stages),
         )
         write_atomically(self._folder / REPORT, result.to_json().encode())
@@ -285,11 +277,19 @@ class _Run:
         if last.exists():
             last.rename(final)
 
+    def _losses(self, model: nn.Module) -> list[float]:
+        """Return the loss of a model on each held-out sequence; NaN for a sequence without one."""
+        dense = self._inputs.dense
+        with evaluation_mode(model), evaluation_mode(dense):
+            batches = (to_device(batch, self._device) for batch in self._inputs.verify)
+            (losses,) = losses_of([model], dense, self._inputs.loss, batches)
+        return losses
+
     def _save(self, model: nn.Module, path: Path) -> None:
         """Put the folder of a step in place, if the saved model returns the same as the model in memory."""
         with new_folder(path) as part:
             write_model(model, self._inputs.tokenizer, part)
-            _require_equal_after_loading(model, part, self._lm_head, next(self._inputs.held_out.batches()))
+            _require_equal_after_loading(model, part, self._lm_head, next(iter(self._inputs.verify)))
 
     def _load(self, path: Path, dtype: torch.dtype | None = None) -> nn.Module:
         """Load the model of a finished step."""
@@ -346,15 +346,6 @@ def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | 
     """Load a saved model, and raise `InputError` if its weights differ from those of the model in memory, or its
     outputs on a batch differ by more than rounding. It is loaded by plain `transformers` unless its configuration lists
     the remaining heads, which `headwise.load` reads.
-
-    Args:
-        model: the model in memory.
-        folder: where it was saved.
-        lm_head: kind of its language-model head: "causal", "masked" or None.
-        batch: arguments of the model.
-
-    Raises:
-        InputError: the model cannot be loaded, or is another one.
     """
     loaded = find_model(str(folder)).model(lm_head).to(device_of(model))
     expected, weights = model.state_dict(), loaded.state_dict()
@@ -365,18 +356,14 @@ def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | 
     if got is None:
         with evaluation_mode(model), torch.no_grad():
             outputs, others = (floating_tensors(call_model(each, copied(inputs))) for each in (model, loaded))
-        if len(outputs) != len(others) or not all(map(_is_close, others, outputs)):
+        is_close = [
+            relative_difference(other, output) <= ROUNDING * torch.finfo(output.dtype).eps
+            for other, output in zip(others, outputs, strict=False)
+        ]
+        if len(outputs) != len(others) or not all(is_close):
             got = "other outputs of the same weights"
     if got is not None:
         raise InputError("model", expected="a saved model that is unchanged when it is loaded", got=got)
-
-
-def _is_close(output: Tensor, expected: Tensor) -> bool:
-    """Return True if two outputs differ by rounding alone."""
-    if output.shape != expected.shape:
-        return False
-    tolerance = ROUNDING * torch.finfo(expected.dtype).eps * float(expected.abs().max())
-    return bool(((output - expected).abs() <= tolerance).all())
 
 
 def _claim_run(folder: Path, settings: Mapping[str, Any], *, force: bool) -> None:

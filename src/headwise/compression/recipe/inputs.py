@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,12 +13,8 @@ from torch import Tensor, nn
 
 from headwise.analysis.causality import require_causal
 from headwise.analysis.losses import (
-    Loss,
-    finite_loss_per_example,
     loss_by_name,
     next_token_loss,
-    prepare_loss,
-    require_some_loss,
 )
 from headwise.compression.merging.merge_kv import MERGEABLE, mergeable_modules
 from headwise.compression.pruning.plan_pruning import plan_pruning
@@ -27,15 +23,14 @@ from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.compression.recipe.recipe import DTYPES, CompressionRecipe
 from headwise.compression.scores.measured import MagnitudeScores
 from headwise.compression.scores.named_scores import require_scores
-from headwise.data.batches import device_of, digest_of, evaluation_mode, to_device
+from headwise.data.batches import digest_of, to_device
 from headwise.data.models import ModelSource, find_model
-from headwise.data.texts import Texts, batches_of
+from headwise.data.texts import Texts
 from headwise.data.tokenization import SpecialTokens, max_input_tokens
 from headwise.errors import InputError, require
 from headwise.families.registry import head_module
 from headwise.runs.data_pass import tokenize
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.rows import MeanEstimate
 from headwise.settings import LOSSES
 from headwise.shapes import Int
 from headwise.wording import counted
@@ -47,60 +42,14 @@ FACTOR = 6_364_136_223_846_793_005
 """Factor of the polynomial hash of windows, modulo 2^64 (Knuth 1997, section 3.3.4)."""
 
 
-class HeldOutText:
-    """Sequences of held-out documents, for losses with standard errors clustered by document.
-
-    Args:
-        texts: the documents.
-
-    Attributes:
-        sequences: token ids, the longest sequences first.
-        documents: number of the document of each sequence.
-
-    Raises:
-        InputError: the data is empty or cannot be read, or a document is longer than the context.
-    """
-
-    def __init__(self, texts: Texts) -> None:
-        self.sequences: Sequence[Int[Tensor, " tokens"]] = sorted(texts.sequences, key=len, reverse=True)
-        self.documents, self._batch = texts.document_numbers(), texts.batch
-
-    def batches(self) -> Iterator[dict[str, Tensor]]:
-        """Return batches of sequences of one length, in order."""
-        return batches_of(self.sequences, self._batch)
-
-    def losses(self, model: nn.Module, dense: nn.Module, loss: Loss) -> list[float]:
-        """Return the loss of a model on each sequence; NaN for a sequence without one. A loss that compares with the
-        unchanged model is compared with `dense`.
-
-        Raises:
-            InputError: a loss is not finite, or no sequence has one.
-        """
-        losses: list[float] = []
-        with evaluation_mode(model), evaluation_mode(dense), torch.no_grad():
-            for batch in self.batches():
-                prepare_loss(loss, dense, to_device(batch, device_of(dense)))
-                losses += finite_loss_per_example(loss, model, to_device(batch, device_of(model))).double().tolist()
-        require_some_loss(sum(not math.isnan(value) for value in losses))
-        return losses
-
-    def mean(self, losses: Sequence[float]) -> MeanEstimate:
-        """Return the mean of the losses of all sequences, with its standard error clustered by document."""
-        return MeanEstimate.of(losses, self.documents)
-
-
 @dataclass(frozen=True)
 class RecipeInputs:
-    """Dense model, texts and loss function, which the steps of a recipe use.
+    """Inputs of the steps of a recipe.
 
     Attributes:
-        recipe: the recipe.
         source: location of the dense model.
-        dense: the dense model.
-        tokenizer: its tokenizer.
         texts: texts for scores, fitting and healing.
-        verify: other texts, for the report.
-        held_out: their sequences by length.
+        verify: held-out texts.
         loss: function of a model and a batch that returns the loss of each example.
     """
 
@@ -110,7 +59,6 @@ class RecipeInputs:
     tokenizer: Any
     texts: Texts
     verify: Texts
-    held_out: HeldOutText
     loss: Any
 
     def settings(self, plan: PruningPlan | None) -> dict[str, Any]:
@@ -119,8 +67,8 @@ class RecipeInputs:
         """
         run = run_settings(self.dense, None, self.source.title)
         hashes = {
-            "data": digest_of(self.texts.sequences),
-            "verify": digest_of([*self.held_out.sequences, list(self.held_out.documents)]),
+            "data": digest_of([*self.texts.sequences, self.texts.document_numbers()]),  # folds depend on documents
+            "verify": digest_of([*self.verify.sequences, self.verify.document_numbers()]),
             "plan": None if plan is None else digest_of([plan.to_json()]),
         }
         return {**recipe_settings(self.recipe), "model": run["model"], "versions": run["versions"], "hashes": hashes}
@@ -146,11 +94,10 @@ def load_inputs(
     texts = Texts(recipe.data.path, tokenizer, **recipe.data.options())
     tokenize(texts, shown=shown)
     options = recipe.data.options() | {"limit": None} | recipe.verify.options()
-    HeldOutText(Texts(recipe.verify.path, tokenizer, **options))  # read before the model is loaded
+    Texts(recipe.verify.path, tokenizer, **options).tokenize(lambda _: None)  # read before the model is loaded
     dense = load_whole_model(source, DTYPES.get(recipe.dtype or "")).to(device)
     verify, texts = Texts(recipe.verify.path, tokenizer, **options).within(dense), texts.within(dense)
-    held_out = HeldOutText(verify)
-    require_causal(loss, dense, (to_device(batch, device) for batch in held_out.batches()))
+    require_causal(loss, dense, (to_device(batch, device) for batch in verify))
     if recipe.report is not None:
         require("scipy.stats", purpose="a compression report", extra="tables")
         limit, tokens = max_input_tokens(dense, tokenizer), recipe.report.prompt
@@ -164,20 +111,13 @@ def load_inputs(
         of_all = f"{common} of {counted(len(verify.sequences), 'sequence')}"
         share = "shares" if common == 1 else "share"
         warnings.warn(f"{of_all} in [verify] {share} text with [data], so that the report is too good", stacklevel=3)
-    return RecipeInputs(recipe, source, dense, tokenizer, texts, verify, held_out, loss)
+    return RecipeInputs(recipe, source, dense, tokenizer, texts, verify, loss)
 
 
 def load_whole_model(source: ModelSource, dtype: torch.dtype | None = None) -> nn.Module:
     """Load a model, which will be saved again, as the class that it was saved as, with its language-model head if it
-    has one.
-
-    Args:
-        source: location of the model.
-        dtype: data type of the weights; None for the saved one.
-
-    Raises:
-        InputError: the model cannot be loaded, or it was saved with another head, such as a classifier's, which would
-            be lost.
+    has one; in the saved data type by default. A model with another head, such as a classifier's, is refused, because
+    the head would be lost.
     """
     model: Any = source.model(source.lm_head(), dtype)
     saved = getattr(model.config, "architectures", None) or [type(model).__name__]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 
-from headwise.checks import finite_number, whole_number
+from headwise.checks import finite_number, require_one_of, whole_number
 from headwise.compression.healing.heal import HealingOptions
 from headwise.compression.report.times import LEAST_ROUNDS
 from headwise.data.models import is_existing_folder
@@ -39,12 +39,11 @@ class DataSection:
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), least=1)
         if self.documents is not None:
-            _require_one_of("documents", self.documents, DOCUMENT_MODES)
+            require_one_of("documents", self.documents, DOCUMENT_MODES)
 
     def options(self) -> dict[str, Any]:
         """Return the options that are stated."""
-        names = ("context", "documents", "batch", "limit", "column")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: value for name, value in vars(self).items() if name != "path" and value is not None}
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ class PruneSection:
             _require_path("plan", self.plan)
         if self.keep is not None and not 0 < finite_number("keep", self.keep) <= 1:
             raise InputError("keep", expected="a share above 0 and at most 1", got=self.keep)
-        _require_one_of("constraint", self.constraint, CONSTRAINTS)
-        _require_one_of("scores", self.scores, PRUNING_SCORES)
+        require_one_of("constraint", self.constraint, CONSTRAINTS)
+        require_one_of("scores", self.scores, PRUNING_SCORES)
         if self.rounds is not None:
             whole_number("rounds", self.rounds, least=1)
 
@@ -82,8 +81,8 @@ class MergeSection:
 
     def __post_init__(self) -> None:
         whole_number("kv_heads", self.kv_heads, least=1)
-        _require_one_of("method", self.method, get_args(MergeMethod))
-        _require_one_of("grouping", self.grouping, get_args(MergeGrouping))
+        require_one_of("method", self.method, get_args(MergeMethod))
+        require_one_of("grouping", self.grouping, get_args(MergeGrouping))
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class CompressionRecipe:
         if self.prune is None and self.merge is None:
             raise InputError("recipe", expected="a section [prune] or [merge]", got="neither")
         if self.dtype is not None:
-            _require_one_of("dtype", self.dtype, DTYPES)
+            require_one_of("dtype", self.dtype, DTYPES)
         if (self.verify.documents or self.data.documents) == "pack":
             expected = "whole, truncate or cut in [verify], whose standard errors need separate documents"
             raise InputError("documents", expected=expected, got="'pack'")
@@ -160,11 +159,7 @@ class CompressionRecipe:
 
 
 def read_recipe(file: str | Path) -> CompressionRecipe:
-    """Return the recipe in a TOML file. Paths in it are relative to the folder of the file.
-
-    Raises:
-        InputError: the file cannot be read, is not TOML, has an unknown key, lacks one, or has an unusable value.
-    """
+    """Return the recipe in a TOML file. Paths in it are relative to the folder of the file."""
     try:
         path = Path(file)
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -186,13 +181,7 @@ def read_recipe(file: str | Path) -> CompressionRecipe:
 
 
 def _section(section: type[SectionT], content: Any, name: str) -> SectionT:
-    """Return a section of a recipe, or all of it, as an object of its dataclass.
-
-    Args:
-        section: the dataclass.
-        content: what the file has.
-        name: name of the section; empty for the recipe itself.
-    """
+    """Return a section of a recipe as an object of its dataclass; the name of the recipe itself is empty."""
     place = f"[{name}]" if name else "the recipe"
     if not isinstance(content, Mapping):
         raise InputError("recipe", expected=f"a section {place}", got=repr(content))
@@ -234,9 +223,3 @@ def _require_path(argument: str, value: str) -> None:
     """Raise `InputError` for an empty path, or one with a null character."""
     if not value.strip() or "\0" in value:
         raise InputError(argument, expected="a path", got=repr(value))
-
-
-def _require_one_of(argument: str, value: str, names: Any) -> None:
-    """Raise `InputError` if a value is not one of these names."""
-    if value not in names:
-        raise InputError(argument, expected=f"one of {', '.join(names)}", got=repr(value))

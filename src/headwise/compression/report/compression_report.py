@@ -136,15 +136,7 @@ def compression_report(
 
 
 class _Parts:
-    """Parts of a report, and notes about what is not measured.
-
-    Args:
-        models: the dense model and the compressed one.
-        data: held-out data.
-        prompt: number of tokens of the prompt.
-        new_tokens: number of tokens that are decoded.
-        tokenizer: the models' tokenizer; None if it is unknown.
-    """
+    """Parts of a report of a dense and a compressed model, and notes about what is not measured."""
 
     def __init__(self, models: ModelPair, data: ReportData, prompt: int, new_tokens: int, tokenizer: Any) -> None:
         self.notes: list[str] = []
@@ -273,9 +265,14 @@ class _Parts:
             cosines = output_cosines(self._models, self._data)
             row = ReportRow.of_agreement("cosine of outputs", "cosine", cosines, documents)
         else:
-            row = ReportRow.of_losses(
-                f"loss, {name_of_loss(loss)}", *paired_losses(self._models, loss, self._data), documents
-            )
+            remedy = "pass another loss, such as hw.MaskedTokenLoss(...), or loss=None for the cosine of outputs"
+            for model in self._models:
+                require_causal(loss, model, self._data.batches, remedy=remedy)
+            before, after = losses_of(self._models, self._models[0], loss, self._data.batches)
+            if any(math.isnan(one) != math.isnan(other) for one, other in zip(before, after, strict=True)):
+                expected = "a number for the same examples under both models"
+                raise InputError("loss", expected=expected, got="NaN under one alone")
+            row = ReportRow.of_losses(f"loss, {name_of_loss(loss)}", before, after, documents)
         if row.documents == 1:
             self.notes.append("no standard errors and intervals of losses and agreement: the data is one document")
         return [row]
@@ -302,34 +299,25 @@ class _Parts:
 
 
 @torch.no_grad()
-def paired_losses(models: ModelPair, loss: Loss, data: ReportData) -> tuple[list[float], list[float]]:
-    """Return the loss of each example under both models; NaN for an example without a loss.
-
-    Raises:
-        InputError: the loss is not one finite number per example, is that of causal models and a model is not causal,
-            or is NaN for an example under one of the models alone.
+def losses_of(
+    models: Sequence[nn.Module], reference: nn.Module, loss: Loss, batches: Iterable[dict[str, Any]]
+) -> list[list[float]]:
+    """Return the loss of each example under each model; NaN for an example without a loss. A loss that compares with
+    the unchanged model is compared with `reference`.
     """
-    remedy = "pass another loss, such as hw.MaskedTokenLoss(...), or loss=None for the cosine of outputs"
-    for model in models:
-        require_causal(loss, model, data.batches, remedy=remedy)
-    of_models: tuple[list[float], list[float]] = ([], [])
-    for batch in data.batches:
-        prepare_loss(loss, models[0], batch)
-        for index, model in enumerate(models):
-            of_models[index].extend(finite_loss_per_example(loss, model, batch).double().tolist())
-    if any(math.isnan(before) != math.isnan(after) for before, after in zip(*of_models, strict=True)):
-        raise InputError("loss", expected="a number for the same examples under both models", got="NaN under one alone")
-    require_some_loss(sum(not math.isnan(value) for value in of_models[0]))
-    return of_models
+    losses: list[list[float]] = [[] for _ in models]
+    for batch in batches:
+        prepare_loss(loss, reference, batch)
+        for of_model, model in zip(losses, models, strict=True):
+            of_model.extend(finite_loss_per_example(loss, model, batch).double().tolist())
+    require_some_loss(sum(not math.isnan(value) for value in losses[0]))
+    return losses
 
 
 @torch.no_grad()
 def output_cosines(models: ModelPair, data: ReportData) -> list[float]:
     """Return the cosine of both models' outputs for each example: of their embeddings, the means of the last hidden
     state over tokens that are not padding (Reimers and Gurevych 2019, section 3), or of outputs `(batch, width)`.
-
-    Raises:
-        InputError: a model returns neither, or NaN.
     """
     cosines: list[float] = []
     for batch in data.batches:

@@ -16,6 +16,7 @@ from headwise.data.batches import (
     floating_tensors,
     is_encoder_decoder,
     iterate_batches,
+    relative_difference,
     select_examples,
     to_device,
 )
@@ -51,11 +52,7 @@ class ReportData:
 
     @staticmethod
     def of(dataset: Any, device: torch.device) -> "ReportData":
-        """Read a data set.
-
-        Raises:
-            InputError: the data set is empty or cannot be read.
-        """
+        """Read a data set."""
         batches = [to_device(batch, device) for batch in iterate_batches(dataset)]
         if not batches:
             raise InputError("dataset", expected="at least one batch", got="none")
@@ -87,14 +84,9 @@ class ReportData:
         """
         first = self.batches[0]
         if not self.sequences:
-            return resized(first, examples)
+            return select_examples(first, torch.arange(examples) % count_sequences_and_tokens(first)[0])
         ids = self.tokens(examples, length)
         return {name: torch.ones_like(ids) if name == "attention_mask" else ids for name in first}
-
-
-def resized(batch: Mapping[str, Any], examples: int) -> dict[str, Any]:
-    """Return a batch with another number of examples, which repeat if there are too few."""
-    return select_examples(batch, torch.arange(examples) % count_sequences_and_tokens(batch)[0])
 
 
 @torch.no_grad()
@@ -105,13 +97,11 @@ def has_examples_first(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     try:
         together, alone = (
             next(tensor for tensor in floating_tensors(call_model(model, copied(each))) if tensor.ndim)
-            for each in (batch, resized(batch, 1))
+            for each in (batch, select_examples(batch, torch.arange(1)))
         )
     except Exception:  # a model that needs the size of the batch, or returns no tensor
         return False
-    if together.shape[1:] != alone.shape[1:] or len(alone) != 1:
-        return False
-    return bool((together[:1] - alone).abs().max() <= SAME * together.abs().max())
+    return relative_difference(alone, together[:1]) <= SAME
 
 
 def _sequences(batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:

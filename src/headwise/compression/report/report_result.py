@@ -6,8 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from headwise.checks import is_whole
-from headwise.errors import InputError, require
+from headwise.checks import is_whole, require_one_of
+from headwise.errors import require
 from headwise.plots.before_after import PlottedChange, draw_before_after
 from headwise.runs.json_result import JsonResult, is_number, require_each
 from headwise.runs.rows import MeanEstimate
@@ -166,9 +166,14 @@ class ReportRow:
         if self.kind in (SIZE, TIME):
             assert self.dense is not None
             units = {"bytes": BYTES, "seconds": SECONDS}.get(self.unit, COUNTS)
-            before, after = (_with_unit(value, units) for value in (self.dense, self.compressed))
+            texts: list[str] = []
+            for value in (self.dense, self.compressed):  # with the largest unit of which there is at least one
+                name, size = next(((name, size) for name, size in units if value >= size), units[-1])
+                number = value / size
+                digits = f"{number:,.0f}" if number == round(number) or number >= 1000 else f"{number:.3g}"
+                texts.append(f"{digits} {name}".strip())
             rounds = counted(self.samples, "round") if self.kind == TIME else ""
-            return self.quantity, before, after, self.change_text, rounds
+            return self.quantity, texts[0], texts[1], self.change_text, rounds
         samples = counted(self.samples, "prompt" if self.unit == "share" else "example")
         samples += f", {counted(self.documents or 0, 'document')}"
         if self.kind == LOSS:
@@ -219,18 +224,6 @@ def _error_text(sem: float | None, decimals: int) -> str:
     return "" if sem is None else f" ± {sem:.{decimals}f}"
 
 
-def _with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """Return a number with the largest unit of which it has at least one, for display."""
-    name, size = next(((name, size) for name, size in units if value >= size), units[-1])
-    number = value / size
-    digits = f"{number:,.0f}" if number == round(number) or number >= 1000 else f"{number:.3g}"
-    return f"{digits} {name}".strip()
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
 @dataclass(frozen=True)
 class CompressionReport(JsonResult):
     """Quantities of a dense model and of a compressed one, measured together.
@@ -265,8 +258,7 @@ class CompressionReport(JsonResult):
             InputError: there is no such row.
         """
         rows = {row.quantity: row for row in self.rows}
-        if quantity not in rows:
-            raise InputError("quantity", expected=f"one of {', '.join(rows)}", got=repr(quantity))
+        require_one_of("quantity", quantity, rows)
         return rows[quantity]
 
     def __repr__(self) -> str:

@@ -34,16 +34,8 @@ def time_rows(
     steps: int = 1,
 ) -> list[ReportRow]:
     """Return the rows of the times of `run(model, prepare(model))` for both models: of the run, and of the attention
-    modules in it.
-
-    Args:
-        name: name of what is timed.
-        models: the dense model and the compressed one.
-        paths: paths of the attention modules of each.
-        run: is timed.
-        prepare: returns the second argument of `run`; is not timed.
-        rounds: number of rounds.
-        steps: number of steps in a run; the times are those of one step.
+    modules of each model in it, whose paths are given. The preparation is not timed. The times are those of one of
+    several steps in a run.
     """
 
     def timed(model: nn.Module, of_model: Sequence[str]) -> Callable[[], dict[str, float]]:
@@ -62,17 +54,12 @@ def time_rows(
 def paired_times(
     calls: tuple[Callable[[], dict[str, float]], Callable[[], dict[str, float]]], rounds: int, steps: int = 1
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Time two models in turns, and return the seconds of each in every round, for everything that both calls time.
+    """Time two models in turns, and return the seconds of each in every round, for everything that both calls time, one
+    of which is "total". The seconds are those of one of several steps in a run.
 
     Each round runs both, the dense model first in every second round, so that slow changes of the machine's speed do
     not favour one of them. Each model first runs twice without being counted, as a warm-up. The second of these runs
     determines how many runs make a sample of at least 20 ms.
-
-    Args:
-        calls: run the dense model and the compressed one once, and return the seconds by name; one of the names is
-            "total".
-        rounds: number of rounds, at least 6.
-        steps: number of steps in a run; the times are those of one step.
     """
     for call in calls:
         call()
@@ -94,15 +81,10 @@ def run_times(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Run a model, and return the seconds: "total" and, if there are attention modules, the sum "attention" over them.
+    No path of an attention module is inside of another one.
 
     On the CPU both are times of the clock. On an accelerator, the run is timed until the device has finished, and
     modules by events on the device, so that hooks do not wait for it.
-
-    Args:
-        model: the model.
-        paths: paths of the attention modules, none of which is inside of another one.
-        run: runs the model.
-        clock: returns seconds.
     """
     device, begun, marks = device_of(model), [], []
     is_on_cpu = device.type == "cpu"

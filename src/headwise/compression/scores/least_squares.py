@@ -4,7 +4,7 @@ projection is fitted again to the outputs of the dense model, or keeps its weigh
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from typing import Any
 
@@ -39,7 +39,14 @@ from headwise.compression.calibration.reconstruction import (
 from headwise.compression.calibration.recording import projection_inputs
 from headwise.compression.healing.distillation import distillation_loss
 from headwise.compression.pruning.pruning_plan import Head, PlannedModule
-from headwise.data.batches import call_model, copied, count_sequences_and_tokens, documents_of, evaluation_mode
+from headwise.data.batches import (
+    call_model,
+    copied,
+    count_sequences_and_tokens,
+    documents_of,
+    evaluation_mode,
+    select_examples,
+)
 from headwise.errors import InputError
 from headwise.families.head_module import HeadModule
 from headwise.families.registry import head_module
@@ -93,7 +100,7 @@ class LeastSquaresScores:
         >>> plan = headwise.plan_pruning(scores, keep=0.7, constraint="free")  # doctest: +SKIP
     """
 
-    rounds = None
+    rounds: int | None = None
 
     def __init__(
         self,
@@ -171,17 +178,19 @@ class LeastSquaresScores:
         """
         held_out = int(self._fold_of_sequences.max())
         numbers = [[index for index, fold in enumerate(fold_of) if fold == held_out] for fold_of in self._folds]
-        parts = [_sequences_of(*each) for each in zip(self.batches, numbers, strict=True) if each[1]]
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
-            _warn_of_first_plan(len(plans), "a tensor of the batches does not have the sequences as its first axis")
-            return 0
+        parts: list[dict[str, Any]] = []
+        for batch, chosen in zip(self.batches, numbers, strict=True):
+            lengths = (1,), (count_sequences_and_tokens(batch)[0],)
+            if chosen and any(isinstance(each, Tensor) and each.shape[:1] not in lengths for each in batch.values()):
+                _warn_of_first_plan(len(plans), "a tensor of the batches does not have the sequences as its first axis")
+                return 0
+            parts += [select_examples(batch, torch.tensor(chosen))] if chosen else []
         changed, errors = deepcopy(self._model), []
         with evaluation_mode(self._model), evaluation_mode(changed), torch.no_grad():
             for plan in plans:
                 self._change(changed, plan, held_out)
                 try:
-                    errors.append(self._difference(changed, known))
+                    errors.append(self._difference(changed, parts))
                 except Exception as error:  # an output of another kind, or a model that needs the whole batch
                     _warn_of_first_plan(len(plans), str(error))
                     return 0
@@ -233,19 +242,6 @@ def _warn_of_first_plan(count: int, reason: str) -> None:
     """Warn that the first of several plans is used, for a reason."""
     because = f"the difference of their models on held-out data is not known: {reason}"
     warnings.warn(f"the first of {count} plans is used, because {because}", stacklevel=4)
-
-
-def _sequences_of(batch: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Any] | None:
-    """Return some sequences of a batch; None if a tensor of it does not have the sequences as its first axis, nor a
-    single element for all of them.
-    """
-    count, part = count_sequences_and_tokens(batch)[0], dict(batch)
-    for name, value in batch.items():
-        if isinstance(value, Tensor) and value.shape[:1] != (1,):
-            if value.shape[:1] != (count,):
-                return None
-            part[name] = value[list(numbers)]
-    return part
 
 
 def _dense_moments(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headwise.analysis.ablate import ablate
 from headwise.analysis.gate import gate
@@ -24,17 +24,13 @@ from headwise.compression.calibration.calibration_data import (
     scored_heads,
 )
 from headwise.compression.calibration.derivatives import require_slope
-from headwise.compression.pruning.pruning_plan import Head
+from headwise.compression.pruning.pruning_plan import DEFAULT_ROUNDS, Head
 from headwise.data.batches import evaluation_mode
-from headwise.families.head_module import HeadModule
 from headwise.families.registry import head_module
 from headwise.page.columns import ModelIdentity
 from headwise.progress import shown_progress
 from headwise.runs.fingerprint import identity_of
 from headwise.runs.rows import MeanEstimate
-
-DEFAULT_ROUNDS = 8
-"""Number of times that the heads are scored by default."""
 
 
 class MagnitudeScores:
@@ -52,7 +48,7 @@ class MagnitudeScores:
     """
 
     name = "magnitude"
-    rounds = 1
+    rounds: int | None = 1
     is_comparable = True
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
@@ -60,7 +56,14 @@ class MagnitudeScores:
             self.batches = calibration_batches(model, [batch])
             self.rows: Sequence[ScoredHead] = scored_heads(model, self.batches[0])
             self.identity: ModelIdentity | None = identity_of(model)
-            squares = {row.module: _squares(model, head_module(model, row.module)) for row in self.rows}
+            squares = {row.module: torch.zeros(0) for row in self.rows}
+            for path in squares:
+                module = head_module(model, path)
+                squares[path] = torch.zeros(module.num_heads, dtype=torch.float64)
+                for blocks in module.blocks:
+                    numbers = blocks.view(model.get_parameter(blocks.parameter).detach()).double().flatten(1)
+                    group = module.num_heads // blocks.heads
+                    squares[path] += numbers.square().sum(1).repeat_interleave(group).cpu() / group
             self._square_of = {(row.layer, row.head): float(squares[row.module][row.head]) for row in self.rows}
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
@@ -68,20 +71,10 @@ class MagnitudeScores:
         return [sum(self._square_of[head] for head in unit) ** 0.5 for unit in units]
 
 
-def _squares(model: nn.Module, module: HeadModule) -> Tensor:
-    """Return the sum of the squared weights of each query head."""
-    squares = torch.zeros(module.num_heads, dtype=torch.float64)
-    for blocks in module.blocks:
-        own = blocks.view(model.get_parameter(blocks.parameter).detach()).double().flatten(1).square().sum(1)
-        group = module.num_heads // blocks.heads
-        squares += own.repeat_interleave(group).cpu() / group
-    return squares
-
-
 class _MeasuredScores:
     """Scores of sets of heads by measurements on data. Its subclasses explain the arguments."""
 
-    rounds = DEFAULT_ROUNDS
+    rounds: int | None = DEFAULT_ROUNDS
     is_comparable = True
 
     def __init__(self, model: nn.Module, dataset: Any, loss: Loss, *, progress: bool = False) -> None:

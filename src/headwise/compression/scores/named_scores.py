@@ -6,6 +6,7 @@ from torch import nn
 
 from headwise.analysis.causality import require_causal
 from headwise.analysis.losses import Loss
+from headwise.checks import require_one_of
 from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.pruning_plan import PruningPlan
 from headwise.compression.scores.least_squares import LeastSquaresScores
@@ -28,22 +29,10 @@ def plan_by_name(
     rounds: int | None = None,
     progress: bool = False,
 ) -> PruningPlan:
-    """Score the heads of a model, and choose those that remain.
-
-    Args:
-        name: one of `PRUNING_SCORES`: least squares, magnitude of weights, importance by gradients, or ablation.
-        model: the model.
-        texts: the data.
-        loss: loss of the model, for importance, ablation, and least squares under the constraint "free".
-        keep: share of the heads that remain.
-        constraint: "uniform", "groups" or "free".
-        fitted: True if the output projections will be fitted; least squares scores heads for this.
-        rounds: number of rounds in which heads are removed; by default 1 for ablation, and otherwise as in
-            `plan_pruning`.
-        progress: show a progress bar on standard error.
-
-    Raises:
-        InputError: an argument cannot be used, or the scores need a loss that the model does not have.
+    """Score the heads of a model by scores of this name, one of `PRUNING_SCORES`, and choose those that remain. The
+    loss is for importance, ablation, and least squares under the constraint "free"; least squares scores heads for
+    output projections that will be `fitted`. The default of `rounds` is 1 for ablation, and otherwise that of
+    `plan_pruning`.
     """
     require_scores(name, constraint, loss)
     if uses_loss(name, constraint):
@@ -71,10 +60,8 @@ def require_scores(name: str, constraint: str, loss: Any) -> None:
     """Raise `InputError` if scores cannot be computed with a loss: the distance from the model's own embeddings is 0 in
     the unchanged model, and so is its gradient.
     """
-    if name not in PRUNING_SCORES:
-        raise InputError("scores", expected=f"one of {', '.join(PRUNING_SCORES)}", got=repr(name))
-    if constraint not in CONSTRAINTS:
-        raise InputError("constraint", expected=f"one of {', '.join(CONSTRAINTS)}", got=repr(constraint))
+    require_one_of("scores", name, PRUNING_SCORES)
+    require_one_of("constraint", constraint, CONSTRAINTS)
     if name != "ablation" and uses_loss(name, constraint) and hasattr(loss, "prepare"):
         expected = "ablation or magnitude for a model without a language-model head"
         raise InputError("scores", expected=expected, got=f"{name} with the constraint {constraint}")

@@ -26,9 +26,9 @@ from headwise.attention.masks.factories import causal
 from headwise.checks import finite_number, flag, require_module, whole_number
 from headwise.compression.calibration.calibration_data import calibration_batches, scored_heads
 from headwise.compression.calibration.reconstruction import layer_of_site
-from headwise.compression.streaming.localized_module import LocalizedModule
 from headwise.compression.streaming.streaming_attention import (
     HeadKeys,
+    LocalizedModule,
     PositionReader,
     attend_to,
     require_followed,
@@ -37,7 +37,7 @@ from headwise.compression.streaming.streaming_attention import (
 )
 from headwise.compression.streaming.streaming_cache import streaming_cache
 from headwise.compression.streaming.streaming_heads import StreamingHeads, weight_samples
-from headwise.data.batches import documents_of, evaluation_mode, frozen_parameters, select_examples
+from headwise.data.batches import documents_of, evaluation_mode, frozen_parameters, relative_difference, select_examples
 from headwise.errors import InputError, require
 from headwise.intercept.hf_calls import HFCall, ModuleAttention, computing, without_compiled_code
 from headwise.intercept.swap_forward import swap_forward
@@ -93,7 +93,13 @@ def localize(
     require_loss(loss)
     with evaluation_mode(model), without_compiled_code(), shown_progress(flag("progress", progress)):
         batches = calibration_batches(model, dataset)
-        _require_token_ids(batches)
+        for batch in batches:
+            ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+            if not isinstance(ids, Tensor) or ids.ndim != 2:
+                raise InputError("dataset", expected="batches with input_ids (batch, tokens)", got=", ".join(batch))
+            if mask is not None and mask.shape != ids.shape:
+                expected = f"attention_mask of the shape of input_ids, {tuple(ids.shape)}"
+                raise InputError("dataset", expected=expected, got=tuple(mask.shape))
         modules = _attention_modules(model, batches[0])
         selection, report = divided(batches, documents_of(dataset), window + first)
         candidates = [module for module in modules if module.own_window is None]
@@ -109,7 +115,17 @@ def localize(
             for module in modules
         )
         with torch.no_grad():
-            measured = partial(_mean_loss, model, window=window, first=first, loss=loss)
+
+            def measured(part: Sequence[Batch], restricted_modules: Sequence[LocalizedModule]) -> float:
+                """Return the mean loss over texts, with the streaming heads of some modules."""
+                shown_bar = progress_bar("loss", len(part), "batches")
+                with restricted(model, tuple(restricted_modules), window, first), shown_bar as bar:
+                    of_batches = [finite_loss_per_example(loss, model, batch) for batch in bar.track(part, step=1)]
+                values = torch.cat(of_batches).double()
+                values = values[~values.isnan()]
+                require_some_loss(len(values))
+                return float(values.mean())
+
             modules, selection_losses = _within_budget(modules, budget, partial(measured, selection))
             losses = selection_losses
             if report is not selection:
@@ -122,25 +138,8 @@ def localize(
     )  # fmt: skip
 
 
-def _require_token_ids(batches: Sequence[Batch]) -> None:
-    """Raise `InputError` unless all batches have token ids, and masks of tokens only."""
-    for batch in batches:
-        ids = batch.get("input_ids")
-        if not isinstance(ids, Tensor) or ids.ndim != 2:
-            raise InputError("dataset", expected="batches with input_ids (batch, tokens)", got=", ".join(batch))
-        mask = batch.get("attention_mask")
-        if mask is not None and mask.shape != ids.shape:
-            expected = f"attention_mask of the shape of input_ids, {tuple(ids.shape)}"
-            raise InputError("dataset", expected=expected, got=tuple(mask.shape))
-
-
 def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
-    """Return the attention modules of a decoder, all of whose heads attend to all tokens, or to the model's own window.
-
-    Raises:
-        InputError: the model has no causal attention, has no layer without a window, or cannot run with a cache of
-            streaming heads.
-    """
+    """Return the attention modules of a decoder, whose heads attend to all tokens, or to the model's own window."""
     cache = require("transformers", purpose="a cache", extra="hf").DynamicCache(config=model.config)
     short = {"input_ids": batch["input_ids"][:1, :4], "use_cache": False}
     rows = scored_heads(model, short)
@@ -156,17 +155,19 @@ def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
         raise InputError("model", expected="one attention module in each layer", got=type(model).__name__)
     if all(module.own_window is not None for module in modules):
         raise InputError("model", expected="a layer without a sliding window", got=type(model).__name__)
-    _require_cache(model, modules, batch)
+    streaming = tuple(
+        replace(module, streaming=() if module.own_window else tuple(range(module.num_kv_heads))) for module in modules
+    )
+    cache = streaming_cache(model, streaming, 1, 1)
+    with torch.no_grad(), restricted(model, streaming, 1, 1):
+        model(input_ids=batch["input_ids"][:1, :2], past_key_values=cache, use_cache=True)
+    if any(cache.get_seq_length(module.layer) != 2 for module in modules):
+        raise InputError("model", expected="one that uses past_key_values", got=type(model).__name__)
     return modules
 
 
 class _ModuleReader(ModuleAttention):
     """Attention of one module, computed as the model does, from which the sizes of the module are read.
-
-    Args:
-        path: path of the module.
-        layers: layers of an empty cache of the model.
-        model: name of the model's class, for messages.
 
     Attributes:
         found: the module.
@@ -215,31 +216,6 @@ def _sees_later_keys(call: HFCall) -> bool:
     return bool(is_visible.any())
 
 
-def _require_cache(model: Any, modules: Sequence[LocalizedModule], batch: Batch) -> None:
-    """Raise `InputError` if a model cannot run with a cache of streaming heads."""
-    streaming = tuple(
-        replace(module, streaming=() if module.own_window else tuple(range(module.num_kv_heads))) for module in modules
-    )
-    cache = streaming_cache(model, streaming, 1, 1)
-    with torch.no_grad(), restricted(model, streaming, 1, 1):
-        model(input_ids=batch["input_ids"][:1, :2], past_key_values=cache, use_cache=True)
-    if any(cache.get_seq_length(module.layer) != 2 for module in modules):
-        raise InputError("model", expected="one that uses past_key_values", got=type(model).__name__)
-
-
-def _mean_loss(
-    model: nn.Module, batches: Sequence[Batch], modules: Sequence[LocalizedModule], *, window: int, first: int,
-    loss: Loss,
-) -> float:  # fmt: skip
-    """Return the mean loss of a model over texts, with the streaming heads of some modules."""
-    with restricted(model, tuple(modules), window, first), progress_bar("loss", len(batches), "batches") as bar:
-        losses = [finite_loss_per_example(loss, model, batch) for batch in bar.track(batches, step=1)]
-    values = torch.cat(losses).double()
-    values = values[~values.isnan()]
-    require_some_loss(len(values))
-    return float(values.mean())
-
-
 def _within_budget(
     modules: tuple[LocalizedModule, ...], budget: float, measure: Callable[[Sequence[LocalizedModule]], float]
 ) -> tuple[tuple[LocalizedModule, ...], tuple[float, float]]:
@@ -273,19 +249,12 @@ def _with_streaming(
 
 
 def divided(batches: Sequence[Batch], documents: Sequence[int] | None, tokens: int) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches for the choice of heads, and those for the report of the loss.
+    """Return the batches for the choice of heads, and those for the report of the loss. Some text of each part must
+    have more tokens than `tokens`.
 
-    The texts of every second document are for the choice. If documents are not known, each batch counts as a document
+    The texts of every second document are for the choice. If the documents are None, each batch counts as a document
     or, of a single batch, each text. Equal texts count as texts of one document. If there is one document only, both
     parts are the same.
-
-    Args:
-        batches: the batches, with `input_ids` and, with padding, `attention_mask`.
-        documents: number of the document of each text; None if they are not known.
-        tokens: number of tokens that some text of each part must exceed.
-
-    Raises:
-        InputError: no text of a part is long enough.
     """
     if documents is None:
         documents = [number for number, batch in enumerate(batches) for _ in batch["input_ids"]]
@@ -332,12 +301,6 @@ class WindowEffects(ModuleAttention):
     With g_t the derivative of the loss with respect to the outputs of the query heads at token t, and e_t the change of
     these outputs if the head sees only its window, the score is the sum of `(g_t . e_t)^2` over all tokens. This is the
     change of the loss to second order with the empirical Fisher matrix, without its terms between tokens.
-
-    Args:
-        module: the module.
-        width: number of tokens of the window.
-        first: number of first tokens.
-        reader: reader of the masks of all modules.
 
     Attributes:
         is_recomputed: True while a backward pass computes layers again, of which nothing is measured.
@@ -386,21 +349,18 @@ class WindowEffects(ModuleAttention):
             for mask in (causal(), streaming_mask(self._width, self._first))
         )
         own = torch.arange(queries, device=call.q.device).expand(batch, -1) if positions is None else positions
-        self._require_equal(call, dense, out.detach().transpose(1, 2), own >= 0)
+        computed = out.detach().transpose(1, 2)
+        error = relative_difference(dense.where((own >= 0)[:, None, :, None], computed), computed)
+        precision = torch.finfo(out.dtype).eps
+        if call.implementation == "eager":  # which computes the softmax in float32 in many models, whatever their dtype
+            precision = max(precision, torch.finfo(torch.float32).eps)
+        if not error <= precision**0.5:
+            expected = f"softmax attention with the options of its call in {self.path}"
+            raise InputError("model", expected=expected, got=f"another output, by {error:.2g} of its largest number")
         counts = own >= self._width + self._first
         shares = 1.0 - (lse.double() - dense_lse.double()).exp()
         share = _by_kv_head(shares.where(counts[:, None], 0.0), self._module).sum((0, 2)).cpu()
         return streaming - dense, share, counts
-
-    def _require_equal(self, call: HFCall, computed: Tensor, own: Tensor, is_real: Tensor) -> None:
-        """Raise `InputError` if attention as headwise states it is not what the model computes."""
-        error = (computed - own).abs().amax(-1).where(is_real[:, None], 0.0).max()
-        precision = torch.finfo(own.dtype).eps
-        if call.implementation == "eager":  # which computes the softmax in float32 in many models, whatever their dtype
-            precision = max(precision, torch.finfo(torch.float32).eps)
-        if not float(error) <= precision**0.5 * float(own.abs().max()):
-            expected = f"softmax attention with the options of its call in {self.path}"
-            raise InputError("model", expected=expected, got=f"another output, by {float(error):.2g}")
 
 
 def _by_kv_head(values: Tensor, module: LocalizedModule) -> Float[Tensor, "batch kv_heads queries"]:

@@ -6,6 +6,7 @@ a sequence that is not padding, and padding has position -1.
 
 import weakref
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,89 @@ from torch import Tensor, nn
 from headwise.attention.attend import attend
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal, prefix, window
-from headwise.compression.streaming.localized_module import LocalizedModule
+from headwise.checks import is_whole
 from headwise.errors import InputError
 from headwise.intercept.hf_calls import HFCall, ModuleAttention, computing
+from headwise.runs.json_result import is_number, require_each
 from headwise.shapes import Float, Int
 
 TENSOR_OPTIONS = ("position_ids", "cache_position", "s_aux")
 """Options of an attention function that may be tensors."""
+
+
+@dataclass(frozen=True)
+class LocalizedModule:
+    """Attention module of a decoder, and its streaming heads.
+
+    Attributes:
+        layer: number of the module's layer in the cache of `transformers`.
+        module: path of the module in the model.
+        num_heads: number of query heads.
+        num_kv_heads: number of key/value heads.
+        features_per_token: number of features of the key and the value of one token in one key/value head.
+        dtype: dtype of keys and values, such as "float32".
+        own_window: number of tokens of the sliding window that the model itself applies in this layer; None if the
+            layer attends to all tokens. A layer with a window has no streaming heads.
+        streaming: key/value heads that attend to the first tokens and a window only.
+        outside: for each key/value head, the share of its attention outside of the window and the first tokens. This
+            is the mean over its query heads and over all queries that have such keys. Empty for a layer with a window.
+        scores: for each key/value head, the estimated effect on the loss if it were a streaming head. Empty for a layer
+            with a window.
+    """
+
+    layer: int
+    module: str
+    num_heads: int
+    num_kv_heads: int
+    features_per_token: int
+    dtype: str
+    own_window: int | None = None
+    streaming: tuple[int, ...] = ()
+    outside: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.torch_dtype, torch.dtype):
+            raise ValueError(f"{self.dtype} is no dtype")
+
+    def require_consistent(self) -> None:
+        """Raise `InputError` unless values have their types and fit each other."""
+        lists = [len(each) in (0, self.num_kv_heads) for each in (self.outside, self.scores)]
+        are_numbers = is_whole(self.num_heads, 1) and is_whole(self.num_kv_heads, 1)
+        is_multiple = are_numbers and self.num_heads % self.num_kv_heads == 0
+        are_heads = all(is_whole(head, 0) and head < self.num_kv_heads for head in self.streaming)
+        are_different = len(set(self.streaming)) == len(self.streaming)
+        values = (
+            (self.layer, is_whole(self.layer, 0), "a number of a layer"),
+            (self.module, isinstance(self.module, str), "the path of a module"),
+            (self.num_kv_heads, is_whole(self.num_kv_heads, 1), "a number of key/value heads"),
+            (self.num_heads, is_whole(self.num_heads, 1), "a number of heads"),
+            (self.num_heads, is_multiple, f"a multiple of {self.num_kv_heads} heads"),
+            (self.features_per_token, is_whole(self.features_per_token, 1), "a number of features"),
+            (self.dtype, self.torch_dtype.is_floating_point, "a floating-point dtype"),
+            (self.own_window, self.own_window is None or is_whole(self.own_window, 1), "a window, or null"),
+            (self.streaming, are_heads and are_different, f"different heads of {self.num_kv_heads}"),
+            (self.streaming, not self.streaming or self.own_window is None, "no streaming heads in its window"),
+            ("other lists", all(lists), f"{self.num_kv_heads} numbers in `outside` and `scores`"),
+            ((*self.outside, *self.scores), all(map(is_number, (*self.outside, *self.scores))), "numbers"),
+        )
+        require_each("streaming", ((value, is_right, f"{text} for {self.module}") for value, is_right, text in values))
+
+    @property
+    def full(self) -> tuple[int, ...]:
+        """Key/value heads that are not streaming heads."""
+        return tuple(head for head in range(self.num_kv_heads) if head not in self.streaming)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of keys and values, as torch names it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def query_heads(self, kv_heads: tuple[int, ...]) -> list[int]:
+        """Return the query heads that attend with key/value heads."""
+        group = self.num_heads // self.num_kv_heads
+        return [head * group + member for head in kv_heads for member in range(group)]
 
 
 class TokenPositions(NamedTuple):
@@ -44,11 +121,7 @@ class PositionReader:
         self._last = TokenPositions(0, None)
 
     def read(self, path: str, call: HFCall) -> TokenPositions:
-        """Return the positions of the keys of a call of the module at `path`.
-
-        Raises:
-            InputError: the mask is not the causal mask, or the padding is not on one side.
-        """
+        """Return the positions of the keys of a call of the module at `path`."""
         mask, queries, keys = call.mask, call.q.shape[2], call.k.shape[2]
         if mask is None:
             if queries == 1:
@@ -122,14 +195,8 @@ class HeadKeys(NamedTuple):
 
 
 def attend_to(keys: HeadKeys, call: HFCall, heads: list[int] | slice, mask: Mask, *, return_lse: bool = False) -> Any:
-    """Compute attention of some query heads of a call to keys and values of their own, with the options of the call.
-
-    Args:
-        keys: the keys and values. The last ones are those of the queries.
-        call: the call.
-        heads: numbers of the query heads.
-        mask: mask by positions.
-        return_lse: also return the log-sum-exp.
+    """Compute attention of some query heads of a call to keys and values of their own, the last of which are those of
+    the queries, by a mask of positions and with the options of the call.
     """
     q, positions, options = call.q[:, heads], keys.positions, call.score_options
     if options["sinks"] is not None:
@@ -158,12 +225,6 @@ def require_followed(call: HFCall, path: str) -> None:
 
 class StreamingAttention(ModuleAttention):
     """Attention of one module with streaming heads.
-
-    Args:
-        module: the module's heads.
-        width: number of tokens of the window.
-        first: number of first tokens.
-        reader: reader of the masks of all modules.
 
     Attributes:
         restriction: the heads, the window and the first tokens, which a cache compares with its own.

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.compression.streaming.localized_module import LocalizedModule
-from headwise.compression.streaming.streaming_attention import HeadKeys, TokenPositions
+from headwise.compression.streaming.streaming_attention import HeadKeys, LocalizedModule, TokenPositions
 from headwise.errors import InputError, require
 from headwise.intercept.hf_calls import module_attentions
 from headwise.shapes import Int
@@ -41,11 +40,8 @@ def _classes() -> tuple[Any, Any]:
     library = require("transformers.cache_utils", purpose="a cache", extra="hf")
 
     class StreamingCache(library.DynamicCache):  # type: ignore[name-defined,misc]
-        """Cache of `transformers` whose layers may have streaming heads.
-
-        Args:
-            attention_layers: numbers of the layers that store keys and values, in the order in which they run.
-            config: configuration of the model.
+        """Cache of `transformers` whose layers may have streaming heads. The numbers of the layers that store keys and
+        values are in the order in which they run.
         """
 
         def __init__(self, attention_layers: list[int], config: Any) -> None:
@@ -53,11 +49,7 @@ def _classes() -> tuple[Any, Any]:
             self.attention_layers = attention_layers
 
         def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-            """Store keys and values of new tokens of a layer, as `DynamicCache` does.
-
-            Raises:
-                InputError: an earlier call ended before all layers had stored its tokens.
-            """
+            """Store keys and values of new tokens of a layer, as `DynamicCache` does."""
             if layer_idx == self.attention_layers[0]:
                 layers = [self.layers[layer] for layer in self.attention_layers]
                 is_waiting = any(getattr(layer, "is_waiting", False) for layer in layers)
@@ -117,11 +109,7 @@ class StreamingStorage:
         return self._pending is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store keys and values of new tokens until the attention of the module reads them.
-
-        Raises:
-            InputError: the model's heads are not restricted.
-        """
+        """Store keys and values of new tokens until the attention of the module reads them."""
         owner = self._owner()
         attention: Any = None if owner is None else module_attentions.get(owner)
         if getattr(attention, "restriction", None) != (self.module, self._window, self._first):
@@ -153,13 +141,8 @@ class StreamingStorage:
 
     def join(self, tokens: TokenPositions) -> tuple[HeadKeys | None, HeadKeys]:
         """Store the new keys and values, and return those of the heads that attend to all tokens (None if all are
-        streaming heads), and of the streaming heads, for the queries of the new tokens.
-
-        Args:
-            tokens: positions of all tokens of the text so far.
-
-        Raises:
-            InputError: there is padding on the right, or the padding of earlier tokens has changed.
+        streaming heads), and of the streaming heads, for the queries of the new tokens. The positions are of all tokens
+        of the text so far.
         """
         if self._pending is None or self._placeholders is None:
             raise InputError("model", expected="one reading of the cache in each call", got=self.module.module)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from headwise.checks import float_dtype, is_whole, require_module, whole_number
-from headwise.compression.streaming.localized_module import LocalizedModule
-from headwise.compression.streaming.streaming_attention import restricted
+from headwise.compression.streaming.streaming_attention import LocalizedModule, restricted
 from headwise.compression.streaming.streaming_cache import streaming_cache
 from headwise.errors import InputError, require
 from headwise.page.columns import ModelIdentity, is_identity
