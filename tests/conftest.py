@@ -2,14 +2,13 @@
 
 import gc
 import os
+import re
 import sys
 from pathlib import Path
 
 import jaxtyping
 import pytest
-import torch
 
-import shape_checks
 from tracing import TracingServer
 
 SOURCES = Path(__file__).parent.parent / "src"
@@ -32,9 +31,13 @@ os.environ.setdefault("HEADWISE_CACHE", str(SOURCES.parent / ".pytest_cache" / "
 # The compiler's own processes would each import torch first, to compile what one process compiles in less time.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# headwise.shapes defines placeholders; the tests replace them by jaxtyping before headwise is imported.
-sys.modules["headwise.shapes"] = jaxtyping
-shape_checks.install(modules_with_shapes())
+# With `--numprocesses`, the first process only distributes the tests, and needs neither headwise nor torch.
+if "PYTEST_XDIST_WORKER" in os.environ or not re.search(" (-n|--numprocesses)[ =]?[1-9al]", " ".join(sys.argv)):
+    import shape_checks
+
+    # headwise.shapes defines placeholders; the tests replace them by jaxtyping before headwise is imported.
+    sys.modules["headwise.shapes"] = jaxtyping
+    shape_checks.install(modules_with_shapes())
 
 # Importing torch, transformers and the tests creates millions of objects that are never freed. The garbage collector
 # would traverse all of them again and again. It is off during the imports, then ignores these objects and runs seldom.
@@ -64,13 +67,18 @@ def as_user():
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     """Use one thread: tests are small and run in parallel, so that threads would only wait for each other."""
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _seed():
     """Start every test with the same state of torch's random numbers."""
-    torch.manual_seed(0)
+    import torch
+
+    # Without a GPU, `torch.manual_seed` keeps the seed for each kind of GPU, with a traceback, until one is used.
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(autouse=True)
@@ -81,10 +89,12 @@ def _no_prepared_calls():
 
 
 @pytest.fixture(scope="session")
-def tracing_server():
+def tracing_server(tmp_path_factory):
     """Server whose `run` runs code in a new process without shape checks, which torch's compiler cannot trace."""
-    with TracingServer() as server:
-        yield server
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder of a worker is in that of the run, whose process started it
+        return TracingServer(folder.parent, os.getppid())
+    return TracingServer(folder, os.getpid())
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Shape checks of the tests: jaxtyping and beartype check the first calls of each function in each test.
+"""Shape checks of the tests: jaxtyping and beartype check the first calls of each function in each test, unless an
+earlier call had arguments of the same kinds.
 
 Checks take longer than most functions, and later calls in a test seldom have other shapes.
 """
@@ -14,15 +15,18 @@ import jaxtyping
 import torch
 
 MOST_CALLS = 12
-"""Number of calls that are checked: of each function in each test; of a function inside a function, in all tests, since
-it is defined anew at each call, and the definition of its check takes milliseconds.
+"""Number of calls that may be checked: of each function in each test; of a function inside a function, in all tests,
+since it is defined anew at each call, and the definition of its check takes milliseconds.
 """
 
 calls: defaultdict[CodeType, int] = defaultdict(int)
-"""Number of checked calls of each function in the current test."""
+"""Number of calls of each function in the current test, up to `MOST_CALLS`."""
 
 calls_of_inner: defaultdict[CodeType, int] = defaultdict(int)
 """The same for functions inside functions, in all tests."""
+
+checked: set[tuple] = set()
+"""Functions with the kinds of arguments for which a call passed its check."""
 
 _jaxtyped = jaxtyping.jaxtyped
 
@@ -53,9 +57,29 @@ def _checked(function: FunctionType, check_all: Callable) -> Callable:
         if torch.compiler.is_compiling() or jaxtyping.config.jaxtyping_disable or counts[code] >= MOST_CALLS:
             return function(*args, **kwargs)
         counts[code] += 1
-        return check()(*args, **kwargs)
+        try:
+            kinds = (code, *map(_kind, args), *kwargs, *map(_kind, kwargs.values()))
+            is_known = kinds in checked
+        except TypeError:  # sizes that are symbols have no hash
+            return check()(*args, **kwargs)
+        if is_known:
+            return function(*args, **kwargs)
+        result = check()(*args, **kwargs)
+        checked.add(kinds)
+        return result
 
     return wrapper
+
+
+def _kind(argument: Any) -> Any:
+    """Return what a check of an argument depends on: shape and dtype of a tensor, and of those in a list; the value of
+    a flag or name, on which the result may depend; otherwise the type.
+    """
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.dtype
+    if type(argument) in (list, tuple):
+        return type(argument), *map(_kind, argument[:8])
+    return argument if type(argument) in (bool, str) else type(argument)
 
 
 @contextlib.contextmanager

@@ -14,18 +14,14 @@ from headwise.attention.backends.native import library
 from headwise.intercept import accelerated_modules, accelerated_sdpa
 from oracles import distance, plain_attention, plain_errors
 
-pytestmark = pytest.mark.skipif(library.why_not_loaded() is not None, reason=str(library.why_not_loaded()))
+pytestmark = [
+    pytest.mark.skipif(library.why_not_loaded() is not None, reason=str(library.why_not_loaded())),
+    pytest.mark.usefixtures("kernels_count_as_faster"),
+]
 
 WIDTH, HEADS, LENGTH, BATCH = 33, 3, 7, 2
 SDPA = F.scaled_dot_product_attention
 MIN = torch.finfo(torch.float32).min
-
-
-@pytest.fixture(autouse=True)
-def _always_faster(monkeypatch):
-    """Let the kernels count as faster for small inputs, too."""
-    monkeypatch.setattr(accelerated_sdpa, "_why_slower", lambda problem, hides_nothing: None)
-    monkeypatch.setattr(accelerated_sdpa, "_reasons", {})
 
 
 class Attention(nn.Module):

@@ -10,19 +10,14 @@ from torch import nn
 
 import headwise as hw
 from headwise.attention.backends.native import library
-from headwise.intercept import accelerated_sdpa
 from headwise.intercept.accelerated_modules import OBSERVED, OWN_BACKEND
 from oracles import distance
 from tiny import PADDED, TOKENS, configs, family, with_distinct_heads
 
-pytestmark = pytest.mark.skipif(library.why_not_loaded() is not None, reason=str(library.why_not_loaded()))
-
-
-@pytest.fixture(autouse=True)
-def _always_faster(monkeypatch):
-    """Let the kernels count as faster for small inputs, too."""
-    monkeypatch.setattr(accelerated_sdpa, "_why_slower", lambda problem, hides_nothing: None)
-    monkeypatch.setattr(accelerated_sdpa, "_reasons", {})
+pytestmark = [
+    pytest.mark.skipif(library.why_not_loaded() is not None, reason=str(library.why_not_loaded())),
+    pytest.mark.usefixtures("kernels_count_as_faster"),
+]
 
 
 @pytest.mark.parametrize("padding", PADDED)

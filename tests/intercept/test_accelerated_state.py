@@ -20,18 +20,13 @@ from torch.utils.checkpoint import checkpoint
 import headwise as hw
 from headwise.attention.backends.native import library
 from headwise.errors import InputError
-from headwise.intercept import accelerated_sdpa
 from headwise.intercept.accelerated_modules import accelerated_modules
 from tiny import PADDED, TOKENS, family
 
-pytestmark = pytest.mark.skipif(library.why_not_loaded() is not None, reason=str(library.why_not_loaded()))
-
-
-@pytest.fixture(autouse=True)
-def _always_faster(monkeypatch):
-    """Let the kernels count as faster for small inputs, too."""
-    monkeypatch.setattr(accelerated_sdpa, "_why_slower", lambda problem, hides_nothing: None)
-    monkeypatch.setattr(accelerated_sdpa, "_reasons", {})
+pytestmark = [
+    pytest.mark.skipif(library.why_not_loaded() is not None, reason=str(library.why_not_loaded())),
+    pytest.mark.usefixtures("kernels_count_as_faster"),
+]
 
 
 def run_with_a_handle(model):

@@ -3,42 +3,33 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from self_attention import DIM, HEADS, LENGTH, WIDTH, SelfAttention, merge, require_gate, sdpa, softmax
 from test_watch import require_statistics
 from torch import nn
 
 import headwise as hw
 
-WIDTH = 15
 
+class Attention(SelfAttention):
+    """Attention whose outputs pass through a function before or after they are merged."""
 
-class Attention(nn.Module):
-    """Attention of 3 heads, whose outputs pass through a function before or after they are merged."""
+    num_heads = HEADS
 
-    num_heads = 3
+    def __init__(self, before, after, way=sdpa):
+        def output(module, *qkv):
+            self.values = qkv[2]
+            return module.out_proj(after(module, merge(before(module, module.attend(*qkv)))))
 
-    def __init__(self, before, after):
-        super().__init__()
-        self.qkv, self.gate, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(15, 15)
-        self.norm, self.scale = nn.LayerNorm(5), nn.Parameter(torch.randn(3, 1, 1))
-        self.before, self.after, self.attend = before, after, self.fused
-
-    def fused(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v)
-
-    def forward(self, x):
-        q, k, v = (part.unflatten(-1, (3, 5)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        self.x, self.values = x, v
-        weights = (q @ k.mT * 5**-0.5).exp()
-        self.weights = weights / weights.sum(-1, keepdim=True)
-        out = self.before(self, self.attend(q, k, v))
-        return self.out_proj(self.after(self, out.transpose(1, 2).flatten(2)))
+        super().__init__(way, output)
+        self.gate, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(DIM)
+        self.scale = nn.Parameter(torch.randn(HEADS, 1, 1))
 
 
 def same(module, out):
     return out
 
 
-HIDDEN = torch.arange(7)[:, None] > 5
+HIDDEN = torch.arange(LENGTH)[:, None] > 5
 LINEAR = {
     "product with a gate": (same, lambda module, out: out * torch.sigmoid(module.gate(module.x))),
     "product with a gate in place": (same, lambda module, out: out.mul_(torch.sigmoid(module.gate(module.x)))),
@@ -67,13 +58,10 @@ OTHER = {
 @torch.no_grad()
 def test_gates_act_through_linear_functions(between):
     torch.manual_seed(0)
-    model, x = nn.Sequential(Attention(*LINEAR[between])), torch.randn(2, 7, WIDTH)
+    model, x = nn.Sequential(Attention(*LINEAR[between])), torch.randn(2, LENGTH, WIDTH)
     state = torch.get_rng_state()
-    with hw.gate(model, {("0", 1): 0.5}):
-        gated = model(x)
+    require_gate(model, x, factor=0.5)
     assert torch.equal(torch.get_rng_state(), state)
-    model[0].out_proj.weight[:, 5:10] *= 0.5
-    torch.testing.assert_close(gated, model(x))
 
 
 @pytest.mark.filterwarnings("ignore:these modules compute a softmax")
@@ -81,7 +69,7 @@ def test_gates_act_through_linear_functions(between):
 @torch.no_grad()
 def test_gates_before_other_functions_are_refused(between):
     torch.manual_seed(0)
-    model, x = nn.Sequential(Attention(*OTHER[between])), torch.randn(2, 7, WIDTH)
+    model, x = nn.Sequential(Attention(*OTHER[between])), torch.randn(2, LENGTH, WIDTH)
     match = "a function that is not linear, such as a norm or a sum with another tensor, is between them .*: 0"
     with pytest.raises(hw.InputError, match=match), hw.gate(model, {("0", 1): 0.5}):
         model(x)
@@ -95,16 +83,10 @@ def test_gates_before_other_functions_are_refused(between):
 
 
 class Core(nn.Module):
+    """A softmax in a module of its own, which ends before the outputs of the heads are used."""
+
     def forward(self, q, k, v):
-        return (q @ k.mT * 5**-0.5).softmax(-1) @ v
-
-
-class WithCore(Attention):
-    """Attention whose softmax is in a module of its own, which ends before the outputs are used."""
-
-    def __init__(self, *between):
-        super().__init__(*between)
-        self.attend = Core()
+        return softmax(q, k, v)
 
 
 @pytest.mark.filterwarnings("ignore:these modules compute a softmax")
@@ -113,9 +95,9 @@ class WithCore(Attention):
 @torch.no_grad()
 def test_gates_before_other_functions_are_refused_after_the_module_of_the_softmax(between):
     torch.manual_seed(0)
-    model, x = nn.Sequential(WithCore(*OTHER[between])), torch.randn(2, 7, WIDTH)
-    match = "a function that is not linear, such as a norm or a sum with another tensor, is between them .*: 0.attend"
-    with pytest.raises(hw.InputError, match=match), hw.gate(model, {("0.attend", 1): 0.5}):
+    model, x = nn.Sequential(Attention(*OTHER[between], Core())), torch.randn(2, LENGTH, WIDTH)
+    match = "a function that is not linear, such as a norm or a sum with another tensor, is between them .*: 0.way"
+    with pytest.raises(hw.InputError, match=match), hw.gate(model, {("0.way", 1): 0.5}):
         model(x)
     with hw.watch(model) as heads:
         model(x)
@@ -126,14 +108,11 @@ def test_gates_before_other_functions_are_refused_after_the_module_of_the_softma
 @torch.no_grad()
 def test_gates_act_through_linear_functions_after_the_module_of_the_softmax(between):
     torch.manual_seed(0)
-    model, x = nn.Sequential(WithCore(*LINEAR[between])), torch.randn(2, 7, WIDTH)
-    with hw.gate(model, {("0.attend", 1): 0.5}):
-        gated = model(x)
-    model[0].out_proj.weight[:, 5:10] *= 0.5
-    torch.testing.assert_close(gated, model(x))
+    model, x = nn.Sequential(Attention(*LINEAR[between], Core())), torch.randn(2, LENGTH, WIDTH)
+    require_gate(model, x, factor=0.5, label="0.way")
 
 
-REAL = torch.arange(7) < torch.tensor([7, 4])[:, None]
+REAL = torch.arange(LENGTH) < torch.tensor([7, 4])[:, None]
 SELECTED = {
     "mask": lambda out: out[REAL],
     "two indices": lambda out: out[torch.arange(2), torch.tensor([6, 3])],
@@ -148,11 +127,11 @@ SELECTED = {
 @torch.no_grad()
 def test_gates_act_before_tokens_are_selected(selected):
     torch.manual_seed(0)
-    model, x = nn.Sequential(Attention(same, lambda module, out: SELECTED[selected](out))), torch.randn(2, 7, WIDTH)
+    model, x = (
+        nn.Sequential(Attention(same, lambda module, out: SELECTED[selected](out))),
+        torch.randn(2, LENGTH, WIDTH),
+    )
     with hw.watch(model) as heads:
         model(x)
     require_statistics(heads, [model[0].weights])
-    with hw.gate(model, {("0", 1): 0.5}):
-        gated = model(x)
-    model[0].out_proj.weight[:, 5:10] *= 0.5
-    torch.testing.assert_close(gated, model(x))
+    require_gate(model, x, factor=0.5)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from self_attention import WIDTH, merge, split
 from test_watch import require_statistics
 from torch import nn
 
 import headwise as hw
 
-WIDTH = 15
 HIDDEN = torch.ones(7, 7).tril() == 0
 
 
@@ -21,9 +21,9 @@ class Block(nn.Module):
         self.scale, self.change = nn.Parameter(torch.tensor([1.3, 0.7, 1.1])[:, None, None]), change
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (3, 5)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = map(split, self.qkv(x).chunk(3, -1))
         self.weights = self.change(self, (q @ k.mT).softmax(-1), q @ k.mT)
-        return self.out_proj((self.weights @ v).transpose(1, 2).flatten(2))
+        return self.out_proj(merge(self.weights @ v))
 
 
 AVERAGES = {
@@ -63,10 +63,10 @@ class TwoSteps(Block):
     """Some queries attend to the keys; all queries attend to these, whose outputs are the values."""
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (3, 5)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = map(split, self.qkv(x).chunk(3, -1))
         agents = q[:, :, ::3]
         values = F.scaled_dot_product_attention(agents, k, v)
-        return self.out_proj(F.scaled_dot_product_attention(q, agents, values).transpose(1, 2).flatten(2))
+        return self.out_proj(merge(F.scaled_dot_product_attention(q, agents, values)))
 
 
 @torch.no_grad()
@@ -82,11 +82,11 @@ class Difference(Block):
     """Two attentions with weights of their own, the difference of whose outputs is projected."""
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (3, 5)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        others = self.queries(x).unflatten(-1, (3, 5)).transpose(1, 2)
+        q, k, v = map(split, self.qkv(x).chunk(3, -1))
+        others = split(self.queries(x))
         first, second = ((each @ k.mT * 5**-0.5).softmax(-1) for each in (q, others))
         self.weights = [first, second]
-        return self.out_proj((first @ v - 0.4 * (second @ v)).transpose(1, 2).flatten(2))
+        return self.out_proj(merge(first @ v - 0.4 * (second @ v)))
 
 
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")

@@ -2,25 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from self_attention import HEADS, LENGTH, WIDTH, SelfAttention, einsum, merge, require_gate, sdpa, softmax
 from test_watch import require_statistics
 from torch import nn
 
 import headwise as hw
-
-
-def sdpa(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v)
-
-
-def softmax(q, k, v):
-    return torch.softmax(q @ k.mT * 5**-0.5, -1) @ v
-
-
-def einsum(q, k, v):
-    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * 5**-0.5
-    return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), v)
-
 
 EMPTY = {
     "queries": lambda attend, q, k, v: torch.cat([attend(q[:, :, :0], k, v), attend(q, k, v)], 2),
@@ -32,18 +18,16 @@ EMPTY = {
 }
 
 
-class Attention(nn.Module):
-    num_heads = 3
+def model_with(attend, empty):
+    """Return attention by `empty(attend, q, k, v)`."""
 
-    def __init__(self, attend, empty):
-        super().__init__()
-        self.qkv, self.out_proj, self.attend, self.empty = nn.Linear(15, 45), nn.Linear(15, 15), attend, empty
+    def output(module, *qkv):
+        module.attend(*qkv)  # stores the weights
+        return module.out_proj(merge(empty(attend, *qkv)))
 
-    def forward(self, x):
-        q, k, v = (part.unflatten(-1, (3, 5)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        weights = (q @ k.mT * 5**-0.5).exp()  # a softmax would be one more, without a product
-        self.weights = weights / weights.sum(-1, keepdim=True)
-        return self.out_proj(self.empty(self.attend, q, k, v).transpose(1, 2).flatten(2))
+    attention = SelfAttention(lambda *_: None, output)
+    attention.num_heads = HEADS
+    return nn.Sequential(attention)
 
 
 @pytest.mark.parametrize("attend", [sdpa, softmax, einsum])
@@ -51,22 +35,19 @@ class Attention(nn.Module):
 @torch.no_grad()
 def test_tensors_without_elements_change_nothing(attend, part):
     torch.manual_seed(0)
-    model, x = nn.Sequential(Attention(attend, EMPTY[part])), torch.randn(2, 7, 15)
+    model, x = model_with(attend, EMPTY[part]), torch.randn(2, LENGTH, WIDTH)
     plain = model(x)
     with hw.watch(model) as heads:
         assert torch.equal(model(x), plain)
     require_statistics(heads, [model[0].weights])
-    with hw.gate(model, {("0", 1): 0.0}):
-        gated = model(x)
-    model[0].out_proj.weight[:, 5:10] = 0.0
-    torch.testing.assert_close(gated, model(x))
+    require_gate(model, x)
 
 
 @pytest.mark.parametrize("attend", [sdpa, softmax, einsum])
 @torch.no_grad()
 def test_an_empty_batch_counts_as_no_sequence(attend):
     torch.manual_seed(0)
-    model, x = nn.Sequential(Attention(attend, lambda attend, *qkv: attend(*qkv))), torch.randn(2, 7, 15)
+    model, x = model_with(attend, lambda attend, *qkv: attend(*qkv)), torch.randn(2, LENGTH, WIDTH)
     with hw.watch(model) as heads, hw.gate(model, {("0", 1): 1.0}):
         assert model(x[:0]).shape == (0, 7, 15)
         assert model(x[:, :0]).shape == (2, 0, 15)

@@ -3,41 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from self_attention import DIM, HEADS, LENGTH, WIDTH, SelfAttention, merge, require_gate, sdpa, softmax, split
 from test_watch import require_statistics
 from torch import nn
 
 import headwise as hw
 import tiny
 
-HEADS, DIM, LENGTH = 3, 5, 7
-WIDTH = HEADS * DIM
 ORDER = torch.tensor([2, 0, 1])
-
-
-def merge(out):
-    return out.transpose(1, 2).flatten(2)
-
-
-class Attention(nn.Module):
-    """Attention whose outputs pass through a function on the way to the output projection."""
-
-    def __init__(self, project, route):
-        super().__init__()
-        self.qkv, self.out_proj, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        self.project, self.route = project, route
-
-    def attend(self, q, k, v):
-        scores = (q @ k.mT * DIM**-0.5).exp()
-        self.weights = scores / scores.sum(-1, keepdim=True)
-        if self.route == "SDPA":
-            return F.scaled_dot_product_attention(q, k, v)
-        return (q @ k.mT * DIM**-0.5).softmax(-1) @ v
-
-    def forward(self, x):
-        q, k, v = (part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.project(self, q, k, v)
-
-
+WAYS = {"softmax": softmax, "SDPA": sdpa}
 PLACES = ORDER[None, :, None, None].expand(2, -1, LENGTH, DIM)
 
 
@@ -194,7 +168,7 @@ REFUSED = {
 def test_heads_without_columns_of_their_own_are_named(way, route):
     torch.manual_seed(0)
     project, reason = REFUSED[way]
-    model, x = nn.Sequential(Attention(project, route)), torch.randn(2, LENGTH, WIDTH)
+    model, x = nn.Sequential(SelfAttention(WAYS[route], project)), torch.randn(2, LENGTH, WIDTH)
     plain = model(x)
     match = f"got none in 0; attention of these modules is left out.*{reason}"
     with pytest.raises(hw.InputError, match=match), hw.watch(model):
@@ -245,14 +219,11 @@ REACHED = [reordered_back, queries_reordered, minus_a_share, assigned_by_sequenc
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")  # its input is not the heads' output
 def test_heads_with_columns_of_their_own_are_reported(way, route):
     torch.manual_seed(0)
-    model, x = nn.Sequential(Attention(way, route)), torch.randn(2, LENGTH, WIDTH)
+    model, x = nn.Sequential(SelfAttention(WAYS[route], way)), torch.randn(2, LENGTH, WIDTH)
     with hw.watch(model) as heads:
         model(x)
     require_statistics(heads, [model[0].weights])
-    with hw.gate(model, {("0", 1): 0.0}):
-        gated = model(x)
-    model[0].out_proj.weight[:, DIM : 2 * DIM] = 0.0
-    torch.testing.assert_close(gated, model(x))
+    require_gate(model, x)
 
 
 def normed(module, q, k, v):
@@ -265,7 +236,7 @@ def normed(module, q, k, v):
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")
 def test_a_norm_of_all_heads_is_not_a_sum_of_softmaxes():
     torch.manual_seed(0)
-    model = nn.Sequential(Attention(normed, "softmax"))
+    model = nn.Sequential(SelfAttention(softmax, normed))
     with hw.watch(model) as heads:
         model(torch.randn(2, LENGTH, WIDTH))
     require_statistics(heads, [model[0].weights])
@@ -285,7 +256,9 @@ class BothProjected(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.one, self.other = (Attention(lambda module, *qkv: merge(module.attend(*qkv)), "softmax") for _ in range(2))
+        self.one, self.other = (
+            SelfAttention(softmax, lambda module, *qkv: merge(module.attend(*qkv))) for _ in range(2)
+        )
         self.out_proj = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
@@ -311,13 +284,13 @@ class Outer(nn.Module):
         self.qkv, self.core, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH), Block(), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = map(split, self.qkv(x).chunk(3, -1))
         return self.out_proj(self.core(q, k, v) - 0.4 * self.core(k, q, v))
 
 
 @torch.no_grad()
 def test_outputs_of_two_calls_of_a_module_that_are_added_are_withdrawn():
-    model = nn.Sequential(Outer(), nn.Identity(), Attention(of_heads(lambda out: out), "SDPA"))
+    model = nn.Sequential(Outer(), nn.Identity(), SelfAttention())
     x = torch.randn(2, LENGTH, WIDTH)
     with pytest.warns(UserWarning, match=f"{ADDED}.*: 0.core$"), hw.watch(model) as heads:
         model(x)

@@ -3,39 +3,30 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from self_attention import DIM, LENGTH, WIDTH, SelfAttention, merge, sdpa, softmax
 from test_watch import require_statistics
 from torch import nn
 
 import headwise as hw
 
-HEADS, DIM, LENGTH = 3, 5, 7
-WIDTH = HEADS * DIM
 LATE = torch.arange(LENGTH)[:, None] > 4
+WAYS = {"softmax": softmax, "SDPA": sdpa}
 
 
-class Attention(nn.Module):
-    """Attention whose outputs are overwritten before or after the heads are merged."""
+def attention(overwrite, where, way="SDPA"):
+    """Return attention whose outputs are overwritten before ("heads") or after ("features") they are merged."""
 
-    def __init__(self, overwrite, where, route):
-        super().__init__()
-        self.qkv, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.overwrite, self.where, self.route = overwrite, where, route
-
-    def forward(self, x):
-        q, k, v = (part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        scores = (q @ k.mT * DIM**-0.5).exp()
-        self.weights = scores / scores.sum(-1, keepdim=True)
-        if self.route == "SDPA":
-            out = F.scaled_dot_product_attention(q, k, v)
-        else:
-            out = (q @ k.mT * DIM**-0.5).softmax(-1) @ v
-        if self.where == "heads":
+    def output(module, q, k, v):
+        out = module.attend(q, k, v)
+        if where == "heads":
             out = out.clone()
-            self.overwrite(out)
-        merged = out.transpose(1, 2).flatten(2).clone()
-        if self.where == "features":
-            self.overwrite(merged)
-        return self.out_proj(merged)
+            overwrite(out)
+        merged = merge(out).clone()
+        if where == "features":
+            overwrite(merged)
+        return module.out_proj(merged)
+
+    return nn.Sequential(SelfAttention(WAYS[way], output))
 
 
 def hide_rows(out):
@@ -60,7 +51,7 @@ LINEAR = {
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")
 def test_gates_act_on_outputs_that_are_overwritten(way, where, route):
     torch.manual_seed(0)
-    model, x = nn.Sequential(Attention(LINEAR[way], where, route)), torch.randn(2, LENGTH, WIDTH)
+    model, x = attention(LINEAR[way], where, route), torch.randn(2, LENGTH, WIDTH)
     with hw.watch(model) as heads:
         plain = model(x)
     require_statistics(heads, [model[0].weights])
@@ -90,7 +81,7 @@ NOT_LINEAR = {
 @pytest.mark.parametrize("way", NOT_LINEAR)
 @torch.no_grad()
 def test_gates_before_functions_in_place_that_are_not_linear_are_refused(way, where, route):
-    model, x = nn.Sequential(Attention(NOT_LINEAR[way], where, route)), torch.randn(2, LENGTH, WIDTH)
+    model, x = attention(NOT_LINEAR[way], where, route), torch.randn(2, LENGTH, WIDTH)
     plain = model(x)
     with pytest.raises(hw.InputError, match="function that is not linear"), hw.gate(model, {("0", 1): 0.0}):
         model(x)
@@ -100,7 +91,7 @@ def test_gates_before_functions_in_place_that_are_not_linear_are_refused(way, wh
 @pytest.mark.parametrize("where", ["heads", "features"])
 @torch.no_grad()
 def test_gates_are_refused_if_a_view_of_an_output_is_overwritten(where):
-    model = nn.Sequential(Attention(lambda out: out[:, :1].mul_(3.0), where, "SDPA"))
+    model = attention(lambda out: out[:, :1].mul_(3.0), where)
     match = "changed its queries, keys, values, weights or output in place"
     with pytest.raises(hw.InputError, match=match), hw.gate(model, {("0", 1): 0.0}):
         model(torch.randn(2, LENGTH, WIDTH))
@@ -108,13 +99,11 @@ def test_gates_are_refused_if_a_view_of_an_output_is_overwritten(where):
 
 @torch.no_grad()
 def test_attention_is_named_if_the_data_of_its_output_are_overwritten():
-    class Doubled(Attention):
-        def forward(self, x):
-            q, k, v = (part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-            out = F.scaled_dot_product_attention(q, k, v)
-            out.data.mul_(2.0)
-            return self.out_proj(out.transpose(1, 2).flatten(2))
+    def doubled(module, q, k, v):
+        out = module.attend(q, k, v)
+        out.data.mul_(2.0)
+        return module.out_proj(merge(out))
 
-    model = nn.Sequential(Doubled(None, None, None))
+    model = nn.Sequential(SelfAttention(sdpa, doubled))
     with pytest.raises(hw.InputError, match="output in place before the output projection"), hw.watch(model):
         model(torch.randn(2, LENGTH, WIDTH))

@@ -5,23 +5,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from self_attention import einsum, merge, softmax, split
 from torch import nn
 
 import headwise as hw
 
 OF_POSITIONS = {"distance", "self", "previous", "next", "first"}
-
-
-def softmax(q, k, v, visible=None):
-    scores = q @ k.mT / 5**0.5
-    return (scores if visible is None else scores.masked_fill(~visible, -torch.inf)).softmax(-1) @ v
-
-
-def einsum(q, k, v, visible=None):
-    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / 5**0.5
-    scores = scores if visible is None else scores + torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
-    return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), v)
-
 
 ATTENTIONS = [F.scaled_dot_product_attention, softmax, einsum]
 
@@ -37,8 +26,7 @@ class Attention(nn.Module):
     def forward(self, x, context=None):
         context = x if context is None else context
         sides = ((self.q, x), (self.k, context), (self.v, context))
-        out = self.core(self.attend, *(each(y).unflatten(-1, (3, 5)).transpose(1, 2) for each, y in sides))
-        return self.out(out.transpose(1, 2).flatten(2))
+        return self.out(merge(self.core(self.attend, *(split(each(y)) for each, y in sides))))
 
 
 def watched(core, attend, *calls):
@@ -175,8 +163,7 @@ class Twice(Attention):
     def forward(self, x, context=None):
         context = x if context is None else context
         sides = ((self.q, x), (self.k, context), (self.v, context))
-        outs = self.core(self.attend, *(each(y).unflatten(-1, (3, 5)).transpose(1, 2) for each, y in sides))
-        return sum(self.out(out.transpose(1, 2).flatten(2)) for out in outs)
+        return sum(self.out(merge(out)) for out in self.core(self.attend, *(split(each(y)) for each, y in sides)))
 
 
 @pytest.mark.parametrize("attend", ATTENTIONS)

@@ -3,20 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from self_attention import merge, softmax, split
 from torch import nn
 
 import headwise as hw
 
 OF_POSITIONS = {"distance", "self", "previous", "next", "first"}
 ORDER = torch.tensor([3, 1, 0, 2, 6, 5, 4])
-
-
-def merge(x):
-    return x.transpose(1, 2).flatten(2)
-
-
-def with_softmax(q, k, v):
-    return (q @ k.mT / 5**0.5).softmax(-1) @ v
 
 
 def with_einsum(q, k, v):
@@ -27,10 +20,10 @@ def with_einsum(q, k, v):
 def with_kept_heads(q, k, v):
     """Attention with batch and heads in one axis."""
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
-    return with_softmax(q, k, v).view(2, 3, -1, 5)
+    return softmax(q, k, v).view(2, 3, -1, 5)
 
 
-ATTENTIONS = [F.scaled_dot_product_attention, with_softmax, with_einsum, with_kept_heads]
+ATTENTIONS = [F.scaled_dot_product_attention, softmax, with_einsum, with_kept_heads]
 
 
 class Attention(nn.Module):
@@ -42,8 +35,7 @@ class Attention(nn.Module):
         self.attend, self.change = attend, change
 
     def forward(self, x):
-        q, k, v = (each(x).unflatten(-1, (3, 5)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        return self.out(merge(self.attend(*self.change(q, k, v))))
+        return self.out(merge(self.attend(*self.change(*(split(each(x)) for each in (self.q, self.k, self.v))))))
 
 
 class WithNullKey(Attention):
@@ -54,10 +46,7 @@ class WithNullKey(Attention):
         self.null, self.is_first = nn.Parameter(torch.randn(2, 3, 1, 5)), is_first
 
     def forward(self, x, context):
-        q, k, v = (
-            each(y).unflatten(-1, (3, 5)).transpose(1, 2)
-            for each, y in zip((self.q, self.k, self.v), (x, context, context), strict=True)
-        )
+        q, k, v = split(self.q(x)), split(self.k(context)), split(self.v(context))
         pairs = [[null.expand(2, -1, -1, -1), part] for null, part in zip(self.null, (k, v), strict=True)]
         k, v = (torch.cat(pair if self.is_first else pair[::-1], 2) for pair in pairs)
         self.weights = (q @ k.mT / 5**0.5).softmax(-1)

@@ -3,21 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from self_attention import DIM, HEADS, WIDTH, merge, split
 from test_watch import require_statistics
 from torch import nn
 
 import headwise as hw
-
-HEADS, DIM = 3, 5
-WIDTH = HEADS * DIM
-
-
-def split(x):
-    return x.unflatten(-1, (HEADS, DIM)).transpose(1, 2)
-
-
-def merge(x):
-    return x.transpose(1, 2).flatten(2)
 
 
 def weights_of(q, k):

@@ -53,9 +53,9 @@ def test_three_implementations_agree_on_many_drawn_calls(first_seed):
     check_agreement(40, first_seed, torch.float32)
 
 
-def call(**options) -> StatisticsCall:
-    q, k, v = torch.randn(2, 2, 37, 24), torch.randn(2, 1, 71, 24), torch.randn(2, 1, 71, 8)
-    positions = (torch.arange(37) + 34).expand(2, -1).int().contiguous()
+def call(batch: int = 2, **options) -> StatisticsCall:
+    q, k, v = torch.randn(batch, 2, 37, 24), torch.randn(batch, 1, 71, 24), torch.randn(batch, 1, 71, 8)
+    positions = (torch.arange(37) + 34).expand(batch, -1).int().contiguous()
     given = {"head_scale": None, "softcap": 0.0, "sinks": None, "ranges": None, "dense": None, "bias": None}
     return StatisticsCall(
         *(q, k, v), scale=0.2, **(given | options), positions=positions, first_key=torch.zeros_like(positions)
@@ -88,9 +88,9 @@ def test_rows_without_a_key_are_0(given):
         "bias": torch.full(shape, -torch.inf),
     }
     for sinks in (None, torch.tensor([100.0, -torch.inf])):
-        results = statistics.weight_statistics(call(sinks=sinks, **{given: hiding[given]}), torch.zeros(2, 2, 37, 8))
+        results = statistics.weight_statistics(call(1, sinks=sinks, **{given: hiding[given]}), torch.zeros(1, 2, 37, 8))
         logits = -torch.inf if sinks is None else sinks[:, None]
-        assert torch.equal(results.lse, torch.full((2, 2, 37), 1.0) * logits)
+        assert torch.equal(results.lse, torch.full((1, 2, 37), 1.0) * logits)
         values = results.rows.clone()
         for name in ("max_logit", "max_logit_uncapped"):
             assert (values[ROWS.index(name)] == -torch.inf).all()
@@ -128,9 +128,9 @@ def watched(network, inputs, training: bool):
     return heads.table(), loss.detach(), gradients
 
 
-@pytest.mark.parametrize(("kind", "training"), [("encoder", True), ("decoder", False)])
-def test_watch_measures_the_same_with_the_kernels_of_a_gpu(kind, training, monkeypatch):
-    network = model(kind, num_hidden_layers=1).eval()
+@pytest.mark.parametrize(("kind", "heads", "training"), [("encoder", 2, True), ("decoder", 4, False)])
+def test_watch_measures_the_same_with_the_kernels_of_a_gpu(kind, heads, training, monkeypatch):
+    network = model(kind, num_hidden_layers=1, num_attention_heads=heads).eval()
     inputs = tokenizer(kind)(texts(17, 40), return_tensors="pt", padding=True)
     expected = watched(network, inputs, training)
     monkeypatch.setattr(kernel_statistics, "is_on_gpu", lambda problem: True)
