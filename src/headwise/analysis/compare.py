@@ -236,9 +236,7 @@ def compare(a: Profile, b: Profile) -> Comparison:
 
 
 def _description(head: ProfiledHead | None) -> str:
-    """Describe a head for error messages by its name (layer.head), module and kind of attention (self or cross). If
-    `head` is None, because a profile has fewer heads than the other, return the words "no more" instead.
-    """
+    """Return the words for a head in error messages; None stands for a head that one of the profiles does not have."""
     return "no more" if head is None else f"{head.name} in {head.module} ({head.kind} attention)"
 
 
@@ -249,8 +247,8 @@ def _degrees_of_freedom(a: MeanEstimate, b: MeanEstimate) -> float:
 
 
 def _difference_in_errors(a: MeanEstimate, b: MeanEstimate) -> float:
-    """Return the difference b - a of two independent means in units of its standard error. If neither mean varies
-    between sequences by more than rounding, return 0 for equal means and plus or minus infinity for different means.
+    """Return the difference b - a of two independent means in units of its standard error: 0 or infinite if neither
+    mean varies between sequences by more than rounding.
     """
     difference = b.value - a.value
     if has_no_variance(a) and has_no_variance(b):

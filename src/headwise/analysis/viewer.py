@@ -45,9 +45,6 @@ class VisibleWeights:
     weight or is visible to one of these rows, such as later tokens in a decoder, are left out.
 
     Attributes:
-        weights: the weights.
-        heads: the heads.
-        rows: the query rows.
         keys: index of the key of each column.
         is_visible: True where a row may attend to the key of a column; for one head if all heads have the same mask.
         all_keys: number of keys of the call.
@@ -88,11 +85,9 @@ class VisibleWeights:
 def largest(
     weights: Float[Tensor, "heads rows columns"], count: int
 ) -> tuple[Float[Tensor, "heads rows count"], Int[Tensor, "heads rows count"]]:
-    """Return the `count` largest weights of each row, largest first, and their columns.
-
-    The columns are split into groups. The largest weights are in the `count` groups with the largest maxima, so only
-    these are sorted, which takes a fraction of the time of `topk` of all columns.
-    """
+    """Return the `count` largest weights of each row, largest first, and their columns."""
+    # The columns are split into groups. The largest weights are in the `count` groups with the largest maxima, so only
+    # these are sorted, which takes a fraction of the time of `topk` of all columns.
     columns = weights.shape[-1]
     size = round((columns / count) ** 0.5)
     groups = columns // max(size, 1)
@@ -109,10 +104,8 @@ def largest(
 
 
 def _columns_of_largest(values: Float[Tensor, "heads rows columns"], count: int) -> Int[Tensor, "heads rows count"]:
-    """Return the columns of the `count` largest values of each row, largest first.
-
-    numpy partitions integers, made of a value and its column, in a third of the time of `topk`.
-    """
+    """Return the columns of the `count` largest values of each row, largest first."""
+    # numpy partitions integers, made of a value and its column, in a third of the time of `topk`.
     columns = values.shape[-1]
     bits = values.contiguous().view(torch.int32)
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative numbers are in descending order
@@ -134,15 +127,8 @@ def _add_to_pictures(
     queries: slice,
     column_of: Int[Tensor, " keys"],
 ) -> None:
-    """Add the weights of the queries in a slice to the pictures of heads: means over the queries of a row of sums over
-    the keys of a column.
-
-    Args:
-        pictures: a picture of each head, which is changed.
-        weights: the weights.
-        row_of: row of each query, also of those outside of the slice.
-        queries: the queries.
-        column_of: column of each key.
+    """Add the weights of the queries in a slice to the pictures of heads, in place: means over the queries of a row of
+    sums over the keys of a column. `row_of` has the row of each query, also of those outside of the slice.
     """
     first, last = int(row_of[queries.start]), int(row_of[queries.stop - 1])
     # Rows are contiguous in memory: summed first, they leave few numbers to be summed over columns.
@@ -155,13 +141,9 @@ def _add_to_pictures(
 
 class TokenWeights:
     """Attention weights between the tokens of a passage for each head: pictures ("tiles"), the visible keys, and all
-    weights of a short passage or the largest weights of each query of a long one.
+    weights of a short passage (`keeps_all`) or the largest weights of each query of a long one.
 
     Args:
-        heads: number of heads.
-        queries: number of query tokens.
-        keys: number of key tokens.
-        keeps_all: True to keep all weights.
         known_runs: by the rows of a block, the latest mask of these rows, its keys, and its runs of visible keys for
             each head, or once if all heads have the same. Calls over the same tokens share this dictionary. Most layers
             of a model have the same mask, whose runs are computed once.
@@ -187,12 +169,8 @@ class TokenWeights:
 
     def add(self, block: VisibleWeights) -> None:
         """Add the attention weights of some query rows, for some of the heads."""
-        weights, heads, keys, selected = (
-            block.weights,
-            block.heads,
-            block.keys,
-            slice(block.rows.start, block.rows.stop),
-        )
+        weights, heads, keys = block.weights, block.heads, block.keys
+        selected = slice(block.rows.start, block.rows.stop)
         self._totals[heads, selected] = weights.sum(-1)
         _add_to_pictures(self._tiles[heads], weights, self._row_of, selected, self._column_of[keys])
         if self._all is not None:
@@ -221,12 +199,8 @@ class TokenWeights:
         return runs
 
     def of_head(self, head: int, queries: int, keys: int) -> HeadAttention:
-        """Return the attention of one head, after all rows were added. Queries that were not added see no key.
-
-        Args:
-            head: index of the head.
-            queries: index of the passage's side with the queries.
-            keys: index of the side with the keys.
+        """Return the attention of one head after all rows were added, from the side number `queries` of the passage to
+        its side number `keys`. Queries that were not added see no key.
         """
         weights: AllWeights | LargestWeights
         if self._all is not None:
@@ -245,11 +219,8 @@ class TokenWeights:
 
 @dataclass(frozen=True, eq=False)
 class TokensOfWords:
-    """Words of one side of attention, the queries or the keys.
-
-    Attributes:
-        word_of: index of each token's word.
-        is_lexical: True for the words that a link may join.
+    """Words of one side of attention, the queries or the keys: the index of each token's word, and True for the words
+    that a link may join.
     """
 
     word_of: Int[Tensor, " tokens"]
@@ -267,16 +238,7 @@ class WordWeights:
 
     Weights to the tokens of a word are summed, and those from its tokens averaged, so that each word's weights still
     add up to 1 (Clark et al. 2019, section 4.1). The row blocks of a head come in the order of the rows; a word may
-    begin in one block and end in another.
-
-    Args:
-        heads: number of heads.
-        queries: words of the queries.
-        keys: words of the keys; the same object in self-attention.
-
-    Attributes:
-        leaves_out_first: True if no link goes to the first word, because the first token sees no other token. Such a
-            token is the attention sink of most decoders (Xiao et al. 2023), and would be the end of nearly all links.
+    begin in one block and end in another. In self-attention, `queries` and `keys` are the same object.
     """
 
     def __init__(self, heads: int, queries: TokensOfWords, keys: TokensOfWords) -> None:
@@ -290,6 +252,8 @@ class WordWeights:
         self.top_weights = torch.zeros(heads, queries.count, top)
         self.best_key = torch.zeros(heads, queries.count, dtype=torch.int64)
         self.best_weight = torch.full((heads, queries.count), -1.0)
+        # No link goes to a first token that sees no other token. It is the attention sink of most decoders (Xiao et al.
+        # 2023), and would be the end of nearly all links.
         self.leaves_out_first = False
         self._unfinished = torch.zeros(heads, keys.count)  # weights of the word whose last rows are still to come
         self._has_unfinished = torch.zeros(heads, dtype=torch.bool)
@@ -341,9 +305,8 @@ class WordWeights:
         return is_eligible
 
     def links(self, head: int) -> tuple[Link, ...]:
-        """Return the links of one head, strongest first. A link joins a word to the other word that it attends to most,
-        special tokens and punctuation aside. Two words that attend most to each other, both with more than uniform
-        weight (1 / number of words), share one link.
+        """Return the links of one head, strongest first. Two words that attend most to each other, both with more than
+        uniform weight (1 / number of words), share one link.
         """
         weights, keys = self.best_weight[head], self.best_key[head]
         queries = torch.arange(len(weights))
@@ -370,10 +333,9 @@ def _sums_of_words(
 ) -> Float[Tensor, "heads row_words words"]:
     """Return the sums of weights over the rows and columns of each pair of words. The words of the rows are counted
     from 0, and `words` is the number of words of the columns. A word's rows, and its columns, are neighbours.
-
-    Sums over columns cost many times as much as sums over rows, which are contiguous in memory, so the rows come first,
-    and the first column of each word is copied instead of added.
     """
+    # Sums over columns cost many times as much as sums over rows, which are contiguous in memory, so the rows come
+    # first, and the first column of each word is copied instead of added.
     row_words = int(word_of_rows[-1]) + 1
     if row_words < len(word_of_rows):
         weights = weights.new_zeros(len(weights), row_words, weights.shape[-1]).index_add_(1, word_of_rows, weights)
@@ -399,15 +361,13 @@ Attention that computes something else than softmax of its scores does not.
 
 class Viewer(SiteRegistry):
     """Interceptor that builds a `HeadView` of every head in every attention call over some texts: from a text to
-    itself, or from the last text to the first.
+    itself, or from the last text, the target, to the first, the source.
 
     Attributes:
         other_grids: for each module that attended to something else than the tokens of the texts, by its path, the
             numbers of queries and keys of its first such call.
 
     Args:
-        model: the intercepted model.
-        texts: one text, or a source and a target.
         keeps_all: True to keep all weights between tokens.
         on_call: function that is called after each attention call over the texts.
     """
@@ -428,8 +388,7 @@ class Viewer(SiteRegistry):
 
     def observe(self, call: Call) -> Observation | None:
         """Return an observation that builds the views of the heads of an attention call, and checks the observed
-        weights against the head outputs. For attention over something other than the tokens of the texts, record its
-        shape and return None.
+        weights against the head outputs; None for attention over something other than the tokens of the texts.
         """
         self.register(call)
         grid, site, layer, sides = call.grid, call.site, call.layer, self._sides_of(call)
@@ -492,18 +451,14 @@ class Viewer(SiteRegistry):
         for site, layer, _ in self._calls:
             if len(set(sites)) == len(sites) and layer_of.keys() >= set(sites):
                 layers.append(layer_of[site])
-            elif layer is None or layer in layers:
-                layers.append(max(layers, default=-1) + 1)
             else:
-                layers.append(layer)
+                layers.append(max(layers, default=-1) + 1 if layer is None or layer in layers else layer)
         for number, (*_, heads) in sorted(zip(layers, self._calls, strict=True), key=lambda pair: pair[0]):
             yield from (replace(head, layer=number) for head in heads)
 
     @property
     def left_out(self) -> str:
-        """Description of the attention that was not over the tokens of the texts: numbers of queries and keys, and
-        paths of the modules. It is empty if there was none.
-        """
+        """Description of the attention that was not over the tokens of the texts; empty if there was none."""
         return ", ".join(
             f"{'' if grid.batch == 1 else f'a batch of {grid.batch} with '}{grid.queries} queries and {grid.keys} keys "
             f"in {path}"
@@ -541,15 +496,8 @@ def _head_views(
 
 
 def require_agreement(path: str, row_block: RowBlock, out: Float[Tensor, "batch heads rows value_dim"]) -> None:
-    """Raise `InputError` if the head outputs of a module differ from the product of the observed attention weights and
-    the values by more than rounding.
-
-    The observed weights would be wrong then.
-
-    Args:
-        path: path of the module.
-        row_block: rows with the product of weights and values.
-        out: output of the model's own function in these rows.
+    """Raise `InputError` if the outputs `out` of the heads of a module differ from the product of the observed
+    attention weights and the values, in `row_block`, by more than rounding. The observed weights would be wrong then.
     """
     assert row_block.out is not None
     product = row_block.tile.by_head(row_block.out)

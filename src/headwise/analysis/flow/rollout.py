@@ -84,10 +84,11 @@ class RolloutLayers(Table[LayerRow]):
         names = list(collection_of("statistics", statistics, of="names of statistics"))
         for name in names:
             require_name("statistic", name, dict.fromkeys(LAYER_STATISTICS))
-        layers, curves = [row.layer for row in self.rows], []
-        for name in (each for each in names if each in self.statistics):
-            found = [row.statistics[name] for row in self.rows]
-            curves.append(Curve(name, layers, [each.value for each in found], [each.sem for each in found]))
+        curves = [
+            Curve.of(name, [(row.layer, row.statistics[name]) for row in self.rows])
+            for name in names
+            if name in self.statistics
+        ]
         units = {unit_of(name) for name in names} - {""}
         y = "share of the rollout" if units == {"share"} else ", ".join([*names, *units])
         return draw_curves(curves, x="layer", y=y, title=self.model_name, errors=errors, ax=ax)
@@ -189,8 +190,8 @@ def residual_share(residual: Any) -> float:
 def rolled_out(
     model: nn.Module, batch: dict[str, Any], special: Collection[int], residual: float
 ) -> "tuple[RolloutRun, dict[SiteKey, LayerSums]]":
-    """Roll out the attention of one batch, in as many runs of the model as its columns need. Return the interceptor of
-    the last run and the sums over the queries of each sequence, by site in the order of the layers.
+    """Roll out the attention of a batch, in as many runs of the model as its columns need. Return the interceptor of
+    the last run, and the sums over the queries of each sequence by site.
     """
     sums: dict[SiteKey, LayerSums] = {}
     start, length = 0, 1
@@ -266,13 +267,9 @@ LAYER_STATISTICS = (*ROLLOUT_STATISTICS, "entropy")
 
 @dataclass
 class LayerSums:
-    """Sums over the queries of each sequence, in float64, from all runs over a batch.
-
-    Attributes:
-        of_layer: sums of the statistics of the rollout, by name.
-        rolled: sums of those of each head's attention, rolled out over the layers below.
-        direct: sums of those of each head's attention alone, and numbers of queries that count, by the name `ROWS`.
-        rows: number of queries that count.
+    """Sums over the queries of each sequence, in float64, from all runs over a batch, by the name of a statistic: of
+    the rollout of the layer, of each head's attention rolled out over the layers below, and of its attention alone,
+    with the number of queries that count under the name `ROWS`; and the number of queries that count.
     """
 
     of_layer: dict[str, Float[Tensor, " batch"]] = field(default_factory=dict)
@@ -282,15 +279,9 @@ class LayerSums:
 
 
 class RolloutRun(LayerReader):
-    """Interceptor that rolls out attention in one run over a batch, for some of the tokens: as tokens that are attended
-    to for the entropy, and as queries for the shares on the query itself and for distances.
-
-    Args:
-        model: the intercepted model.
-        special: ids of special tokens.
-        residual: share of the residual connection in each layer.
-        sums: sums by site, to which the run adds.
-        start: first of the tokens.
+    """Interceptor that rolls out attention in one run over a batch, for some of the tokens from `start` on: as tokens
+    that are attended to for the entropy, and as queries for the shares on the query itself and for distances. The run
+    adds to `sums`.
     """
 
     def __init__(
@@ -311,7 +302,6 @@ class RolloutRun(LayerReader):
         return 0 if self._columns is None else self._columns.values.shape[1]
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation:
-        """Return an observation that rolls out a layer."""
         sums, layer, context = self._sums.setdefault(call.site, LayerSums()), _Layer(), observed.context
 
         def observer(row_block: RowBlock) -> None:
@@ -330,11 +320,6 @@ class RolloutRun(LayerReader):
 class _Columns:
     """Columns of the products of the rollout with fixed matrices, for the tokens `tokens`: those of the identity, those
     of the distances between tokens, and columns that are 1 at first tokens, at special tokens, and at all tokens.
-
-    Attributes:
-        tokens: the tokens.
-        values: the columns, those of the identity first.
-        has_special: True if special tokens are known.
     """
 
     tokens: range
@@ -345,9 +330,8 @@ class _Columns:
     def of(row_block: RowBlock, context: CallContext, start: int) -> "_Columns":
         """Return the columns before the first layer."""
         grid, powers = row_block.grid, row_block.powers
-        room = STATE_BYTES // (
-            2 * 2 * powers.element_size() * grid.batch * grid.queries
-        )  # with those of the next layer
+        token_bytes = 2 * 2 * powers.element_size() * grid.batch * grid.queries  # with the columns of the next layer
+        room = STATE_BYTES // token_bytes
         tokens = range(start, min(start + max(room, 1), grid.queries))
         columns = slice(tokens.start, tokens.stop)
         everything = torch.arange(grid.queries, device=grid.device)
@@ -406,39 +390,24 @@ class _Layer:
                 for which, first in enumerate((0, len(columns.tokens))):
                     place = first + own.start - columns.tokens.start
                     at_query[which] += (of_own * below[:, None, :, place : place + len(own)].mT).sum(-1)
-        self._add_heads(row_block, columns, sums, counted, own, rolled, at_query)
-
-    def _add_heads(
-        self,
-        row_block: RowBlock,
-        columns: _Columns,
-        sums: LayerSums,
-        counted: Bool[Tensor, "part heads rows"],
-        own: range,
-        rolled: Float[Tensor, "part heads rows 3"],
-        at_query: Float[Tensor, "2 part heads own"],
-    ) -> None:
-        """Add the statistics of some query rows of each head."""
-        of_own = counted[..., own.start - row_block.rows.start :][..., : len(own)]
-        _add(sums.rolled, "self", row_block, at_query[0], of_own)
-        _add(sums.rolled, "distance", row_block, at_query[1], of_own)
-        if columns.tokens.start:
-            return
-        _add(sums.direct, ROWS, row_block, torch.ones_like(rolled[..., 0]), counted)
-        _add(sums.rolled, "first", row_block, rolled[..., 0], counted)
-        _add(sums.direct, "first", row_block, row_block.weight_on_first, counted)
-        _add(sums.direct, "self", row_block, row_block.weight_at_lag(0), counted)
-        _add(sums.direct, "distance", row_block, row_block.distance, counted)
-        if columns.has_special:
-            _add(sums.rolled, "special", row_block, rolled[..., 1], counted)
-            _add(sums.direct, "special", row_block, row_block.feature_sums["special"], counted)
+        counted_own = counted[..., own.start - row_block.rows.start :][..., : len(own)]
+        values = [(sums.rolled, name, each, counted_own) for name, each in zip(("self", "distance"), at_query)]
+        if not columns.tokens.start:
+            of_all = [(sums.rolled, "first", rolled[..., 0]), (sums.direct, "first", row_block.weight_on_first)]
+            of_all += [(sums.direct, "self", row_block.weight_at_lag(0)), (sums.direct, "distance", row_block.distance)]
+            of_all.append((sums.direct, ROWS, torch.ones_like(rolled[..., 0])))
+            if columns.has_special:
+                of_all.append((sums.rolled, "special", rolled[..., 1]))
+                of_all.append((sums.direct, "special", row_block.feature_sums["special"]))
+            values += [(*each, counted) for each in of_all]
+        for totals, name, of_rows, is_counted in values:
+            if name not in totals:
+                totals[name] = torch.zeros(grid.batch, grid.heads, dtype=torch.float64, device=grid.device)
+            of_sequences = of_rows.double().masked_fill(~is_counted, 0.0).sum(-1)
+            totals[name][row_block.sequences_and_heads] += of_sequences
 
     def finish(self, columns: _Columns, residual: float, sums: LayerSums, path: str) -> None:
-        """Replace the columns by those after the layer, and add the statistics of its rollout.
-
-        Raises:
-            InputError: the rollout of a query has lost attention.
-        """
+        """Replace the columns by those after the layer, and add the statistics of its rollout."""
         assert self._product is not None
         assert self._counted is not None
         columns.values.mul_(residual).add_(self._product, alpha=1 - residual)
@@ -458,17 +427,3 @@ class _Layer:
         for name, (numbers, is_counted) in values.items():
             total = numbers.double().masked_fill(~is_counted, 0.0).sum(-1)
             sums.of_layer[name] = sums.of_layer.get(name, 0.0) + total
-
-
-def _add(
-    sums: dict[str, Tensor],
-    name: str,
-    row_block: RowBlock,
-    values: Float[Tensor, "part heads rows"],
-    counted: Bool[Tensor, "part heads rows"],
-) -> None:
-    """Add the values of the query rows that count to the sums of a statistic for each sequence and head."""
-    grid = row_block.grid
-    if name not in sums:
-        sums[name] = torch.zeros(grid.batch, grid.heads, dtype=torch.float64, device=grid.device)
-    sums[name][row_block.sequences_and_heads] += values.double().masked_fill(~counted, 0.0).sum(-1)

@@ -125,20 +125,29 @@ def token_rollout(
     chosen = _indices(queries, len(tokens))
     batch = to_device(encoded.inputs, device_of(model))
     with evaluation_mode(model), torch.no_grad():
-        layers = _count_layers(model, batch, len(tokens))
+        reader = LayerReader(model)
+        with intercepted(model, reader):
+            call_model(model, batch)
+        reader.require_layers()
+        if reader.sizes != (1, len(tokens)):
+            expected = f"self-attention over the {len(tokens)} tokens of the text"
+            raise InputError("model", expected=expected, got=reader.sizes)
+        layers = len(reader.records)
         top = layers - 1 if layer is None else whole_number("layer", layer, least=0)
         if top >= layers:
             raise InputError("layer", expected=f"a number below {layers}", got=top)
-        shares: Tensor = nn.functional.one_hot(torch.tensor(chosen), len(tokens)).to(device_of(model), _dtype(model))
+        dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+        dtype = torch.promote_types(next(dtypes, torch.float32), torch.float32)
+        shares: Tensor = nn.functional.one_hot(torch.tensor(chosen), len(tokens)).to(device_of(model), dtype)
         by_layer: list[Tensor] = []
         together = max(1, KEPT_BYTES // (shares.element_size() * len(tokens) ** 2))
         for last in range(top, -1, -together):
             numbers = range(max(last - together + 1, 0), last + 1)
-            reader = _RowPass(model, numbers, shares, residual)
-            with intercepted(model, reader):
+            row_pass = _RowPass(model, numbers, shares, residual)
+            with intercepted(model, row_pass):
                 call_model(model, batch)
-            reader.require_layers()
-            by_layer += reader.passed()
+            row_pass.require_layers()
+            by_layer += row_pass.passed()
             shares = by_layer[-1]
     return TokenRollout(tokens, chosen, by_layer[-1], torch.stack(by_layer[::-1]), residual)
 
@@ -159,26 +168,10 @@ def _indices(queries: Any, count: int) -> tuple[int, ...]:
     return tuple(indices)
 
 
-def _count_layers(model: nn.Module, batch: dict[str, Any], tokens: int) -> int:
-    """Return the number of layers of a model, after checking that they fit."""
-    reader = LayerReader(model)
-    with intercepted(model, reader):
-        call_model(model, batch)
-    reader.require_layers()
-    if reader.sizes != (1, tokens):
-        raise InputError("model", expected=f"self-attention over the {tokens} tokens of the text", got=reader.sizes)
-    return len(reader.records)
-
-
 class _RowPass(LayerReader):
-    """Interceptor that passes rows of the rollout through some layers, from the output of the last one to the input of
-    the first one. Through one layer they pass block by block; the mean weights of several layers are kept.
-
-    Args:
-        model: the intercepted model.
-        numbers: numbers of the layers.
-        shares: shares of the positions of the output of the last of them.
-        residual: share of the residual connection.
+    """Interceptor that passes rows of the rollout, `shares`, through the layers with these numbers, from the output of
+    the last one to the input of the first one. Through one layer they pass block by block; the mean weights of several
+    layers are kept.
     """
 
     def __init__(
@@ -214,11 +207,7 @@ class _RowPass(LayerReader):
         return Observation(observer, CallContext(), lambda: None)
 
     def passed(self) -> list[Float[Tensor, "queries tokens"]]:
-        """Return the shares of the positions of the input of each layer after the run, those of the last layer first.
-
-        Raises:
-            InputError: attention was lost in a layer.
-        """
+        """Return the shares of the positions of the input of each layer after the run, those of the last layer first."""
         shares, found = self._shares, []
         for number in reversed(self._numbers):
             read = self._read[number]
@@ -227,9 +216,3 @@ class _RowPass(LayerReader):
             require_whole(shares.sum(-1), self._paths[number], self._eps)
             found.append(shares)
         return found
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which the shares of the tokens are computed: that of the model, but float32 at least."""
-    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
-    return torch.promote_types(dtypes[0] if dtypes else torch.float32, torch.float32)
