@@ -391,7 +391,7 @@ class _Layer:
                     place = first + own.start - columns.tokens.start
                     at_query[which] += (of_own * below[:, None, :, place : place + len(own)].mT).sum(-1)
         counted_own = counted[..., own.start - row_block.rows.start :][..., : len(own)]
-        values = [(sums.rolled, name, each, counted_own) for name, each in zip(("self", "distance"), at_query)]
+        values = [(sums.rolled, "self", at_query[0], counted_own), (sums.rolled, "distance", at_query[1], counted_own)]
         if not columns.tokens.start:
             of_all = [(sums.rolled, "first", rolled[..., 0]), (sums.direct, "first", row_block.weight_on_first)]
             of_all += [(sums.direct, "self", row_block.weight_at_lag(0)), (sums.direct, "distance", row_block.distance)]

@@ -207,7 +207,7 @@ class _RowPass(LayerReader):
         return Observation(observer, CallContext(), lambda: None)
 
     def passed(self) -> list[Float[Tensor, "queries tokens"]]:
-        """Return the shares of the positions of the input of each layer after the run, those of the last layer first."""
+        """Return the shares of the positions of the input of each layer, those of the last layer first."""
         shares, found = self._shares, []
         for number in reversed(self._numbers):
             read = self._read[number]
