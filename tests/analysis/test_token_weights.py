@@ -113,7 +113,7 @@ def test_weights_between_words_are_sums_of_those_between_tokens(seed):
     top = expected.topk(8)
     torch.testing.assert_close(found.top_weights, top.values)
     has_weight = top.values > 0
-    torch.testing.assert_close(expected.gather(-1, found.top_keys)[has_weight], top.values[has_weight])
+    torch.testing.assert_close(expected.gather(-1, found.top_keys.long())[has_weight], top.values[has_weight])
     torch.testing.assert_close(found.picture, expected)
     may_link = sides.is_lexical & sides.is_lexical[:, None] & ~torch.eye(words, dtype=torch.bool)
     may_link[:, 0] = False  # the first token sees no other

@@ -167,14 +167,13 @@ class Comparison:
         pairs = list(zip(self.a.heads, self.b.heads, strict=True))
         estimates = {name: [(a.statistics[name], b.statistics[name]) for a, b in pairs] for name in common}
         names = dict.fromkeys(profile.model_name for profile in (self.a, self.b))
-        return HeadNumbers(
-            heads=[(head.layer, head.head) for head in self.a.heads],
+        return replace(
+            self.b._head_numbers(),
             values={name: [b.value - a.value for a, b in of_heads] for name, of_heads in estimates.items()},
             sems={name: [math.hypot(a.sem, b.sem) for a, b in of_heads] for name, of_heads in estimates.items()},
-            roles=[head.role for head in self.b.heads],
             title=" and ".join(name for name in names if name),
             label_suffix=", b minus a",
-            units=self.a._head_numbers().units,
+            meanings={},
             signed=common,
             default="entropy" if "entropy" in common else None,
         )

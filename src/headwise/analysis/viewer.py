@@ -115,31 +115,42 @@ def _columns_of_largest(values: Float[Tensor, "heads rows columns"], count: int)
     return columns - 1 - (top & 0xFFFFFFFF)
 
 
-def _cells(count: int) -> Int[Tensor, " count"]:
-    """Return the row (or column) of a head's picture in which each of `count` queries (or keys) is."""
-    return torch.arange(count) * min(count, PICTURE) // count
-
-
-def _add_to_pictures(
-    pictures: Float[Tensor, "heads rows columns"],
-    weights: Float[Tensor, "heads queries keys"],
-    row_of: Int[Tensor, " all_queries"],
-    queries: slice,
-    column_of: Int[Tensor, " keys"],
-) -> None:
-    """Add the weights of the queries in a slice to the pictures of heads, in place: means over the queries of a row of
-    sums over the keys of a column. `row_of` has the row of each query, also of those outside of the slice.
+class PooledWeights:
+    """Attention weights of each head as a picture of at most `PICTURE` rows and columns, each cell of which has the
+    mean over its queries of the sums over its keys; and the `listed` largest weights of each query, with their keys.
     """
-    first, last = int(row_of[queries.start]), int(row_of[queries.stop - 1])
-    # Rows are contiguous in memory: summed first, they leave few numbers to be summed over columns.
-    by_row = weights.new_zeros(len(weights), last + 1 - first, weights.shape[-1])
-    by_row.index_add_(1, row_of[queries] - first, weights)
-    by_row /= torch.bincount(row_of)[first : last + 1, None]
-    sums = torch.zeros(*by_row.shape[:2], pictures.shape[2]).index_add_(2, column_of, by_row)
-    pictures[:, first : last + 1] += sums
+
+    def __init__(self, heads: int, queries: int, keys: int, listed: int) -> None:
+        self._row_of, self._column_of = (torch.arange(n) * min(n, PICTURE) // n for n in (queries, keys))
+        self.picture = torch.zeros(heads, min(queries, PICTURE), min(keys, PICTURE))
+        self.top_weights = torch.zeros(heads, queries, min(listed, keys))
+        self.top_keys = torch.zeros(heads, queries, min(listed, keys), dtype=torch.int32)
+
+    def add_rows(
+        self,
+        weights: Float[Tensor, "heads queries keys"],
+        heads: slice,
+        queries: slice,
+        keys: Int[Tensor, " keys"],
+    ) -> tuple[Float[Tensor, "heads queries listed"], Int[Tensor, "heads queries listed"]]:
+        """Add the weights of some queries of some heads. Return the largest of each query, and their columns."""
+        first, last = int(self._row_of[queries.start]), int(self._row_of[queries.stop - 1])
+        # Rows are contiguous in memory: summed first, they leave few numbers to be summed over columns.
+        by_row = weights.new_zeros(len(weights), last + 1 - first, weights.shape[-1])
+        by_row.index_add_(1, self._row_of[queries] - first, weights)
+        by_row /= torch.bincount(self._row_of)[first : last + 1, None]
+        sums = torch.zeros(*by_row.shape[:2], self.picture.shape[2]).index_add_(2, self._column_of[keys], by_row)
+        self.picture[heads, first : last + 1] += sums
+        listed = min(self.top_keys.shape[-1], len(keys))
+        if not listed:
+            return weights[..., :0], keys[:0].expand(*weights.shape[:2], 0)
+        top_weights, columns = largest(weights, listed)
+        self.top_weights[heads, queries, :listed] = top_weights
+        self.top_keys[heads, queries, :listed] = keys.int()[columns]
+        return top_weights, columns
 
 
-class TokenWeights:
+class TokenWeights(PooledWeights):
     """Attention weights between the tokens of a passage for each head: pictures ("tiles"), the visible keys, and all
     weights of a short passage (`keeps_all`) or the largest weights of each query of a long one.
 
@@ -157,13 +168,9 @@ class TokenWeights:
         keeps_all: bool,
         known_runs: dict[range, tuple[Tensor, Tensor, list[Runs]]],
     ) -> None:
+        super().__init__(heads, queries, keys, 0 if keeps_all else LISTED_KEYS)
         self.queries, self.keys, self._known_runs = queries, keys, known_runs
-        self._row_of, self._column_of = _cells(queries), _cells(keys)
-        self._tiles = torch.zeros(heads, min(queries, PICTURE), min(keys, PICTURE))
         self._all = torch.zeros(heads, queries, keys) if keeps_all else None
-        listed = min(LISTED_KEYS, keys)
-        self._largest = torch.zeros(heads, queries, listed)
-        self._largest_keys = torch.zeros(heads, queries, listed, dtype=torch.int32)
         self._totals = torch.zeros(heads, queries)
         self._runs: dict[int, dict[int, Runs]] = defaultdict(dict)
 
@@ -172,15 +179,11 @@ class TokenWeights:
         weights, heads, keys = block.weights, block.heads, block.keys
         selected = slice(block.rows.start, block.rows.stop)
         self._totals[heads, selected] = weights.sum(-1)
-        _add_to_pictures(self._tiles[heads], weights, self._row_of, selected, self._column_of[keys])
+        self.add_rows(weights, heads, selected, keys)
         if self._all is not None:
             self._all[heads, selected, keys] = weights
-        else:
-            count = min(LISTED_KEYS, len(keys))
-            self._largest[heads, selected, :count], columns = largest(weights, count)
-            self._largest_keys[heads, selected, :count] = keys.int()[columns]
         runs = self._runs_of(block)
-        for place, head in enumerate(range(self._tiles.shape[0])[heads]):
+        for place, head in enumerate(range(len(self.picture))[heads]):
             self._runs[head][selected.start] = runs[place if len(runs) > 1 else 0]
 
     def _runs_of(self, block: VisibleWeights) -> list[Runs]:
@@ -206,7 +209,7 @@ class TokenWeights:
         if self._all is not None:
             weights = AllWeights(self._all[head])
         else:
-            weights = LargestWeights(self._largest_keys[head], self._largest[head], self._totals[head])
+            weights = LargestWeights(self.top_keys[head], self.top_weights[head], self._totals[head])
         counts, empty = torch.zeros(self.queries, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         starts, stops = [empty], [empty]
         for first_row, (of_rows, first_keys, stop_keys) in sorted(self._runs[head].items()):
@@ -214,7 +217,7 @@ class TokenWeights:
             starts.append(first_keys)
             stops.append(stop_keys)
         visible = VisibleKeys(counts, torch.cat(starts), torch.cat(stops))
-        return HeadAttention(queries, keys, self.keys, self._tiles[head], weights, visible)
+        return HeadAttention(queries, keys, self.keys, self.picture[head], weights, visible)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +235,7 @@ class TokensOfWords:
         return len(self.is_lexical)
 
 
-class WordWeights:
+class WordWeights(PooledWeights):
     """Attention weights between words for each head. They are reduced to the strongest link of each word to another
     word, the words that each word attends to most, and a picture of the weight matrix.
 
@@ -242,14 +245,10 @@ class WordWeights:
     """
 
     def __init__(self, heads: int, queries: TokensOfWords, keys: TokensOfWords) -> None:
+        super().__init__(heads, queries.count, keys.count, TOP)
         self.queries, self.keys = queries, keys
         self.is_self_attention = queries is keys
         self.token_counts = torch.bincount(queries.word_of, minlength=queries.count)
-        self._row_of, self._column_of = _cells(queries.count), _cells(keys.count)
-        top = min(TOP, keys.count)
-        self.picture = torch.zeros(heads, min(queries.count, PICTURE), min(keys.count, PICTURE))
-        self.top_keys = torch.zeros(heads, queries.count, top, dtype=torch.int64)
-        self.top_weights = torch.zeros(heads, queries.count, top)
         self.best_key = torch.zeros(heads, queries.count, dtype=torch.int64)
         self.best_weight = torch.full((heads, queries.count), -1.0)
         # No link goes to a first token that sees no other token. It is the attention sink of most decoders (Xiao et al.
@@ -281,10 +280,7 @@ class WordWeights:
             return
         selected, queries = slice(first, last + 1), torch.arange(first, last + 1)
         weights = sums / self.token_counts[selected, None]
-        _add_to_pictures(self.picture[part], weights, self._row_of, selected, self._column_of[:words])
-        top_weights, top_keys = largest(weights, min(TOP, words))
-        self.top_weights[part, selected, : top_keys.shape[-1]] = top_weights
-        self.top_keys[part, selected, : top_keys.shape[-1]] = top_keys
+        top_weights, top_keys = self.add_rows(weights, part, selected, torch.arange(words))
         is_eligible = self._is_eligible(queries[:, None], top_keys)
         best = top_weights.masked_fill(~is_eligible, -1.0).max(-1)
         best_weight, best_key = best.values, top_keys.gather(-1, best.indices[..., None])[..., 0]
@@ -487,7 +483,7 @@ def _head_views(
             means=head_means,
             rows=head_rows,
             links=words.links(head),
-            top_keys=words.top_keys[head],
+            top_keys=words.top_keys[head].long(),
             top_weights=words.top_weights[head],
             picture=words.picture[head],
             received=of_words[head],

@@ -1,13 +1,16 @@
 """Reading of the layers of a model in their order, for products of attention over layers."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.data.batches import call_model
 from headwise.errors import InputError
 from headwise.intercept.call_contexts import CallContexts
+from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Observation
 from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.refusals import NEVER_CHANGED, NOT_LINEAR, NOT_OVER_KEYS
@@ -32,6 +35,7 @@ class LayerReader(SiteRegistry):
 
     def __init__(self, model: nn.Module, special: Collection[int] = ()) -> None:
         super().__init__(model)
+        self.model = model
         self._contexts = CallContexts(special)
         self.sizes: tuple[int, int] | None = None
 
@@ -71,8 +75,10 @@ class LayerReader(SiteRegistry):
         """
         return None
 
-    def require_layers(self) -> None:
-        """Raise `InputError` after a run unless every layer of the model attended, in the order of the layers."""
+    def run(self, batch: dict[str, Any]) -> None:
+        """Run the model on a batch. Raise `InputError` unless every layer attended, in the order of the layers."""
+        with intercepted(self.model, self):
+            call_model(self.model, batch)
         self.require_attention()
         for reason, paths in self._paths_by_reason().items():
             if reason not in IGNORED:

@@ -1,6 +1,6 @@
 """Attention rollout of every layer, and of every head, over a data set (Abnar and Zuidema 2020)."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from headwise.checks import collection_of, finite_number
 from headwise.data.batches import call_model, count_sequences_and_tokens, documents_of
 from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Observation, SiteKey
 from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.sites import SiteRecord, SiteRegistry
@@ -165,13 +164,29 @@ def rollout(
     residual = residual_share(residual)
     data = pass_data(model, dataset, special, out=out, shown=progress)
 
+    documents = documents_of(data.dataset)
+
     def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
         count = count_sequences_and_tokens(batch)[0]
         reader, sums = rolled_out(data.model, batch, data.special, residual)
         return reader.records, {site: _means(of_site, site, count) for site, of_site in sums.items()}
 
     def make_table(registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]) -> Rollout:
-        return _tables(registry, values, documents_of(data.dataset), metadata)
+        def estimates(record: SiteRecord, names: Iterable[str], unit: int) -> dict[str, MeanEstimate]:
+            numbers = {name: values[record.site][name][:, unit].tolist() for name in names if name in measured}
+            return {name: MeanEstimate.of(of_name, documents) for name, of_name in numbers.items()}
+
+        measured = next(iter(values.values()))
+        of_heads = [name for each in ROLLOUT_STATISTICS for name in (ROLLED_PREFIX + each, each + CHANGE_SUFFIX)]
+        heads = tuple(
+            HeadRow(**labels, statistics=estimates(record, of_heads, labels["head"]))
+            for record, labels in registry.head_labels()
+        )
+        layers = tuple(
+            LayerRow(layer=layer, module=record.site.label, statistics=estimates(record, LAYER_STATISTICS, 0))
+            for layer, record in zip(registry.layers, registry.records, strict=True)
+        )
+        return Rollout(heads, metadata, RolloutLayers(layers, metadata))
 
     options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
     return measure_sequences(
@@ -197,10 +212,10 @@ def rolled_out(
     start, length = 0, 1
     while start < length:
         reader = RolloutRun(model, special, residual, sums, start)
-        with intercepted(model, reader):
-            call_model(model, batch)
-        reader.require_layers()
-        start, length = reader.stop, reader.length
+        reader.run(batch)
+        if reader.columns is None:  # sequences without a token
+            break
+        start, length = reader.columns.tokens.stop, reader.columns.values.shape[1]
     for site, of_site in sums.items():
         if not all(bool(each.isfinite().all()) for each in (*of_site.of_layer.values(), *of_site.rolled.values())):
             error = nonfinite_error(model, lambda: call_model(model, batch), batch)
@@ -222,37 +237,6 @@ def _means(sums: "LayerSums", site: SiteKey, sequences: int) -> SequenceValues:
         found[ROLLED_PREFIX + name] = total / rows
         found[name + CHANGE_SUFFIX] = (total - sums.direct[name]) / rows
     return {name: each.cpu() for name, each in found.items()}
-
-
-def _tables(
-    registry: SiteRegistry,
-    values: dict[SiteKey, SequenceValues],
-    documents: Sequence[int] | None,
-    metadata: dict[str, Any],
-) -> Rollout:
-    """Return the tables from the means of each sequence."""
-
-    def estimate(site: SiteKey, name: str, unit: int) -> MeanEstimate:
-        return MeanEstimate.of(values[site][name][:, unit].tolist(), documents)
-
-    measured = next(iter(values.values()))
-    of_heads = [name for each in ROLLOUT_STATISTICS for name in (ROLLED_PREFIX + each, each + CHANGE_SUFFIX)]
-    heads = tuple(
-        HeadRow(
-            **labels,
-            statistics={name: estimate(record.site, name, labels["head"]) for name in of_heads if name in measured},
-        )
-        for record, labels in registry.head_labels()
-    )
-    layers = tuple(
-        LayerRow(
-            layer=layer,
-            module=record.site.label,
-            statistics={name: estimate(record.site, name, 0) for name in LAYER_STATISTICS if name in measured},
-        )
-        for layer, record in zip(registry.layers, registry.records, strict=True)
-    )
-    return Rollout(heads, metadata, RolloutLayers(layers, metadata))
 
 
 STATE_BYTES = 2**26
@@ -289,29 +273,19 @@ class RolloutRun(LayerReader):
     ) -> None:
         super().__init__(model, special)
         self._residual, self._sums, self._start = residual, sums, start
-        self._columns: _Columns | None = None
-
-    @property
-    def stop(self) -> int:
-        """Token after the last one of this run."""
-        return 0 if self._columns is None else self._columns.tokens.stop
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of a sequence."""
-        return 0 if self._columns is None else self._columns.values.shape[1]
+        self.columns: _Columns | None = None
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation:
         sums, layer, context = self._sums.setdefault(call.site, LayerSums()), _Layer(), observed.context
 
         def observer(row_block: RowBlock) -> None:
-            if self._columns is None:
-                self._columns = _Columns.of(row_block, context, self._start)
-            layer.add(row_block, self._columns, sums)
+            if self.columns is None:
+                self.columns = _Columns.of(row_block, context, self._start)
+            layer.add(row_block, self.columns, sums)
 
         def on_end() -> None:
-            assert self._columns is not None
-            layer.finish(self._columns, self._residual, sums, call.site.label)
+            assert self.columns is not None
+            layer.finish(self.columns, self._residual, sums, call.site.label)
 
         return Observation(observer, context, on_end)
 

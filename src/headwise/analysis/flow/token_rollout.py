@@ -13,10 +13,9 @@ from headwise.analysis.flow.rollout import residual_share
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, require_module, whole_number
-from headwise.data.batches import call_model, device_of, evaluation_mode, to_device
+from headwise.data.batches import device_of, evaluation_mode, to_device
 from headwise.data.tokenization import encode_text, text_model
 from headwise.errors import InputError, require
-from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Observation
 from headwise.intercept.observed_call import ObservedCall
 from headwise.plots.words import draw_pattern
@@ -126,9 +125,7 @@ def token_rollout(
     batch = to_device(encoded.inputs, device_of(model))
     with evaluation_mode(model), torch.no_grad():
         reader = LayerReader(model)
-        with intercepted(model, reader):
-            call_model(model, batch)
-        reader.require_layers()
+        reader.run(batch)
         if reader.sizes != (1, len(tokens)):
             expected = f"self-attention over the {len(tokens)} tokens of the text"
             raise InputError("model", expected=expected, got=reader.sizes)
@@ -144,9 +141,7 @@ def token_rollout(
         for last in range(top, -1, -together):
             numbers = range(max(last - together + 1, 0), last + 1)
             row_pass = _RowPass(model, numbers, shares, residual)
-            with intercepted(model, row_pass):
-                call_model(model, batch)
-            row_pass.require_layers()
+            row_pass.run(batch)
             by_layer += row_pass.passed()
             shares = by_layer[-1]
     return TokenRollout(tokens, chosen, by_layer[-1], torch.stack(by_layer[::-1]), residual)
