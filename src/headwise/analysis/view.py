@@ -126,8 +126,6 @@ def view(
     def view_one(text: Any, target: Any) -> View:
         """Return the attention of each head on one text."""
         reader = text_model(model) if hasattr(model, "config") or not isinstance(model, nn.Module) else model
-        if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
-            raise InputError("tokenizer", expected="a transformers tokenizer", got=type(tokenizer).__name__)
         encoded = encode_text(reader, tokenizer, text, truncate)
         ids = encoded.inputs["input_ids"]
         inputs = {name: tensor.to(device_of(reader)) for name, tensor in encoded.inputs.items()}

@@ -201,10 +201,7 @@ def test_a_softmax_written_by_hand_gives_the_same():
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (
-            "gated",
-            "the output projection was not seen to map the outputs of the heads of these modules, as where a gate",
-        ),
+        ("gated", "the output projection was not seen to map the outputs of the heads of these modules, as where a ga"),
         ("no projection", "the output projection was not seen to map the outputs"),
     ],
 )

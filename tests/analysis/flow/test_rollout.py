@@ -121,20 +121,21 @@ def test_rollout_of_tokens_is_a_row_of_the_product(name, layer, kept, monkeypatc
     assert result.plot().get_title() == "attention rollout"
 
 
-def test_mistakes_in_the_arguments_of_token_rollout():
-    model, tokenizer, text = model_of("llama"), tiny.tokenizer("decoder"), tiny.texts(5)[0]
-    with pytest.raises(hw.InputError, match="^queries: expected indices of 5 tokens, got 5"):
-        hw.token_rollout(model, tokenizer, text, queries=(5,))
-    with pytest.raises(hw.InputError, match="^queries: expected indices of 5 tokens, got 1.0"):
-        hw.token_rollout(model, tokenizer, text, queries=(1.0,))
-    with pytest.raises(hw.InputError, match="^queries: expected indices of 5 tokens, got none"):
-        hw.token_rollout(model, tokenizer, text, queries=())
-    with pytest.raises(hw.InputError, match="^tokenizer: expected a transformers tokenizer, got NoneType"):
-        hw.token_rollout(model, None, text)
-    with pytest.raises(hw.InputError, match="^layer: expected a number below 2, got 2"):
-        hw.token_rollout(model, tokenizer, text, layer=2)
-    with pytest.raises(hw.InputError, match="^residual: expected a share of at least 0 and below 1, got 1"):
-        hw.token_rollout(model, tokenizer, text, residual=1.0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"queries": (5,)}, "queries: expected indices of 5 tokens, got 5"),
+        ({"queries": (1.0,)}, "queries: expected indices of 5 tokens, got 1.0"),
+        ({"queries": ()}, "queries: expected indices of 5 tokens, got none"),
+        ({"tokenizer": None}, "tokenizer: expected a transformers tokenizer, got NoneType"),
+        ({"layer": 2}, "layer: expected a number below 2, got 2"),
+        ({"residual": 1.0}, "residual: expected a share of at least 0 and below 1, got 1"),
+    ],
+)
+def test_mistakes_in_the_arguments_of_token_rollout(options, message):
+    arguments = {"model": model_of("llama"), "tokenizer": tiny.tokenizer("decoder"), "text": tiny.texts(5)[0]}
+    with pytest.raises(hw.InputError, match=f"^{message}"):
+        hw.token_rollout(**arguments | options)
 
 
 def test_queries_may_be_integers_of_any_type():
@@ -236,9 +237,7 @@ def test_layers_that_do_not_fit_are_refused_by_name(name):
 
 def test_learned_sinks_are_refused_by_name():
     model = tiny.family("gpt-oss, sinks", "eager")
-    with pytest.raises(
-        hw.InputError, match="^model: expected attention weights with the sum 1, got a sum that differs"
-    ):
+    with pytest.raises(hw.InputError, match="^model: expected attention weights with the sum 1, got a sum that differ"):
         hw.rollout(model, [{"input_ids": sequences(7)[0][None]}])
 
 

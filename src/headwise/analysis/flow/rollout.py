@@ -164,8 +164,6 @@ def rollout(
     residual = residual_share(residual)
     data = pass_data(model, dataset, special, out=out, shown=progress)
 
-    documents = documents_of(data.dataset)
-
     def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
         count = count_sequences_and_tokens(batch)[0]
         reader, sums = rolled_out(data.model, batch, data.special, residual)
@@ -176,7 +174,7 @@ def rollout(
             numbers = {name: values[record.site][name][:, unit].tolist() for name in names if name in measured}
             return {name: MeanEstimate.of(of_name, documents) for name, of_name in numbers.items()}
 
-        measured = next(iter(values.values()))
+        measured, documents = next(iter(values.values())), documents_of(data.dataset)
         of_heads = [name for each in ROLLOUT_STATISTICS for name in (ROLLED_PREFIX + each, each + CHANGE_SUFFIX)]
         heads = tuple(
             HeadRow(**labels, statistics=estimates(record, of_heads, labels["head"]))
