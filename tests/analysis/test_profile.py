@@ -166,7 +166,6 @@ def test_what_cannot_be_profiled(tmp_path):
     (tmp_path / "file").write_text("")
     cases = [
         ((None, []), {}, "model: expected a torch module, got NoneType"),
-        ((model, []), {}, "dataset: expected at least one batch, got none"),
         ((model, None), {}, "dataset: expected Texts, or batches, got NoneType"),
         ((model, texts()), {"special": "ab"}, "special: expected token ids, got 'ab'"),
         (

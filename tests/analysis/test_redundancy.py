@@ -431,7 +431,6 @@ def test_what_is_refused():
     model, data = models("decoder"), batches(REAL, 5)
     cases = [
         ((None, data), {}, "model: expected a torch module, got NoneType"),
-        ((model, []), {}, "dataset: expected at least one batch, got none"),
         ((model, ["w5"]), {}, "dataset: expected batches: tensors, or mappings of them"),
         ((model, data), {"pairs": "head"}, "pairs: expected 'layer' or 'all', got 'head'"),
         ((model, data), {"threshold": "much"}, "threshold: expected a finite number above 0, got 'much'"),

@@ -251,13 +251,10 @@ def test_encoder_decoders_are_reduced_to_their_encoder_for_texts_and_refused_oth
         hw.rollout(model, [{"input_ids": ids, "decoder_input_ids": ids[:, :4]}])
 
 
-def test_tables_are_saved_and_drawn(tmp_path):
+def test_tables_have_columns_and_are_drawn():
     model = model_of("llama")
     texts = hw.Texts(tiny.texts(20, 9, 30), tiny.tokenizer("decoder"))
     result = hw.rollout(model, texts)
-    result.save(tmp_path)
-    loaded = hw.Rollout.load(tmp_path)
-    assert (loaded.rows, loaded.layers.rows) == (result.rows, result.layers.rows)
     assert list(result.layers.table())[:2] == ["layer", "module"]
     columns = set(result.table())
     assert {"rolled_first", "first_change", "first_change_q"} <= columns
