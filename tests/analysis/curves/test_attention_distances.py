@@ -10,7 +10,6 @@ from token_sequences import padded, sequences
 from whole_matrices import (
     LENGTHS,
     batches_of,
-    cut_texts,
     heads_of,
     layers_of,
     model_of,
@@ -34,7 +33,7 @@ def shares(weights, first):
     return (sums.cumsum(0) / weights.sum()).tolist()
 
 
-def compare(distances, model, name, rows, first, documents=None):
+def compare(distances, model, name, rows, first):
     """Compare tables with the estimates from whole matrices: all numbers, and no others."""
     measured, wanted = {row.distance for row in distances.curve.rows}, {}
     for layer, head, of_rows in heads_of(model, name, rows):
@@ -42,10 +41,10 @@ def compare(distances, model, name, rows, first, documents=None):
             of_head = [shares(weights, number) for _, weights, *_ in of_rows]
             for quantile in QUANTILES:
                 reached = [float(next(d for d, share in enumerate(each) if share >= quantile)) for each in of_head]
-                wanted[layer, head, f"distance_{100 * quantile:g}{suffix}"] = jackknife(reached, documents)
+                wanted[layer, head, f"distance_{100 * quantile:g}{suffix}"] = jackknife(reached)
             for distance in measured:
                 within = [each[min(distance, len(each) - 1)] for each in of_head]
-                wanted[layer, head, f"within{suffix}", distance] = jackknife(within, documents)
+                wanted[layer, head, f"within{suffix}", distance] = jackknife(within)
     assert {0, 1, 2, 4} <= measured <= {0, 1, 2, 4, 8, 16, 32}
     require_numbers(numbers_of(distances) | numbers_of(distances.curve, "distance"), wanted)
 
@@ -56,11 +55,6 @@ def test_distances_equal_those_of_whole_matrices(name, side):
     model, rows = model_of(name), sequences(*LENGTHS)
     found = hw.attention_distances(model, batches_of(rows, side), quantiles=QUANTILES, first=2)
     compare(found, model, name, rows, 2)
-
-
-def test_sequences_of_one_document_are_a_cluster():
-    model, (texts, rows, documents) = model_of("llama"), cut_texts()
-    compare(hw.attention_distances(model, texts, quantiles=QUANTILES), model, "llama", rows, 4, documents)
 
 
 def test_first_tokens_are_those_of_packed_documents():

@@ -15,7 +15,6 @@ from whole_matrices import (
     LENGTHS,
     SPECIAL,
     batches_of,
-    cut_texts,
     heads_of,
     mean_of,
     model_of,
@@ -49,7 +48,7 @@ def of_sequence(weights, vectors, ids, *, causal):
     return columns | {"moved": mean_of(moved), "norm_preference": mean_of(preference)}
 
 
-def expected(model, name, rows, documents=None):
+def expected(model, name, rows):
     """Return the estimates of each column by (layer, head, column)."""
     found = {}
     for layer, head, of_rows in heads_of(model, name, rows):
@@ -58,7 +57,7 @@ def expected(model, name, rows, documents=None):
             for ids, weights, values, projection in of_rows
         ]
         for column in columns[0]:
-            found[layer, head, column] = jackknife([each[column] for each in columns], documents)
+            found[layer, head, column] = jackknife([each[column] for each in columns])
     return found
 
 
@@ -71,12 +70,6 @@ def test_norms_equal_those_of_whole_matrices(name, side, implementation):
     model, rows = model_of(name, implementation), sequences(*LENGTHS)
     table = hw.norm_weighted(model, batches_of(rows, side), special=SPECIAL)
     require_numbers(numbers_of(table), expected(model, name, rows))
-
-
-def test_sequences_of_one_document_are_a_cluster():
-    model, (texts, rows, documents) = model_of("llama"), cut_texts()
-    table = hw.norm_weighted(model, texts, special=SPECIAL)
-    require_numbers(numbers_of(table), expected(model, "llama", rows, documents))
 
 
 @pytest.mark.parametrize("name", ["mistral, window 4", "gemma2, softcap", "gpt-oss, sinks"])
