@@ -68,7 +68,7 @@ class DistanceCurve(HeadCurves[DistanceRow]):
         Example:
             >>> hw.attention_distances(model, texts).curve.plot(heads=[(0, 1)])  # doctest: +SKIP
         """
-        return self._draw(statistic, heads, x="distance in tokens, plus 1", y=statistic, errors=errors, ax=ax)
+        return self._draw(statistic, heads, x="distance in tokens, plus 1", errors=errors, ax=ax)
 
     def _place(self, row: DistanceRow) -> float:
         return row.distance + 1
@@ -170,12 +170,10 @@ def attention_distances(
 
     def make_tables(registry: SiteRegistry, metadata: dict[str, Any]) -> AttentionDistances:
         require_some(registry, statistics.names, "positions of queries and keys that can be established")
-        is_within = {name: name.startswith("within") for name in statistics.names}
+        within = [name for name in statistics.names if name.startswith("within")]
         points = [
             DistanceRow(**labels, distance=distance, statistics={name: each[index] for name, each in of_head.items()})
-            for labels, of_head in head_statistics(
-                registry, [name for name in is_within if is_within[name]], len(WITHIN_DISTANCES)
-            )
+            for labels, of_head in head_statistics(registry, within, len(WITHIN_DISTANCES))
             for index, distance in enumerate(WITHIN_DISTANCES)
         ]
         needed = max(
@@ -184,7 +182,7 @@ def attention_distances(
         )
         last = next(distance for distance in WITHIN_DISTANCES if distance > needed)
         curve = DistanceCurve(tuple(row for row in points if row.distance <= last), metadata)
-        rows = head_rows(registry, {name: name for name in is_within if not is_within[name]})
+        rows = head_rows(registry, {name: name for name in statistics.names if name not in within})
         return AttentionDistances(rows, metadata, curve)
 
     return measure_further(model, dataset, statistics, AttentionDistances, make_tables, **options)

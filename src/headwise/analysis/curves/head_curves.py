@@ -9,6 +9,7 @@ from headwise.errors import InputError
 from headwise.plots.curves import Curve, draw_curves
 from headwise.plots.kinds import require_name
 from headwise.runs.table import HeadRowT, Table
+from headwise.statistics.registry import unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,10 +41,12 @@ class HeadCurves(Table[HeadRowT]):
         raise NotImplementedError
 
     def _draw(
-        self, statistic: str, heads: Collection[tuple[int, int]] | None, *, x: str, y: str, errors: float, ax: Any
+        self, statistic: str, heads: Collection[tuple[int, int]] | None, *, x: str, errors: float, ax: Any
     ) -> "Axes":
         """Draw a statistic of some heads against the logarithm of the place, without points whose mean is unknown."""
         require_name("statistic", statistic, dict.fromkeys(self.statistics))
+        unit = unit_of(statistic)
+        y = f"{statistic}, {unit}" if unit in ("nats", "tokens") else statistic
         curves = []
         for layer, head in self._drawn(statistic) if heads is None else head_pairs("heads", heads):
             points = [(self._place(row), row.statistics[statistic]) for row in self.curve(layer, head)]

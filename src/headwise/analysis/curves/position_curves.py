@@ -21,7 +21,7 @@ from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.significance import in_errors
 from headwise.statistics.by_position import BY_POSITION, SLOPE, PositionStatistics
 from headwise.statistics.columns import Column
-from headwise.statistics.registry import row_statistics, unit_of
+from headwise.statistics.registry import row_statistics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,9 +106,7 @@ class PositionCurves(HeadCurves[PositionRow]):
         Example:
             >>> hw.position_curves(model, texts).plot("entropy", heads=[(0, 1)])  # doctest: +SKIP
         """
-        unit = unit_of(statistic)
-        label = f"{statistic}, {unit}" if unit in ("nats", "tokens") else statistic
-        return self._draw(statistic, heads, x="position of the query, counted from 1", y=label, errors=errors, ax=ax)
+        return self._draw(statistic, heads, x="position of the query, counted from 1", errors=errors, ax=ax)
 
     def _place(self, row: PositionRow) -> float:
         return math.sqrt((row.position_from + 1) * (row.position_to + 1))
