@@ -39,9 +39,12 @@ there are more sequences and heads.
 
 @dataclass(frozen=True, eq=False)
 class KernelInputs:
-    """Data of a call context in the form that the kernels read: arguments of the operator, which `StatisticsCall`
-    describes, the rows in which a statistic is defined, by its name, for those not defined in all, and the keys that
-    have a position, None if all have one. All layers of a model share one.
+    """Data of a call context in the form that the kernels read, which all layers of a model share. The fields up to
+    `is_counted` are arguments of the operator, which `StatisticsCall` describes.
+
+    Attributes:
+        has_value: True at the rows in which a statistic is defined, by its name, for those not defined in all.
+        has_position: True at keys that have a position; None if all have one.
     """
 
     positions: Int[Tensor, "batch queries"]

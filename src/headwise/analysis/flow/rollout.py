@@ -249,9 +249,13 @@ LAYER_STATISTICS = (*ROLLOUT_STATISTICS, "entropy")
 
 @dataclass
 class LayerSums:
-    """Sums over the queries of each sequence, in float64, from all runs over a batch, by the name of a statistic: of
-    the rollout of the layer, of each head's attention rolled out over the layers below, and of its attention alone,
-    with the number of queries that count under the name `ROWS`; and the number of queries that count.
+    """Sums over the queries of each sequence, in float64, from all runs over a batch, by the name of a statistic.
+
+    Attributes:
+        of_layer: sums of the statistics of the rollout of the layer.
+        rolled, direct: sums of those of each head's attention, rolled out over the layers below, and alone. `direct`
+            also has the number of queries that count, by the name `ROWS`.
+        rows: number of queries that count.
     """
 
     of_layer: dict[str, Float[Tensor, " batch"]] = field(default_factory=dict)
@@ -363,20 +367,25 @@ class _Layer:
                     place = first + own.start - columns.tokens.start
                     at_query[which] += (of_own * below[:, None, :, place : place + len(own)].mT).sum(-1)
         counted_own = counted[..., own.start - row_block.rows.start :][..., : len(own)]
-        values = [(sums.rolled, "self", at_query[0], counted_own), (sums.rolled, "distance", at_query[1], counted_own)]
-        if not columns.tokens.start:
-            of_all = [(sums.rolled, "first", rolled[..., 0]), (sums.direct, "first", row_block.weight_on_first)]
-            of_all += [(sums.direct, "self", row_block.weight_at_lag(0)), (sums.direct, "distance", row_block.distance)]
-            of_all.append((sums.direct, ROWS, torch.ones_like(rolled[..., 0])))
-            if columns.has_special:
-                of_all.append((sums.rolled, "special", rolled[..., 1]))
-                of_all.append((sums.direct, "special", row_block.feature_sums["special"]))
-            values += [(*each, counted) for each in of_all]
-        for totals, name, of_rows, is_counted in values:
+
+        def add(totals: dict[str, Tensor], name: str, of_rows: Tensor, is_counted: Tensor = counted) -> None:
+            """Add the values of the query rows that count to the sums of each sequence and head."""
             if name not in totals:
                 totals[name] = torch.zeros(grid.batch, grid.heads, dtype=torch.float64, device=grid.device)
             of_sequences = of_rows.double().masked_fill(~is_counted, 0.0).sum(-1)
             totals[name][row_block.sequences_and_heads] += of_sequences
+
+        add(sums.rolled, "self", at_query[0], counted_own)
+        add(sums.rolled, "distance", at_query[1], counted_own)
+        if not columns.tokens.start:
+            add(sums.rolled, "first", rolled[..., 0])
+            add(sums.direct, ROWS, torch.ones_like(rolled[..., 0]))
+            add(sums.direct, "first", row_block.weight_on_first)
+            add(sums.direct, "self", row_block.weight_at_lag(0))
+            add(sums.direct, "distance", row_block.distance)
+            if columns.has_special:
+                add(sums.rolled, "special", rolled[..., 1])
+                add(sums.direct, "special", row_block.feature_sums["special"])
 
     def finish(self, columns: _Columns, residual: float, sums: LayerSums, path: str) -> None:
         """Replace the columns by those after the layer, and add the statistics of its rollout."""
