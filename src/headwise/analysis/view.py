@@ -222,9 +222,9 @@ def errors_of(argument: str, *, expected: str) -> Iterator[None]:
 
 
 def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
-    """Call a `transformers` model, or a module with `**kwargs`, with all outputs of the tokenizer or processor. Call
-    another module with those that its `forward` names as arguments; if it does not name the first of them, the token
-    ids or pixels, with this one alone, by position.
+    """Call a `transformers` model with all outputs of the tokenizer or processor, and another module with those that
+    its `forward` names. If it does not name the first of them, the token ids or pixels, it gets all outputs by its
+    `**kwargs`, or without these the first one alone, by position.
     """
     parameters, first = inspect.signature(model.forward).parameters, next(iter(inputs))
     accepts_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
