@@ -417,16 +417,6 @@ def test_a_table_and_a_picture():
         found.plot("mask")
 
 
-def test_the_model_is_left_as_it_was(capsys):
-    model = models("decoder").train()
-    seen = []
-    model.register_forward_hook(lambda part, *_: seen.append((part.training, torch.is_grad_enabled())))
-    redundancy(model, batches(REAL, 2, 3), progress=True)
-    assert model.training
-    assert set(seen) == {(False, False)}
-    assert "2/2 batches" in capsys.readouterr().err
-
-
 def test_what_is_refused():
     model, data = models("decoder"), batches(REAL, 5)
     cases = [
