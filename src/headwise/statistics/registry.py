@@ -80,12 +80,6 @@ class FromSums(Statistic):
     is_largest: bool = False
 
 
-def _evenness(row_block: RowBlock) -> RowValues:
-    """Return the entropy of each row divided by the largest one, ln(number of visible keys), or ln 2 for fewer keys."""
-    visible = row_block.visibility.visible_keys.clamp(min=2).to(row_block.entropy.dtype)
-    return row_block.entropy / visible.log()
-
-
 def _weight_after_copies(row_block: RowBlock, shift: int) -> RowValues | None:
     """Return the weight of each row on the keys `shift` tokens after earlier copies of its token; None if unknown."""
     return None if row_block.visibility.has_earlier_copy is None else row_block.weight_after_copies(shift)
@@ -162,7 +156,7 @@ STATISTICS: dict[str, MeanOfRows | FromSums] = {
             "share",
             "Mean entropy of the weights of a query, divided by the logarithm of its number of visible keys.",
             "entropy divided by ln(number of visible keys), in rows with at least two",
-            _evenness,
+            lambda rows: rows.entropy / rows.visibility.visible_keys.clamp(min=2).to(rows.entropy.dtype).log(),
             lambda tile: tile.visible_keys > 1,
         ),
         MeanOfRows(

@@ -55,17 +55,12 @@ class TokenRollout:
             MissingExtra: pandas is not installed.
         """
         rows = [
-            {
-                "query": query,
-                "token": token,
-                "query_text": self.tokens[query],
-                "token_text": self.tokens[token],
-                "weight": weight,
-            }
+            (query, token, self.tokens[query], self.tokens[token], weight)
             for query, weights in zip(self.queries, self.weights.tolist(), strict=True)
             for token, weight in enumerate(weights)
         ]
-        return require("pandas", purpose="a table", extra="tables").DataFrame(rows)
+        columns = ["query", "token", "query_text", "token_text", "weight"]
+        return require("pandas", purpose="a table", extra="tables").DataFrame(rows, columns=columns)
 
     def plot(self, ax: Any = None) -> "Axes":
         """Draw the shares as a matrix, with queries down and tokens across, and return the matplotlib axes.
