@@ -103,7 +103,7 @@ REFUSED = {  # configuration, pixels on a side, message
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_whose_tokens_are_not_patches_are_refused(name):
+def test_models_and_images_that_do_not_fit_are_refused(name):
     config, side, message = REFUSED[name]
     with pytest.raises(hw.InputError, match=f"^model: expected {message}"):
         hw.view_image(transformers.AutoModel.from_config(config).eval(), None, torch.rand(1, 3, side, side))
