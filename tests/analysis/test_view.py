@@ -347,6 +347,13 @@ OWN_SOFTMAX = {
 }
 
 
+@torch.no_grad()
+def eager_attentions(model, tokenizer, text):
+    """Return the attention weights of a model on a text, under eager attention."""
+    model.set_attn_implementation("eager")
+    return model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions
+
+
 def require_view_of(shown, attentions):
     """Compare a view's weights, pictures and entropies with the weights of a text whose tokens are one word each."""
     layers = sorted({head.layer for head in shown.heads})
@@ -374,10 +381,7 @@ def test_views_of_models_equal_eager_attention(name, implementation):
     model = tiny.with_distinct_heads(transformers.AutoModel.from_config(config, attn_implementation=implementation))
     (text,) = tiny.texts(27)
     shown = view(model, tokenizer, text)
-    if implementation is not None:
-        model.set_attn_implementation("eager")
-    with torch.no_grad():
-        require_view_of(shown, model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions)
+    require_view_of(shown, eager_attentions(model, tokenizer, text))
 
 
 class Plain(torch.nn.Module):
@@ -434,9 +438,7 @@ def test_cross_attention_is_left_out_with_a_warning():
     sentence = "^attention over something else than the text was left out: 18 queries and 5 keys in encoder.layer"
     with pytest.warns(UserWarning, match=sentence):
         shown = view(model, tokenizer, text)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        require_view_of(shown, model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions)
+    require_view_of(shown, eager_attentions(model, tokenizer, text))
 
 
 def test_a_model_without_a_token_embedding_method_is_viewed():
