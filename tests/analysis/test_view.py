@@ -350,7 +350,8 @@ OWN_SOFTMAX = {
 @torch.no_grad()
 def eager_attentions(model, tokenizer, text):
     """Return the attention weights of a model on a text, under eager attention."""
-    model.set_attn_implementation("eager")
+    if model.config._attn_implementation != "eager":  # as of models with a softmax of their own
+        model.set_attn_implementation("eager")
     return model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions
 
 
