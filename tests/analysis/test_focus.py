@@ -11,11 +11,19 @@ import headwise as hw
 import tiny
 from headwise.runs.rows import MeanEstimate
 
+SENTENCES = (
+    "She ordered tea but he wanted coffee.",
+    "Tea is cheaper than coffee in this shop.",
+    "Coffee keeps me awake, and tea calms me.",
+    "They sell coffee beans and green tea.",
+    "After coffee she never drinks tea.",
+)
+
 
 @pytest.fixture(scope="module")
-def decoder():
-    """A tiny decoder and its tokenizer."""
-    return tiny.model("decoder"), tiny.tokenizer("decoder")
+def drinks(minilm):
+    """Views of five sentences about coffee and tea."""
+    return hw.view(minilm.model, minilm.tokenizer, SENTENCES)
 
 
 def loops(weights, allowed, word_of, special, words, kind):
@@ -102,10 +110,9 @@ def test_the_note_names_what_the_best_head_attends_to_more(coffee, minilm):
     assert any("puts more on [" in note for note in sides)
 
 
-def test_the_other_word_of_several_texts_is_that_with_the_largest_mean(minilm):
-    seen = hw.view(minilm.model, minilm.tokenizer, SENTENCES)
-    focus = seen.find(["coffee", "tea"])
-    alone = [view.find(["coffee", "tea"]) for view in seen]
+def test_the_other_word_of_several_texts_is_that_with_the_largest_mean(drinks):
+    focus = drinks.find(["coffee", "tea"])
+    alone = [view.find(["coffee", "tea"]) for view in drinks]
     for each in focus.heads:
         single = [next(other for other in found.heads if other.index == each.index) for found in alone]
         assert each.other_share <= sum(other.other_share for other in single) / 5 + 1e-9
@@ -124,19 +131,9 @@ def test_the_verdict_says_so_if_no_head_has_the_focus(coffee):
     assert focus.name == "sentiment"
 
 
-SENTENCES = (
-    "She ordered tea but he wanted coffee.",
-    "Tea is cheaper than coffee in this shop.",
-    "Coffee keeps me awake, and tea calms me.",
-    "They sell coffee beans and green tea.",
-    "After coffee she never drinks tea.",
-)
-
-
-def test_several_sentences_have_standard_errors_and_a_corrected_test(minilm):
-    seen = hw.view(minilm.model, minilm.tokenizer, SENTENCES)
-    focus = seen.find(["coffee", "tea"], kind="exchanged")
-    single = [view.find(["coffee", "tea"], kind="exchanged") for view in seen]
+def test_several_sentences_have_standard_errors_and_a_corrected_test(drinks):
+    focus = drinks.find(["coffee", "tea"], kind="exchanged")
+    single = [view.find(["coffee", "tea"], kind="exchanged") for view in drinks]
     for each in focus.heads:
         excesses = [next(other.excess.value for other in alone.heads if other.index == each.index) for alone in single]
         mean, sem = scipy.stats.tmean(excesses), scipy.stats.sem(excesses)
@@ -144,19 +141,18 @@ def test_several_sentences_have_standard_errors_and_a_corrected_test(minilm):
         p = scipy.stats.t.sf(mean / sem, df=4) * 72
         assert each.p == pytest.approx(min(1.0, p))
     assert "5 texts, one-sided t-test at 5 %, Bonferroni-corrected" in focus.verdict
+    (selected,) = drinks.select(layers=[5], heads=[11]).find(["coffee", "tea"], kind="exchanged").heads
+    assert selected.p == pytest.approx(next(each.p for each in focus.heads if each.head.name == "5.11"))
+    of_four = hw.ViewSet(drinks.views[:4]).find(["coffee", "tea"], kind="exchanged")
+    assert all(math.isnan(each.p) for each in of_four.heads)
+    assert of_four.verdict.endswith("This is not tested: 4 texts are fewer than 5.")
 
 
-def test_equal_sentences_are_no_evidence(minilm):
-    seen = hw.view(minilm.model, minilm.tokenizer, [*SENTENCES, SENTENCES[0]])
-    with pytest.raises(hw.InputError, match="^texts: expected different texts, got 'She ordered .*' twice"):
+@pytest.mark.parametrize("again", [SENTENCES[0], SENTENCES[0].upper()])
+def test_texts_with_the_same_tokens_are_no_evidence(minilm, drinks, again):
+    seen = hw.ViewSet((*drinks, hw.view(minilm.model, minilm.tokenizer, again)))  # the model is uncased
+    with pytest.raises(hw.InputError, match="^texts: expected different texts, got '(?i:She ordered) .*' twice"):
         seen.find(["coffee", "tea"])
-
-
-def test_the_test_is_corrected_for_all_heads_also_after_a_selection(minilm):
-    seen = hw.view(minilm.model, minilm.tokenizer, SENTENCES)
-    p = {each.head.name: each.p for each in seen.find(["coffee", "tea"]).heads}
-    (selected,) = seen.select(layers=[5], heads=[11]).find(["coffee", "tea"]).heads
-    assert selected.p == pytest.approx(p["5.11"])
 
 
 def test_most_words_of_a_text_are_no_focus(coffee):
@@ -190,8 +186,8 @@ def test_mistakes_are_named(coffee, focus, options, message):
         coffee.find(focus, **options)
 
 
-def test_a_long_text_needs_all_its_weights(decoder):
-    model, tokenizer = decoder
+def test_a_long_text_needs_all_its_weights():
+    model, tokenizer = tiny.model("decoder"), tiny.tokenizer("decoder")
     text = " ".join(tiny.WORDS[:40])
     with pytest.raises(hw.InputError, match=r"^focus: expected a text whose weights were all kept.*keep_all=40"):
         hw.view(model, tokenizer, text, keep_all=39).find(["w5"])
@@ -203,19 +199,6 @@ def test_the_table_of_a_focus_has_all_heads(coffee):
     assert len(table) == 72
     assert list(table.columns[:7]) == ["layer", "head", "module", "kind", "role", "share", "uniform"]
     assert torch.tensor(table["excess"].values).diff().max() <= 0
-
-
-def test_few_texts_are_not_tested(minilm):
-    seen = hw.view(minilm.model, minilm.tokenizer, SENTENCES[:4])
-    focus = seen.find(["coffee", "tea"], kind="exchanged")
-    assert all(math.isnan(each.p) for each in focus.heads)
-    assert focus.verdict.endswith("This is not tested: 4 texts are fewer than 5.")
-
-
-def test_texts_with_the_same_tokens_are_the_same_text(minilm):
-    seen = hw.view(minilm.model, minilm.tokenizer, ["Coffee or tea?", "coffee or TEA?"])  # the model is uncased
-    with pytest.raises(hw.InputError, match="^texts: expected different texts"):
-        seen.find(["coffee", "tea"])
 
 
 def test_the_least_excess_is_larger_than_rounding(coffee):

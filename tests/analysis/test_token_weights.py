@@ -7,7 +7,7 @@ import transformers
 import headwise as hw
 import tiny
 from headwise.analysis.viewer import TokensOfWords, VisibleWeights, WordWeights, largest
-from headwise.page.contents import AllWeights, LargestWeights
+from headwise.page.contents import LargestWeights
 
 
 def eager_weights(config, seed=0):
@@ -23,22 +23,6 @@ def eager_weights(config, seed=0):
 
 LONG = transformers.LlamaConfig(**{**tiny.configs()["llama"].to_dict(), "max_position_embeddings": 128})
 CONFIGS = {name: tiny.configs()[name] for name in ("bert", "llama", "mistral, window 4", "gpt-oss, sinks")}
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_all_weights_are_kept_for_short_texts(name, implementation):
-    if name in tiny.EAGER_ONLY and implementation == "sdpa":
-        pytest.skip("not implemented by transformers")
-    model, tokenizer, text, weights = eager_weights(CONFIGS[name])
-    model.set_attn_implementation(implementation)
-    seen = hw.view(model, tokenizer, text)
-    assert len(seen.heads) == weights.shape[0] * weights.shape[1]
-    for head in seen.heads:
-        assert isinstance(head.attention.weights, AllWeights)
-        expected = weights[head.layer, head.head]
-        torch.testing.assert_close(head.attention.weights.weights, expected, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(head.attention.tiles, expected, rtol=1e-4, atol=1e-6)  # 29 tokens are not pooled
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -129,7 +113,7 @@ def test_weights_between_words_are_sums_of_those_between_tokens(seed):
     top = expected.topk(8)
     torch.testing.assert_close(found.top_weights, top.values)
     has_weight = top.values > 0
-    torch.testing.assert_close(expected.gather(-1, found.top_keys)[has_weight], top.values[has_weight])
+    torch.testing.assert_close(expected.gather(-1, found.top_keys.long())[has_weight], top.values[has_weight])
     torch.testing.assert_close(found.picture, expected)
     may_link = sides.is_lexical & sides.is_lexical[:, None] & ~torch.eye(words, dtype=torch.bool)
     may_link[:, 0] = False  # the first token sees no other

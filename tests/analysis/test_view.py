@@ -17,6 +17,8 @@ from headwise.attention.backends.blockwise import tiles
 from headwise.data.models import find_model
 from oracles import statistics_of
 
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
 
 @pytest.fixture(scope="module")
 def eager(minilm):
@@ -47,15 +49,11 @@ def test_words_pictures_and_largest_weights_equal_eager_attention(coffee, eager)
         assert (head.top_keys == keys).float().mean() > 0.95  # equal weights may come in another order
 
 
-def test_head_0_2_attends_to_the_previous_token(coffee):
+def test_heads_0_2_and_1_8_attend_to_the_tokens_before_and_after(coffee):
     head = coffee.head(0, 2)
-    assert head.role.name == "previous token"
+    assert (head.role.name, coffee.head(1, 8).role.name) == ("previous token", "next token")
     assert head.means["previous"] > 0.99
     assert head.means["entropy"] < 0.02
-
-
-def test_head_1_8_attends_to_the_next_token(coffee):
-    assert coffee.head(1, 8).role.name == "next token"
 
 
 def links(shown, layer, head):
@@ -109,30 +107,10 @@ def test_a_long_text_is_pooled(minilm):
     assert head.picture.diagonal().sum() + head.picture.diagonal(-1).sum() > 50
 
 
-def test_a_decoder_attends_to_no_later_token():
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), unk_token="?")
-    sizes = {"vocab_size": 7, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6}
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=16)
-    torch.manual_seed(0)
-    shown = view(transformers.AutoModel.from_config(config).eval(), tokenizer, "a b c a b c")
-    assert len(shown.heads) == 12
-    for head in shown.heads:
-        assert not head.picture.triu(1).any()
-        assert head.means["next"] == 0.0 or head.means["next"] != head.means["next"]
-        assert head.means["duplicate"] > 0
-
-
 @pytest.fixture(scope="module")
 def smollm2_tokenizer():
     """Tokenizer of SmolLM2, without its model."""
     return find_model("smollm2").tokenizer()
-
-
-def word_tokenizer():
-    """Return a tokenizer of the words a, b and c."""
-    tokenizer = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2, "c": 3}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return tokenizer
 
 
 @pytest.mark.usefixtures("as_user")
@@ -188,13 +166,10 @@ def test_the_view_does_not_depend_on_the_implementation(minilm, coffee):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_decoder_has_the_same_visible_keys_under_both_implementations(implementation):
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), unk_token="?")
-    sizes = {"vocab_size": 7, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
-    config = transformers.LlamaConfig(**sizes, intermediate_size=16, attn_implementation=implementation)
-    model = transformers.AutoModel.from_config(config).eval()
+    model = tiny.model("decoder", attn_implementation=implementation)
     for parameter in model.parameters():
-        parameter.data.zero_()  # even attention
-    for head in view(model, tokenizer, "a b c a b c").heads:
+        parameter.data.zero_()  # uniform attention
+    for head in view(model, tiny.tokenizer("decoder"), "w5 w6 w7 w5 w6 w7").heads:
         assert head.means["evenness"] == pytest.approx(1.0)
         assert head.role.name == "broad"
 
@@ -236,35 +211,27 @@ class TestInputs:
             minilm.model.eval()
 
     def test_a_vision_model_is_refused(self, minilm):
-        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-        model = transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=4, patch_size=2)).eval()
+        model = transformers.ViTModel(transformers.ViTConfig(**SMALL, image_size=4, patch_size=2)).eval()
         with pytest.raises(hw.InputError, match="^model: expected a model that reads text, got one .* pixel_values"):
             view(model, minilm.tokenizer, "hi")
 
     def test_a_tokenizer_of_another_model_is_refused(self, minilm):
-        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-        model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).eval()
+        model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **SMALL)).eval()
         with pytest.raises(hw.InputError, match="^tokenizer: expected ids below 50, the model's vocabulary, got"):
             view(model, minilm.tokenizer, "hi")
 
 
 def test_the_encoder_of_an_encoder_decoder_is_viewed(minilm):
-    sizes = {
-        "d_model": 24,
-        "encoder_layers": 2,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 3,
-        "decoder_attention_heads": 3,
-    }
-    config = transformers.BartConfig(vocab_size=minilm.tokenizer.vocab_size, **sizes, encoder_ffn_dim=8)
+    sizes = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 1, "encoder_ffn_dim": 8}
+    heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
+    config = transformers.BartConfig(vocab_size=minilm.tokenizer.vocab_size, **sizes, **heads)
     shown = view(transformers.BartModel(config).eval(), minilm.tokenizer, "the encoder alone")
     assert len(shown.heads) == 2 * 3
 
 
 def test_the_limit_of_positions_that_start_after_the_padding_index(minilm):
-    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 8}
-    vocabulary = minilm.tokenizer.vocab_size
-    config = transformers.RobertaConfig(vocab_size=vocabulary, max_position_embeddings=34, pad_token_id=1, **sizes)
+    sizes = {"vocab_size": minilm.tokenizer.vocab_size, "max_position_embeddings": 34}
+    config = transformers.RobertaConfig(**sizes, pad_token_id=1, **SMALL)
     model = transformers.RobertaModel(config).eval()
     assert view(model, minilm.tokenizer, "word " * 30).tokens == 32
     with pytest.raises(hw.InputError, match="^text: expected at most 32 tokens"):
@@ -272,8 +239,8 @@ def test_the_limit_of_positions_that_start_after_the_padding_index(minilm):
 
 
 def test_layers_that_share_a_module_are_viewed_separately(minilm):
-    sizes = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 8}
-    config = transformers.AlbertConfig(vocab_size=minilm.tokenizer.vocab_size, embedding_size=8, **sizes)
+    sizes = SMALL | {"vocab_size": minilm.tokenizer.vocab_size, "num_hidden_layers": 3}
+    config = transformers.AlbertConfig(**sizes, embedding_size=8)
     shown = view(transformers.AlbertModel(config).eval(), minilm.tokenizer, "one layer three times")
     assert sorted({head.layer for head in shown.heads}) == [0, 1, 2]
 
@@ -380,26 +347,42 @@ OWN_SOFTMAX = {
 }
 
 
+@torch.no_grad()
+def eager_attentions(model, tokenizer, text):
+    """Return the attention weights of a model on a text, under eager attention."""
+    if model.config._attn_implementation != "eager":  # as of models with a softmax of their own
+        model.set_attn_implementation("eager")
+    return model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions
+
+
 def require_view_of(shown, attentions):
-    """Compare a view's pictures and entropies with the weights of a text in which every token is one word."""
+    """Compare a view's weights, pictures and entropies with the weights of a text whose tokens are one word each."""
     layers = sorted({head.layer for head in shown.heads})
     assert len(layers) == len(attentions)
     assert [(head.layer, head.head) for head in shown.heads] == [(x, y) for x in layers for y in range(6)]
     for head in shown.heads:
         weights = attentions[layers.index(head.layer)][0, head.head]
-        torch.testing.assert_close(head.picture, weights, rtol=1e-4, atol=1e-6)
+        for found in (head.picture, head.attention.tiles, head.attention.weights.weights):
+            torch.testing.assert_close(found, weights, rtol=1e-4, atol=1e-6)
         assert head.means["entropy"] == pytest.approx(torch.special.entr(weights).sum(-1).mean().item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", OWN_SOFTMAX)
-def test_models_with_their_own_softmax_are_viewed(name):
-    tokenizer = tiny.tokenizer("encoder")
+COMMON = {name: tiny.configs()[name] for name in ("bert", "llama", "mistral, window 4", "gpt-oss, sinks")}
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*((name, None) for name in OWN_SOFTMAX), *((name, "eager") for name in COMMON)]
+    + [(name, "sdpa") for name in COMMON if name not in tiny.EAGER_ONLY],
+)
+def test_views_of_models_equal_eager_attention(name, implementation):
+    """Without an implementation, a model has a softmax of its own."""
+    tokenizer, config = tiny.tokenizer("encoder"), (OWN_SOFTMAX | COMMON)[name]
     torch.manual_seed(0)
-    model = tiny.with_distinct_heads(transformers.AutoModel.from_config(OWN_SOFTMAX[name]))
-    (text,) = tiny.texts(17)
+    model = tiny.with_distinct_heads(transformers.AutoModel.from_config(config, attn_implementation=implementation))
+    (text,) = tiny.texts(27)
     shown = view(model, tokenizer, text)
-    with torch.no_grad():
-        require_view_of(shown, model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions)
+    require_view_of(shown, eager_attentions(model, tokenizer, text))
 
 
 class Plain(torch.nn.Module):
@@ -456,9 +439,7 @@ def test_cross_attention_is_left_out_with_a_warning():
     sentence = "^attention over something else than the text was left out: 18 queries and 5 keys in encoder.layer"
     with pytest.warns(UserWarning, match=sentence):
         shown = view(model, tokenizer, text)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        require_view_of(shown, model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions)
+    require_view_of(shown, eager_attentions(model, tokenizer, text))
 
 
 def test_a_model_without_a_token_embedding_method_is_viewed():

@@ -26,18 +26,17 @@ MODELS = {  # configuration, tokens before the patches, patches on a side, pixel
 }
 
 
-def vision_model(name, implementation="sdpa"):
+def vision_model(name):
     """Return a tiny vision model with distinct heads."""
     torch.manual_seed(0)
-    return tiny.with_distinct_heads(
-        transformers.AutoModel.from_config(MODELS[name][0], attn_implementation=implementation)
-    )
+    return tiny.with_distinct_heads(transformers.AutoModel.from_config(MODELS[name][0]))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_patch_is_found_in_the_image(name):
+def test_each_patch_is_found_in_the_image_and_has_the_weights_of_eager_attention(name):
     config, special, side, pixels = MODELS[name]
-    shown = hw.view_image(vision_model(name), None, torch.rand(1, 3, config.image_size, config.image_size))
+    model, image = vision_model(name), torch.rand(1, 3, config.image_size, config.image_size)
+    shown = hw.view_image(model, None, image)
     picture = shown.texts[0].picture
     patches = [(column / side, row / side, 1 / side, 1 / side) for row in range(side) for column in range(side)]
     assert picture.boxes[:special] == (None,) * special
@@ -46,15 +45,9 @@ def test_each_patch_is_found_in_the_image(name):
     assert [word.special for word in shown.words] == [True] * special + [False] * side**2
     assert [word.text for word in shown.words[special:]][: side + 1] == ["(1, 1)", "(1, 2)", "(1, 3)", "(2, 1)"]
     assert (picture.width, picture.height) == (side * pixels, side * pixels)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_weights_between_patches_equal_eager_attention(name):
-    config, *_ = MODELS[name]
-    pixels, model = torch.rand(1, 3, config.image_size, config.image_size), vision_model(name, "eager")
-    shown = hw.view_image(model, None, pixels)
+    model.set_attn_implementation("eager")
     with torch.no_grad():
-        attentions = torch.cat(model(pixel_values=pixels, output_attentions=True).attentions).flatten(0, 1)
+        attentions = torch.cat(model(pixel_values=image, output_attentions=True).attentions).flatten(0, 1)
     weights = torch.stack([head.attention.weights.weights for head in shown.heads])
     torch.testing.assert_close(weights, attentions, rtol=1e-4, atol=1e-6)
 
@@ -89,41 +82,37 @@ def test_images_whose_tokens_are_no_patches_are_refused():
 
 
 WINDOWS = {"depths": [1, 1, 1], "num_heads": [2, 2, 2], "window_size": 4}
-OTHERS = {
-    "swin": transformers.SwinConfig(embed_dim=12, **WINDOWS, image_size=64, patch_size=4),
-    "segformer": transformers.SegformerConfig(
-        num_encoder_blocks=2, depths=[1, 1], hidden_sizes=[16, 32], num_attention_heads=[1, 2], sr_ratios=[4, 1],
-        patch_sizes=[7, 3], strides=[4, 2],
+STAGES = {"num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [16, 32], "num_attention_heads": [1, 2]}
+STAGES |= {"patch_sizes": [7, 3], "strides": [4, 2]}
+IN_ONE = "self-attention over all tokens of the image at once"
+REFUSED = {  # configuration, pixels on a side, message
+    "swin": (transformers.SwinConfig(embed_dim=12, **WINDOWS, image_size=64, patch_size=4), 64, IN_ONE),
+    "pooled keys": (transformers.SegformerConfig(**STAGES, sr_ratios=[4, 1]), 64, IN_ONE),
+    "later stages": (
+        transformers.SegformerConfig(**STAGES, sr_ratios=[1, 1]),
+        32,
+        "attention over the same patches in all layers, got 16 q",
     ),
-}  # fmt: skip
+    "patches that are masked at random": (
+        transformers.ViTMAEConfig(**SIZES, image_size=48, patch_size=8),
+        48,
+        "the same tokens for the same image, got other tokens",
+    ),
+    "another size": (MODELS["vit"][0], 40, "a vision model that reads these pixels, got ValueError"),
+}
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_models_of_several_stages_are_refused(name):
-    model = transformers.AutoModel.from_config(OTHERS[name]).eval()
-    with pytest.raises(hw.InputError, match="^model: expected self-attention over all tokens of the image at once"):
-        hw.view_image(model, None, torch.rand(1, 3, 64, 64))
-
-
-def test_models_that_mask_patches_at_random_are_refused():
-    config = transformers.ViTMAEConfig(**SIZES, image_size=48, patch_size=8)
-    with pytest.raises(hw.InputError, match="^model: expected the same tokens for the same image, got other tokens"):
-        hw.view_image(transformers.ViTMAEModel(config).eval(), None, torch.rand(1, 3, 48, 48))
-
-
-def test_pixels_that_the_model_cannot_read_are_refused():
-    with pytest.raises(hw.InputError, match="^model: expected a vision model that reads these pixels, got ValueError"):
-        hw.view_image(vision_model("vit"), None, torch.rand(1, 3, 40, 40))
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_and_images_that_do_not_fit_are_refused(name):
+    config, side, message = REFUSED[name]
+    with pytest.raises(hw.InputError, match=f"^model: expected {message}"):
+        hw.view_image(transformers.AutoModel.from_config(config).eval(), None, torch.rand(1, 3, side, side))
 
 
 @pytest.mark.parametrize(
     ("processor", "image", "message"),
     [
-        (
-            None,
-            torch.rand(3, 48, 48),
-            r"^image: expected pixel values \(1, channels, height, width\) without",
-        ),
+        (None, torch.rand(3, 48, 48), r"^image: expected pixel values \(1, channels, height, width\) without"),
         (None, "cat.png", "^image: expected pixel values .* got str"),
         (3, torch.rand(1, 3, 48, 48), "^processor: expected an image processor of transformers, got int"),
         (transformers.ViTImageProcessorPil(), "no image", "^image: expected an image that the processor reads, got "),
@@ -174,12 +163,3 @@ def test_a_token_that_depends_on_the_whole_image_is_special():
     )
     shown = hw.view_image(model, None, torch.rand(1, 3, 48, 48))
     assert [word.special for word in shown.words] == [True] + [False] * 9
-
-
-def test_later_stages_are_refused():
-    config = transformers.SegformerConfig(
-        num_encoder_blocks=2, depths=[1, 1], hidden_sizes=[16, 32], num_attention_heads=[1, 2], sr_ratios=[1, 1],
-        patch_sizes=[7, 3], strides=[4, 2],
-    )  # fmt: skip
-    with pytest.raises(hw.InputError, match="^model: expected attention over the same patches in all layers, got 16 q"):
-        hw.view_image(transformers.SegformerModel(config).eval(), None, torch.rand(1, 3, 32, 32))

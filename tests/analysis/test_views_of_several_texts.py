@@ -41,15 +41,16 @@ def pair_model(name, implementation="eager"):
     return tiny.with_distinct_heads(model)
 
 
-def weights_of(shown, kind, queries, keys):
-    """Return the weights of all heads from one text to another, in the order of the layers."""
+def require_weights(shown, kind, queries, keys, attentions):
+    """Compare the weights of all heads from one text to another, in the order of the layers."""
     chosen = [
         head
         for head in shown.heads
         if (head.kind, head.attention.queries, head.attention.keys) == (kind, queries, keys)
     ]
     assert all(isinstance(head.attention.weights, AllWeights) for head in chosen)
-    return torch.stack([head.attention.weights.weights for head in chosen])
+    found = torch.stack([head.attention.weights.weights for head in chosen])
+    torch.testing.assert_close(found, torch.cat(attentions).flatten(0, 1), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("target", ["w10 w11 w12", "w10 w11 w12 w13"])
@@ -62,16 +63,9 @@ def test_a_source_and_a_target_are_viewed(name, target):
     labels = tokenizer(target, return_tensors="pt").input_ids
     with torch.no_grad():
         output = model(input_ids=inputs.input_ids, labels=labels, output_attentions=True)
-    close = {"rtol": 1e-4, "atol": 1e-6}
-    torch.testing.assert_close(
-        weights_of(shown, "self", 0, 0), torch.cat(output.encoder_attentions).flatten(0, 1), **close
-    )
-    torch.testing.assert_close(
-        weights_of(shown, "self", 1, 1), torch.cat(output.decoder_attentions).flatten(0, 1), **close
-    )
-    torch.testing.assert_close(
-        weights_of(shown, "cross", 1, 0), torch.cat(output.cross_attentions).flatten(0, 1), **close
-    )
+    require_weights(shown, "self", 0, 0, output.encoder_attentions)
+    require_weights(shown, "self", 1, 1, output.decoder_attentions)
+    require_weights(shown, "cross", 1, 0, output.cross_attentions)
     assert len(shown.heads) == 36
     assert [text.name for text in shown.texts] == ["source", "target"]
     assert [word.text for word in shown.texts[1].words[1:]] == ["[CLS]", *target.split()]  # shifted by one
@@ -98,9 +92,7 @@ def test_a_decoder_continues_a_text():
     model.set_attn_implementation("eager")
     with torch.no_grad():
         attentions = model(ids, output_attentions=True).attentions
-    torch.testing.assert_close(
-        weights_of(shown, "self", 0, 0), torch.cat(attentions).flatten(0, 1), rtol=1e-4, atol=1e-6
-    )
+    require_weights(shown, "self", 0, 0, attentions)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -114,9 +106,7 @@ def test_an_encoder_decoder_generates_a_text(name):
     assert shown.texts[1].first_generated == 1
     with torch.no_grad():
         output = model(input_ids=inputs.input_ids, decoder_input_ids=ids, output_attentions=True)
-    torch.testing.assert_close(
-        weights_of(shown, "cross", 1, 0), torch.cat(output.cross_attentions).flatten(0, 1), rtol=1e-4, atol=1e-6
-    )
+    require_weights(shown, "cross", 1, 0, output.cross_attentions)
 
 
 def test_a_model_that_decodes_differently_is_refused():
@@ -139,18 +129,8 @@ def test_a_model_that_decodes_differently_is_refused():
     ("kind", "top", "options", "message"),
     [
         ("decoder", "", {"generate": 3}, "^model: expected a model that generates text, got LlamaModel; load it with"),
-        (
-            "encoder",
-            "",
-            {"target": "w5"},
-            "^target: expected None for a model that is not an encoder-decoder",
-        ),
-        (
-            "decoder",
-            "ForCausalLM",
-            {"generate": 126},
-            "^generate: expected at most 128 tokens, the model's limit",
-        ),
+        ("encoder", "", {"target": "w5"}, "^target: expected None for a model that is not an encoder-decoder"),
+        ("decoder", "ForCausalLM", {"generate": 126}, "^generate: expected at most 128 tokens, the model's limit"),
         ("decoder", "ForCausalLM", {"generate": -1}, "^generate: "),
         ("decoder", "ForCausalLM", {"keep_all": "x"}, "^keep_all: "),
     ],
@@ -185,16 +165,12 @@ def test_a_list_of_texts_needs_a_text_and_as_many_targets():
     with pytest.raises(hw.InputError, match="^target: expected a list of 2 texts, one per text, got 'w5'"):
         hw.view(model, tokenizer, ["w5", "w6"], target="w5")
     assert len(hw.view(model, tokenizer, ["w5", "w6"], target=["w7", "w8 w9"])) == 2
-
-
-def test_a_target_that_is_not_generated():
-    model, tokenizer = pair_model("bart"), tiny.tokenizer("encoder")
-    with pytest.raises(
-        hw.InputError, match="^generate: expected 0 with a target, which the decoder reads instead, got 3"
-    ):
+    sentence = "^generate: expected 0 with a target, which the decoder reads instead, got 3"
+    with pytest.raises(hw.InputError, match=sentence):
         hw.view(model, tokenizer, "w5", target="w6", generate=3)
 
 
+@pytest.mark.usefixtures("as_user")
 def test_examples_are_sequences_of_the_data_set():
     model, tokenizer = tiny.model("encoder"), tiny.tokenizer("encoder")
     texts = hw.Texts(tiny.texts(*range(3, 23)), tokenizer)
@@ -210,12 +186,8 @@ def test_examples_are_sequences_of_the_data_set():
     assert [view.truncated for view in shown] == [each not in whole for each in words]
     assert len({tuple(each) for each in words}) == 4
     assert len(hw.view_examples(model, texts, count=99)) == 20
-
-
-@pytest.mark.usefixtures("as_user")
-def test_examples_need_a_data_set():
     with pytest.raises(hw.InputError, match="^texts: expected headwise.Texts, got list"):
-        hw.view_examples(tiny.model("encoder"), ["w5"])
+        hw.view_examples(model, ["w5"])
 
 
 def test_a_role_needs_two_rows_over_all_texts():

@@ -138,7 +138,7 @@ def test_values_of_several_calls_of_a_watched_module_count_once(times):
     assert repr(heads).endswith("over 5 sequences)")
 
 
-class InParts(torch.nn.Module):
+class InParts(Shared):
     """A model whose attention module attends to some sequences of each batch at a time.
 
     Args:
@@ -146,10 +146,7 @@ class InParts(torch.nn.Module):
     """
 
     def __init__(self, parts):
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed, self.attention = torch.nn.Embedding(97, 12), hw.MultiHeadAttention(12, 3)
-        tiny.with_distinct_heads(self)
+        super().__init__(1)
         self.parts = parts
 
     def forward(self, input_ids):

@@ -60,10 +60,8 @@ def left_to_blocks(row_block):
     raise AssertionError("the kernels left the call to row blocks")
 
 
-def in_native_kernels(attention_problem: Problem, context: CallContext | None = None, gram=None) -> Tally:
-    """Return the statistics that the native kernels compute with the attention output."""
-    if why_not_loaded():
-        pytest.skip(why_not_loaded())
+def in_kernels(attention_problem: Problem, context: CallContext | None, gram) -> Tally:
+    """Return the statistics that kernels compute."""
     context, tally = context or CallContext(), Tally(gram)
     reason = kernel_statistics.why_not(attention_problem, context)
     if reason:
@@ -72,17 +70,19 @@ def in_native_kernels(attention_problem: Problem, context: CallContext | None = 
     return tally
 
 
+def in_native_kernels(attention_problem: Problem, context: CallContext | None = None, gram=None) -> Tally:
+    """Return the statistics that the native kernels compute with the attention output."""
+    if why_not_loaded():
+        pytest.skip(why_not_loaded())
+    return in_kernels(attention_problem, context, gram)
+
+
 def in_triton_kernels(attention_problem: Problem, context: CallContext | None = None, gram=None) -> Tally:
     """Return the statistics that the Triton kernels compute, as on a GPU, in Triton's interpreter."""
     pytest.importorskip("triton")
-    tally = Tally(gram)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_statistics, "is_on_gpu", lambda problem: True)
-        reason = kernel_statistics.why_not(attention_problem, context or CallContext())
-        if reason:
-            pytest.skip(reason)
-        attend_observed(attention_problem, left_to_blocks, context, whole_call=WholeCall(tally))
-    return tally
+        return in_kernels(attention_problem, context, gram)
 
 
 WAYS = pytest.mark.parametrize(

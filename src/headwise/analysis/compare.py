@@ -167,14 +167,13 @@ class Comparison:
         pairs = list(zip(self.a.heads, self.b.heads, strict=True))
         estimates = {name: [(a.statistics[name], b.statistics[name]) for a, b in pairs] for name in common}
         names = dict.fromkeys(profile.model_name for profile in (self.a, self.b))
-        return HeadNumbers(
-            heads=[(head.layer, head.head) for head in self.a.heads],
+        return replace(
+            self.b._head_numbers(),
             values={name: [b.value - a.value for a, b in of_heads] for name, of_heads in estimates.items()},
             sems={name: [math.hypot(a.sem, b.sem) for a, b in of_heads] for name, of_heads in estimates.items()},
-            roles=[head.role for head in self.b.heads],
             title=" and ".join(name for name in names if name),
             label_suffix=", b minus a",
-            units=self.a._head_numbers().units,
+            meanings={},
             signed=common,
             default="entropy" if "entropy" in common else None,
         )
@@ -236,9 +235,7 @@ def compare(a: Profile, b: Profile) -> Comparison:
 
 
 def _description(head: ProfiledHead | None) -> str:
-    """Describe a head for error messages by its name (layer.head), module and kind of attention (self or cross). If
-    `head` is None, because a profile has fewer heads than the other, return the words "no more" instead.
-    """
+    """Return the words for a head in error messages; None stands for a head that one of the profiles does not have."""
     return "no more" if head is None else f"{head.name} in {head.module} ({head.kind} attention)"
 
 
@@ -249,8 +246,8 @@ def _degrees_of_freedom(a: MeanEstimate, b: MeanEstimate) -> float:
 
 
 def _difference_in_errors(a: MeanEstimate, b: MeanEstimate) -> float:
-    """Return the difference b - a of two independent means in units of its standard error. If neither mean varies
-    between sequences by more than rounding, return 0 for equal means and plus or minus infinity for different means.
+    """Return the difference b - a of two independent means in units of its standard error: 0 or infinite if neither
+    mean varies between sequences by more than rounding.
     """
     difference = b.value - a.value
     if has_no_variance(a) and has_no_variance(b):

@@ -1,6 +1,6 @@
 """Passes of a model over data that measure statistics of its heads: what all of them need."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import Pass, PassProgress, SiteProgress, prepare_texts, require_same_data
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.rows import NO_ESTIMATE, MeanEstimate, moment_estimates
+from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, moment_estimates
 from headwise.runs.table import Table
 from headwise.shapes import Float
 from headwise.statistics.moments import Clusters
@@ -261,14 +261,29 @@ def measure_sequences(
     return table_of_pass(data, table_type, SequenceProgress, measure, make, **options)
 
 
-def estimates(record: SiteRecord, name: str, columns: int) -> list[list[MeanEstimate]]:
-    """Return the estimates of a statistic that has several numbers for each head, one list for each head; estimates
-    without a sample if the site has no such statistic.
+def head_statistics(
+    registry: SiteRegistry, names: Iterable[str], numbers: int = 1
+) -> Iterator[tuple[dict[str, Any], dict[str, list[MeanEstimate]]]]:
+    """Yield the labels of each head with its estimates of each statistic in `names`, which has `numbers` numbers for a
+    head; estimates without a sample if the head's site has no such statistic.
     """
-    if name not in record.statistics:
-        return [[NO_ESTIMATE] * columns for _ in range(record.heads)]
-    flat = moment_estimates(record.statistics[name])
-    return [flat[head * columns : (head + 1) * columns] for head in range(record.heads)]
+    of_sites: dict[SiteKey, dict[str, list[MeanEstimate]]] = {}
+    for record, labels in registry.head_labels():
+        if record.site not in of_sites:
+            measured, none = record.statistics, [NO_ESTIMATE] * (record.heads * numbers)
+            of_sites[record.site] = {
+                name: moment_estimates(measured[name]) if name in measured else none for name in names
+            }
+        of_head = slice(labels["head"] * numbers, (labels["head"] + 1) * numbers)
+        yield labels, {name: each[of_head] for name, each in of_sites[record.site].items()}
+
+
+def head_rows(registry: SiteRegistry, columns: Mapping[str, str]) -> tuple[HeadRow, ...]:
+    """Return a row for each head. The keys of `columns` are names of statistics, and its values their names in rows."""
+    return tuple(
+        HeadRow(**labels, statistics={columns[name]: each[0] for name, each in of_head.items()})
+        for labels, of_head in head_statistics(registry, columns)
+    )
 
 
 def require_some(registry: SiteRegistry, names: Collection[str], expected: str) -> None:

@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.analysis.ablate import ablate
 from headwise.analysis.causality import why_not_causal
-from headwise.analysis.head_pass import PassData, SequenceValues, measure_sequences
+from headwise.analysis.head_pass import PassData, SequenceValues, head_rows, measure_sequences
 from headwise.analysis.profile import profile
 from headwise.analysis.replacements import Replacement, mean, zero
 from headwise.analysis.token_cross_entropy import token_cross_entropy
@@ -93,15 +93,8 @@ class InContextLoss:
     of the last tokens up to the token number `early` (Olsson et al. 2022, "In-context Learning and Induction Heads",
     with a window of one token). It is negative if the model predicts tokens better with more context.
 
-    The loss of token number t, counted from 1, is -ln p(token t | tokens 1 to t - 1), in nats.
-
-    Args:
-        early: number of the early token.
-        late: number of the late token; all sequences have at least as many tokens, without padding.
-        window: number of tokens in each of the two means.
-
-    Raises:
-        InputError: a number that is not a positive whole number; windows that overlap, or contain the first token.
+    The loss of token number t, counted from 1, is -ln p(token t | tokens 1 to t - 1), in nats. All sequences have at
+    least `late` tokens, without padding.
     """
 
     def __init__(self, early: int, late: int, window: int) -> None:
@@ -199,8 +192,8 @@ def in_context_score(
     number, seed = whole_number("sequences", sequences, least=1), whole_number("seed", seed, least=0)
     names, texts = _names(replacements), prepare_texts(dataset, model, out, shown=progress)
     batch_size = 1 if device_of(model).type == "cpu" else ON_GPU
-    chosen = choose_sequences(texts, loss.late, number, seed, batch_size=batch_size)
-    start = {"input_ids": chosen.data.batches[0]["input_ids"][:1, :TOKENS_OF_CHECK].to(device_of(model))}
+    chosen, available, short = choose_sequences(texts, loss.late, number, seed, batch_size=batch_size)
+    start = {"input_ids": chosen.batches[0]["input_ids"][:1, :TOKENS_OF_CHECK].to(device_of(model))}
     if (reason := why_not_causal(model, [start])) is not None:
         raise InputError("model", expected="a causal language model", got=reason)
 
@@ -213,15 +206,14 @@ def in_context_score(
     def make_table(
         registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]
     ) -> InContextScores:
-        of_model, documents = next(iter(values.values())), chosen.data.document_numbers()
+        of_model, documents = next(iter(values.values())), chosen.document_numbers()
         losses = {name: of_model[name][:, 0].tolist() for name in (EARLY, LATE)}
         samples = {"score": [late - early for early, late in zip(losses[EARLY], losses[LATE], strict=True)], **losses}
         estimates = {name: MeanEstimate.of(of_name, documents)._asdict() for name, of_name in samples.items()}
-        measured = metadata["measured"] | {"available": chosen.available, "short": chosen.short}
-        rows = tuple(HeadRow(**labels, statistics={}) for _, labels in registry.head_labels())
-        return InContextScores(rows, {**metadata, **estimates, "measured": measured})
+        measured = metadata["measured"] | {"available": available, "short": short}
+        return InContextScores(head_rows(registry, {}), {**metadata, **estimates, "measured": measured})
 
-    data = PassData(model, chosen.data, [])
+    data = PassData(model, chosen, [])
     settings = {"early": loss.early, "late": loss.late, "window": loss.window, "sequences": number, "seed": seed}
     of_pass: dict[str, Any] = {"out": None, "force": force, "progress": progress, "title": title}
     unchanged = measure_sequences(
@@ -231,9 +223,9 @@ def in_context_score(
     units: Any = "heads" if heads is None else {row.name: [(row.layer, row.head)] for row in rows}
     effects: dict[str, list[MeanEstimate]] = {}
     for name in names if rows else ():
-        replacement, folder = REPLACEMENTS[name](chosen.data), None if out is None else Path(out) / name
+        replacement, folder = REPLACEMENTS[name](chosen), None if out is None else Path(out) / name
         options: dict[str, Any] = {"out": folder, "force": force, "progress": progress, "title": title}
-        table = ablate(model, chosen.data, loss, replacement=replacement, units=units, **options)
+        table = ablate(model, chosen, loss, replacement=replacement, units=units, **options)
         costs = {row.name: row.statistics["cost"] for row in table.rows}
         effects[CHANGE + name] = [costs[row.name] for row in rows]
     if has_repeats and rows:
@@ -260,11 +252,7 @@ def _names(replacements: Any) -> list[str]:
 
 
 def _chosen(rows: Sequence[HeadRow], heads: Any) -> list[HeadRow]:
-    """Return the rows of the chosen heads, in the order of the model.
-
-    Raises:
-        InputError: the model has no such head, or one is named twice.
-    """
+    """Return the rows of the chosen heads, in the order of the model."""
     if heads is None:
         return list(rows)
     chosen, available = head_pairs("heads", heads), [(row.layer, row.head) for row in rows]
@@ -278,44 +266,21 @@ ON_GPU = 8
 """Number of sequences in a batch on a GPU. On a CPU it is 1: larger batches are slower for each sequence there."""
 
 
-class _Sequence(NamedTuple):
-    """Token ids of the start of a sequence, and its document."""
-
-    ids: Int[Tensor, " tokens"]
-    document: int
-
-
-class ChosenSequences(NamedTuple):
-    """Sequences on which the score is measured.
-
-    Attributes:
-        data: batches of their token ids, all of the same length, with the document of each sequence.
-        available: number of sequences of the data set that are long enough.
-        short: number of sequences of the data set that are too short.
-    """
-
-    data: NumberedBatches
-    available: int
-    short: int
-
-
 def choose_sequences(
     dataset: Texts | Iterable[Any], length: int, number: int, seed: int, *, batch_size: int
-) -> ChosenSequences:
-    """Draw sequences with at least `length` tokens from a data set, as many from different documents as possible, and
-    return the first `length` tokens of each, in the order of the data.
-
-    Raises:
-        InputError: the batches have other arguments than token ids and their padding, padding is between tokens, or no
-            sequence is long enough.
+) -> tuple[NumberedBatches, int, int]:
+    """Draw sequences with at least `length` tokens from a data set, as many from different documents as possible.
+    Return batches of the first `length` tokens of each, in the order of the data, with the document of each; and the
+    numbers of sequences of the data set that are long enough and too short.
     """
     documents = documents_of(dataset)
-    found, count, longest = [], 0, 0
+    found: list[tuple[Int[Tensor, " tokens"], int]] = []  # the start of each sequence, and its document
+    count, longest = 0, 0
     for ids in _sequences(dataset):
         document = count if documents is None else documents[count]
         count, longest = count + 1, max(longest, len(ids))
         if len(ids) >= length:
-            found.append(_Sequence(ids[:length], document))
+            found.append((ids[:length], document))
     if not found:
         got = "no sequence" if not count else f"{longest} in the longest one"
         remedy = "use longer texts, or smaller early= and late="
@@ -324,14 +289,13 @@ def choose_sequences(
     earlier: Counter[int] = Counter()
     ranks = {}
     for index in order:
-        ranks[index] = earlier[found[index].document]
-        earlier[found[index].document] += 1
+        document = found[index][1]
+        ranks[index] = earlier[document]
+        earlier[document] += 1
     chosen = sorted(sorted(order, key=lambda index: ranks[index])[:number])
-    ids = torch.stack([found[index].ids for index in chosen])
-    data = NumberedBatches(
-        [{"input_ids": part} for part in torch.split(ids, batch_size)], [found[i].document for i in chosen]
-    )
-    return ChosenSequences(data, len(found), count - len(found))
+    ids = torch.stack([found[index][0] for index in chosen])
+    batches = [{"input_ids": part} for part in torch.split(ids, batch_size)]
+    return NumberedBatches(batches, [found[index][1] for index in chosen]), len(found), count - len(found)
 
 
 def _sequences(dataset: Texts | Iterable[Any]) -> Iterator[Int[Tensor, " tokens"]]:

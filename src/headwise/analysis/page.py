@@ -148,10 +148,7 @@ class _ModelResults:
     """Views, profiles, ablations and importance scores of the heads of one model, joined for a page.
 
     Attributes:
-        views: attention on each text.
         columns: numbers of each head, one object for each source; those of the views come first.
-        name: name of the model.
-        statistics: numbers of each head from all results.
         with_roles: columns that decide the roles of the heads: those of a profile, if there is one.
         details: facts about the model and its results in words, by which models of the same name are distinguished.
         notes: sentences about the model's texts and roles.
@@ -212,11 +209,7 @@ def _token_texts(view: View) -> list[tuple[str, ...]]:
 
 
 def _page_focus(focus: Focus, group: _ModelResults) -> page.PageFocus:
-    """Return a focus for display.
-
-    Raises:
-        InputError: the focus is of other texts than those of the page.
-    """
+    """Return a focus for display, after checking that it is of the texts, the model and the heads of the page."""
     texts = [_token_texts(view)[0] for view in group.views]
     if [tuple(token.text for token in text.tokens) for text in focus.texts] != texts:
         raise InputError("foci", expected="foci of the texts of the page", got=f"a focus of other texts: {focus.name}")

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.analysis.head_pass import (
+    head_rows,
     measure_heads,
     merged_registry,
     pass_data,
@@ -28,7 +29,7 @@ from headwise.progress import progress_bar, shown_progress
 from headwise.runs.data_pass import SiteProgress
 from headwise.runs.fingerprint import attention_digest
 from headwise.runs.head_table import HeadTable
-from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, moment_estimates
+from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.shapes import Int
 from headwise.statistics.columns import RANDOM_SUFFIX
 from headwise.statistics.moments import separate_clusters
@@ -178,43 +179,26 @@ def profile(
 
 
 def _profiled_heads(registry: SiteRegistry, random_records: list[SiteRecord]) -> Iterator[ProfiledHead]:
-    """Yield the profile's row of every head: its statistics on the data, and the role (name for what the head attends
-    to) that the statistics decide. If the model ran on random tokens that repeat, the row also has two shares of
-    attention on these: to earlier copies of a token (`duplicate`) and to what followed these copies (`induction`).
-
-    All rows have the same statistics, NaN where one was not measured.
+    """Yield the profile's row of every head: its statistics on the data and, if the model ran on random tokens that
+    repeat, those of the copying roles on these; and the role that the statistics decide. All rows have the same
+    statistics, NaN where one was not measured.
     """
-    on_random = {record.site: record for record in random_records}
-    names = dict.fromkeys(name for record in registry.records for name in record.statistics)
-    random_names = [role.statistic for role in COPYING_ROLES] if random_records else []
-    estimates = {}
-    for record in registry.records:
-        random_record = on_random.get(record.site)
-        estimates[record.site] = {name: _estimates(record, name, record.heads) for name in names} | {
-            name + RANDOM_SUFFIX: _estimates(random_record, name, record.heads) for name in random_names
-        }
-    for record, labels in registry.head_labels():
-        statistics = {name: of_heads[labels["head"]] for name, of_heads in estimates[record.site].items()}
-        yield ProfiledHead(**labels, role=_role_name(statistics), statistics=statistics)
-
-
-def _estimates(record: SiteRecord | None, name: str, heads: int) -> list[MeanEstimate]:
-    """Return the mean and standard error of the statistic `name` for each head of one attention module, from its
-    `record`; NaN for all heads if the record does not contain the statistic.
-    """
-    if record is None or name not in record.statistics:
-        return [NO_ESTIMATE] * heads
-    return moment_estimates(record.statistics[name])
+    sites = {record.site: record for record in registry.records}
+    names = dict.fromkeys(name for record in sites.values() for name in record.statistics)
+    copying = {role.statistic: role.statistic + RANDOM_SUFFIX for role in COPYING_ROLES} if random_records else {}
+    for record in random_records:
+        if record.site in sites:
+            measured = record.statistics
+            sites[record.site].merge({copying[name]: measured[name] for name in copying if name in measured})
+    for row in head_rows(registry, {name: name for name in (*names, *copying.values())}):
+        yield ProfiledHead(**row.identifiers, role=_role_name(row.statistics), statistics=row.statistics)
 
 
 def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:
-    """Return the name of a head's role (what it attends to), which follows from the means of its statistics on the data
-    and on random tokens.
-
-    Each sequence that has a value of a statistic has at least one query row behind it. So two such sequences suffice; a
-    data set of one sequence has to be enough.
-    """
+    """Return the name of the role that a head has by the means of its statistics on the data and on random tokens."""
     means = {name: estimate.value for name, estimate in statistics.items()}
+    # Each sequence that has a value of a statistic has at least one query row behind it. So two such sequences suffice;
+    # a data set of one sequence has to be enough.
     rows = {name: float(estimate.n) for name, estimate in statistics.items()}
     if max(rows.values()) < MIN_ROWS:
         rows = {name: MIN_ROWS * n for name, n in rows.items()}
@@ -229,9 +213,6 @@ def require_profile_of(profile: Profile, model: nn.Module, name: str) -> None:
     The model may have another language-model head than the profiled one, which adds a prefix to the paths of its
     modules. If the attention modules have the same weights, the models are the same. Weights of different data types
     cannot be compared; then the names decide.
-
-    Raises:
-        InputError: the profile is that of another model; the message has both names.
     """
     metadata: Any = profile.metadata
     profiled, own_paths = metadata["model"], [path for path, _ in model.named_modules()]

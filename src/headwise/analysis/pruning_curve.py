@@ -123,7 +123,7 @@ class PruningCurve(Table[CurvePoint]):
             points = self.curve(name)
             estimates = [start, *(point.statistics[statistic] for point in points)]
             removed = [0, *(point.removed for point in points)]
-            curves.append(Curve(name, removed, [each.value for each in estimates], [each.sem for each in estimates]))
+            curves.append(Curve.of(name, list(zip(removed, estimates, strict=True))))
         spread = None
         if band := self.band(statistic):
             counts, *values = zip(*band, strict=True)

@@ -17,10 +17,7 @@ from headwise.shapes import Float
 
 class OutputReader(Interceptor):
     """Base class of interceptors that read head outputs (attention weights times values, before the output projection)
-    in attention calls and leave them unchanged.
-
-    Attributes:
-        modules: paths of the attention modules whose calls are read; None for all modules.
+    in attention calls of `modules`, paths of attention modules or None for all, and leave them unchanged.
     """
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
@@ -40,9 +37,7 @@ class OutputReader(Interceptor):
         return read_and_return
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Process the head outputs of one attention call, before the output projection. Subclasses override this
-        method; here it does nothing.
-        """
+        """Process the head outputs of one attention call. Subclasses override this method; here it does nothing."""
 
 
 class RecordedOutputs(OutputReader):
@@ -66,9 +61,8 @@ class RecordedOutputs(OutputReader):
         self._runs += 1
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Store the head outputs of one attention call after those of earlier calls of the same site (a module's self-
-        or cross-attention) in this run of the model. The first call of a site in a run discards the site's outputs of
-        the previous run.
+        """Store the head outputs of one attention call after those of earlier calls of the same site in this run. The
+        first call of a site in a run discards the site's outputs of the previous run.
         """
         earlier_calls = self.by_site.get(call.site, [])[: call.index]
         self.by_site[call.site] = [*earlier_calls, out.detach()]
@@ -77,9 +71,6 @@ class RecordedOutputs(OutputReader):
     def output_of_call(self, site: SiteKey, index: int) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the recorded head outputs of one attention call: the call number `index`, from 0, that `site` (a
         module's self- or cross-attention) made in the last run of the model.
-
-        Raises:
-            InputError: fewer calls of the site were recorded, or none in the last run.
         """
         outputs = self.by_site.get(site, [])
         if outputs and self._last_run[site] != self._runs:
@@ -101,9 +92,6 @@ class RecordedRun(SiteRegistry, RecordedOutputs):
         RecordedOutputs.__init__(self)
 
     def change(self, call: Call) -> Change | None:
-        """Register the site (a module's self- or cross-attention) of an attention call, and return a function that
-        records the call's head outputs and leaves them unchanged.
-        """
         self.register(call)
         return super().change(call)
 

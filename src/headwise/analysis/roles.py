@@ -79,17 +79,9 @@ def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mappi
     of the attention on copies there, or on what followed them, decides the role too.
 
     This module's docstring has the whole rule.
-
-    Args:
-        means: mean of each statistic, by name.
-        rows: number of query rows behind each mean.
-        random: means of the copying statistics on random tokens that repeat, if they were measured.
     """
 
     def reaches(role: Role) -> bool:
-        """Return True if the mean of the role's statistic is at least the role's threshold and is over at least
-        `MIN_ROWS` query rows.
-        """
         return rows.get(role.statistic, 0) >= MIN_ROWS and means[role.statistic] >= role.threshold
 
     shares = {role: means[role.statistic] for role in POSITION_ROLES if reaches(role)}
@@ -107,20 +99,12 @@ def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mappi
 
 
 def page_roles(names: Iterable[str | None], first_word: str | None = None) -> tuple[PageRole, ...]:
-    """Return the roles with these names for display, in the order of `ROLES`.
-
-    Args:
-        names: names of roles; None for heads without one.
-        first_word: word that takes the place of "the first token" in titles.
+    """Return the roles with these names for display, in the order of `ROLES`; `first_word` takes the place of "the
+    first token" in titles.
     """
-    occurring = set(names)
+    occurring, first = set(names), "the first token"
     return tuple(
-        PageRole(
-            role.name,
-            role.name if first_word is None else role.name.replace("the first token", first_word),
-            role.rule,
-            role.statistic,
-        )
+        PageRole(role.name, role.name.replace(first, first_word or first), role.rule, role.statistic)
         for role in ROLES
         if role.name in occurring
     )

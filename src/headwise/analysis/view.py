@@ -126,8 +126,6 @@ def view(
     def view_one(text: Any, target: Any) -> View:
         """Return the attention of each head on one text."""
         reader = text_model(model) if hasattr(model, "config") or not isinstance(model, nn.Module) else model
-        if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
-            raise InputError("tokenizer", expected="a transformers tokenizer", got=type(tokenizer).__name__)
         encoded = encode_text(reader, tokenizer, text, truncate)
         ids = encoded.inputs["input_ids"]
         inputs = {name: tensor.to(device_of(reader)) for name, tensor in encoded.inputs.items()}
@@ -168,9 +166,8 @@ def view_of(
     logits: Float[Tensor, "generated vocabulary"] | None = None,
     progress: bool = False,
 ) -> View:
-    """Run a model with the arguments `inputs`, which it reads as `texts`, and return the attention of each head, for
-    `view`, whose docstring describes the other arguments and the errors. If the model generated the last tokens,
-    `logits` are those that they were generated from.
+    """Return the attention of each head of a model in a run with the arguments `inputs`, which it reads as `texts`. If
+    the model generated the last tokens, `logits` are those that they were generated from. `view` describes the rest.
     """
     modules = dict(model.named_modules())
     layers = len(innermost_attention_modules(modules, modules))
@@ -214,9 +211,7 @@ def view_of(
 
 @contextmanager
 def errors_of(argument: str, *, expected: str) -> Iterator[None]:
-    """Raise an `InputError` for an argument in place of any error in the context that is not one of headwise. It states
-    the type of that error and the start of its message.
-    """
+    """Raise an `InputError` for an argument, with the start of the message, in place of errors of other libraries."""
     try:
         yield
     except HeadwiseError:
@@ -228,10 +223,8 @@ def errors_of(argument: str, *, expected: str) -> Iterator[None]:
 
 def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
     """Call a `transformers` model with all outputs of the tokenizer or processor, and another module with those that
-    its `forward` names as arguments; return its output. A module whose `forward` does not name the first of them, the
-    token ids or pixels, gets this one alone, by position.
-
-    A module whose `forward` has `**kwargs` but does not name the first one gets all outputs.
+    its `forward` names. If it does not name the first of them, the token ids or pixels, it gets all outputs by its
+    `**kwargs`, or without these the first one alone, by position.
     """
     parameters, first = inspect.signature(model.forward).parameters, next(iter(inputs))
     accepts_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -246,9 +239,6 @@ def _generated_text(
 ) -> tuple[ViewedText, Float[Tensor, "generated vocabulary"]]:
     """Continue a text by up to `count` tokens, without sampling and beams. Return it with the generated tokens, and the
     logits from which each of these was generated. An encoder-decoder generates another text.
-
-    Raises:
-        InputError: the model has no language-model head, or the text becomes too long for the model.
     """
     if not (hasattr(model, "can_generate") and model.can_generate()):
         remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
@@ -288,9 +278,6 @@ def _generated_text(
 def _target_text(model: Any, tokenizer: Any, target: Any) -> ViewedText:
     """Return the text that the decoder of an encoder-decoder reads if its output is `target`: the tokens of the target,
     shifted by one after the token that starts a decoder's text.
-
-    Raises:
-        InputError: the model is not an encoder-decoder, or does not state how its decoder starts.
     """
     require_text(target)
     if not is_encoder_decoder(model):

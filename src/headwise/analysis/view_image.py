@@ -29,28 +29,12 @@ CONTRASTS = (1.0, 10.0)
 
 
 class Box(NamedTuple):
-    """Rectangle of pixels.
-
-    Attributes:
-        top, left: first row and column.
-        bottom, right: row and column after the last ones.
-    """
+    """Rectangle of pixels; `bottom` and `right` are the row and the column after its last ones."""
 
     top: int
     left: int
     bottom: int
     right: int
-
-
-class _Reached(Exception):
-    """Signal that the attention module was reached.
-
-    Attributes:
-        tokens: its input.
-    """
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
 
 
 def view_image(
@@ -114,16 +98,11 @@ def _inputs(model: nn.Module, processor: Any, image: Any) -> dict[str, Tensor]:
 def _first_attention(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[str, int]:
     """Return the path of the first module of a model that attends, and its number of tokens. Its attention has to be
     self-attention over all tokens of the image at once.
-
-    In later stages of other models, a token no longer stands for a part of the image.
     """
     calls: list[Call] = []
 
     class Probe(Interceptor):
-        """Interceptor that records all attention calls."""
-
         def observe(self, call: Call) -> None:
-            """Record the call."""
             calls.append(call)
 
     reads = errors_of("model", expected="a vision model that reads these pixels")
@@ -140,21 +119,11 @@ def _first_attention(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[str, 
 
 
 def patch_boxes(model: nn.Module, path: str, inputs: Mapping[str, Tensor], tokens: int) -> list[Box | None]:
-    """Return for each token the smallest rectangle that contains all pixels on which the token depends before the first
-    attention. Return None for a token that stands for no part of the image: it depends on no pixel, or on all.
+    """Return for each token the smallest rectangle that contains all pixels on which the token depends before the
+    module at `path`, the first that attends. Return None for a token that depends on no pixel, or on all.
 
     A token depends on a pixel if the gradient is not zero for one of several images: the given one, and random ones of
     growing contrast and both signs, for which units that are off in the given image are on.
-
-    Args:
-        model: the model.
-        path: path of the module with the first attention.
-        inputs: arguments of the model, with `pixel_values` `(1, channels, height, width)`.
-        tokens: number of tokens.
-
-    Raises:
-        InputError: the input of the module has another form; no token stands for a part of the image; tokens differ
-            from call to call.
     """
     pixels, generator = inputs["pixel_values"], torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -191,29 +160,28 @@ def _input_of(
 ) -> Float[Tensor, "1 tokens width"]:
     """Run a model up to the module at `path`, and return the first argument of this module."""
 
+    class Reached(Exception):
+        """Signal that the module was reached, with its input."""
+
     def stop(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         tensors = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
         fitting = [tensor for tensor in tensors if tensor.ndim == 3 and tuple(tensor.shape[:2]) == (1, tokens)]
         if not fitting:
             raise InputError("model", expected=f"an input (1, {tokens}, width) of {path}", got="another")
-        raise _Reached(fitting[0])
+        raise Reached(fitting[0])
 
     hook = model.get_submodule(path).register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with hook, torch.set_grad_enabled(inputs["pixel_values"].requires_grad):
             model(**inputs)
-    except _Reached as reached:
-        return reached.tokens
+    except Reached as reached:
+        embedded: Tensor = reached.args[0]
+        return embedded
     raise InputError("model", expected=f"the same modules in each call, with {path}", got="a call without it")
 
 
 def _patches(boxes: Sequence[Box | None], picture: Picture) -> ViewedText:
-    """Return the tokens of an image as a text whose words are patches, named by their row and column in the grid of all
-    patches.
-
-    Raises:
-        InputError: two patches have the same place.
-    """
+    """Return the tokens of an image as a text whose words are patches, named by row and column in their grid."""
     # Overlapping boxes are cut off at the border of the image, so their order is that of their centres, not corners.
     centres = [None if box is None else (box.top + box.bottom, box.left + box.right) for box in boxes]
     known = [centre for centre in centres if centre is not None]

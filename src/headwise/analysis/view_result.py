@@ -388,7 +388,6 @@ class View:
 
     @cached_property
     def _occurrences(self) -> list[Counter[str]]:
-        """Number of occurrences of each word, for each text."""
         return [Counter(word.text for word in text.words) for text in self.texts]
 
     def role_title(self, role: Role) -> str:
@@ -516,11 +515,7 @@ class View:
         return plot_kind(kinds, kind, ax, statistic=statistic, against=against, heads=heads, top=top)
 
     def _drawn(self, heads: Any) -> list[tuple[HeadView, ViewedHead]]:
-        """Return the heads `(layer, head)` in the collection `heads`, each also in the form that plots take.
-
-        Raises:
-            InputError: `heads` is empty or None, or there is no such head.
-        """
+        """Return the heads `(layer, head)` in the collection `heads`, each also in the form that plots take."""
         by_place = {(head.layer, head.head): head for head in self.heads}
         pairs = [] if heads is None else require_heads(heads, by_place, "of this view")
         if not pairs:
@@ -536,7 +531,6 @@ class View:
         return drawn
 
     def _draw_pattern(self, heads: Any = None, *, ax: Any = None) -> "Axes":
-        """Draw the weights of one head between words."""
         drawn = self._drawn(heads)
         if len(drawn) > 1:
             remedy = "ax= draws each on axes of its own"
@@ -545,11 +539,9 @@ class View:
         return draw_pattern(head.picture, described.queries, described.keys, title=described.title, ax=ax)
 
     def _draw_lines(self, heads: Any = None, *, ax: Any = None) -> "Axes":
-        """Draw lines from each word to the words that it attends to most, with a panel for each of the heads."""
         return draw_word_lines([described for _, described in self._drawn(heads)], ax=ax)
 
     def _draw_received(self, heads: Any = None, *, ax: Any = None) -> "Axes":
-        """Draw the attention that each word receives, for all or some heads."""
         lines = {(head.layer, head.head): head.received.tolist() for head in self.heads}
         chosen = chosen_heads(lines, heads)
         shown = [head for head in self.heads if (head.layer, head.head) in chosen]
@@ -807,12 +799,8 @@ def title_role_word(views: Sequence[View]) -> str | None:
 def passages_of(
     models: Sequence[tuple[Sequence[View], str]], statistics: Sequence[page.PageStatistic]
 ) -> tuple[page.Passage, ...]:
-    """Return the texts of a page, with the attention of every head of each model. The page's statistics are NaN where
-    they were not measured on a text.
-
-    Args:
-        models: for each model its views, and the source of the statistics on their texts.
-        statistics: the page's statistics.
+    """Return the texts of a page, with the attention of every head of each model, from the views of the models and the
+    source of the statistics on their texts. Those of a page's statistics that were not measured on a text are NaN.
     """
     passages = []
     for views in zip(*(views for views, _ in models), strict=True):

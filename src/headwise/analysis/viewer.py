@@ -45,9 +45,6 @@ class VisibleWeights:
     weight or is visible to one of these rows, such as later tokens in a decoder, are left out.
 
     Attributes:
-        weights: the weights.
-        heads: the heads.
-        rows: the query rows.
         keys: index of the key of each column.
         is_visible: True where a row may attend to the key of a column; for one head if all heads have the same mask.
         all_keys: number of keys of the call.
@@ -88,11 +85,9 @@ class VisibleWeights:
 def largest(
     weights: Float[Tensor, "heads rows columns"], count: int
 ) -> tuple[Float[Tensor, "heads rows count"], Int[Tensor, "heads rows count"]]:
-    """Return the `count` largest weights of each row, largest first, and their columns.
-
-    The columns are split into groups. The largest weights are in the `count` groups with the largest maxima, so only
-    these are sorted, which takes a fraction of the time of `topk` of all columns.
-    """
+    """Return the `count` largest weights of each row, largest first, and their columns."""
+    # The columns are split into groups. The largest weights are in the `count` groups with the largest maxima, so only
+    # these are sorted, which takes a fraction of the time of `topk` of all columns.
     columns = weights.shape[-1]
     size = round((columns / count) ** 0.5)
     groups = columns // max(size, 1)
@@ -109,10 +104,8 @@ def largest(
 
 
 def _columns_of_largest(values: Float[Tensor, "heads rows columns"], count: int) -> Int[Tensor, "heads rows count"]:
-    """Return the columns of the `count` largest values of each row, largest first.
-
-    numpy partitions integers, made of a value and its column, in a third of the time of `topk`.
-    """
+    """Return the columns of the `count` largest values of each row, largest first."""
+    # numpy partitions integers, made of a value and its column, in a third of the time of `topk`.
     columns = values.shape[-1]
     bits = values.contiguous().view(torch.int32)
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative numbers are in descending order
@@ -122,46 +115,46 @@ def _columns_of_largest(values: Float[Tensor, "heads rows columns"], count: int)
     return columns - 1 - (top & 0xFFFFFFFF)
 
 
-def _cells(count: int) -> Int[Tensor, " count"]:
-    """Return the row (or column) of a head's picture in which each of `count` queries (or keys) is."""
-    return torch.arange(count) * min(count, PICTURE) // count
-
-
-def _add_to_pictures(
-    pictures: Float[Tensor, "heads rows columns"],
-    weights: Float[Tensor, "heads queries keys"],
-    row_of: Int[Tensor, " all_queries"],
-    queries: slice,
-    column_of: Int[Tensor, " keys"],
-) -> None:
-    """Add the weights of the queries in a slice to the pictures of heads: means over the queries of a row of sums over
-    the keys of a column.
-
-    Args:
-        pictures: a picture of each head, which is changed.
-        weights: the weights.
-        row_of: row of each query, also of those outside of the slice.
-        queries: the queries.
-        column_of: column of each key.
+class PooledWeights:
+    """Attention weights of each head as a picture of at most `PICTURE` rows and columns, each cell of which has the
+    mean over its queries of the sums over its keys; and the `listed` largest weights of each query, with their keys.
     """
-    first, last = int(row_of[queries.start]), int(row_of[queries.stop - 1])
-    # Rows are contiguous in memory: summed first, they leave few numbers to be summed over columns.
-    by_row = weights.new_zeros(len(weights), last + 1 - first, weights.shape[-1])
-    by_row.index_add_(1, row_of[queries] - first, weights)
-    by_row /= torch.bincount(row_of)[first : last + 1, None]
-    sums = torch.zeros(*by_row.shape[:2], pictures.shape[2]).index_add_(2, column_of, by_row)
-    pictures[:, first : last + 1] += sums
+
+    def __init__(self, heads: int, queries: int, keys: int, listed: int) -> None:
+        self._row_of, self._column_of = (torch.arange(n) * min(n, PICTURE) // n for n in (queries, keys))
+        self.picture = torch.zeros(heads, min(queries, PICTURE), min(keys, PICTURE))
+        self.top_weights = torch.zeros(heads, queries, min(listed, keys))
+        self.top_keys = torch.zeros(heads, queries, min(listed, keys), dtype=torch.int32)
+
+    def add_rows(
+        self,
+        weights: Float[Tensor, "heads queries keys"],
+        heads: slice,
+        queries: slice,
+        keys: Int[Tensor, " keys"],
+    ) -> tuple[Float[Tensor, "heads queries listed"], Int[Tensor, "heads queries listed"]]:
+        """Add the weights of some queries of some heads. Return the largest of each query, and their columns."""
+        first, last = int(self._row_of[queries.start]), int(self._row_of[queries.stop - 1])
+        # Rows are contiguous in memory: summed first, they leave few numbers to be summed over columns.
+        by_row = weights.new_zeros(len(weights), last + 1 - first, weights.shape[-1])
+        by_row.index_add_(1, self._row_of[queries] - first, weights)
+        by_row /= torch.bincount(self._row_of)[first : last + 1, None]
+        sums = torch.zeros(*by_row.shape[:2], self.picture.shape[2]).index_add_(2, self._column_of[keys], by_row)
+        self.picture[heads, first : last + 1] += sums
+        listed = min(self.top_keys.shape[-1], len(keys))
+        if not listed:
+            return weights[..., :0], keys[:0].expand(*weights.shape[:2], 0)
+        top_weights, columns = largest(weights, listed)
+        self.top_weights[heads, queries, :listed] = top_weights
+        self.top_keys[heads, queries, :listed] = keys.int()[columns]
+        return top_weights, columns
 
 
-class TokenWeights:
+class TokenWeights(PooledWeights):
     """Attention weights between the tokens of a passage for each head: pictures ("tiles"), the visible keys, and all
-    weights of a short passage or the largest weights of each query of a long one.
+    weights of a short passage (`keeps_all`) or the largest weights of each query of a long one.
 
     Args:
-        heads: number of heads.
-        queries: number of query tokens.
-        keys: number of key tokens.
-        keeps_all: True to keep all weights.
         known_runs: by the rows of a block, the latest mask of these rows, its keys, and its runs of visible keys for
             each head, or once if all heads have the same. Calls over the same tokens share this dictionary. Most layers
             of a model have the same mask, whose runs are computed once.
@@ -175,34 +168,22 @@ class TokenWeights:
         keeps_all: bool,
         known_runs: dict[range, tuple[Tensor, Tensor, list[Runs]]],
     ) -> None:
+        super().__init__(heads, queries, keys, 0 if keeps_all else LISTED_KEYS)
         self.queries, self.keys, self._known_runs = queries, keys, known_runs
-        self._row_of, self._column_of = _cells(queries), _cells(keys)
-        self._tiles = torch.zeros(heads, min(queries, PICTURE), min(keys, PICTURE))
         self._all = torch.zeros(heads, queries, keys) if keeps_all else None
-        listed = min(LISTED_KEYS, keys)
-        self._largest = torch.zeros(heads, queries, listed)
-        self._largest_keys = torch.zeros(heads, queries, listed, dtype=torch.int32)
         self._totals = torch.zeros(heads, queries)
         self._runs: dict[int, dict[int, Runs]] = defaultdict(dict)
 
     def add(self, block: VisibleWeights) -> None:
         """Add the attention weights of some query rows, for some of the heads."""
-        weights, heads, keys, selected = (
-            block.weights,
-            block.heads,
-            block.keys,
-            slice(block.rows.start, block.rows.stop),
-        )
+        weights, heads, keys = block.weights, block.heads, block.keys
+        selected = slice(block.rows.start, block.rows.stop)
         self._totals[heads, selected] = weights.sum(-1)
-        _add_to_pictures(self._tiles[heads], weights, self._row_of, selected, self._column_of[keys])
+        self.add_rows(weights, heads, selected, keys)
         if self._all is not None:
             self._all[heads, selected, keys] = weights
-        else:
-            count = min(LISTED_KEYS, len(keys))
-            self._largest[heads, selected, :count], columns = largest(weights, count)
-            self._largest_keys[heads, selected, :count] = keys.int()[columns]
         runs = self._runs_of(block)
-        for place, head in enumerate(range(self._tiles.shape[0])[heads]):
+        for place, head in enumerate(range(len(self.picture))[heads]):
             self._runs[head][selected.start] = runs[place if len(runs) > 1 else 0]
 
     def _runs_of(self, block: VisibleWeights) -> list[Runs]:
@@ -221,18 +202,14 @@ class TokenWeights:
         return runs
 
     def of_head(self, head: int, queries: int, keys: int) -> HeadAttention:
-        """Return the attention of one head, after all rows were added. Queries that were not added see no key.
-
-        Args:
-            head: index of the head.
-            queries: index of the passage's side with the queries.
-            keys: index of the side with the keys.
+        """Return the attention of one head after all rows were added, from the side number `queries` of the passage to
+        its side number `keys`. Queries that were not added see no key.
         """
         weights: AllWeights | LargestWeights
         if self._all is not None:
             weights = AllWeights(self._all[head])
         else:
-            weights = LargestWeights(self._largest_keys[head], self._largest[head], self._totals[head])
+            weights = LargestWeights(self.top_keys[head], self.top_weights[head], self._totals[head])
         counts, empty = torch.zeros(self.queries, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         starts, stops = [empty], [empty]
         for first_row, (of_rows, first_keys, stop_keys) in sorted(self._runs[head].items()):
@@ -240,16 +217,13 @@ class TokenWeights:
             starts.append(first_keys)
             stops.append(stop_keys)
         visible = VisibleKeys(counts, torch.cat(starts), torch.cat(stops))
-        return HeadAttention(queries, keys, self.keys, self._tiles[head], weights, visible)
+        return HeadAttention(queries, keys, self.keys, self.picture[head], weights, visible)
 
 
 @dataclass(frozen=True, eq=False)
 class TokensOfWords:
-    """Words of one side of attention, the queries or the keys.
-
-    Attributes:
-        word_of: index of each token's word.
-        is_lexical: True for the words that a link may join.
+    """Words of one side of attention, the queries or the keys: the index of each token's word, and True for the words
+    that a link may join.
     """
 
     word_of: Int[Tensor, " tokens"]
@@ -261,35 +235,24 @@ class TokensOfWords:
         return len(self.is_lexical)
 
 
-class WordWeights:
+class WordWeights(PooledWeights):
     """Attention weights between words for each head. They are reduced to the strongest link of each word to another
     word, the words that each word attends to most, and a picture of the weight matrix.
 
     Weights to the tokens of a word are summed, and those from its tokens averaged, so that each word's weights still
     add up to 1 (Clark et al. 2019, section 4.1). The row blocks of a head come in the order of the rows; a word may
-    begin in one block and end in another.
-
-    Args:
-        heads: number of heads.
-        queries: words of the queries.
-        keys: words of the keys; the same object in self-attention.
-
-    Attributes:
-        leaves_out_first: True if no link goes to the first word, because the first token sees no other token. Such a
-            token is the attention sink of most decoders (Xiao et al. 2023), and would be the end of nearly all links.
+    begin in one block and end in another. In self-attention, `queries` and `keys` are the same object.
     """
 
     def __init__(self, heads: int, queries: TokensOfWords, keys: TokensOfWords) -> None:
+        super().__init__(heads, queries.count, keys.count, TOP)
         self.queries, self.keys = queries, keys
         self.is_self_attention = queries is keys
         self.token_counts = torch.bincount(queries.word_of, minlength=queries.count)
-        self._row_of, self._column_of = _cells(queries.count), _cells(keys.count)
-        top = min(TOP, keys.count)
-        self.picture = torch.zeros(heads, min(queries.count, PICTURE), min(keys.count, PICTURE))
-        self.top_keys = torch.zeros(heads, queries.count, top, dtype=torch.int64)
-        self.top_weights = torch.zeros(heads, queries.count, top)
         self.best_key = torch.zeros(heads, queries.count, dtype=torch.int64)
         self.best_weight = torch.full((heads, queries.count), -1.0)
+        # No link goes to a first token that sees no other token. It is the attention sink of most decoders (Xiao et al.
+        # 2023), and would be the end of nearly all links.
         self.leaves_out_first = False
         self._unfinished = torch.zeros(heads, keys.count)  # weights of the word whose last rows are still to come
         self._has_unfinished = torch.zeros(heads, dtype=torch.bool)
@@ -317,10 +280,7 @@ class WordWeights:
             return
         selected, queries = slice(first, last + 1), torch.arange(first, last + 1)
         weights = sums / self.token_counts[selected, None]
-        _add_to_pictures(self.picture[part], weights, self._row_of, selected, self._column_of[:words])
-        top_weights, top_keys = largest(weights, min(TOP, words))
-        self.top_weights[part, selected, : top_keys.shape[-1]] = top_weights
-        self.top_keys[part, selected, : top_keys.shape[-1]] = top_keys
+        top_weights, top_keys = self.add_rows(weights, part, selected, torch.arange(words))
         is_eligible = self._is_eligible(queries[:, None], top_keys)
         best = top_weights.masked_fill(~is_eligible, -1.0).max(-1)
         best_weight, best_key = best.values, top_keys.gather(-1, best.indices[..., None])[..., 0]
@@ -341,9 +301,8 @@ class WordWeights:
         return is_eligible
 
     def links(self, head: int) -> tuple[Link, ...]:
-        """Return the links of one head, strongest first. A link joins a word to the other word that it attends to most,
-        special tokens and punctuation aside. Two words that attend most to each other, both with more than uniform
-        weight (1 / number of words), share one link.
+        """Return the links of one head, strongest first. Two words that attend most to each other, both with more than
+        uniform weight (1 / number of words), share one link.
         """
         weights, keys = self.best_weight[head], self.best_key[head]
         queries = torch.arange(len(weights))
@@ -370,10 +329,9 @@ def _sums_of_words(
 ) -> Float[Tensor, "heads row_words words"]:
     """Return the sums of weights over the rows and columns of each pair of words. The words of the rows are counted
     from 0, and `words` is the number of words of the columns. A word's rows, and its columns, are neighbours.
-
-    Sums over columns cost many times as much as sums over rows, which are contiguous in memory, so the rows come first,
-    and the first column of each word is copied instead of added.
     """
+    # Sums over columns cost many times as much as sums over rows, which are contiguous in memory, so the rows come
+    # first, and the first column of each word is copied instead of added.
     row_words = int(word_of_rows[-1]) + 1
     if row_words < len(word_of_rows):
         weights = weights.new_zeros(len(weights), row_words, weights.shape[-1]).index_add_(1, word_of_rows, weights)
@@ -399,15 +357,13 @@ Attention that computes something else than softmax of its scores does not.
 
 class Viewer(SiteRegistry):
     """Interceptor that builds a `HeadView` of every head in every attention call over some texts: from a text to
-    itself, or from the last text to the first.
+    itself, or from the last text, the target, to the first, the source.
 
     Attributes:
         other_grids: for each module that attended to something else than the tokens of the texts, by its path, the
             numbers of queries and keys of its first such call.
 
     Args:
-        model: the intercepted model.
-        texts: one text, or a source and a target.
         keeps_all: True to keep all weights between tokens.
         on_call: function that is called after each attention call over the texts.
     """
@@ -428,8 +384,7 @@ class Viewer(SiteRegistry):
 
     def observe(self, call: Call) -> Observation | None:
         """Return an observation that builds the views of the heads of an attention call, and checks the observed
-        weights against the head outputs. For attention over something other than the tokens of the texts, record its
-        shape and return None.
+        weights against the head outputs; None for attention over something other than the tokens of the texts.
         """
         self.register(call)
         grid, site, layer, sides = call.grid, call.site, call.layer, self._sides_of(call)
@@ -492,18 +447,14 @@ class Viewer(SiteRegistry):
         for site, layer, _ in self._calls:
             if len(set(sites)) == len(sites) and layer_of.keys() >= set(sites):
                 layers.append(layer_of[site])
-            elif layer is None or layer in layers:
-                layers.append(max(layers, default=-1) + 1)
             else:
-                layers.append(layer)
+                layers.append(max(layers, default=-1) + 1 if layer is None or layer in layers else layer)
         for number, (*_, heads) in sorted(zip(layers, self._calls, strict=True), key=lambda pair: pair[0]):
             yield from (replace(head, layer=number) for head in heads)
 
     @property
     def left_out(self) -> str:
-        """Description of the attention that was not over the tokens of the texts: numbers of queries and keys, and
-        paths of the modules. It is empty if there was none.
-        """
+        """Description of the attention that was not over the tokens of the texts; empty if there was none."""
         return ", ".join(
             f"{'' if grid.batch == 1 else f'a batch of {grid.batch} with '}{grid.queries} queries and {grid.keys} keys "
             f"in {path}"
@@ -532,7 +483,7 @@ def _head_views(
             means=head_means,
             rows=head_rows,
             links=words.links(head),
-            top_keys=words.top_keys[head],
+            top_keys=words.top_keys[head].long(),
             top_weights=words.top_weights[head],
             picture=words.picture[head],
             received=of_words[head],
@@ -541,15 +492,8 @@ def _head_views(
 
 
 def require_agreement(path: str, row_block: RowBlock, out: Float[Tensor, "batch heads rows value_dim"]) -> None:
-    """Raise `InputError` if the head outputs of a module differ from the product of the observed attention weights and
-    the values by more than rounding.
-
-    The observed weights would be wrong then.
-
-    Args:
-        path: path of the module.
-        row_block: rows with the product of weights and values.
-        out: output of the model's own function in these rows.
+    """Raise `InputError` if the outputs `out` of the heads of a module differ from the product of the observed
+    attention weights and the values, in `row_block`, by more than rounding. The observed weights would be wrong then.
     """
     assert row_block.out is not None
     product = row_block.tile.by_head(row_block.out)

@@ -47,6 +47,11 @@ class Curve(NamedTuple):
     values: Sequence[float]
     sems: Sequence[float]
 
+    @staticmethod
+    def of(name: str, points: Sequence[tuple[float, Sequence[float]]]) -> "Curve":
+        """Return the line through points: the position of each, with the mean and standard error of its value first."""
+        return Curve(name, [x for x, _ in points], [each[0] for _, each in points], [each[1] for _, each in points])
+
 
 class Band(NamedTuple):
     """Curve with a name and a range: the smallest, mean and largest value at each position.

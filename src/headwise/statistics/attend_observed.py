@@ -20,12 +20,8 @@ from headwise.statistics.tally import Tally
 
 
 class WholeCall(NamedTuple):
-    """Effect of an observer that needs no weights of single rows. Kernels may then have the same effect for the whole
-    call at once, without row blocks.
-
-    Attributes:
-        tally: the sums to which the observer adds each row block.
-        on_output: function that receives the head outputs of all rows; None if the observer does not need them.
+    """Effect of an observer that needs no weights of single rows: it adds each row block to `tally`, and passes the
+    head outputs of all rows to `on_output`. Kernels may have the same effect for the whole call, without row blocks.
     """
 
     tally: Tally
@@ -53,16 +49,8 @@ def attend_observed(
     added up from row blocks, in a second pass.
 
     Row blocks are observed while blockwise attention computes them, from scores in float32 at least, at about the cost
-    of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately.
-
-    Args:
-        problem: the attention call.
-        observer: function that receives each row block.
-        call_context: tokens and padding of the call.
-        compute: function that answers problems on a GPU, and those that blockwise attention cannot solve.
-        whole_call: what `observer` does with the row blocks, if it needs no weights of single rows.
-        computes_output: True if the output in each row block must be the product of its weights and the values, rather
-            than the answer of `compute`.
+    of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately;
+    with `computes_output`, their output is the product of weights and values rather than the answer of `compute`.
     """
     context = call_context or CallContext()
     if whole_call is not None and kernel_statistics.why_not(problem, context, whole_call.tally.measured) is None:

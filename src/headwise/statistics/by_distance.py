@@ -45,12 +45,8 @@ def quantile_name(quantile: float) -> str:
 
 @dataclass(frozen=True)
 class DistanceStatistics(FurtherStatistics):
-    """Distances that hold given shares of a head's attention, and the share of attention within given distances.
-
-    Attributes:
-        quantiles: the shares, between 0 and 1.
-        first: number of first tokens, attention on which counts as within any distance in the statistics whose names
-            end with `_with_first`; 0 for no such statistics.
+    """Distances that hold the shares `quantiles` of a head's attention, and the share within given distances. With
+    `first` above 0, attention on as many first tokens counts as within any distance in the statistics `_with_first`.
     """
 
     quantiles: tuple[float, ...]
@@ -60,7 +56,6 @@ class DistanceStatistics(FurtherStatistics):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the statistics."""
         suffixes = ("", WITH_FIRST) if self.first else ("",)
         return tuple(name + suffix for suffix in suffixes for name in (*map(quantile_name, self.quantiles), "within"))
 
@@ -75,13 +70,8 @@ class DistanceStatistics(FurtherStatistics):
 
 @dataclass
 class DistanceSums(FurtherSums):
-    """Sums of attention weights over query rows, by the distance of the key from the query.
-
-    Attributes:
-        statistics: the statistics that are computed from the sums.
-        batch, heads: sizes of the call.
-        histogram: sums of the weights on all keys, and on the first tokens, at the distances 0, 1, 2, ...; only keys
-            with a position count.
+    """Sums of attention weights over query rows, by the distance of the key from the query. The histogram has the sums
+    of the weights on all keys, and on the first tokens, at the distances 0, 1, 2, ...; only keys with a position count.
     """
 
     statistics: DistanceStatistics
@@ -91,9 +81,6 @@ class DistanceSums(FurtherSums):
     needs_weights = True
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None) -> None:
-        """Add the weights of some query rows to the sums, in place. Rows that are padding or have no visible key do not
-        count.
-        """
         assert row_block is not None
         visibility = row_block.visibility
         factors = (row_block.weight_per_power * visibility.counted_rows)[..., None]
@@ -119,7 +106,7 @@ class DistanceSums(FurtherSums):
 
     def values(self) -> Values:
         """Return, for each sequence, the smallest distance that holds each share of a head's attention, and the share
-        of attention within the distances of `WITHIN_DISTANCES`, these next to each other for each head.
+        within the distances of `WITHIN_DISTANCES`, these next to each other for each head.
         """
         if self.histogram is None:
             return {}

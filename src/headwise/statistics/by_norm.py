@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.call_context import CallContext, TileVisibility
+from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.backends.blockwise.tiles import LOG2_E
 from headwise.attention.masks.grid import Grid
@@ -63,7 +63,6 @@ class NormStatistics(FurtherStatistics):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the statistics."""
         return (*(name + suffix for name in row_statistics() for suffix in (BY_NORM, CHANGE)), MOVED, PREFERENCE)
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> "NormSums | str":
@@ -76,11 +75,7 @@ class NormSums(FurtherSums):
     """Sums over query rows of statistics of norms, and of the same statistics of weights over the same rows.
 
     Attributes:
-        slices: each head's slice of the output projection.
-        by_norm: sums of the statistics of norms.
-        by_weight: sums of those of weights, over rows in which some norm is not 0.
         differences: sums over rows of the two statistics that compare norms with weights, and the number of rows.
-        refused: reason that the sums cannot be computed; None if they can.
     """
 
     slices: HeadSlices = field(repr=False)
@@ -92,9 +87,6 @@ class NormSums(FurtherSums):
     _norms: Float[Tensor, "batch heads keys"] | None = field(default=None, repr=False)
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None) -> None:
-        """Add some query rows to the sums, in place. Rows that are padding, have no visible key, or whose norms are all
-        0 do not count.
-        """
         assert row_block is not None
         if self.refused is not None or not self._has_values(row_block):
             self.refused = NO_VALUES
@@ -103,7 +95,11 @@ class NormSums(FurtherSums):
             self._norms = key_norms(row_block, self.slices)
         norms = self._norms[row_block.sequences_and_heads][..., row_block.visibility.key_indices]
         of_norms = _norm_block(row_block, norms)
-        visibility = _visibility_of_norms(of_norms)
+        visibility = row_block.visibility
+        counted = visibility.counted_rows & (of_norms.weight_per_power != 0)  # not rows whose norms are all 0
+        if not bool((counted == visibility.counted_rows).all()):
+            visibility = replace(visibility, _cache={})
+            vars(visibility)["counted_rows"] = counted  # fills the cached property of the copy
         row_block, of_norms = (replace(each, visibility=visibility) for each in (row_block, of_norms))
         self.by_norm.add(of_norms)
         self.by_weight.add(replace(row_block, out=None, gram=None))
@@ -120,9 +116,6 @@ class NormSums(FurtherSums):
             self.differences = other.differences if self.differences is None else self.differences + other.differences
 
     def values(self) -> Values:
-        """Return, for each sequence, each statistic of norms, its difference from that of weights, the mean share of
-        attention that is on other keys, and the mean preference for keys with large vectors.
-        """
         if self.differences is None or self.refused is not None:
             return {}
         found: Values = {}
@@ -193,17 +186,6 @@ def _norm_block(row_block: RowBlock, norms: Float[Tensor, "batch heads columns"]
         feature_products=None,
         gram=None,
     )
-
-
-def _visibility_of_norms(of_norms: RowBlock) -> TileVisibility:
-    """Return the visibility of a row block of norms, in which rows whose norms are all 0 do not count."""
-    visibility = of_norms.visibility
-    counted = visibility.counted_rows & (of_norms.weight_per_power != 0)
-    if bool((counted == visibility.counted_rows).all()):
-        return visibility
-    copy = replace(visibility, _cache={})
-    vars(copy)["counted_rows"] = counted  # fills the cached property of the copy
-    return copy
 
 
 def _compared(

@@ -31,17 +31,14 @@ ROUNDING = 16.0
 
 @dataclass(frozen=True)
 class PositionStatistics(FurtherStatistics):
-    """Means of each statistic in bins of query positions, and its slope on the logarithm of the position.
-
-    Attributes:
-        edges: first position of each bin, in ascending order, and the position after the last bin.
+    """Means of each statistic in bins of query positions, and its slope on the logarithm of the position. The edges are
+    the first position of each bin, in ascending order, and the position after the last bin.
     """
 
     edges: tuple[int, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the means in bins and of the slopes of all statistics."""
         return tuple(name + suffix for name in row_statistics() for suffix in (BY_POSITION, SLOPE))
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None = None) -> "PositionSums | str":
@@ -58,8 +55,6 @@ class PositionSums(FurtherSums):
 
     Attributes:
         positions: position of each query in its sequence, from 0.
-        edges: first position of each bin, and the position after the last bin.
-        heads: number of heads.
         names: names of the statistics that have values.
         sums: sums of the values, and numbers of rows. The last axis has the bins, and then the sum over all rows of
             each number times 1, x and x^2, where x is the logarithm of the position counted from 1.

@@ -57,8 +57,8 @@ def column_named(name: str) -> Column:
     """Return the column of a statistic of attention weights, measured on the data or on random tokens that repeat; for
     another name, a column without a description.
     """
-    of_data = name.removesuffix(RANDOM_SUFFIX)
-    column = next((each for each in WEIGHTS if each.name == of_data), None)
-    if column is None:
+    statistic = STATISTICS.get(name.removesuffix(RANDOM_SUFFIX))
+    if statistic is None:
         return Column(name)
-    return column if name == of_data else column.derived(name, "measured on random tokens that repeat")
+    column = Column(statistic.name, statistic.meaning, statistic.unit)
+    return column if name == statistic.name else column.derived(name, "measured on random tokens that repeat")

@@ -40,10 +40,8 @@ there are more sequences and heads.
 
 @dataclass(frozen=True, eq=False)
 class KernelInputs:
-    """Data of a call context in the form that the kernels read, and the rows in which statistics are defined. All
-    layers of a model share one.
-
-    The fields up to `is_counted` are arguments of the operator, which `StatisticsCall` describes.
+    """Data of a call context in the form that the kernels read, which all layers of a model share. The fields up to
+    `is_counted` are arguments of the operator, which `StatisticsCall` describes.
 
     Attributes:
         has_value: True at the rows in which a statistic is defined, by its name, for those not defined in all.
@@ -126,13 +124,8 @@ def kernel_inputs(context: CallContext, problem: Problem) -> KernelInputs | None
 
 
 def why_not(problem: Problem, context: CallContext, measured: frozenset[str] | None = None) -> str | None:
-    """Return the reason that the kernels cannot compute statistics of a problem, in one sentence; None if they can
-    compute those in `COMPUTED`.
-
-    Args:
-        problem: the attention call.
-        context: its tokens and padding.
-        measured: names of the statistics; None for all of `STATISTICS`.
+    """Return the reason that the kernels cannot compute the statistics `measured` of a problem, all by default, in one
+    sentence; None if they can compute those in `COMPUTED`.
     """
     wanted = STATISTICS.keys() if measured is None else measured
     if wanted.isdisjoint(COMPUTED):
@@ -151,16 +144,12 @@ def why_not(problem: Problem, context: CallContext, measured: frozenset[str] | N
 
 
 def left_to_blocks(measured: frozenset[str] | None = None) -> Set[str]:
-    """Return the names of the statistics that the kernels do not compute: of those in `measured`, or of all in
-    `STATISTICS` if that is None.
-    """
+    """Return the names of the statistics among those in `measured`, or among all, that the kernels do not compute."""
     return (STATISTICS.keys() if measured is None else measured) - COMPUTED
 
 
 def explain(problem: Problem, context: CallContext, measured: frozenset[str] | None = None) -> str:
-    """Return what computes the statistics of a problem, in words: row blocks, with the reason; or kernels, with row
-    blocks for the statistics that the kernels do not compute. The arguments are those of `why_not`.
-    """
+    """Return what computes the statistics of a problem, in words; the arguments are those of `why_not`."""
     reason = why_not(problem, context, measured)
     if reason is not None:
         return f"row blocks: {reason}"
@@ -194,13 +183,7 @@ def attend_tallied(
 
     On a CPU, if a row or its projection is not finite, return None, and leave the tally unchanged: one bad value would
     spread to rows that do not attend to it. The Triton kernels read no values, so a bad query or key changes the rows
-    that may attend to it alone.
-
-    Args:
-        problem: the attention call; `why_not` must have returned None for it.
-        context: its tokens and padding.
-        tally: sums to add to.
-        compute: function that computes the output on a GPU; by default the fastest backend.
+    that may attend to it alone. `why_not` must have returned None for the problem.
     """
     inputs = kernel_inputs(context, problem)
     assert inputs is not None

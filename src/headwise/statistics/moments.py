@@ -37,11 +37,7 @@ def clusters_of(documents: Sequence[Hashable]) -> Clusters:
 
 
 def separate_clusters(sequences: range) -> Clusters:
-    """Return clusters of one sequence each, for sequences of unknown documents.
-
-    Args:
-        sequences: numbers of the sequences in their data set.
-    """
+    """Return clusters of one sequence each, for the sequences with these numbers in a data set without documents."""
     return ALONE - torch.arange(sequences.start, sequences.stop) % MOST_CLUSTERS
 
 
@@ -52,15 +48,8 @@ def with_several_values(clusters: Clusters) -> Clusters:
 
 @dataclass
 class Moments:
-    """Count, mean and sum of squared deviations of a set of independent values, for each head. The moments of two sets
-    of values can be merged into those of both sets together, without approximation.
-
-    The merge formula is that of Chan, Golub and LeVeque (1983).
-
-    Attributes:
-        count: number of values.
-        mean: their mean; 0 where there are none; NaN or infinite if a value is.
-        deviations: sum of their squared deviations from the mean.
+    """Count, mean (0 without a value) and sum of squared deviations of a set of independent values, for each head. The
+    moments of two sets of values can be merged without approximation (Chan, Golub and LeVeque 1983).
     """
 
     count: Float[Tensor, " heads"]
@@ -85,12 +74,7 @@ class Moments:
 
 @dataclass
 class ClusterSums:
-    """Number and sum of the values of each cluster, for each head.
-
-    Attributes:
-        counts: numbers of values.
-        sums: their sums; NaN or infinite if a value is.
-    """
+    """Number and sum of the values of each cluster, for each head."""
 
     counts: Float[Tensor, "clusters heads"]
     sums: Float[Tensor, "clusters heads"]
@@ -141,12 +125,8 @@ class RunningMoments:
         is_value: Bool[Tensor, "sequences heads"] | None = None,
         clusters: Clusters | None = None,
     ) -> "RunningMoments":
-        """Return the moments of each head's values, of which there is one per sequence.
-
-        Args:
-            values: the values.
-            is_value: True at values to include, also if they are NaN; by default at all that are not NaN.
-            clusters: number of the cluster of each sequence; by default all are independent.
+        """Return the moments of each head's values, of which there is one per sequence: of those at which `is_value` is
+        True, by default of all that are not NaN. Without `clusters`, all are independent.
         """
         is_value = ~values.isnan() if is_value is None else is_value
         is_clustered = clusters is None or len(clusters) == len(values)
@@ -232,11 +212,8 @@ class RunningMoments:
 
 @dataclass
 class RunningLargest(RunningMoments):
-    """Largest of a set of values, for each head, with the moments that count them and their independent parts. The
-    results for two sets of values can be merged. A largest value has no standard error.
-
-    Attributes:
-        largest: the largest one; -inf where there are none; NaN or infinite if a value is.
+    """Largest of a set of values, for each head, -inf without a value, with the moments that count the values and their
+    independent parts. A largest value has no standard error.
     """
 
     largest: Float[Tensor, " heads"] = field(kw_only=True)
@@ -245,9 +222,7 @@ class RunningLargest(RunningMoments):
     def of_moments(
         moments: RunningMoments, values: Float[Tensor, "sequences heads"], is_value: Bool[Tensor, "sequences heads"]
     ) -> "RunningLargest":
-        """Return the largest of each head's values at which `is_value` is True, also if they are NaN. `moments` are
-        those of these values.
-        """
+        """Return the largest of each head's values at which `is_value` is True, whose moments are `moments`."""
         empty = values.new_full((1, values.shape[1]), -math.inf)
         largest = torch.cat([empty, values.masked_fill(~is_value, -math.inf)]).amax(0)
         return RunningLargest(moments.alone, moments.clustered, moments.is_clustered, largest=largest)

@@ -80,26 +80,13 @@ class FromSums(Statistic):
     is_largest: bool = False
 
 
-def _evenness(row_block: RowBlock) -> RowValues:
-    """Return, for each query row, the entropy of its attention weights divided by the largest possible entropy: the
-    logarithm of the number of keys that are visible to the row. With fewer than 2 visible keys, the divisor is the
-    logarithm of 2.
-    """
-    visible = row_block.visibility.visible_keys.clamp(min=2).to(row_block.entropy.dtype)
-    return row_block.entropy / visible.log()
-
-
 def _weight_after_copies(row_block: RowBlock, shift: int) -> RowValues | None:
-    """Return, for each query row, the total weight on the keys `shift` tokens after earlier occurrences of the query's
-    token; None if it is unknown which tokens occur earlier.
-    """
+    """Return the weight of each row on the keys `shift` tokens after earlier copies of its token; None if unknown."""
     return None if row_block.visibility.has_earlier_copy is None else row_block.weight_after_copies(shift)
 
 
 def _written_norm(row_block: RowBlock) -> RowValues | None:
-    """Return the Euclidean norm of each query row's head output after the head's slice of the output projection, which
-    is the head's contribution to the layer's output. Return None if the output or the projection is unknown.
-    """
+    """Return the norm of the head output of each row after the head's slice of the output projection."""
     if row_block.out is None or row_block.gram is None:
         return None
     out = row_block.tile.by_head(row_block.out)
@@ -110,9 +97,7 @@ def _written_norm(row_block: RowBlock) -> RowValues | None:
 def _largest_logit(
     name: str, meaning: str, definition: str, scores: Callable[[RowBlock], Float[Tensor, "kv stacked 1"] | None]
 ) -> FromSums:
-    """Return the definition of a statistic: the largest of the numbers that `scores` returns for the rows of a block,
-    over the rows that are not padding and have a visible key. The numbers are None if they are unknown.
-    """
+    """Return the definition of the largest number that `scores` returns for the rows that count; None if unknown."""
 
     def contribute(row_block: RowBlock) -> Sums | None:
         of_rows = scores(row_block)
@@ -133,9 +118,8 @@ def _largest_logit(
 
 
 def _received_sums(row_block: RowBlock) -> Sums:
-    """Return, for each key of the call, two sums over the query rows of a row block that are not padding and have a
-    visible key: the attention weights that the key received, and the number of these rows that may attend to it. Both
-    are `(batch, heads, keys)` in float64.
+    """Return two sums over the rows of a block that count, `(batch, heads, keys)` in float64: of the weight that each
+    key received, and of the rows that may attend to it.
     """
     totals = []
     for columns in row_block.received:
@@ -149,10 +133,8 @@ def _received_sums(row_block: RowBlock) -> Sums:
 def _largest_received(
     received: Float[Tensor, "batch heads keys"], seen_by: Float[Tensor, "batch heads keys"]
 ) -> Float[Tensor, "batch heads"]:
-    """Return, for each head, the largest mean attention weight that any key received. A key's mean is `received`, the
-    sum of the weights on the key, divided by `seen_by`, the number of query rows that may attend to it. Keys are left
-    out if their `seen_by` is less than half of the head's largest. The result is NaN for a head in which no row may
-    attend to any key.
+    """Return the largest mean weight that a key received over the rows that may attend to it. Keys that less than half
+    as many rows may attend to as to the most visible one are left out. NaN if no row may attend to any key.
     """
     most = seen_by.amax(-1, keepdim=True)
     means = (received / seen_by).masked_fill(2 * seen_by < most, -torch.inf)
@@ -174,7 +156,7 @@ STATISTICS: dict[str, MeanOfRows | FromSums] = {
             "share",
             "Mean entropy of the weights of a query, divided by the logarithm of its number of visible keys.",
             "entropy divided by ln(number of visible keys), in rows with at least two",
-            _evenness,
+            lambda rows: rows.entropy / rows.visibility.visible_keys.clamp(min=2).to(rows.entropy.dtype).log(),
             lambda tile: tile.visible_keys > 1,
         ),
         MeanOfRows(
@@ -300,9 +282,7 @@ def row_statistics() -> tuple[str, ...]:
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of the statistic called `name`, "nats", "tokens", "share", "norm" or "logit"; an empty text for
-    a name that is not in `STATISTICS`.
-    """
+    """Return the unit of a statistic; empty for a name that is not in `STATISTICS`."""
     return STATISTICS[name].unit if name in STATISTICS else ""
 
 

@@ -34,15 +34,10 @@ def row_blocks_of_problem(
     out: Float[Tensor, "batch heads queries value_dim"] | None = None,
 ) -> Iterator[RowBlock]:
     """Compute the attention weights of a problem and yield them in row blocks, each with some of the query rows for all
-    heads and all keys. The weights are computed one row block at a time, so the whole matrix is never stored.
-
-    Args:
-        problem: the attention call.
-        call_context: its tokens and padding.
-        with_output: compute each row's output too, the weights times the values.
-        out: head outputs of all rows, if they are known already.
+    heads and all keys, so the whole matrix is never stored. The outputs of the rows are those in `out`, or with
+    `with_output` the weights times the values.
     """
-    grid = problem.grid
+    grid, context = problem.grid, call_context or CallContext()
     for rows in _row_ranges(grid):
         scores = masked_scores(problem, rows)
         uncapped = (
@@ -54,7 +49,6 @@ def row_blocks_of_problem(
         block_out = None if out is None else out[:, :, rows.start : rows.stop]
         if with_output:
             block_out = grouped_matmul(weights, problem.v.to(weights.dtype))
-        context = call_context or CallContext()
         largest = _largest(scores), None if uncapped is None else _largest(uncapped)
         yield _row_block(weights, scores != -torch.inf, grid, rows, context, block_out, problem.v.detach(), *largest)
 
@@ -69,17 +63,9 @@ def row_blocks_of_weights(
     scores: tuple[Scores | None, Scores | None] = (None, None),
 ) -> Iterator[RowBlock]:
     """Split existing attention weights into row blocks, each with some of the query rows for all heads and all keys,
-    and yield these.
-
-    Args:
-        weights: the weights.
-        out: output of each row; None if unknown.
-        call_context: tokens and padding of the call.
-        visible: function that returns a boolean tensor for a range of rows, True where a row may attend to a key. It
-            may leave out hidden keys at the end. By default, keys of weight 0 are hidden.
-        values: the values; None if unknown.
-        with_output: compute each row's output from the values.
-        scores: the scores behind the weights, and those before a softcap; None if unknown, or without a softcap.
+    and yield these. `visible` returns a boolean tensor for a range of rows, True where a row may attend to a key, maybe
+    without hidden keys at the end; by default, keys of weight 0 are hidden. With `with_output`, the outputs are
+    computed from the values, if these are known. `scores` are those behind the weights, and those before a softcap.
     """
     batch, heads, queries, keys = weights.shape
     grid = Grid(batch, heads, queries, keys, weights.device)
@@ -101,10 +87,7 @@ def row_blocks_of_weights(
 
 
 def _row_ranges(grid: Grid) -> Iterator[range]:
-    """Yield consecutive ranges that together cover all query rows of an attention call with the sizes in `grid`. The
-    float32 weights of one range, over all sequences, heads and keys, have at most `ROW_BLOCK_BYTES` (16 MiB), unless
-    the range is a single row.
-    """
+    """Yield ranges of query rows whose float32 weights have at most `ROW_BLOCK_BYTES`, or single rows."""
     step = max(1, ROW_BLOCK_BYTES // (4 * max(1, grid.batch * grid.heads * grid.keys)))
     for start in range(0, grid.queries, step):
         yield range(start, min(start + step, grid.queries))
@@ -121,10 +104,8 @@ def _row_block(
     largest_score: Float[Tensor, "kv stacked 1"] | None = None,
     largest_uncapped_score: Float[Tensor, "kv stacked 1"] | None = None,
 ) -> RowBlock:
-    """Return the `RowBlock` (attention weights with statistics of each row) of the query rows `rows`, from their
-    `weights` for all heads and keys. `is_visible` is True at keys that a row may attend to; `grid` and `call_context`
-    contain the sizes, tokens and padding of the whole call; `out` is the head output of these rows, and `values` are
-    those of all keys, if known, as are the largest score of each row and the largest before the softcap.
+    """Return the row block of the query rows `rows`, from their weights, outputs and largest scores, and the values of
+    all keys. `is_visible` is True at keys that a row may attend to.
     """
     powers = weights.flatten(0, 1)
     tile = full_width_tile(grid, rows, is_visible)

@@ -49,7 +49,8 @@ class MeasuredRows(NamedTuple):
 
 
 class FurtherSums:
-    """Sums over query rows of one attention call, or of calls that continue its sequences.
+    """Sums over query rows of an attention call, or of calls that continue its sequences. Rows that count are not
+    padding, and have a visible key.
 
     Attributes:
         needs_weights: True if the sums need attention weights, and not only the statistics of each row.
@@ -89,7 +90,7 @@ class FurtherStatistics:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the further statistics."""
+        """Names of the statistics."""
         raise NotImplementedError
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> FurtherSums | str:
@@ -207,10 +208,8 @@ class Tally:
         self.other_sums |= other.other_sums
 
     def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
-        """Return, by the name of each statistic, its value for each sequence and head. Most values are means over the
-        query rows that are not padding, have a visible key, and for which the statistic is defined. The others are
-        computed from other sums over query rows. A value is NaN if there are no rows to include, and NaN or infinite if
-        a value of an included row is.
+        """Return, by the name of each statistic, its value for each sequence and head: NaN if there are no rows to
+        include, and NaN or infinite if a value of an included row is.
         """
         if self.row_sums is None:
             return {}
@@ -221,15 +220,11 @@ class Tally:
         return {name: values[name] for name in STATISTICS if name in values}
 
     def counts(self) -> dict[str, Float[Tensor, "batch heads"]]:
-        """Return, by the name of each statistic that is a mean over query rows, the number of rows in this mean, for
-        each sequence and head.
-        """
+        """Return the number of rows in each mean over query rows, by its name, for each sequence and head."""
         return {} if self.row_sums is None else dict(zip(self.mean_names, self.row_sums[1], strict=True))
 
     def has_value(self) -> dict[str, Bool[Tensor, "batch heads"]]:
-        """Return, by the name of each statistic, True for the sequences and heads with at least one row to include. The
-        values of the others in `means` are NaN because they are undefined.
-        """
+        """Return, by the name of each statistic, True for the sequences and heads with at least one row to include."""
         counts = self.counts()
         if not counts:
             return {}
@@ -258,9 +253,8 @@ def _of_same_keys(statistic: FromSums, *first_tokens_and_sums: tuple[int, Tensor
 
 
 def _counted_rows(visibility: TileVisibility, names: tuple[str, ...]) -> Bool[Tensor, "means #batch #heads rows"]:
-    """Return, for each statistic in `names`, True at the query rows that are included in its mean: those that are not
-    padding, have a visible key, and for which the statistic is defined. The rows are those of the tile (rectangle of
-    scores) that `visibility` describes. Results are cached in `visibility`.
+    """Return, for each statistic in `names`, True at the query rows of a tile that its mean includes: those that are
+    not padding, have a visible key, and for which the statistic is defined. The result is cached in `visibility`.
     """
 
     def compute() -> Tensor:

@@ -68,11 +68,7 @@ class CapturedWeights:
     picture: Float[Tensor, "batch heads side side"] | None = None
 
     def __init__(self, capture: WeightCapture, grid: Grid) -> None:
-        """Allocate zeros for the chosen weights of a call with the sizes of `grid`; `add` fills them.
-
-        Raises:
-            InputError: a row or column index outside the call.
-        """
+        """Allocate zeros for the chosen weights of a call with the sizes of `grid`; `add` fills them."""
         self._row_indices = _nonnegative("rows", capture.rows, grid.queries)
         self._column_indices = _nonnegative("columns", capture.columns, grid.keys)
         batch_and_heads, device = (grid.batch, grid.heads), grid.device
@@ -89,10 +85,7 @@ class CapturedWeights:
             self.picture = torch.zeros(*batch_and_heads, *sides, device=device)
 
     def add(self, row_block: RowBlock) -> None:
-        """Store from one row block (attention weights of some query rows) the chosen rows, the chosen columns, and the
-        indices and weights of each row's keys of largest weight. Also add the block's part of the picture, the weight
-        matrix averaged down to a smaller size.
-        """
+        """Store the chosen weights of one row block, and add its part of the picture."""
         weights, rows, keys = row_block.weights.float(), row_block.rows, row_block.visibility.key_indices
         part = row_block.sequences_and_heads
         if self.rows is not None:
@@ -117,8 +110,8 @@ class CapturedWeights:
 
 
 def _pooling_matrix(indices: Int[Tensor, " chosen"], length: int, side: int) -> Float[Tensor, "chosen side"]:
-    """Return the rows at `indices` of a pooling matrix `(length, side)`, which averages an axis of `length` entries
-    into `side` nearly equal parts: entry (i, p) is 1 / (size of part p) if index i is in part p, otherwise 0.
+    """Return the rows at `indices` of the matrix that averages an axis of `length` entries into `side` nearly equal
+    parts: entry (i, p) is 1 / (size of part p) if index i is in part p, otherwise 0.
     """
     part = torch.arange(length, device=indices.device) * side // length
     sizes = torch.bincount(part, minlength=side).float()
@@ -126,9 +119,7 @@ def _pooling_matrix(indices: Int[Tensor, " chosen"], length: int, side: int) -> 
 
 
 def _nonnegative(name: str, indices: Sequence[int], length: int) -> list[int]:
-    """Return `indices` on an axis of `length` entries as non-negative numbers: a negative index, which counts from the
-    end of the axis, is converted. Raise `InputError`, which names the argument `name`, for an index outside the axis.
-    """
+    """Return the indices on an axis of `length` entries, counted from its start; refuse those outside of the axis."""
     for index in indices:
         if not -length <= index < length:
             raise InputError(name, expected=f"numbers from {-length} to {length - 1}", got=index)

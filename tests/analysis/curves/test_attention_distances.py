@@ -2,16 +2,24 @@
 
 import pytest
 import torch
-from eager_rows import attention, models
 
 import headwise as hw
 import tiny
 from jackknife import jackknife
 from token_sequences import padded, sequences
+from whole_matrices import (
+    LENGTHS,
+    batches_of,
+    heads_of,
+    layers_of,
+    model_of,
+    numbers_of,
+    require_numbers,
+    run_with_cache,
+)
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
-LENGTHS = (13, 7, 1, 19, 2)
 QUANTILES = (0.3, 0.5, 0.9)
 
 
@@ -25,62 +33,36 @@ def shares(weights, first):
     return (sums.cumsum(0) / weights.sum()).tolist()
 
 
-def expected(model, rows, first, documents=None):
-    """Return, by (layer, head), the estimates of each distance, and of the share within distances."""
-    layers, found = [attention(model, ids) for ids in rows], {}
-    for layer in range(len(layers[0])):
-        for head in range(layers[0][layer][0].shape[0]):
-            for suffix, number in (("", 0), ("_with_first", first)):
-                of_rows = [shares(of[layer][0][head], number) for of in layers]
-                for quantile in QUANTILES:
-                    distances = [next(d for d, share in enumerate(each) if share >= quantile) for each in of_rows]
-                    name = f"distance_{100 * quantile:g}{suffix}"
-                    found[layer, head, name] = jackknife([float(d) for d in distances], documents)
-                for distance in (0, 1, 2, 4, 8, 16, 32):
-                    within = [each[min(distance, len(each) - 1)] for each in of_rows]
-                    found[layer, head, f"within{suffix}", distance] = jackknife(within, documents)
-    return found
-
-
-def compare(distances, wanted):
-    """Compare tables with the estimates of `expected`: all numbers, and no others."""
-    seen = 0
-    for row in distances.rows:
-        for name, estimate in row.statistics.items():
-            assert estimate == pytest.approx(wanted[row.layer, row.head, name], abs=1e-10, nan_ok=True), name
-            seen += 1
-    for row in distances.curve.rows:
-        for name, estimate in row.statistics.items():
-            key = (row.layer, row.head, name, row.distance)
-            assert estimate == pytest.approx(wanted[key], abs=1e-10, nan_ok=True), name
-            seen += 1
-    assert seen == 2 * 6 * (len(QUANTILES) * 2 + 2 * len({row.distance for row in distances.curve.rows}))
+def compare(distances, model, name, rows, first):
+    """Compare tables with the estimates from whole matrices: all numbers, and no others."""
+    measured, wanted = {row.distance for row in distances.curve.rows}, {}
+    for layer, head, of_rows in heads_of(model, name, rows):
+        for suffix, number in (("", 0), ("_with_first", first)):
+            of_head = [shares(weights, number) for _, weights, *_ in of_rows]
+            for quantile in QUANTILES:
+                reached = [float(next(d for d, share in enumerate(each) if share >= quantile)) for each in of_head]
+                wanted[layer, head, f"distance_{100 * quantile:g}{suffix}"] = jackknife(reached)
+            for distance in measured:
+                within = [each[min(distance, len(each) - 1)] for each in of_head]
+                wanted[layer, head, f"within{suffix}", distance] = jackknife(within)
+    assert {0, 1, 2, 4} <= measured <= {0, 1, 2, 4, 8, 16, 32}
+    require_numbers(numbers_of(distances) | numbers_of(distances.curve, "distance"), wanted)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_distances_equal_those_of_whole_matrices(name, side):
-    model, eager = models(name)
-    rows = sequences(*LENGTHS)
-    batches = [padded(rows[:3], side), padded(rows[3:], side)]
-    compare(hw.attention_distances(model, batches, quantiles=QUANTILES, first=2), expected(eager, rows, 2))
-
-
-def test_sequences_of_one_document_are_a_cluster():
-    model, eager = models("llama")
-    texts = hw.Texts(tiny.texts(20, 9, 5), tiny.tokenizer("decoder"), context=8, documents="cut", batch=2)
-    rows = [ids.long() for batch in texts for ids in batch["input_ids"]]
-    wanted = expected(eager, rows, 4, texts.document_numbers())
-    compare(hw.attention_distances(model, texts, quantiles=QUANTILES), wanted)
+    model, rows = model_of(name), sequences(*LENGTHS)
+    found = hw.attention_distances(model, batches_of(rows, side), quantiles=QUANTILES, first=2)
+    compare(found, model, name, rows, 2)
 
 
 def test_first_tokens_are_those_of_packed_documents():
-    model, eager = models("llama")
-    rows = sequences(6, 9)
+    model, rows = model_of("llama"), sequences(6, 9)
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
     packed = {"input_ids": torch.cat(rows)[None], "position_ids": positions, "use_cache": False}
     distances = hw.attention_distances(model, [packed], first=2)
-    layers = [attention(eager, ids) for ids in rows]
+    layers = [layers_of(model, "llama", ids) for ids in rows]
     for row in distances.curve.rows:
         for name, first in (("within", 0), ("within_with_first", 2)):
             of_rows = [shares(of[row.layer][0][row.head], first) for of in layers]
@@ -89,16 +71,12 @@ def test_first_tokens_are_those_of_packed_documents():
 
 
 def test_cached_keys_are_at_their_distance():
-    model, _ = models("llama")
-    ids = torch.stack(sequences(12, 12))
+    model, ids = model_of("llama"), torch.stack(sequences(12, 12))
     from headwise.intercept.watch import watch_further
     from headwise.statistics.by_distance import DistanceStatistics
 
-    with watch_further(model, DistanceStatistics(QUANTILES, 2)) as heads, torch.no_grad():
-        cache, start = None, 0
-        for count in (5, 1, 1, 5):
-            output = model(ids[:, start : start + count], past_key_values=cache, use_cache=True)
-            cache, start = output.past_key_values, start + count
+    with watch_further(model, DistanceStatistics(QUANTILES, 2)) as heads:
+        run_with_cache(model, ids)
     with watch_further(model, DistanceStatistics(QUANTILES, 2)) as whole, torch.no_grad():
         model(ids)
     for cached, at_once in zip(heads.records, whole.records, strict=True):
@@ -126,7 +104,7 @@ def test_many_blocks_of_rows_equal_one_matrix(mask):
 
 
 def test_weights_in_float32_have_the_same_shares():
-    model, _ = models("llama")
+    model = model_of("llama")
     batches = [padded(sequences(*LENGTHS), "left")]
     exact = hw.attention_distances(model, batches)
     rounded = hw.attention_distances(model.float(), batches)
@@ -154,7 +132,7 @@ def test_cross_attention_has_no_distances():
 
 
 def test_tables_are_drawn():
-    model, _ = models("llama")
+    model = model_of("llama")
     texts = hw.Texts(tiny.texts(20, 9, 30), tiny.tokenizer("decoder"))
     distances = hw.attention_distances(model, texts)
     assert list(distances.curve.table())[5:] == ["distance", "within", "within_with_first"]
@@ -168,14 +146,14 @@ def test_tables_are_drawn():
 @pytest.mark.parametrize("quantiles", [(), (0.0,), (1.0,), (0.5, 2), ("a",), 0.5, (1 / 3, 0.333333333)])
 def test_shares_that_are_refused(quantiles):
     with pytest.raises(hw.InputError, match="^quantiles: expected "):
-        hw.attention_distances(models("llama")[0], [padded(sequences(5), "right")], quantiles=quantiles)
+        hw.attention_distances(model_of("llama"), [padded(sequences(5), "right")], quantiles=quantiles)
 
 
 def test_shares_are_those_by_which_localize_ranks_windows():
     """`localize` averages over the queries that have keys outside of window and first tokens; the others have no such
     attention.
     """
-    model, _ = models("llama", "ForCausalLM")
+    model = model_of("llama", top="ForCausalLM")
     batch = {"input_ids": sequences(40)[0][None]}
     streaming = hw.localize(model, [batch], window=5, first=2)
     distances = hw.attention_distances(model, [batch], first=2)

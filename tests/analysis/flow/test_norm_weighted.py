@@ -5,16 +5,26 @@ import math
 import pytest
 import torch
 import transformers
-from eager_flow import ENCODERS, SPECIAL, layers_of, mean_of, model_of, row_statistics
 
 import headwise as hw
 import tiny
 from jackknife import jackknife
-from token_sequences import padded, sequences
+from token_sequences import sequences
+from whole_matrices import (
+    ENCODERS,
+    LENGTHS,
+    SPECIAL,
+    batches_of,
+    heads_of,
+    mean_of,
+    model_of,
+    numbers_of,
+    require_numbers,
+    row_statistics,
+    run_with_cache,
+)
 
 pytestmark = pytest.mark.usefixtures("as_user")
-
-LENGTHS = (13, 7, 1, 19, 2)
 
 
 def of_sequence(weights, vectors, ids, *, causal):
@@ -38,27 +48,17 @@ def of_sequence(weights, vectors, ids, *, causal):
     return columns | {"moved": mean_of(moved), "norm_preference": mean_of(preference)}
 
 
-def expected(model, name, rows, documents=None):
+def expected(model, name, rows):
     """Return the estimates of each column by (layer, head, column)."""
-    layers = [layers_of(model, name, ids) for ids in rows]
     found = {}
-    for layer in range(len(layers[0])):
-        for head in range(len(layers[0][layer][0])):
-            columns = [
-                of_sequence(of[layer][0][head], of[layer][1][head], ids, causal=name not in ENCODERS)
-                for of, ids in zip(layers, rows, strict=True)
-            ]
-            for column in columns[0]:
-                found[layer, head, column] = jackknife([each[column] for each in columns], documents)
+    for layer, head, of_rows in heads_of(model, name, rows):
+        columns = [
+            of_sequence(weights, values @ projection, ids, causal=name not in ENCODERS)
+            for ids, weights, values, projection in of_rows
+        ]
+        for column in columns[0]:
+            found[layer, head, column] = jackknife([each[column] for each in columns])
     return found
-
-
-def compare(table, wanted):
-    """Compare a table with the estimates of `expected`: all numbers, and no others."""
-    assert {(row.layer, row.head, name) for row in table.rows for name in row.statistics} == set(wanted)
-    for row in table.rows:
-        for name, measured in row.statistics.items():
-            assert measured == pytest.approx(wanted[row.layer, row.head, name], abs=1e-10, nan_ok=True), name
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -67,19 +67,9 @@ def compare(table, wanted):
 def test_norms_equal_those_of_whole_matrices(name, side, implementation):
     if name in ("llama", "modernbert") and implementation == "eager":
         pytest.skip("its softmax is in float32")
-    rows = sequences(*LENGTHS)
-    batches = [padded(rows[:3], side), padded(rows[3:], side)]
-    model = model_of(name, implementation)
-    compare(hw.norm_weighted(model, batches, special=SPECIAL), expected(model, name, rows))
-
-
-def test_sequences_of_one_document_are_a_cluster():
-    model = model_of("llama")
-    texts = hw.Texts(tiny.texts(20, 9, 5), tiny.tokenizer("decoder"), context=8, documents="cut", batch=2)
-    rows = [ids.long() for batch in texts for ids in batch["input_ids"]]
-    documents = texts.document_numbers()
-    assert len(set(documents)) < len(rows)
-    compare(hw.norm_weighted(model, texts, special=SPECIAL), expected(model, "llama", rows, documents))
+    model, rows = model_of(name, implementation), sequences(*LENGTHS)
+    table = hw.norm_weighted(model, batches_of(rows, side), special=SPECIAL)
+    require_numbers(numbers_of(table), expected(model, name, rows))
 
 
 @pytest.mark.parametrize("name", ["mistral, window 4", "gemma2, softcap", "gpt-oss, sinks"])
@@ -120,11 +110,8 @@ def test_cached_keys_keep_their_norms():
 
     model = model_of("llama")
     rows = sequences(12, 12)
-    with watch_further(model, NormStatistics(), SPECIAL) as heads, torch.no_grad():
-        cache, start = None, 0
-        for count in (5, 1, 1, 5):
-            part = torch.stack(rows)[:, start : start + count]
-            cache, start = model(part, past_key_values=cache, use_cache=True).past_key_values, start + count
+    with watch_further(model, NormStatistics(), SPECIAL) as heads:
+        run_with_cache(model, torch.stack(rows))
     wanted = expected(model, "llama", rows)
     for layer, record in enumerate(heads.records):
         for name in ("entropy", "first", "previous"):
@@ -207,10 +194,7 @@ def test_a_softmax_written_by_hand_gives_the_same():
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (
-            "gated",
-            "the output projection was not seen to map the outputs of the heads of these modules, as where a gate",
-        ),
+        ("gated", "the output projection was not seen to map the outputs of the heads of these modules, as where a ga"),
         ("no projection", "the output projection was not seen to map the outputs"),
     ],
 )
@@ -237,12 +221,11 @@ def test_a_head_that_writes_nothing_has_no_norms():
     assert table.head(0, 0).statistics["norm_entropy"].n == 3
 
 
-def test_tables_are_saved_and_drawn(tmp_path):
+def test_tables_have_columns_and_are_drawn():
     model = model_of("llama")
     texts = hw.Texts(tiny.texts(20, 9, 30), tiny.tokenizer("decoder"))
-    table = hw.norm_weighted(model, texts, out=tmp_path)
-    loaded = hw.NormWeighted.load(tmp_path)
-    assert loaded.metadata["settings"]["analysis"] == "norm-weighted"
+    table = hw.norm_weighted(model, texts)
+    assert table.metadata["settings"]["analysis"] == "norm-weighted"
     columns = set(table.table())
     assert {"norm_entropy", "entropy_change", "entropy_change_q", "moved", "norm_preference_p"} <= columns
     assert not {"norm_entropy_p", "moved_p"} & columns

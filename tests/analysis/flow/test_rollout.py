@@ -6,17 +6,24 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from eager_flow import SPECIAL, layers_of, model_of
 
 import headwise as hw
 import tiny
 from headwise.analysis.flow import rollout, token_rollout
 from jackknife import jackknife
 from token_sequences import padded, sequences
+from whole_matrices import (
+    LENGTHS,
+    SPECIAL,
+    batches_of,
+    cut_texts,
+    layers_of,
+    model_of,
+    numbers_of,
+    require_numbers,
+)
 
 pytestmark = pytest.mark.usefixtures("as_user")
-
-LENGTHS = (13, 7, 1, 19, 2)
 
 
 def statistics(matrix, ids):
@@ -37,7 +44,7 @@ def of_sequence(layers, ids, residual):
     from the definition: products of whole matrices.
     """
     found, below = {}, torch.eye(len(ids), dtype=torch.float64)
-    for layer, (weights, _) in enumerate(layers):
+    for layer, (weights, *_) in enumerate(layers):
         for head, of_head in enumerate(weights):
             rolled, direct = statistics(of_head @ below, ids), statistics(of_head, ids)
             for name in ("first", "self", "special", "distance"):
@@ -57,11 +64,8 @@ def expected(model, name, rows, documents=None, residual=0.5):
 
 def compare(result, wanted):
     """Compare both tables with the estimates of `expected`: all numbers, and no others."""
-    found = {(row.layer, row.head, name): value for row in result.rows for name, value in row.statistics.items()}
-    found |= {(row.layer, None, name): value for row in result.layers.rows for name, value in row.statistics.items()}
-    assert set(found) == set(wanted)
-    for key, measured in found.items():
-        assert measured == pytest.approx(wanted[key], abs=1e-10, nan_ok=True), key
+    of_layers = {(row.layer, None, name): value for row in result.layers.rows for name, value in row.statistics.items()}
+    require_numbers(numbers_of(result) | of_layers, wanted)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -70,10 +74,8 @@ def compare(result, wanted):
 def test_rollout_equals_products_of_whole_matrices(name, side, implementation):
     if name == "llama" and implementation == "eager":
         pytest.skip("its softmax is in float32")
-    rows = sequences(*LENGTHS)
-    model = model_of(name, implementation)
-    batches = [padded(rows[:3], side), padded(rows[3:], side)]
-    compare(hw.rollout(model, batches, special=SPECIAL), expected(model, name, rows))
+    model, rows = model_of(name, implementation), sequences(*LENGTHS)
+    compare(hw.rollout(model, batches_of(rows, side), special=SPECIAL), expected(model, name, rows))
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
@@ -92,11 +94,7 @@ def test_the_share_of_the_residual_connection():
 
 
 def test_sequences_of_one_document_are_a_cluster():
-    model = model_of("llama")
-    texts = hw.Texts(tiny.texts(20, 9, 5), tiny.tokenizer("decoder"), context=8, documents="cut", batch=2)
-    rows = [ids.long() for batch in texts for ids in batch["input_ids"]]
-    documents = texts.document_numbers()
-    assert len(set(documents)) < len(rows)
+    model, (texts, rows, documents) = model_of("llama"), cut_texts()
     compare(hw.rollout(model, texts, special=SPECIAL), expected(model, "llama", rows, documents))
 
 
@@ -109,7 +107,7 @@ def test_rollout_of_tokens_is_a_row_of_the_product(name, layer, kept, monkeypatc
     ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
     layers = layers_of(model, name, ids)[: 1 if layer == 0 else None]
     below, products = torch.eye(len(ids), dtype=torch.float64), []
-    for weights, _ in layers[::-1]:  # from the top: the product of all layers above an input
+    for weights, *_ in layers[::-1]:  # from the top: the product of all layers above an input
         below = below @ (0.5 * torch.eye(len(ids), dtype=torch.float64) + 0.5 * weights.mean(0))
         products.append(below)
     result = hw.token_rollout(model, tokenizer, text, queries=(3, -1), layer=layer)
@@ -123,20 +121,21 @@ def test_rollout_of_tokens_is_a_row_of_the_product(name, layer, kept, monkeypatc
     assert result.plot().get_title() == "attention rollout"
 
 
-def test_mistakes_in_the_arguments_of_token_rollout():
-    model, tokenizer, text = model_of("llama"), tiny.tokenizer("decoder"), tiny.texts(5)[0]
-    with pytest.raises(hw.InputError, match="^queries: expected indices of 5 tokens, got 5"):
-        hw.token_rollout(model, tokenizer, text, queries=(5,))
-    with pytest.raises(hw.InputError, match="^queries: expected indices of 5 tokens, got 1.0"):
-        hw.token_rollout(model, tokenizer, text, queries=(1.0,))
-    with pytest.raises(hw.InputError, match="^queries: expected indices of 5 tokens, got none"):
-        hw.token_rollout(model, tokenizer, text, queries=())
-    with pytest.raises(hw.InputError, match="^tokenizer: expected a transformers tokenizer, got NoneType"):
-        hw.token_rollout(model, None, text)
-    with pytest.raises(hw.InputError, match="^layer: expected a number below 2, got 2"):
-        hw.token_rollout(model, tokenizer, text, layer=2)
-    with pytest.raises(hw.InputError, match="^residual: expected a share of at least 0 and below 1, got 1"):
-        hw.token_rollout(model, tokenizer, text, residual=1.0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"queries": (5,)}, "queries: expected indices of 5 tokens, got 5"),
+        ({"queries": (1.0,)}, "queries: expected indices of 5 tokens, got 1.0"),
+        ({"queries": ()}, "queries: expected indices of 5 tokens, got none"),
+        ({"tokenizer": None}, "tokenizer: expected a transformers tokenizer, got NoneType"),
+        ({"layer": 2}, "layer: expected a number below 2, got 2"),
+        ({"residual": 1.0}, "residual: expected a share of at least 0 and below 1, got 1"),
+    ],
+)
+def test_mistakes_in_the_arguments_of_token_rollout(options, message):
+    arguments = {"model": model_of("llama"), "tokenizer": tiny.tokenizer("decoder"), "text": tiny.texts(5)[0]}
+    with pytest.raises(hw.InputError, match=f"^{message}"):
+        hw.token_rollout(**arguments | options)
 
 
 def test_queries_may_be_integers_of_any_type():
@@ -238,9 +237,7 @@ def test_layers_that_do_not_fit_are_refused_by_name(name):
 
 def test_learned_sinks_are_refused_by_name():
     model = tiny.family("gpt-oss, sinks", "eager")
-    with pytest.raises(
-        hw.InputError, match="^model: expected attention weights with the sum 1, got a sum that differs"
-    ):
+    with pytest.raises(hw.InputError, match="^model: expected attention weights with the sum 1, got a sum that differ"):
         hw.rollout(model, [{"input_ids": sequences(7)[0][None]}])
 
 
@@ -254,13 +251,10 @@ def test_encoder_decoders_are_reduced_to_their_encoder_for_texts_and_refused_oth
         hw.rollout(model, [{"input_ids": ids, "decoder_input_ids": ids[:, :4]}])
 
 
-def test_tables_are_saved_and_drawn(tmp_path):
+def test_tables_have_columns_and_are_drawn():
     model = model_of("llama")
     texts = hw.Texts(tiny.texts(20, 9, 30), tiny.tokenizer("decoder"))
     result = hw.rollout(model, texts)
-    result.save(tmp_path)
-    loaded = hw.Rollout.load(tmp_path)
-    assert (loaded.rows, loaded.layers.rows) == (result.rows, result.layers.rows)
     assert list(result.layers.table())[:2] == ["layer", "module"]
     columns = set(result.table())
     assert {"rolled_first", "first_change", "first_change_q"} <= columns

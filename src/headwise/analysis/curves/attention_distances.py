@@ -1,32 +1,26 @@
 """Distance that holds a share of a head's attention, from the histogram of its weights by distance."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from headwise.analysis.head_pass import estimates, measure_further, require_some
-from headwise.checks import collection_of, finite_number, head_pairs, whole_number
+from headwise.analysis.curves.head_curves import DRAWN, HeadCurves
+from headwise.analysis.head_pass import head_rows, head_statistics, measure_further, require_some
+from headwise.checks import collection_of, finite_number, whole_number
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.sites import SiteRegistry
-from headwise.plots.curves import Curve, draw_curves
-from headwise.plots.kinds import require_name
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
-from headwise.runs.table import Table
 from headwise.statistics.by_distance import WITH_FIRST, WITHIN_DISTANCES, DistanceStatistics, quantile_name
 from headwise.statistics.columns import Column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-DRAWN = 6
-"""Number of heads that a plot shows by default."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -40,7 +34,7 @@ class DistanceRow(HeadRow):
     distance: int
 
 
-class DistanceCurve(Table[DistanceRow]):
+class DistanceCurve(HeadCurves[DistanceRow]):
     """Table of the share of each head's attention within a distance, one row per head and distance. `within` is the
     share of the attention on keys at most this far from the query; in `within_with_first`, attention on the first
     tokens counts too, at any distance.
@@ -74,29 +68,12 @@ class DistanceCurve(Table[DistanceRow]):
         Example:
             >>> hw.attention_distances(model, texts).curve.plot(heads=[(0, 1)])  # doctest: +SKIP
         """
-        require_name("statistic", statistic, dict.fromkeys(self.statistics))
-        chosen = self._spread(statistic) if heads is None else head_pairs("heads", heads)
-        curves = []
-        for layer, head in chosen:
-            points = self._points(layer, head, statistic)
-            measured = [row.statistics[statistic] for row in points]
-            places = [row.distance + 1 for row in points]
-            name = f"{layer}.{head}"
-            curves.append(Curve(name, places, [each.value for each in measured], [each.sem for each in measured]))
-        axes = draw_curves(
-            curves, x="distance in tokens, plus 1", y=statistic, title=self.model_name, errors=errors, ax=ax
-        )
-        axes.set_xscale("log", base=2)
-        return axes
+        return self._draw(statistic, heads, x="distance in tokens, plus 1", errors=errors, ax=ax)
 
-    def _points(self, layer: int, head: int, statistic: str) -> list[DistanceRow]:
-        """Return the rows of one head with a share."""
-        rows = [row for row in self.rows if (row.layer, row.head) == (layer, head)]
-        if not rows:
-            raise InputError("head", expected="a (layer, head) of this curve", got=(layer, head))
-        return [row for row in rows if math.isfinite(row.statistics[statistic].value)]
+    def _place(self, row: DistanceRow) -> float:
+        return row.distance + 1
 
-    def _spread(self, statistic: str) -> list[tuple[int, int]]:
+    def _drawn(self, statistic: str) -> list[tuple[int, int]]:
         """Return heads at equal steps in the order of their mean share over the distances."""
         sums: dict[tuple[int, int], float] = {}
         for row in self.rows:
@@ -190,8 +167,25 @@ def attention_distances(
     statistics = DistanceStatistics(_quantiles(quantiles), whole_number("first", first, least=0))
     options: dict[str, Any] = {"special": (), "out": out, "force": force, "progress": progress, "title": title}
     options |= {"quantiles": list(statistics.quantiles), "first": statistics.first}
-    make = partial(_tables, statistics=statistics)
-    return measure_further(model, dataset, statistics, AttentionDistances, make, **options)
+
+    def make_tables(registry: SiteRegistry, metadata: dict[str, Any]) -> AttentionDistances:
+        require_some(registry, statistics.names, "positions of queries and keys that can be established")
+        within = [name for name in statistics.names if name.startswith("within")]
+        points = [
+            DistanceRow(**labels, distance=distance, statistics={name: each[index] for name, each in of_head.items()})
+            for labels, of_head in head_statistics(registry, within, len(WITHIN_DISTANCES))
+            for index, distance in enumerate(WITHIN_DISTANCES)
+        ]
+        needed = max(
+            (row.distance for row in points if any(each.value < ALL_WITHIN for each in row.statistics.values())),
+            default=0,
+        )
+        last = next(distance for distance in WITHIN_DISTANCES if distance > needed)
+        curve = DistanceCurve(tuple(row for row in points if row.distance <= last), metadata)
+        rows = head_rows(registry, {name: name for name in statistics.names if name not in within})
+        return AttentionDistances(rows, metadata, curve)
+
+    return measure_further(model, dataset, statistics, AttentionDistances, make_tables, **options)
 
 
 def _quantiles(quantiles: Any) -> tuple[float, ...]:
@@ -203,34 +197,3 @@ def _quantiles(quantiles: Any) -> tuple[float, ...]:
     if len({quantile_name(share) for share in checked}) < len(checked):
         raise InputError("quantiles", expected=f"{of} that differ in six digits", got=sorted(checked))
     return tuple(sorted(checked))
-
-
-def _tables(registry: SiteRegistry, metadata: dict[str, Any], statistics: DistanceStatistics) -> AttentionDistances:
-    """Return the result of a run: how far each head attends, and the share of its attention within each distance."""
-    require_some(registry, statistics.names, "positions of queries and keys that can be established")
-    names = [name for name in statistics.names if not name.startswith("within")]
-    found = {record.site: {name: estimates(record, name, 1) for name in names} for record in registry.records}
-    rows = tuple(
-        HeadRow(
-            **labels,
-            statistics={name: of_heads[labels["head"]][0] for name, of_heads in found[record.site].items()},
-        )
-        for record, labels in registry.head_labels()
-    )
-    points = list(_points(registry, statistics))
-    needed = max(
-        (row.distance for row in points if any(each.value < ALL_WITHIN for each in row.statistics.values())), default=0
-    )
-    last = next(distance for distance in WITHIN_DISTANCES if distance > needed)
-    curve = DistanceCurve(tuple(row for row in points if row.distance <= last), metadata)
-    return AttentionDistances(rows, metadata, curve)
-
-
-def _points(registry: SiteRegistry, statistics: DistanceStatistics) -> Iterator[DistanceRow]:
-    """Yield the share of each head's attention within each distance."""
-    names, size = [name for name in statistics.names if name.startswith("within")], len(WITHIN_DISTANCES)
-    found = {record.site: {name: estimates(record, name, size) for name in names} for record in registry.records}
-    for record, labels in registry.head_labels():
-        for index, distance in enumerate(WITHIN_DISTANCES):
-            shares = {name: of_heads[labels["head"]][index] for name, of_heads in found[record.site].items()}
-            yield DistanceRow(**labels, distance=distance, statistics=shares)

@@ -2,38 +2,32 @@
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from headwise.analysis.head_pass import estimates, measure_further, require_some
-from headwise.checks import LARGEST_INTEGER, collection_of, head_pairs, whole_number
+from headwise.analysis.curves.head_curves import DRAWN, HeadCurves
+from headwise.analysis.head_pass import head_rows, head_statistics, measure_further, require_some
+from headwise.checks import LARGEST_INTEGER, collection_of, whole_number
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.sites import SiteRegistry
-from headwise.plots.curves import Curve, draw_curves
-from headwise.plots.kinds import require_name
 from headwise.runs.head_table import HeadTable
-from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate
+from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.significance import in_errors
-from headwise.runs.table import Table
 from headwise.statistics.by_position import BY_POSITION, SLOPE, PositionStatistics
 from headwise.statistics.columns import Column
-from headwise.statistics.registry import row_statistics, unit_of
+from headwise.statistics.registry import row_statistics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SLOPE_SUFFIX = "_slope"
 """Suffix of the name of a statistic's slope in tables."""
-
-DRAWN = 6
-"""Number of heads that a plot shows by default."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -72,7 +66,7 @@ class PositionSlopes(HeadTable[HeadRow]):
 
 
 @dataclass(frozen=True, repr=False)
-class PositionCurves(Table[PositionRow]):
+class PositionCurves(HeadCurves[PositionRow]):
     """Table of the statistics of each head against the position of the query, one row per head and bin of positions:
     the mean of each statistic over the queries of a sequence in the bin, averaged over the sequences that reach it. The
     standard errors are over documents.
@@ -87,17 +81,6 @@ class PositionCurves(Table[PositionRow]):
     ROW_TYPE = PositionRow
     PARTS = (("slopes", PositionSlopes),)
     UNIT = "bin"
-
-    def curve(self, layer: int, head: int) -> list[PositionRow]:
-        """Return the rows of one head, by position.
-
-        Raises:
-            InputError: the table has no such head.
-        """
-        rows = [row for row in self.rows if (row.layer, row.head) == (layer, head)]
-        if not rows:
-            raise InputError("head", expected="a (layer, head) of these curves", got=(layer, head))
-        return rows
 
     def plot(
         self,
@@ -123,24 +106,12 @@ class PositionCurves(Table[PositionRow]):
         Example:
             >>> hw.position_curves(model, texts).plot("entropy", heads=[(0, 1)])  # doctest: +SKIP
         """
-        require_name("statistic", statistic, dict.fromkeys(self.statistics))
-        chosen = self._steepest(statistic) if heads is None else head_pairs("heads", heads)
-        curves = []
-        for layer, head in chosen:
-            points = [row for row in self.curve(layer, head) if math.isfinite(row.statistics[statistic].value)]
-            measured = [row.statistics[statistic] for row in points]
-            places = [math.sqrt((row.position_from + 1) * (row.position_to + 1)) for row in points]
-            name = f"{layer}.{head}"
-            curves.append(Curve(name, places, [each.value for each in measured], [each.sem for each in measured]))
-        unit = unit_of(statistic)
-        label = f"{statistic}, {unit}" if unit in ("nats", "tokens") else statistic
-        axes = draw_curves(
-            curves, x="position of the query, counted from 1", y=label, title=self.model_name, errors=errors, ax=ax
-        )
-        axes.set_xscale("log", base=2)
-        return axes
+        return self._draw(statistic, heads, x="position of the query, counted from 1", errors=errors, ax=ax)
 
-    def _steepest(self, statistic: str) -> list[tuple[int, int]]:
+    def _place(self, row: PositionRow) -> float:
+        return math.sqrt((row.position_from + 1) * (row.position_to + 1))
+
+    def _drawn(self, statistic: str) -> list[tuple[int, int]]:
         """Return the heads with the largest slopes of a statistic in standard errors; with a single document, by the
         size of the slope.
         """
@@ -209,8 +180,30 @@ def position_curves(
     checked = _edges(edges)
     options: dict[str, Any] = {"special": special, "out": out, "force": force, "progress": progress, "title": title}
     options["edges"] = None if edges is None else list(checked)
-    make = partial(_tables, edges=checked)
-    return measure_further(model, dataset, PositionStatistics(checked), PositionCurves, make, **options)
+
+    def make_tables(registry: SiteRegistry, metadata: dict[str, Any]) -> PositionCurves:
+        names = [name for name in row_statistics() if any(name + SLOPE in each.statistics for each in registry.records)]
+        in_bins = [name + BY_POSITION for name in names]
+        require_some(registry, in_bins, "positions of queries that can be established")
+        bins = list(pairwise(checked))
+        rows = [
+            PositionRow(
+                **labels,
+                position_from=first,
+                position_to=stop - 1,
+                statistics={name.removesuffix(BY_POSITION): each[index] for name, each in of_head.items()},
+            )
+            for labels, of_head in head_statistics(registry, in_bins, len(bins))
+            for index, (first, stop) in enumerate(bins)
+        ]
+        reached = {row.position_from for row in rows if any(each.n for each in row.statistics.values())}
+        if not reached:
+            reason = f"no sequence reaches position {checked[0]}, where the bins start: curves are empty"
+            warnings.warn(reason, stacklevel=3)
+        slopes = PositionSlopes(head_rows(registry, {name + SLOPE: name + SLOPE_SUFFIX for name in names}), metadata)
+        return PositionCurves(tuple(row for row in rows if row.position_from in reached), metadata, slopes)
+
+    return measure_further(model, dataset, PositionStatistics(checked), PositionCurves, make_tables, **options)
 
 
 def _edges(edges: Any) -> tuple[int, ...]:
@@ -224,41 +217,3 @@ def _edges(edges: Any) -> tuple[int, ...]:
     if len(checked) < 2 or any(one >= other for one, other in pairwise(checked)):
         raise InputError("edges", expected=f"two or more {of}", got=list(checked))
     return checked
-
-
-def _tables(registry: SiteRegistry, metadata: dict[str, Any], edges: tuple[int, ...]) -> PositionCurves:
-    """Return the curves and the slopes of all heads."""
-    names = [name for name in row_statistics() if any(name + SLOPE in each.statistics for each in registry.records)]
-    require_some(registry, [name + BY_POSITION for name in names], "positions of queries that can be established")
-    rows = list(_rows(registry, names, edges))
-    reached = {row.position_from for row in rows if any(estimate.n for estimate in row.statistics.values())}
-    if not reached:
-        warnings.warn(f"no sequence reaches position {edges[0]}, where the bins start: curves are empty", stacklevel=3)
-    slopes = {record.site: {name: estimates(record, name + SLOPE, 1) for name in names} for record in registry.records}
-    slope_rows = tuple(
-        HeadRow(
-            **labels,
-            statistics={
-                name + SLOPE_SUFFIX: of_heads[labels["head"]][0] for name, of_heads in slopes[record.site].items()
-            },
-        )
-        for record, labels in registry.head_labels()
-    )
-    curves = tuple(row for row in rows if row.position_from in reached)
-    return PositionCurves(curves, metadata, PositionSlopes(slope_rows, metadata))
-
-
-def _rows(registry: SiteRegistry, names: list[str], edges: tuple[int, ...]) -> Iterator[PositionRow]:
-    """Yield the statistics of each head in each bin."""
-    bins = len(edges) - 1
-    curves = {
-        record.site: {name: estimates(record, name + BY_POSITION, bins) for name in names}
-        for record in registry.records
-    }
-    for record, labels in registry.head_labels():
-        for index in range(bins):
-            statistics = {name: of_heads[labels["head"]][index] for name, of_heads in curves[record.site].items()}
-            statistics = {name: each if each.n else NO_ESTIMATE for name, each in statistics.items()}
-            yield PositionRow(
-                **labels, position_from=edges[index], position_to=edges[index + 1] - 1, statistics=statistics
-            )

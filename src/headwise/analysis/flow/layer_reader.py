@@ -1,13 +1,16 @@
 """Reading of the layers of a model in their order, for products of attention over layers."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.data.batches import call_model
 from headwise.errors import InputError
 from headwise.intercept.call_contexts import CallContexts
+from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Observation
 from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.refusals import NEVER_CHANGED, NOT_LINEAR, NOT_OVER_KEYS
@@ -28,50 +31,54 @@ class LayerReader(SiteRegistry):
 
     Attributes:
         sizes: numbers of sequences and tokens of the first layer; None before it.
-
-    Args:
-        model: the intercepted model.
-        special: ids of special tokens.
     """
 
     def __init__(self, model: nn.Module, special: Collection[int] = ()) -> None:
         super().__init__(model)
+        self.model = model
         self._contexts = CallContexts(special)
         self.sizes: tuple[int, int] | None = None
 
     def on_model_call(self) -> None:
-        """Discard the tokens and padding of the previous call of the model."""
         self._contexts.on_model_call()
 
     def observe(self, call: Call) -> Observation | None:
-        """Return the observation of the next layer.
-
-        Raises:
-            InputError: the call does not fit the layers before it.
+        """Return the observation of the next layer, after checking that the call is self-attention over as many
+        sequences and tokens as the calls before it, the first one of its module.
         """
+        grid, path = call.grid, call.site.label
         if call.is_recomputation:
-            raise InputError("model", expected="a run without gradients", got=f"a repeated call of {call.site.label}")
-        self._require_fit(call)
+            raise InputError("model", expected="a run without gradients", got=f"a repeated call of {path}")
+        if call.site in self._records:
+            raise InputError("model", expected="modules that attend once in a run", got=f"several calls of {path}")
+        if call.site.cross:
+            raise InputError("model", expected="self-attention in every layer", got=f"cross-attention in {path}")
+        batch, length = self.sizes or (grid.batch, grid.queries)
+        if (grid.batch, grid.queries, grid.keys) != (batch, length, length):
+            raise InputError(
+                "model",
+                expected=f"self-attention over {batch} x {length} tokens in every layer",
+                got=f"{grid.batch} x {grid.queries} queries and {grid.keys} keys in {path}",
+            )
+        self.sizes = batch, length
         number = len(self._records)
         self.register(call)
         observed = self._contexts.read(call)
         if observed.lacks_positions or observed.lacks_rows or observed.continues:
             expected = "calls whose tokens and padding can be established"
-            raise InputError("model", expected=expected, got=f"another call of {call.site.label}")
+            raise InputError("model", expected=expected, got=f"another call of {path}")
         return self.read_layer(number, call, observed)
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation | None:
-        """Return the observation of a layer; None if it is not read. Subclasses override this method.
-
-        Args:
-            number: number of the layer, in the order of the run.
-            call: its attention call.
-            observed: tokens and padding of the call.
+        """Return the observation of the layer with this number in the order of the run; None if it is not read.
+        Subclasses override this method.
         """
         return None
 
-    def require_layers(self) -> None:
-        """Raise `InputError` after a run unless every layer of the model attended, in the order of the layers."""
+    def run(self, batch: dict[str, Any]) -> None:
+        """Run the model on a batch. Raise `InputError` unless every layer attended, in the order of the layers."""
+        with intercepted(self.model, self):
+            call_model(self.model, batch)
         self.require_attention()
         for reason, paths in self._paths_by_reason().items():
             if reason not in IGNORED:
@@ -92,34 +99,11 @@ class LayerReader(SiteRegistry):
             order = ", ".join(map(str, known))
             raise InputError("model", expected="layers that run in their order", got=f"the order {order}")
 
-    def _require_fit(self, call: Call) -> None:
-        """Raise `InputError` unless a call is self-attention over as many sequences and tokens as the calls before it,
-        the first one of its module.
-        """
-        grid, path = call.grid, call.site.label
-        if call.site in self._records:
-            raise InputError("model", expected="modules that attend once in a run", got=f"several calls of {path}")
-        if call.site.cross:
-            raise InputError("model", expected="self-attention in every layer", got=f"cross-attention in {path}")
-        sizes = grid.batch, grid.queries, grid.keys
-        batch, length = self.sizes or (grid.batch, grid.queries)
-        if sizes != (batch, length, length):
-            raise InputError(
-                "model",
-                expected=f"self-attention over {batch} x {length} tokens in every layer",
-                got=f"{grid.batch} x {grid.queries} queries and {grid.keys} keys in {path}",
-            )
-        self.sizes = batch, length
-
 
 def require_whole(sums: Float[Tensor, "*queries"], path: str, eps: float) -> None:
     """Raise `InputError` unless the shares of each query in the rollout after a layer have the sum 1. They have not
     where a learned sink takes a part of the attention, or where a token is attended to that attends to nothing itself.
-
-    Args:
-        sums: sums of the shares.
-        path: path of the attention module.
-        eps: distance between 1 and the next number in the dtype of the model.
+    `eps` is that of the dtype of the model.
     """
     loss = (sums - 1).abs()
     if bool((loss > max(LARGEST_LOSS, 4 * eps)).any()):  # NaN is reported elsewhere
@@ -128,7 +112,5 @@ def require_whole(sums: Float[Tensor, "*queries"], path: str, eps: float) -> Non
 
 
 def eps_of(row_block: RowBlock) -> float:
-    """Return the distance between 1 and the next number in the dtype of a call, or in that of its weights if the dtype
-    of the call is unknown.
-    """
+    """Return the epsilon of the dtype of a call, or of that of its weights if the dtype of the call is unknown."""
     return torch.finfo(row_block.powers.dtype if row_block.values is None else row_block.values.dtype).eps

@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from headwise.analysis.head_pass import estimates, measure_further, require_some
+from headwise.analysis.head_pass import head_rows, measure_further, require_some
 from headwise.data.texts import Texts
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow
 from headwise.statistics.by_norm import BY_NORM, CHANGE, MOVED, PREFERENCE, NormStatistics
 from headwise.statistics.columns import CHANGE_SUFFIX, CHANGES, WEIGHTS, Column
+from headwise.statistics.registry import row_statistics
 
 NORM_PREFIX = "norm_"
 """Prefix of the name of a statistic of norms in tables."""
@@ -96,28 +97,16 @@ def norm_weighted(
         UserWarning: of modules whose output projection or values could not be established; their rows have no numbers.
     """
     options: dict[str, Any] = {"special": special, "out": out, "force": force, "progress": progress, "title": title}
-    return measure_further(model, dataset, NormStatistics(), NormWeighted, _table, analysis="norm-weighted", **options)
+    names = {BY_NORM: NORM_PREFIX + "{}", CHANGE: "{}" + CHANGE_SUFFIX}  # such as norm_entropy and entropy_change
+    columns = {each + suffix: name.format(each) for each in row_statistics() for suffix, name in names.items()}
+    columns |= {MOVED: MOVED, PREFERENCE: PREFERENCE}
 
-
-def _table(registry: SiteRegistry, metadata: dict[str, Any]) -> NormWeighted:
-    """Return the table of all heads."""
-    expected = "an output projection that is seen to map the outputs of the heads"
-    require_some(registry, NormStatistics().names, expected)
-    measured = dict.fromkeys(name for record in registry.records for name in record.statistics)
-    names = [name for name in NormStatistics().names if name in measured]
-    found = {record.site: {name: estimates(record, name, 1) for name in names} for record in registry.records}
-    rows = [
-        HeadRow(
-            **labels,
-            statistics={_column(name): of[labels["head"]][0] for name, of in found[record.site].items()},
+    def make_table(registry: SiteRegistry, metadata: dict[str, Any]) -> NormWeighted:
+        require_some(registry, columns, "an output projection that is seen to map the outputs of the heads")
+        measured = {name for record in registry.records for name in record.statistics}
+        return NormWeighted(
+            head_rows(registry, {name: columns[name] for name in columns if name in measured}), metadata
         )
-        for record, labels in registry.head_labels()
-    ]
-    return NormWeighted(tuple(rows), metadata)
 
-
-def _column(name: str) -> str:
-    """Return the name of a statistic in tables: `norm_entropy` and `entropy_change`."""
-    if name.endswith(BY_NORM):
-        return NORM_PREFIX + name.removesuffix(BY_NORM)
-    return name.removesuffix(CHANGE) + CHANGE_SUFFIX if name.endswith(CHANGE) else name
+    norms = NormStatistics()
+    return measure_further(model, dataset, norms, NormWeighted, make_table, analysis="norm-weighted", **options)

@@ -1,6 +1,6 @@
 """Attention rollout of every layer, and of every head, over a data set (Abnar and Zuidema 2020)."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from headwise.checks import collection_of, finite_number
 from headwise.data.batches import call_model, count_sequences_and_tokens, documents_of
 from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Observation, SiteKey
 from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.sites import SiteRecord, SiteRegistry
@@ -84,10 +83,11 @@ class RolloutLayers(Table[LayerRow]):
         names = list(collection_of("statistics", statistics, of="names of statistics"))
         for name in names:
             require_name("statistic", name, dict.fromkeys(LAYER_STATISTICS))
-        layers, curves = [row.layer for row in self.rows], []
-        for name in (each for each in names if each in self.statistics):
-            found = [row.statistics[name] for row in self.rows]
-            curves.append(Curve(name, layers, [each.value for each in found], [each.sem for each in found]))
+        curves = [
+            Curve.of(name, [(row.layer, row.statistics[name]) for row in self.rows])
+            for name in names
+            if name in self.statistics
+        ]
         units = {unit_of(name) for name in names} - {""}
         y = "share of the rollout" if units == {"share"} else ", ".join([*names, *units])
         return draw_curves(curves, x="layer", y=y, title=self.model_name, errors=errors, ax=ax)
@@ -170,7 +170,21 @@ def rollout(
         return reader.records, {site: _means(of_site, site, count) for site, of_site in sums.items()}
 
     def make_table(registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]) -> Rollout:
-        return _tables(registry, values, documents_of(data.dataset), metadata)
+        def estimates(record: SiteRecord, names: Iterable[str], unit: int) -> dict[str, MeanEstimate]:
+            numbers = {name: values[record.site][name][:, unit].tolist() for name in names if name in measured}
+            return {name: MeanEstimate.of(of_name, documents) for name, of_name in numbers.items()}
+
+        measured, documents = next(iter(values.values())), documents_of(data.dataset)
+        of_heads = [name for each in ROLLOUT_STATISTICS for name in (ROLLED_PREFIX + each, each + CHANGE_SUFFIX)]
+        heads = tuple(
+            HeadRow(**labels, statistics=estimates(record, of_heads, labels["head"]))
+            for record, labels in registry.head_labels()
+        )
+        layers = tuple(
+            LayerRow(layer=layer, module=record.site.label, statistics=estimates(record, LAYER_STATISTICS, 0))
+            for layer, record in zip(registry.layers, registry.records, strict=True)
+        )
+        return Rollout(heads, metadata, RolloutLayers(layers, metadata))
 
     options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
     return measure_sequences(
@@ -189,17 +203,17 @@ def residual_share(residual: Any) -> float:
 def rolled_out(
     model: nn.Module, batch: dict[str, Any], special: Collection[int], residual: float
 ) -> "tuple[RolloutRun, dict[SiteKey, LayerSums]]":
-    """Roll out the attention of one batch, in as many runs of the model as its columns need. Return the interceptor of
-    the last run and the sums over the queries of each sequence, by site in the order of the layers.
+    """Roll out the attention of a batch, in as many runs of the model as its columns need. Return the interceptor of
+    the last run, and the sums over the queries of each sequence by site.
     """
     sums: dict[SiteKey, LayerSums] = {}
     start, length = 0, 1
     while start < length:
         reader = RolloutRun(model, special, residual, sums, start)
-        with intercepted(model, reader):
-            call_model(model, batch)
-        reader.require_layers()
-        start, length = reader.stop, reader.length
+        reader.run(batch)
+        if reader.columns is None:  # sequences without a token
+            break
+        start, length = reader.columns.tokens.stop, reader.columns.values.shape[1]
     for site, of_site in sums.items():
         if not all(bool(each.isfinite().all()) for each in (*of_site.of_layer.values(), *of_site.rolled.values())):
             error = nonfinite_error(model, lambda: call_model(model, batch), batch)
@@ -223,37 +237,6 @@ def _means(sums: "LayerSums", site: SiteKey, sequences: int) -> SequenceValues:
     return {name: each.cpu() for name, each in found.items()}
 
 
-def _tables(
-    registry: SiteRegistry,
-    values: dict[SiteKey, SequenceValues],
-    documents: Sequence[int] | None,
-    metadata: dict[str, Any],
-) -> Rollout:
-    """Return the tables from the means of each sequence."""
-
-    def estimate(site: SiteKey, name: str, unit: int) -> MeanEstimate:
-        return MeanEstimate.of(values[site][name][:, unit].tolist(), documents)
-
-    measured = next(iter(values.values()))
-    of_heads = [name for each in ROLLOUT_STATISTICS for name in (ROLLED_PREFIX + each, each + CHANGE_SUFFIX)]
-    heads = tuple(
-        HeadRow(
-            **labels,
-            statistics={name: estimate(record.site, name, labels["head"]) for name in of_heads if name in measured},
-        )
-        for record, labels in registry.head_labels()
-    )
-    layers = tuple(
-        LayerRow(
-            layer=layer,
-            module=record.site.label,
-            statistics={name: estimate(record.site, name, 0) for name in LAYER_STATISTICS if name in measured},
-        )
-        for layer, record in zip(registry.layers, registry.records, strict=True)
-    )
-    return Rollout(heads, metadata, RolloutLayers(layers, metadata))
-
-
 STATE_BYTES = 2**26
 """Largest size of the columns that one run carries through the layers."""
 
@@ -266,12 +249,12 @@ LAYER_STATISTICS = (*ROLLOUT_STATISTICS, "entropy")
 
 @dataclass
 class LayerSums:
-    """Sums over the queries of each sequence, in float64, from all runs over a batch.
+    """Sums over the queries of each sequence, in float64, from all runs over a batch, by the name of a statistic.
 
     Attributes:
-        of_layer: sums of the statistics of the rollout, by name.
-        rolled: sums of those of each head's attention, rolled out over the layers below.
-        direct: sums of those of each head's attention alone, and numbers of queries that count, by the name `ROWS`.
+        of_layer: sums of the statistics of the rollout of the layer.
+        rolled, direct: sums of those of each head's attention, rolled out over the layers below, and alone. `direct`
+            also has the number of queries that count, by the name `ROWS`.
         rows: number of queries that count.
     """
 
@@ -282,15 +265,9 @@ class LayerSums:
 
 
 class RolloutRun(LayerReader):
-    """Interceptor that rolls out attention in one run over a batch, for some of the tokens: as tokens that are attended
-    to for the entropy, and as queries for the shares on the query itself and for distances.
-
-    Args:
-        model: the intercepted model.
-        special: ids of special tokens.
-        residual: share of the residual connection in each layer.
-        sums: sums by site, to which the run adds.
-        start: first of the tokens.
+    """Interceptor that rolls out attention in one run over a batch, for some of the tokens from `start` on: as tokens
+    that are attended to for the entropy, and as queries for the shares on the query itself and for distances. The run
+    adds to `sums`.
     """
 
     def __init__(
@@ -298,30 +275,19 @@ class RolloutRun(LayerReader):
     ) -> None:
         super().__init__(model, special)
         self._residual, self._sums, self._start = residual, sums, start
-        self._columns: _Columns | None = None
-
-    @property
-    def stop(self) -> int:
-        """Token after the last one of this run."""
-        return 0 if self._columns is None else self._columns.tokens.stop
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of a sequence."""
-        return 0 if self._columns is None else self._columns.values.shape[1]
+        self.columns: _Columns | None = None
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation:
-        """Return an observation that rolls out a layer."""
         sums, layer, context = self._sums.setdefault(call.site, LayerSums()), _Layer(), observed.context
 
         def observer(row_block: RowBlock) -> None:
-            if self._columns is None:
-                self._columns = _Columns.of(row_block, context, self._start)
-            layer.add(row_block, self._columns, sums)
+            if self.columns is None:
+                self.columns = _Columns.of(row_block, context, self._start)
+            layer.add(row_block, self.columns, sums)
 
         def on_end() -> None:
-            assert self._columns is not None
-            layer.finish(self._columns, self._residual, sums, call.site.label)
+            assert self.columns is not None
+            layer.finish(self.columns, self._residual, sums, call.site.label)
 
         return Observation(observer, context, on_end)
 
@@ -330,11 +296,6 @@ class RolloutRun(LayerReader):
 class _Columns:
     """Columns of the products of the rollout with fixed matrices, for the tokens `tokens`: those of the identity, those
     of the distances between tokens, and columns that are 1 at first tokens, at special tokens, and at all tokens.
-
-    Attributes:
-        tokens: the tokens.
-        values: the columns, those of the identity first.
-        has_special: True if special tokens are known.
     """
 
     tokens: range
@@ -345,9 +306,8 @@ class _Columns:
     def of(row_block: RowBlock, context: CallContext, start: int) -> "_Columns":
         """Return the columns before the first layer."""
         grid, powers = row_block.grid, row_block.powers
-        room = STATE_BYTES // (
-            2 * 2 * powers.element_size() * grid.batch * grid.queries
-        )  # with those of the next layer
+        token_bytes = 2 * 2 * powers.element_size() * grid.batch * grid.queries  # with the columns of the next layer
+        room = STATE_BYTES // token_bytes
         tokens = range(start, min(start + max(room, 1), grid.queries))
         columns = slice(tokens.start, tokens.stop)
         everything = torch.arange(grid.queries, device=grid.device)
@@ -406,39 +366,29 @@ class _Layer:
                 for which, first in enumerate((0, len(columns.tokens))):
                     place = first + own.start - columns.tokens.start
                     at_query[which] += (of_own * below[:, None, :, place : place + len(own)].mT).sum(-1)
-        self._add_heads(row_block, columns, sums, counted, own, rolled, at_query)
+        counted_own = counted[..., own.start - row_block.rows.start :][..., : len(own)]
 
-    def _add_heads(
-        self,
-        row_block: RowBlock,
-        columns: _Columns,
-        sums: LayerSums,
-        counted: Bool[Tensor, "part heads rows"],
-        own: range,
-        rolled: Float[Tensor, "part heads rows 3"],
-        at_query: Float[Tensor, "2 part heads own"],
-    ) -> None:
-        """Add the statistics of some query rows of each head."""
-        of_own = counted[..., own.start - row_block.rows.start :][..., : len(own)]
-        _add(sums.rolled, "self", row_block, at_query[0], of_own)
-        _add(sums.rolled, "distance", row_block, at_query[1], of_own)
-        if columns.tokens.start:
-            return
-        _add(sums.direct, ROWS, row_block, torch.ones_like(rolled[..., 0]), counted)
-        _add(sums.rolled, "first", row_block, rolled[..., 0], counted)
-        _add(sums.direct, "first", row_block, row_block.weight_on_first, counted)
-        _add(sums.direct, "self", row_block, row_block.weight_at_lag(0), counted)
-        _add(sums.direct, "distance", row_block, row_block.distance, counted)
-        if columns.has_special:
-            _add(sums.rolled, "special", row_block, rolled[..., 1], counted)
-            _add(sums.direct, "special", row_block, row_block.feature_sums["special"], counted)
+        def add(totals: dict[str, Tensor], name: str, of_rows: Tensor, is_counted: Tensor = counted) -> None:
+            """Add the values of the query rows that count to the sums of each sequence and head."""
+            if name not in totals:
+                totals[name] = torch.zeros(grid.batch, grid.heads, dtype=torch.float64, device=grid.device)
+            of_sequences = of_rows.double().masked_fill(~is_counted, 0.0).sum(-1)
+            totals[name][row_block.sequences_and_heads] += of_sequences
+
+        add(sums.rolled, "self", at_query[0], counted_own)
+        add(sums.rolled, "distance", at_query[1], counted_own)
+        if not columns.tokens.start:
+            add(sums.rolled, "first", rolled[..., 0])
+            add(sums.direct, ROWS, torch.ones_like(rolled[..., 0]))
+            add(sums.direct, "first", row_block.weight_on_first)
+            add(sums.direct, "self", row_block.weight_at_lag(0))
+            add(sums.direct, "distance", row_block.distance)
+            if columns.has_special:
+                add(sums.rolled, "special", rolled[..., 1])
+                add(sums.direct, "special", row_block.feature_sums["special"])
 
     def finish(self, columns: _Columns, residual: float, sums: LayerSums, path: str) -> None:
-        """Replace the columns by those after the layer, and add the statistics of its rollout.
-
-        Raises:
-            InputError: the rollout of a query has lost attention.
-        """
+        """Replace the columns by those after the layer, and add the statistics of its rollout."""
         assert self._product is not None
         assert self._counted is not None
         columns.values.mul_(residual).add_(self._product, alpha=1 - residual)
@@ -458,17 +408,3 @@ class _Layer:
         for name, (numbers, is_counted) in values.items():
             total = numbers.double().masked_fill(~is_counted, 0.0).sum(-1)
             sums.of_layer[name] = sums.of_layer.get(name, 0.0) + total
-
-
-def _add(
-    sums: dict[str, Tensor],
-    name: str,
-    row_block: RowBlock,
-    values: Float[Tensor, "part heads rows"],
-    counted: Bool[Tensor, "part heads rows"],
-) -> None:
-    """Add the values of the query rows that count to the sums of a statistic for each sequence and head."""
-    grid = row_block.grid
-    if name not in sums:
-        sums[name] = torch.zeros(grid.batch, grid.heads, dtype=torch.float64, device=grid.device)
-    sums[name][row_block.sequences_and_heads] += values.double().masked_fill(~counted, 0.0).sum(-1)

@@ -13,10 +13,9 @@ from headwise.analysis.flow.rollout import residual_share
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, require_module, whole_number
-from headwise.data.batches import call_model, device_of, evaluation_mode, to_device
+from headwise.data.batches import device_of, evaluation_mode, to_device
 from headwise.data.tokenization import encode_text, text_model
 from headwise.errors import InputError, require
-from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Observation
 from headwise.intercept.observed_call import ObservedCall
 from headwise.plots.words import draw_pattern
@@ -56,17 +55,12 @@ class TokenRollout:
             MissingExtra: pandas is not installed.
         """
         rows = [
-            {
-                "query": query,
-                "token": token,
-                "query_text": self.tokens[query],
-                "token_text": self.tokens[token],
-                "weight": weight,
-            }
+            (query, token, self.tokens[query], self.tokens[token], weight)
             for query, weights in zip(self.queries, self.weights.tolist(), strict=True)
             for token, weight in enumerate(weights)
         ]
-        return require("pandas", purpose="a table", extra="tables").DataFrame(rows)
+        columns = ["query", "token", "query_text", "token_text", "weight"]
+        return require("pandas", purpose="a table", extra="tables").DataFrame(rows, columns=columns)
 
     def plot(self, ax: Any = None) -> "Axes":
         """Draw the shares as a matrix, with queries down and tokens across, and return the matplotlib axes.
@@ -125,20 +119,25 @@ def token_rollout(
     chosen = _indices(queries, len(tokens))
     batch = to_device(encoded.inputs, device_of(model))
     with evaluation_mode(model), torch.no_grad():
-        layers = _count_layers(model, batch, len(tokens))
+        reader = LayerReader(model)
+        reader.run(batch)
+        if reader.sizes != (1, len(tokens)):
+            expected = f"self-attention over the {len(tokens)} tokens of the text"
+            raise InputError("model", expected=expected, got=reader.sizes)
+        layers = len(reader.records)
         top = layers - 1 if layer is None else whole_number("layer", layer, least=0)
         if top >= layers:
             raise InputError("layer", expected=f"a number below {layers}", got=top)
-        shares: Tensor = nn.functional.one_hot(torch.tensor(chosen), len(tokens)).to(device_of(model), _dtype(model))
+        dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+        dtype = torch.promote_types(next(dtypes, torch.float32), torch.float32)
+        shares: Tensor = nn.functional.one_hot(torch.tensor(chosen), len(tokens)).to(device_of(model), dtype)
         by_layer: list[Tensor] = []
         together = max(1, KEPT_BYTES // (shares.element_size() * len(tokens) ** 2))
         for last in range(top, -1, -together):
             numbers = range(max(last - together + 1, 0), last + 1)
-            reader = _RowPass(model, numbers, shares, residual)
-            with intercepted(model, reader):
-                call_model(model, batch)
-            reader.require_layers()
-            by_layer += reader.passed()
+            row_pass = _RowPass(model, numbers, shares, residual)
+            row_pass.run(batch)
+            by_layer += row_pass.passed()
             shares = by_layer[-1]
     return TokenRollout(tokens, chosen, by_layer[-1], torch.stack(by_layer[::-1]), residual)
 
@@ -159,26 +158,10 @@ def _indices(queries: Any, count: int) -> tuple[int, ...]:
     return tuple(indices)
 
 
-def _count_layers(model: nn.Module, batch: dict[str, Any], tokens: int) -> int:
-    """Return the number of layers of a model, after checking that they fit."""
-    reader = LayerReader(model)
-    with intercepted(model, reader):
-        call_model(model, batch)
-    reader.require_layers()
-    if reader.sizes != (1, tokens):
-        raise InputError("model", expected=f"self-attention over the {tokens} tokens of the text", got=reader.sizes)
-    return len(reader.records)
-
-
 class _RowPass(LayerReader):
-    """Interceptor that passes rows of the rollout through some layers, from the output of the last one to the input of
-    the first one. Through one layer they pass block by block; the mean weights of several layers are kept.
-
-    Args:
-        model: the intercepted model.
-        numbers: numbers of the layers.
-        shares: shares of the positions of the output of the last of them.
-        residual: share of the residual connection.
+    """Interceptor that passes rows of the rollout, `shares`, through the layers with these numbers, from the output of
+    the last one to the input of the first one. Through one layer they pass block by block; the mean weights of several
+    layers are kept.
     """
 
     def __init__(
@@ -214,11 +197,7 @@ class _RowPass(LayerReader):
         return Observation(observer, CallContext(), lambda: None)
 
     def passed(self) -> list[Float[Tensor, "queries tokens"]]:
-        """Return the shares of the positions of the input of each layer after the run, those of the last layer first.
-
-        Raises:
-            InputError: attention was lost in a layer.
-        """
+        """Return the shares of the positions of the input of each layer, those of the last layer first."""
         shares, found = self._shares, []
         for number in reversed(self._numbers):
             read = self._read[number]
@@ -227,9 +206,3 @@ class _RowPass(LayerReader):
             require_whole(shares.sum(-1), self._paths[number], self._eps)
             found.append(shares)
         return found
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which the shares of the tokens are computed: that of the model, but float32 at least."""
-    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
-    return torch.promote_types(dtypes[0] if dtypes else torch.float32, torch.float32)

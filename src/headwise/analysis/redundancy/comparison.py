@@ -42,12 +42,9 @@ LARGEST_EXPECTATION = 0.05
 
 @dataclass
 class ComparisonProgress(SiteProgress):
-    """Partial result of a comparison of heads in one process.
-
-    Attributes:
-        products: running sums of the outputs of every two sites that were compared.
-        distances: running distances of the attention weights at each site.
-        rounding: square of the relative difference of outputs that counts as rounding, at each site.
+    """Partial result of a comparison of heads in one process: running sums of the outputs of every two sites that were
+    compared, running distances of the attention weights at each site, and the square of the relative difference of
+    outputs that counts as rounding at each site.
     """
 
     products: dict[tuple[SiteKey, SiteKey], OutputProducts] = field(default_factory=dict)
@@ -77,10 +74,6 @@ class HeadComparison(SiteRegistry):
 
     Outputs of different layers are compared if the layers attend from the same tokens.
 
-    Args:
-        model: the model that is intercepted.
-        across_layers: compare the outputs of heads of different sites too.
-
     Attributes:
         progress: running sums over all runs of the model.
         nonfinite_modules: paths of the modules in which a head output was NaN or infinite, as keys.
@@ -98,16 +91,12 @@ class HeadComparison(SiteRegistry):
         self._latest: tuple[Call | None, CallContext] = None, CallContext()
 
     def on_model_call(self) -> None:
-        """At the start of a model call, release the data of the previous model call: head outputs that wait for
-        comparison, and call contexts (cached padding and visible keys).
-        """
+        """Release the data of the previous model call."""
         self._pending_outputs = {}
         self._contexts.on_model_call()
 
     def observe(self, call: Call) -> Observation | None:
-        """Register the site (a module's self- or cross-attention) of an attention call. Return the observation that
-        adds the call's attention weights to the running distances between the heads of that site.
-        """
+        """Return the observation that adds the attention weights of a call to the distances between its heads."""
         heads = self.register(call).heads
         distances = self.progress.distances.setdefault(call.site, WeightDistances(heads, call.grid.device))
         return Observation(distances.add, self._call_context(call), distances.finish_call)
@@ -147,16 +136,12 @@ class HeadComparison(SiteRegistry):
         return self._latest[1]
 
     def _name_unknown_padding(self, path: str, reason: str) -> None:
-        """Record that the padded queries of a module are unknown. Other statistics that may be left out are not needed
-        for comparisons.
-        """
+        """Record that the padded queries of a module are unknown; other reasons do not concern comparisons."""
         if reason == PADDED_QUERIES_UNKNOWN:
             self.on_left_out(path, PADDING_IS_COMPARED)
 
     def finish_batch(self) -> None:
-        """Compare, across layers, the head outputs that were stored from attention calls over the same tokens during
-        the last model call, and release them.
-        """
+        """Compare across layers the head outputs that the last model call stored, and release them."""
         for outputs in self._pending_outputs.values():
             self._compare(outputs)
         self._pending_outputs = {}
@@ -179,9 +164,8 @@ class HeadComparison(SiteRegistry):
             self.progress.rounding[site] = max(self.progress.rounding.get(site, 0.0), rounding)
 
     def _compare(self, outputs: list[tuple[Call, Tensor]]) -> None:
-        """Update the running similarities between the heads of every two attention calls in `outputs`, and between the
-        heads within each call. `outputs` pairs each call with its head outputs `(tokens, heads, value_dim)`; the tokens
-        are the same for all calls.
+        """Update the similarities between the heads of every two attention calls in `outputs`, and within each call.
+        `outputs` pairs each call with its head outputs `(tokens, heads, value_dim)`, at the same tokens.
         """
         outputs = sorted(outputs, key=lambda output: (self._order[output[0].site.path], *output[0].site[1:]))
         for parts in zip(*(torch.split(out, TOKENS_AT_ONCE) for _, out in outputs), strict=True):
@@ -199,8 +183,7 @@ class HeadComparison(SiteRegistry):
         self, call: Call, out: Float[Tensor, "tokens heads value_dim"]
     ) -> Float[Tensor, "heads tokens width"]:
         """Return, for each head and token, the unit vector in the direction of what the head writes into the residual
-        stream: its output times its slice of the output projection, or its output itself if no projection is found. A
-        vector of zeros stays 0.
+        stream, or of its output if no output projection is found. A vector of zeros stays 0.
         """
         heads, value_dim = out.shape[1:]
         if call.site not in self._projection_slices:
@@ -213,9 +196,7 @@ class HeadComparison(SiteRegistry):
         return nn.functional.normalize(written, dim=-1, eps=SMALLEST_NORM)
 
     def name_few_tokens(self, threshold: float) -> None:
-        """Record the modules whose outputs were compared over so few tokens that unrelated heads may have a `cka` of
-        `threshold` by chance.
-        """
+        """Record the modules with so few tokens that unrelated heads may have a `cka` of `threshold` by chance."""
         heads, pairs = {site: record.heads for site, record in self._records.items()}, 0
         for site, other in self.progress.products:
             pairs += heads[site] * heads[other] if site != other else math.comb(heads[site], 2)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.ablate import ablate
-from headwise.analysis.head_pass import PassData, require_finite_outputs, table_of_pass
+from headwise.analysis.head_pass import PassData, head_rows, require_finite_outputs, table_of_pass
 from headwise.analysis.losses import Loss, name_of_loss, options_of_loss
 from headwise.analysis.redundancy.comparison import MEASURES, ComparisonProgress, HeadComparison
 from headwise.checks import finite_number, require_module
@@ -253,7 +253,7 @@ def redundancy(
             comparison.add(part)
         comparison.name_few_tokens(threshold)
         similarity: Any = comparison.similarity()
-        rows = tuple(HeadRow(**labels, statistics={}) for _, labels in comparison.head_labels())
+        rows = head_rows(comparison, {})
         clusters = tuple(
             tuple((rows[head].layer, rows[head].head) for head in cluster)
             for cluster in find_clusters(similarity["cka"], threshold)
@@ -303,15 +303,8 @@ def find_clusters(similarity: Float[Tensor, "heads heads"], threshold: float) ->
     of two or more heads, each as a list of head indices.
 
     Complete-linkage clustering: the two most similar sets are joined first, where the similarity of two sets is that of
-    their least similar pair. SciPy decides the order of equally similar pairs. Each head is in at most one cluster.
-
-    Args:
-        similarity: symmetric matrix of similarities up to 1; NaN, for a pair that was not compared, is below every
-            threshold.
-        threshold: least similarity within a cluster, above 0.
-
-    Raises:
-        MissingExtra: scipy is not installed.
+    their least similar pair. SciPy decides the order of equally similar pairs. Similarities are at most 1; NaN, of a
+    pair that was not compared, is below every threshold.
     """
     hierarchy = _require_clustering()
     if len(similarity) < 2:

@@ -34,14 +34,8 @@ class OutputProducts(RunningSums):
     independence criterion), and the mean cosine between the vectors that the two heads write into the residual stream.
     No token is kept.
 
-    The outputs are shifted by their mean over the first part, which changes no result: sums of large numbers would lose
-    digits.
-
-    Attributes:
-        tokens: number of tokens so far.
-
-    Args:
-        outs: head outputs of both modules at the first tokens, which only determine the shift.
+    The outputs are shifted by their mean over the first tokens, `outs`, which changes no result: sums of large numbers
+    would lose digits.
     """
 
     def __init__(self, outs: Sequence[Float[Tensor, "tokens _ _"]]) -> None:
@@ -58,12 +52,8 @@ class OutputProducts(RunningSums):
     def add(
         self, outs: Sequence[Float[Tensor, "tokens _ _"]], directions: Sequence[Float[Tensor, "_ tokens _"]]
     ) -> None:
-        """Add further tokens to the running sums for every pair of a head of the first and a head of the second module.
-
-        Args:
-            outs: head outputs of both modules, `(tokens, heads, value_dim)`, before the output projection.
-            directions: unit vectors of what the heads of both modules write into the residual stream, `(heads, tokens,
-                width)`; 0 where a head writes nothing.
+        """Add further tokens: the head outputs of both modules, `(tokens, heads, value_dim)`, and unit vectors of what
+        their heads write into the residual stream, `(heads, tokens, width)`, 0 where a head writes nothing.
         """
         shifted = [out - shift for out, shift in zip(outs, self._shifts, strict=True)]
         norms = [out.square().sum(-1) for out in shifted]
@@ -101,9 +91,7 @@ class OutputProducts(RunningSums):
         self._cosine_counts += other._cosine_counts.to(device)
 
     def _with_norms(self) -> Float[Tensor, "first second"]:
-        """Return the sums over tokens of the products of all features, squared norms and the number 1 of the first
-        module with those of the second, as one matrix.
-        """
+        """Return the sums of the products of all features, squared norms and the number 1 of both modules."""
         tokens = self._norm_products.new_full((1,), self.tokens)
         of_features = torch.cat([self._products, self._weighted_sums[0], self._sums[0][:, None]], 1)
         of_norms = torch.cat([self._weighted_sums[1].mT, self._norm_products, self._norm_sums[0][:, None]], 1)
@@ -113,9 +101,6 @@ class OutputProducts(RunningSums):
     def varies(self, rounding: float) -> Bool[Tensor, " first_heads"]:
         """Return True for the heads of the first module whose outputs vary over tokens by more than rounding: their
         mean squared distance from their mean is more than `rounding` times their mean square.
-
-        Args:
-            rounding: largest square of a relative difference that counts as rounding.
         """
         mean_shifted = self._sums[0].view_as(self._shifts[0]) / self.tokens
         variance = self._norm_sums[0] / self.tokens - mean_shifted.square().sum(-1)
@@ -182,9 +167,6 @@ def chance_of(threshold: float, tokens: int) -> float:
     With m = n (n - 3) / 2, the alignment r of outputs of many features has sqrt(m - 1) r / sqrt(1 - r^2) distributed as
     Student's t with m - 1 degrees of freedom (Szekely and Rizzo 2013). Outputs of one feature have about the square of
     the correlation coefficient, with a beta distribution. The larger probability is returned.
-
-    Raises:
-        MissingExtra: scipy is not installed.
     """
     if threshold >= 1.0:
         return 0.0
@@ -208,16 +190,13 @@ class WeightDistances(RunningSums):
         self.finish_call()
 
     def finish_call(self) -> None:
-        """Release the attention weights that are kept for comparison with further heads, after the last block of rows
-        of an attention call.
-        """
+        """Release the attention weights that are kept for comparison with further heads, at the end of a call."""
         self._current_rows: Any = None
         self._tiles: list[tuple[slice, Tensor, Tensor]] = []
 
     def add(self, rows: RowBlock) -> None:
-        """Add to the running mean the Jensen-Shannon distances between the attention weights of every two heads in a
-        block of query rows. Add also the distances between these heads and heads whose blocks of the same rows arrived
-        earlier. Only query rows that are not padding and have a visible key, for both heads, count.
+        """Add the distances between the attention weights of every two heads in a block of query rows, and between
+        these and the heads of earlier blocks of the same rows. Rows count that are not padding and have a visible key.
         """
         tile = rows.tile
         current_rows = (tile.block.rows, tuple(tile.block.spans), tile.sequences.start, tile.sequences.stop)
@@ -241,9 +220,7 @@ class WeightDistances(RunningSums):
 
     @property
     def mean(self) -> Float[Tensor, "heads heads"]:
-        """Mean over query rows of the Jensen-Shannon distance between the attention weights of every two heads, in the
-        square root of nats. It is NaN for two heads that were not compared in any row, and 0 for a head and itself.
-        """
+        """Mean distance of every two heads, in the square root of nats: NaN for two heads that were not compared."""
         distances: Tensor = (self._sums + self._sums.mT) / (self._counts + self._counts.mT)
         return distances.fill_diagonal_(0.0)
 

@@ -1,23 +1,28 @@
-"""Attention, value vectors and rollout of tiny models of transformers, from whole matrices in float64.
+"""Attention of tiny models of transformers and statistics of each query row, from whole matrices in float64.
 
-Nothing here imports headwise. Each sequence runs alone and without padding. The attention weights and the vectors f(x)
-of Kobayashi et al. (2020) are computed from the inputs of the attention modules and their parameters.
+The oracles do not use headwise. Each sequence runs alone and without padding. Attention weights and values are computed
+from the inputs of the attention modules and their parameters.
 """
 
 import math
 
+import pytest
 import torch
 import transformers
 
+import headwise as hw
 import tiny
+from token_sequences import padded
 
 VOCABULARY, HEADS, LAYERS = 97, 6, 2
 SPECIAL = (5, 11)
 
 ENCODERS = ("bert", "modernbert")
 
+LENGTHS = (13, 7, 1, 19, 2)
 
-def model_of(name, implementation="sdpa", **options):
+
+def model_of(name, implementation="sdpa", top="", **options):
     """Return a tiny model of a family in float64, in which all parameters are random, also biases and norms."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
     rotary = sizes | {"intermediate_size": 37, "max_position_embeddings": 128} | options
@@ -35,7 +40,7 @@ def model_of(name, implementation="sdpa", **options):
     }[name]()
     config._attn_implementation = implementation
     torch.manual_seed(3)
-    model = tiny.with_distinct_heads(transformers.AutoModel.from_config(config))
+    model = tiny.with_distinct_heads(getattr(transformers, f"AutoModel{top}").from_config(config))
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.4 * torch.randn(parameter.shape)
@@ -71,7 +76,9 @@ def projections(block, name):
 
 @torch.no_grad()
 def layers_of(model, name, ids):
-    """Return for each layer the weights `(heads, n, n)` and the vectors f(x) `(heads, n, width)` of one sequence."""
+    """Return for each layer the weights `(heads, n, n)`, the values `(heads, n, d)` and the slices of the output
+    projection `(heads, d, width)` of one sequence.
+    """
     ends = {"llama": ".self_attn", "gpt2": ".attn", "bert": ".attention", "modernbert": ".attn"}[name]
     blocks = [module for path, module in model.named_modules() if path.endswith(ends)]
     inputs = {}
@@ -98,26 +105,24 @@ def layers_of(model, name, ids):
         scores = q @ k.mT / math.sqrt(d)
         if name not in ENCODERS:
             scores = scores.masked_fill(torch.ones(len(x), len(x)).tril().bool().logical_not(), -math.inf)
-        found.append((scores.softmax(-1), v @ output.unflatten(0, (HEADS, d))))
+        found.append((scores.softmax(-1), v, output.unflatten(0, (HEADS, d))))
     return found
+
+
+def heads_of(model, name, rows):
+    """Yield each head's layer and number, and for each sequence its ids and the head's part of `layers_of`."""
+    layers = [layers_of(model, name, ids) for ids in rows]
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            of_rows = zip(rows, layers, strict=True)
+            yield layer, head, [(ids, *(part[head] for part in of_layers[layer])) for ids, of_layers in of_rows]
 
 
 def row_statistics(weights, ids, *, causal):
     """Return the value of each statistic in each row of a matrix of weights `(n, n)`, NaN where it has none."""
     n, nan, tokens = len(ids), math.nan, ids.tolist()
-    names = (
-        "entropy",
-        "evenness",
-        "confidence",
-        "confidence_content",
-        "distance",
-        "self",
-        "previous",
-        "next",
-        "first",
-        "special",
-    )
-    rows = {name: [] for name in (*names, "duplicate", "induction")}
+    names = ("entropy", "evenness", "confidence", "confidence_content", "distance", "self", "previous", "next", "first")
+    rows = {name: [] for name in (*names, "special", "duplicate", "induction")}
     for i in range(n):
         row = weights[i].tolist()
         entropy = -sum(w * math.log(w) for w in row if w > 0)
@@ -142,3 +147,41 @@ def mean_of(values):
     """Return the mean of the values that are not NaN; NaN if there are none."""
     valid = [value for value in values if not math.isnan(value)]
     return sum(valid) / len(valid) if valid else math.nan
+
+
+def numbers_of(table, *fields):
+    """Return the estimates of a table by layer, head, name, and further fields of the rows."""
+    return {
+        (row.layer, row.head, name, *(getattr(row, field) for field in fields)): estimate
+        for row in table.rows
+        for name, estimate in row.statistics.items()
+    }
+
+
+def require_numbers(found, wanted):
+    """Check that two dictionaries have the same estimates."""
+    assert set(found) == set(wanted)
+    for key, measured in found.items():
+        assert measured == pytest.approx(wanted[key], abs=1e-10, nan_ok=True), key
+
+
+def batches_of(rows, side):
+    """Return sequences as two padded batches."""
+    return [padded(rows[:3], side), padded(rows[3:], side)]
+
+
+def cut_texts():
+    """Return texts of three documents that are cut into sequences, these, and their documents."""
+    texts = hw.Texts(tiny.texts(20, 9, 5), tiny.tokenizer("decoder"), context=8, documents="cut", batch=2)
+    rows, documents = [ids.long() for batch in texts for ids in batch["input_ids"]], texts.document_numbers()
+    assert len(set(documents)) < len(rows)
+    return texts, rows, documents
+
+
+@torch.no_grad()
+def run_with_cache(model, ids):
+    """Run a decoder on sequences in four calls, with a cache of keys."""
+    cache, start = None, 0
+    for count in (5, 1, 1, 5):
+        output = model(ids[:, start : start + count], past_key_values=cache, use_cache=True)
+        cache, start = output.past_key_values, start + count

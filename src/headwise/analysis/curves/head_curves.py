@@ -1,0 +1,56 @@
+"""Base class of tables with a curve of each head: several rows per head, one for each point."""
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from headwise.checks import head_pairs
+from headwise.errors import InputError
+from headwise.plots.curves import Curve, draw_curves
+from headwise.plots.kinds import require_name
+from headwise.runs.table import HeadRowT, Table
+from headwise.statistics.registry import unit_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DRAWN = 6
+"""Number of heads that a plot shows by default."""
+
+
+class HeadCurves(Table[HeadRowT]):
+    """Table of a curve of each head, one row per head and point of the curve."""
+
+    def curve(self, layer: int, head: int) -> list[HeadRowT]:
+        """Return the rows of one head, in the order of the points.
+
+        Raises:
+            InputError: the table has no such head.
+        """
+        rows = [row for row in self.rows if (row.layer, row.head) == (layer, head)]
+        if not rows:
+            raise InputError("head", expected="a (layer, head) of these curves", got=(layer, head))
+        return rows
+
+    def _place(self, row: HeadRowT) -> float:
+        """Return the place of a row's point on the x-axis."""
+        raise NotImplementedError
+
+    def _drawn(self, statistic: str) -> list[tuple[int, int]]:
+        """Return the heads whose curves are drawn by default."""
+        raise NotImplementedError
+
+    def _draw(
+        self, statistic: str, heads: Collection[tuple[int, int]] | None, *, x: str, errors: float, ax: Any
+    ) -> "Axes":
+        """Draw a statistic of some heads against the logarithm of the place, without points whose mean is unknown."""
+        require_name("statistic", statistic, dict.fromkeys(self.statistics))
+        unit = unit_of(statistic)
+        y = f"{statistic}, {unit}" if unit in ("nats", "tokens") else statistic
+        curves = []
+        for layer, head in self._drawn(statistic) if heads is None else head_pairs("heads", heads):
+            points = [(self._place(row), row.statistics[statistic]) for row in self.curve(layer, head)]
+            curves.append(Curve.of(f"{layer}.{head}", [point for point in points if math.isfinite(point[1].value)]))
+        axes = draw_curves(curves, x=x, y=y, title=self.model_name, errors=errors, ax=ax)
+        axes.set_xscale("log", base=2)
+        return axes
