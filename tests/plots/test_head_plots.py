@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import headwise as hw
-from headwise.plots.canvas import LINE_COLOURS, layer_colours, tick_step
+from headwise.plots.canvas import LINE_COLOURS, layer_scale, tick_step
 from headwise.plots.curves import draw_received
 from headwise.plots.grids import (
     ROLE_STYLES,
@@ -100,7 +100,7 @@ def contrast_to_white(colour: str) -> float:
 
 def test_lines_and_points_are_visible_on_white():
     roles = [style.colour for style in (*ROLE_STYLES.values(), UNKNOWN_ROLE)]
-    of_layers = [to_hex(colour) for colour in layer_colours().colors]
+    of_layers = [to_hex(colour) for colour in layer_scale([0]).cmap.colors]
     for colour in (*roles, *LINE_COLOURS, *of_layers):
         assert contrast_to_white(colour) >= 3, colour
     points = draw_scatter(PlottedNumbers("a", [0.0, 1.0]), PlottedNumbers("b", [0.0, 1.0]), heads=[(0, 0), (9, 0)])
