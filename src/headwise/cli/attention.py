@@ -1,13 +1,13 @@
 """The commands that measure the attention of every head over data, `headwise profile` and others, and compare it."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import headwise as hw
 from headwise.cli.loading import RunFlags
-from headwise.cli.options import Html, Top, added_statistics, choice, numbers, path, shares
+from headwise.cli.options import Html, Top, added_statistics, choice, numbers, path
 from headwise.cli.output import OutputFlags, require_writable_page
 from headwise.errors import InputError
 from headwise.settings import (
@@ -133,7 +133,7 @@ def distances(
     headwise distances --data corpus.txt --documents cut --quantiles 0.5,0.9,0.99 --out distances
     headwise distances --data corpus.txt --documents cut --first 0 --out distances --csv > distances.csv
     """
-    settings: dict[str, Any] = {"quantiles": sorted({*shares(quantiles)}), "first": first}
+    settings = {"quantiles": sorted({*numbers(quantiles, float, "0.5,0.9")}), "first": first}
     run.measure(hw.attention_distances, hw.AttentionDistances, settings, top=top)
 
 
@@ -195,5 +195,5 @@ def sinks(
     """
     from headwise.analysis.head_tests.sinks import sink_threshold
 
-    settings: dict[str, Any] = {"epsilon": sink_threshold(epsilon), "positions": numbers(positions)}
+    settings = {"epsilon": sink_threshold(epsilon), "positions": numbers(positions)}
     run.measure(hw.sink_rate, hw.SinkRate, settings, top=top)

@@ -7,8 +7,9 @@ from typing import Annotated, Any, get_args
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_causal, find_inputs, find_loss, quiet_libraries
+from headwise.cli.loading import find_inputs, find_loss
 from headwise.cli.options import (
+    CausalFlags,
     Data,
     DecoderFlags,
     Force,
@@ -20,7 +21,7 @@ from headwise.cli.options import (
     path,
     path_option,
 )
-from headwise.cli.output import OutputFlags
+from headwise.cli.output import OutputFlags, quiet_libraries
 from headwise.errors import InputError
 from headwise.settings import CONSTRAINTS, PRUNING_SCORES, MergeGrouping, MergeMethod
 
@@ -30,9 +31,7 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True)
 class PlanFlags:
-    """Command-line options of `headwise prune` that say which heads remain: those of a saved plan, or of a new one with
-    a share of the heads, a constraint on their numbers, and scores.
-    """
+    """Command-line options of `headwise prune` that state which heads remain: a saved plan, or those of a new one."""
 
     keep: Annotated[
         float | None, typer.Option(help="Share of the heads that remain, above 0 and at most 1. A new plan needs it.")
@@ -155,7 +154,7 @@ def localize(
     *,
     data: Data,
     out: Annotated[Path, path_option("FILE", "JSON file for the result.")],
-    model: DecoderFlags,
+    model: CausalFlags,
     budget: Annotated[
         float, typer.Option(min=0.0, help="Largest relative rise of the loss, such as 0.01 for one percent.")
     ] = 0.01,
@@ -179,7 +178,6 @@ def localize(
         remedy = "--force replaces it" if out.is_file() else None
         raise InputError("out", expected="a new file", got=repr(str(out)), remedy=remedy)
     device = model.torch_device
-    find_causal(model)
     source, dataset = find_inputs(model, data, texts, out.parent, shown=not output.quiet)
     loaded = source.model("causal", model.torch_dtype).to(device)
     result = hw.localize(loaded, dataset.within(loaded), budget, window=window, first=first)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import DecoderRunFlags, RunFlags, find_causal, find_loss, require_same_run
+from headwise.cli.loading import CausalRunFlags, RunFlags, find_loss, require_same_run
 from headwise.cli.options import Html, LossName, Top, choice, path_option
 from headwise.cli.output import require_new_tables, require_writable_page
 from headwise.errors import InputError
@@ -74,9 +74,8 @@ def ablate(
 
 @dataclass(frozen=True)
 class MethodFlags:
-    """Command-line options of `headwise importance` that apply to one method only: `steps` to the method "integrated",
-    and `sparsity` and `epochs` to "hard_concrete". A field is None if its option is not used on the command line; the
-    method then uses its own default value.
+    """Command-line options of `headwise importance` that apply to one method only. A field is None if its option is not
+    used on the command line; the method then uses its own default value.
     """
 
     steps: Annotated[int | None, typer.Option(min=1, help="integrated: number of gate values between 0 and 1.")] = None
@@ -166,7 +165,7 @@ def curve(
 
 def in_context(
     *,
-    run: DecoderRunFlags,
+    run: CausalRunFlags,
     early: Annotated[int, typer.Option(min=2, metavar="N", help="Number of the early token, from 1.")] = 50,
     late: Annotated[int, typer.Option(min=3, metavar="N", help="Number of the late token.")] = 500,
     window: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens over which each loss is averaged.")] = 32,
@@ -194,7 +193,6 @@ def in_context(
     from headwise.analysis.in_context_score import InContextLoss
 
     require_new_tables(run.out, hw.InContextScores.NAME, force=run.force)
-    find_causal(run.model)
     with run.open(shared=True) as opened:
         replacements = IN_CONTEXT_REPLACEMENTS if replacement == "both" else (replacement,)
         score = InContextLoss(early, late, window).__name__

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_causal, quiet_libraries, require_same_run
-from headwise.cli.options import DecoderFlags, Force, ModelFlags, TableOut, Top, choice, numbers, path_option
+from headwise.cli.loading import require_same_run
+from headwise.cli.options import CausalFlags, Force, ModelFlags, TableOut, Top, choice, numbers, path_option
 from headwise.cli.output import OutputFlags
 from headwise.settings import (
     CONTINUATIONS,
@@ -42,41 +42,32 @@ class HeadTestFlags:
         *arguments: Any,
         **further: Any,
     ) -> None:
-        """Run a test, and print its result.
-
-        Args:
-            test: function of the model, the tokenizer, `arguments`, `settings` and `further`.
-            table: class of its result.
-            settings: options that the table stores under the same names, by which another run in the folder is found
-                before the model is loaded.
-            top: number of rows to print.
-            arguments: further arguments of the test.
-            further: its other options.
+        """Run a test with `arguments`, and the options `settings` and `further`, after the model and the tokenizer;
+        print `top` rows of its table. Another run in the folder is found by `settings`, which the table stores, before
+        the model is loaded.
         """
         from headwise.runs.files import require_writable
 
-        quiet_libraries()
-        is_decoder = isinstance(self.model, DecoderFlags)
-        source = find_causal(self.model) if is_decoder else self.model.find()
+        source = self.model.find()
         if self.out is not None:
             require_writable(self.out)
             require_same_run(table, self.out, source, None, self.model, force=self.force, **settings)
-        tokenizer, device = source.tokenizer(), self.model.torch_device
-        model = source.model("causal" if is_decoder else None, self.model.torch_dtype).to(device)
+        tokenizer = source.tokenizer()
+        model = self.model.load(source, "causal" if isinstance(self.model, CausalFlags) else None)
         further |= {"out": self.out, "force": self.force, "progress": not self.output.quiet, "title": source.title}
         self.output.show_table(test(model, tokenizer, *arguments, **settings, **further), self.out, top=top)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderTestFlags(HeadTestFlags):
+class CausalTestFlags(HeadTestFlags):
     """Command-line options of a test that needs a causal language model."""
 
-    model: DecoderFlags
+    model: CausalFlags
 
 
 def retrieval(
     *,
-    test: DecoderTestFlags,
+    test: CausalTestFlags,
     haystack: Annotated[
         Path | None, path_option("PATH", "Text that hides needles. Default: the help topics of Python.")
     ] = None,
@@ -105,7 +96,7 @@ def retrieval(
 
 def name_movers(
     *,
-    test: DecoderTestFlags,
+    test: CausalTestFlags,
     prompts: Annotated[int, typer.Option(min=2, metavar="N", help="Number of prompts.")] = NAME_PROMPTS,
     copied: Annotated[
         int, typer.Option(min=0, metavar="N", help="Number of prompts whose names test the weights of heads.")

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import quiet_libraries, resumable
+from headwise.cli.loading import resumable
 from headwise.cli.options import Column, Data, Force, amount, choice, numbers, path, path_option, seconds
-from headwise.cli.output import OutputFlags
+from headwise.cli.output import OutputFlags, quiet_libraries
 from headwise.errors import InputError
 from headwise.monitoring.alarms import AlarmLimits
 from headwise.studies.text_options import TASKS, TextOptions
@@ -20,9 +20,7 @@ DEFAULT_SECONDS = 30 * 60.0
 
 @dataclass(frozen=True)
 class TextStudyFlags:
-    """Command-line options of `headwise study` that describe the training data: the task (what the models learn), the
-    tokenizer, the size of sequences and batches, and the columns with text and label.
-    """
+    """Command-line options of `headwise study` that describe the training data, and what the models learn."""
 
     task: Annotated[
         str, choice(TASKS, "What the models learn: the next token, masked tokens, or the label of a text.")
@@ -39,9 +37,8 @@ class TextStudyFlags:
 
 @dataclass(frozen=True)
 class SpaceFlags:
-    """Command-line options of `headwise study` that describe the models: the head settings to compare (numbers of
-    heads, head dimensions and numbers of key/value heads), the setting that the user has now (the baseline), and the
-    size of the models.
+    """Command-line options of `headwise study` that describe the models: the head settings to compare, the setting that
+    the user has now (the baseline), and the size of the models.
     """
 
     heads: Annotated[Any, typer.Option(parser=numbers, metavar="N,N,...", help="Numbers of heads to compare.")] = (
@@ -68,9 +65,7 @@ class SpaceFlags:
 
 @dataclass(frozen=True)
 class BudgetFlags:
-    """Command-line options of `headwise study` that limit its work: the time, the number of tokens in each training,
-    the number of learning rates tried for each head setting, and the number of final trainings (seeds) of each setting.
-    """
+    """Command-line options of `headwise study` that limit its work."""
 
     budget: Annotated[
         Any,
