@@ -60,9 +60,6 @@ def test_positions_are_printed_and_saved(folder, tmp_path, headwise):
     assert [line.split()[0] for line in lines[4:7]] == steepest
     assert [float(line.split()[1]) for line in lines[4:7]] == pytest.approx([slopes[n] for n in steepest], abs=1e-3)
     assert lines[7] == "and 9 more"
-    again = headwise(*arguments("positions", folder, tmp_path / "out", "--edges", "0,4,16,64", "--csv", "--quiet"))
-    rows = list(csv.DictReader(io.StringIO(again[1])))
-    assert [float(row["entropy"]) for row in rows] == [row.statistics["entropy"].value for row in curves.rows]
 
 
 def test_distances_are_printed_and_saved(folder, tmp_path, headwise):
