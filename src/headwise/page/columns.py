@@ -136,4 +136,4 @@ def estimates_of(table: Sequence[Sequence[Sequence[float]]]) -> Estimates:
     (inner sequence); further parts are left out.
     """
     numbers = torch.tensor([[tuple(cell)[:3] for cell in row] for row in table], dtype=torch.float64)
-    return Estimates(*numbers.view(len(table), -1, 3).unbind(-1))
+    return Estimates(*numbers.view(len(table), len(table[0]) if table else 0, 3).unbind(-1))

@@ -100,6 +100,22 @@ class HeadNumbers:
     default: str | None = None
     label_suffix: str = ""
 
+    @classmethod
+    def of_columns(cls, columns: Any, **further: Any) -> "HeadNumbers":
+        """Return the numbers in the columns of a page (`page.columns.Columns`), with further attributes."""
+        statistics, (means, errors, _) = columns.statistics, columns.estimates
+        names = [each.name for each in statistics]
+        return cls(
+            heads=[(place.layer, place.head) for place in columns.places],
+            values=dict(zip(names, means.tolist(), strict=True)),
+            sems=dict(zip(names, errors.tolist(), strict=True)),
+            roles=columns.roles if any(columns.roles) else None,
+            title=columns.model,
+            units={each.name: each.unit for each in statistics},
+            meanings={each.name: each.meaning for each in statistics},
+            **further,
+        )
+
     def kinds(self) -> dict[str, Kind]:
         """Return the kinds of plots of these heads by name: "heatmap", "ranking", "scatter" and, if roles were
         measured, "roles" and "role_counts".
