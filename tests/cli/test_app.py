@@ -246,7 +246,6 @@ OUTSIDE = "out: expected a folder outside of the data, which would be read as da
         (["--data", "{here}/data", "--out", "{here}/data/out"], OUTSIDE),
         (["--data", "{here}/data", "--out", "{here}/link"], OUTSIDE),
         (["--out", "{here}/empty.txt/out"], "out: expected a folder that can be created and written, got '{here}/emp"),
-        (["--out", "{here}/empty.txt"], "out: expected a folder that can be created and written, got '{here}/empty."),
         (["--context", "129"], "context: expected at most 128 tokens, the model's limit, got 129"),
         (["--device", "meta"], "device: expected a device that torch can use, got 'meta', whose tensors have"),
         (["--device", "abacus"], "device: expected a device that torch can use, got 'abacus'; use --device cpu ("),
@@ -294,8 +293,8 @@ def test_inputs_are_checked_before_the_weights_are_loaded(command, more, sentenc
         (("rollout", "--residual", 1), "residual: expected a share of at least 0 and below 1, got 1.0"),
         (("norm-weighted", "--by", "received"), "Invalid value for '--by': expected one of entropy, "),
         (("positions", "--edges", "4,4"), "edges: expected "),
-        (("positions", "--edges", "4,x"), "expected numbers such as 1,2,4, got '4,x'"),
-        (("distances", "--quantiles", "0.5,x"), "expected numbers such as 0.5,0.9, got '0.5,x'"),
+        (("positions", "--edges", "4,x"), "Invalid value: expected numbers such as 1,2,4, got '4,x'"),
+        (("distances", "--quantiles", "0.5,x"), "Invalid value: expected numbers such as 0.5,0.9, got '0.5,x'"),
         (("profile", "--statistic", "evenness"), "statistic: expected --html, whose page opens on it, got no --html"),
         (("in-context",), "dataset: expected sequences of at least 500 tokens, got 23 in the longest one"),
         *((("sinks", f"--epsilon={value}"), "epsilon: expected a ") for value in ("3", "1", "0", "-0.1", "nan")),
@@ -365,6 +364,9 @@ def test_a_foreign_table_is_refused_and_force_replaces_a_run(headwise, folder, t
     (tmp_path / "profile.parquet").write_text("mine")
     assert refusal(headwise(*arguments)) == ANOTHER.format("", str(tmp_path))
     assert (tmp_path / "profile.parquet").read_text() == "mine"
+    file = tmp_path / "profile.parquet"
+    expected = f"out: expected a folder that can be created and written, got '{file}'"
+    assert refusal(headwise(*command_line("profile", folder, file))) == expected
     printed_by(headwise(*arguments, "--limit", 3, "--force"))
     assert hw.load_profile(tmp_path).metadata["measured"]["sequences"] == 3
 
