@@ -290,14 +290,12 @@ def test_inputs_are_checked_before_the_weights_are_loaded(command, more, sentenc
         (("importance", "--loss", "embedding", "--method", "gradient"), "loss: expected one with a slope at the"),
         (("importance", "--method", "square", "--steps", 3), "steps: expected no option with method='square', got 3"),
         (("importance", "--normalise", "--method", "hard_concrete"), "normalise: expected False for statistics that"),
-        (("rollout", "--residual", 1), "residual: expected a share of at least 0 and below 1, got 1.0"),
         (("norm-weighted", "--by", "received"), "Invalid value for '--by': expected one of entropy, "),
-        (("positions", "--edges", "4,4"), "edges: expected "),
         (("positions", "--edges", "4,x"), "Invalid value: expected numbers such as 1,2,4, got '4,x'"),
         (("distances", "--quantiles", "0.5,x"), "Invalid value: expected numbers such as 0.5,0.9, got '0.5,x'"),
         (("profile", "--statistic", "evenness"), "statistic: expected --html, whose page opens on it, got no --html"),
         (("in-context",), "dataset: expected sequences of at least 500 tokens, got 23 in the longest one"),
-        *((("sinks", f"--epsilon={value}"), "epsilon: expected a ") for value in ("3", "1", "0", "-0.1", "nan")),
+        *((("sinks", f"--epsilon={value}"), "epsilon: expected a ") for value in ("1", "nan")),
     ],
 )
 def test_options_are_checked(arguments, sentence, headwise, folder, tmp_path, request):

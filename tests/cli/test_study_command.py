@@ -5,7 +5,6 @@ import io
 import json
 import math
 import random
-import re
 import sys
 
 import jaxtyping
@@ -14,7 +13,7 @@ import pytest
 import headwise as hw
 from command_lines import files_in, printed_by, refusal, replacing
 from headwise.cli import app as cli
-from headwise.studies import study_result, text_study, trials
+from headwise.studies import study_result, text_study
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -45,9 +44,6 @@ def texts(tmp_path_factory):
     (folder / "few.txt").write_text(text(30, 1))
     rows = [{"text": text(5 + n % 7, n), "label": ("odd", "even")[n % 2]} for n in range(40)]
     (folder / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "empty.txt").write_bytes(b"")
-    (folder / "tiny.txt").write_text("the cat sat")
-    (folder / "binary.txt").write_bytes(b"\x89PNG\0\0" * 99)
     (folder / "file").write_text("")
     return folder
 
@@ -96,19 +92,6 @@ def test_a_finished_study_prints_the_same_again_without_training(finished_study,
     again = call("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
     assert again[:2] == (0, printed)
     assert files_in(out / "models") == before
-
-
-def test_a_folder_with_another_study_is_refused(finished_study, texts):
-    out, _, _ = finished_study
-    arguments = ("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
-    before = files_in(out)
-    for name, more in {"seed": ("--seed", 1), "steps": ("--tokens", 2000), "space": ("--heads", "1,4")}.items():
-        refused = refusal(call(*replacing(arguments, (*more, "--quiet"))))
-        expected = f"a study that was started with the same {name}"
-        assert refused == f"out: expected {expected}, got another; --force (force=True) starts again"
-    assert {path: data for path, data in files_in(out).items() if path.suffix != ".db"} == {
-        path: data for path, data in before.items() if path.suffix != ".db"
-    }
 
 
 def test_other_commands_run_on_a_saved_model(finished_study, texts, tmp_path):
@@ -163,32 +146,18 @@ def test_a_time_limit_that_ends_before_the_first_training_leaves_an_empty_table(
 
 
 AMOUNT, TIME = "expected an amount such as 1.5M or 300k, got", "expected a time such as 30m, 90s or 2h, got"
-BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--data", "{texts}/empty.txt"], "data: expected at least one document, got no text in {texts}/empty.txt"),
-        (
-            ["--data", "{texts}/tiny.txt"],
-            "data: expected text of at least 160 tokens, for 10 sequences of 16 with one held out, "
-            "got # tokens in {texts}/tiny.txt",
-        ),
-        (["--data", "{texts}/binary.txt"], "data: expected text in {texts}/binary.txt, got a binary file"),
         (
             ["--data", "{texts}/no.txt"],
             "data: expected a file '{texts}/no.txt' that can be read, got No such file or directory",
         ),
         (["--out", "{texts}/file"], "out: expected a folder that can be created and written, got '{texts}/file'"),
-        (
-            ["--heads", "3,5"],
-            "space: expected at least one valid setting, got none: 3 heads do not divide embed_dim 16; "
-            "5 heads do not divide embed_dim 16",
-        ),
         (["--heads", "a"], "Invalid value for '--heads': expected numbers such as 1,2,4, got 'a'"),
         (["--heads", "1,,2"], "Invalid value for '--heads': expected numbers such as 1,2,4, got '1,,2'"),
-        (["--heads", "0"], "heads: expected a whole number of 1 or more, got 0"),
         (["--budget", "x"], f"Invalid value for '--budget': {TIME} 'x'"),
         (["--budget", "0"], f"Invalid value for '--budget': {TIME} '0'"),
         (["--budget", "3w"], f"Invalid value for '--budget': {TIME} '3w'"),
@@ -198,11 +167,6 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
         (
             ["--task", "classify"],
             "data: expected JSON lines, CSV or Parquet with a column 'label', got {texts}/text.txt",
-        ),
-        (["--params", "10"], "params: expected at least #,### for 1x16 at this width and depth, got 10"),
-        (
-            ["--storage", "foo://x"],
-            "storage: expected the URL of a database, got 'foo://x': Can't load plugin: sqlalchemy.dialects:foo",
         ),
         (
             ["--storage", "postgresql+psycopg2://me:se@cret@host/db"],
@@ -217,7 +181,6 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
             ["--data", "{texts}", "--out", "{texts}/out"],
             "out: expected a folder outside of the data, which would be read as data, got '{texts}/out' in '{texts}'",
         ),
-        (["--baseline", "3x"], f"{BASELINE} '3x'"),
         (
             ["--baseline", "3"],
             "baseline: expected a valid setting, got '3': 3 heads do not divide embed_dim 16",
@@ -230,15 +193,13 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
             ["--device", "abacus"],
             "device: expected a device that torch can use, got 'abacus'; use --device cpu (device='cpu')",
         ),
-        (["--vocabulary", "9"], "vocabulary: expected at least 259, for bytes and special tokens, got 9"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(more, sentence, texts, tmp_path):
     before = files_in(texts)
     options = ("--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, *SHORT)
     refused = refusal(call("study", *replacing(options, (part.format(texts=texts) for part in more))))
-    expected = re.escape(sentence.format(texts=texts)).replace(r"\#,\#\#\#", r"\d+,\d{3}")
-    assert re.fullmatch(expected.replace(r"\#", r"\d+"), refused), refused
+    assert refused == sentence.format(texts=texts)
     assert files_in(texts) == before
     assert not (tmp_path / "out" / "study.parquet").exists()
 
@@ -249,20 +210,3 @@ def test_a_mistake_with_force_keeps_the_old_models(finished_study, texts):
     arguments = ("study", "--data", texts / "text.txt", "--out", finished_study[0], *SIZES, *SHORT, "--force")
     assert call(*arguments, "--device", "abacus")[0] == 2
     assert files_in(models) == before
-
-
-def test_a_time_limit_that_is_too_short_is_refused(texts, tmp_path):
-    options = ("--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, "--seeds", 50)
-    refused = refusal(call("study", *options, "--budget", "2s", "--quiet"))
-    remedy = "fewer settings or seeds, or smaller models, need less time"
-    expected = r"(more time|at least \d+ s) for trainings of 20 steps of 2 settings"
-    assert re.fullmatch(rf"budget: expected {expected}, got 2 s; {remedy}", refused), refused
-
-
-def test_an_unusable_database_is_refused(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(trials.time, "sleep", lambda _seconds: None)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "study.db").write_bytes(b"not a database, and longer than the header of one: " * 9)
-    refused = refusal(call("study", "--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, *SHORT))
-    url = f"sqlite:///{tmp_path}/out/study.db"
-    assert refused == f"storage: expected a usable database, got {url!r}: file is not a database"
