@@ -227,8 +227,9 @@ def draw_history(
             for layer, colour in zip(layers if len(layers) > 1 else (), LINE_COLOURS, strict=False)
         ]
         put_legend_right(axes, handles)
-        if any(line.points for line in named):  # whose names are to the right of the axes
-            axes.legend_.set_bbox_to_anchor((1.12, 1.0))
+        legend = axes.get_legend()
+        if legend is not None and any(line.points for line in named):  # whose names are to the right of the axes
+            legend.set_bbox_to_anchor((1.12, 1.0))
     missing = sum(len(line.points) < len(line.values) for line in lines)
     left_out = f" ({missing} with NaN or infinite values)" if missing else ""
     set_title(axes, f"{statistic} of {counted(len(lines), 'head')}{left_out}", model)
