@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.options import CausalFlags, Force, ModelFlags, TableFolder, Top, choice, path_option
+from headwise.cli.options import CausalFlags, Force, ModelFlags, TableFolder, Top, choice, option, path_option
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.data.documents import read_json_lines
 from headwise.errors import InputError
@@ -21,9 +21,7 @@ def circuits(
     composition: Annotated[
         str, choice((*COMPOSITION_KINDS, "none"), "Kind of composition of which pairs of heads are printed.")
     ] = "k",
-    distance: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Tokens from the key to the query, for rotary positions.")
-    ] = 0,
+    distance: Annotated[int, option("Tokens from the key to the query, for rotary positions.", "N", least=0)] = 0,
     out: TableFolder = None,
     top: Top = 20,
     force: Force = False,
@@ -79,10 +77,10 @@ PARTS = ("clean", "corrupted", "answer", "wrong")
 class PairFlags:
     """Command-line options for the texts: those of one pair of prompts and answers, or a file with several pairs."""
 
-    clean: Annotated[str | None, typer.Option(metavar="TEXT", help="A prompt that the model answers correctly.")] = None
-    corrupted: Annotated[str | None, typer.Option(metavar="TEXT", help="A prompt with another answer.")] = None
-    answer: Annotated[str | None, typer.Option(metavar="TEXT", help="Right answer of the clean prompt.")] = None
-    wrong: Annotated[str | None, typer.Option(metavar="TEXT", help="Right answer of the corrupted prompt.")] = None
+    clean: Annotated[str | None, option("A prompt that the model answers correctly.", "TEXT")] = None
+    corrupted: Annotated[str | None, option("A prompt with another answer.", "TEXT")] = None
+    answer: Annotated[str | None, option("Right answer of the clean prompt.", "TEXT")] = None
+    wrong: Annotated[str | None, option("Right answer of the corrupted prompt.", "TEXT")] = None
     pairs: Annotated[
         Path | None, path_option("FILE", "JSON lines, each with the texts clean, corrupted, answer and wrong.")
     ] = None
@@ -118,14 +116,12 @@ class MethodFlags:
     the method then uses its own default value.
     """
 
-    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="attribution: number of points.")] = None
+    steps: Annotated[int | None, option("attribution: number of points.", "N", least=1)] = None
     receiver: Annotated[
         list[str] | None,
-        typer.Option(metavar="HEAD", help="path: a receiving head, such as 9.6. Can be repeated. Default: the logits."),
+        option("path: a receiving head, such as 9.6. Can be repeated. Default: the logits.", "HEAD"),
     ] = None
-    input: Annotated[
-        str | None, typer.Option(metavar="LETTERS", help="path: inputs of the receivers: q, k, v or several of them.")
-    ] = None
+    input: Annotated[str | None, option("path: inputs of the receivers: q, k, v or several of them.", "LETTERS")] = None
     mlps: Annotated[str | None, choice(MLP_MODES, "path: what MLPs do along the paths.")] = None
 
     def options(self, method: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from headwise.cli.options import (
     Out,
     TextFlags,
     choice,
+    option,
     path,
     path_option,
 )
@@ -34,15 +35,13 @@ class PlanFlags:
     """Command-line options of `headwise prune` that state which heads remain: a saved plan, or those of a new one."""
 
     keep: Annotated[
-        float | None, typer.Option(help="Share of the heads that remain, above 0 and at most 1. A new plan needs it.")
+        float | None, option("Share of the heads that remain, above 0 and at most 1. A new plan needs it.")
     ] = None
     constraint: Annotated[
         str, choice(CONSTRAINTS, "Equally many heads in each layer (uniform), equally many groups, or any heads.")
     ] = "uniform"
     scores: Annotated[str, choice(PRUNING_SCORES, "What decides which heads remain.")] = "least-squares"
-    rounds: Annotated[int | None, typer.Option(min=1, help="Number of times that the remaining heads are scored.")] = (
-        None
-    )
+    rounds: Annotated[int | None, option("Number of times that the remaining heads are scored.", least=1)] = None
     plan: Annotated[Path | None, path_option("FILE", "Apply this plan instead of making one.")] = None
 
     def __post_init__(self) -> None:
@@ -59,7 +58,7 @@ def prune(
     out: ModelFolder,
     model: ModelFlags,
     heads: PlanFlags,
-    fit: Annotated[bool, typer.Option(help="Fit the output projections to what the dense model returns.")] = True,
+    fit: Annotated[bool, option("Fit the output projections to what the dense model returns.")] = True,
     texts: TextFlags,
     force: Force = False,
     output: OutputFlags,
@@ -111,7 +110,7 @@ def merge(
     *,
     data: Data,
     out: ModelFolder,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads of each layer that remain.")],
+    kv_heads: Annotated[int, option("Key/value heads of each layer that remain.", least=1)],
     model: DecoderFlags,
     method: Annotated[str, choice(get_args(MergeMethod), "How heads are merged; see hw.merge_kv.")] = "procrustes",
     grouping: Annotated[str, choice(get_args(MergeGrouping), "Which heads become one; see hw.merge_kv.")] = "adjacent",
@@ -156,10 +155,10 @@ def localize(
     out: Annotated[Path, path_option("FILE", "JSON file for the result.")],
     model: CausalFlags,
     budget: Annotated[
-        float, typer.Option(min=0.0, help="Largest relative rise of the loss, such as 0.01 for one percent.")
+        float, option("Largest relative rise of the loss, such as 0.01 for one percent.", least=0.0)
     ] = 0.01,
-    window: Annotated[int, typer.Option(min=1, help="Tokens of the window.")] = 512,
-    first: Annotated[int, typer.Option(min=0, help="First tokens that all heads attend to.")] = 4,
+    window: Annotated[int, option("Tokens of the window.", least=1)] = 512,
+    first: Annotated[int, option("First tokens that all heads attend to.", least=0)] = 4,
     texts: TextFlags,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
     output: OutputFlags,

@@ -283,7 +283,7 @@ def _print(report: Report, problems: list[str]) -> None:
 
 def kernels(
     action: Annotated[
-        str, choice(("show", "build"), "`show` the state of the kernels, or `build` them.", option=typer.Argument)
+        str, choice(("show", "build"), "`show` the state of the kernels, or `build` them.", kind=typer.Argument)
     ] = "show",
 ) -> None:
     """Show whether the native kernels for the CPU are in use, and if not, why; or compile them into this installation

@@ -9,7 +9,7 @@ import typer
 
 import headwise as hw
 from headwise.cli.loading import require_same_run
-from headwise.cli.options import CausalFlags, Force, ModelFlags, TableOut, Top, choice, numbers, path_option
+from headwise.cli.options import CausalFlags, Force, ModelFlags, TableOut, Top, choice, numbers, option, path_option
 from headwise.cli.output import OutputFlags
 from headwise.settings import (
     CONTINUATIONS,
@@ -71,14 +71,14 @@ def retrieval(
     haystack: Annotated[
         Path | None, path_option("PATH", "Text that hides needles. Default: the help topics of Python.")
     ] = None,
-    lengths: Annotated[str, typer.Option(metavar="N,N", help="Numbers of tokens of the texts, about.")] = ",".join(
+    lengths: Annotated[str, option("Numbers of tokens of the texts, about.", "N,N")] = ",".join(
         map(str, NEEDLE_LENGTHS)
     ),
-    needles: Annotated[int, typer.Option(min=1, metavar="N", help="Number of needles.")] = NEEDLES,
+    needles: Annotated[int, option("Number of needles.", "N", least=1)] = NEEDLES,
     continuation: Annotated[
         str, choice(CONTINUATIONS, "Whether the model generates its answers, or reads the right ones.")
     ] = "generated",
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of needles and texts.")] = 0,
+    seed: Annotated[int, option("Seed of needles and texts.", "N", least=0)] = 0,
     top: Top = 20,
 ) -> None:
     """Measure how often each head attends most to the token that the model repeats from a sentence in a long text.
@@ -97,11 +97,11 @@ def retrieval(
 def name_movers(
     *,
     test: CausalTestFlags,
-    prompts: Annotated[int, typer.Option(min=2, metavar="N", help="Number of prompts.")] = NAME_PROMPTS,
+    prompts: Annotated[int, option("Number of prompts.", "N", least=2)] = NAME_PROMPTS,
     copied: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Number of prompts whose names test the weights of heads.")
+        int, option("Number of prompts whose names test the weights of heads.", "N", least=0)
     ] = COPIED_PROMPTS,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the names.")] = 0,
+    seed: Annotated[int, option("Seed of the names.", "N", least=0)] = 0,
     top: Top = 20,
 ) -> None:
     """Find heads that move a name to the end of a prompt, and heads that do the opposite, on prompts with two names.
@@ -120,15 +120,11 @@ def dependencies(
     *,
     treebank: Annotated[Path, path_option("PATH", "File in CoNLL-U format, or folder with such files.")],
     test: HeadTestFlags,
-    limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="Use only this many sentences.")] = None,
-    fewest: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Leave out relations with fewer pairs in a half.")
-    ] = FEWEST_PAIRS,
+    limit: Annotated[int | None, option("Use only this many sentences.", "N", least=2)] = None,
+    fewest: Annotated[int, option("Leave out relations with fewer pairs in a half.", "N", least=2)] = FEWEST_PAIRS,
     subtypes: Annotated[bool, typer.Option("--subtypes", help="Keep subtypes of relations.")] = False,
-    start_token: Annotated[
-        int | None, typer.Option(min=0, metavar="ID", help="Token to put before each sentence.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the division into halves.")] = 0,
+    start_token: Annotated[int | None, option("Token to put before each sentence.", "ID", least=0)] = None,
+    seed: Annotated[int, option("Seed of the division into halves.", "N", least=0)] = 0,
     top: Top = 20,
 ) -> None:
     """Measure how often the word that a head attends to most is the governor or the dependent of a word. Compares each

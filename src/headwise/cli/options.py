@@ -29,9 +29,14 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def option(description: str, metavar: str | None = None, *, least: float | None = None, **further: Any) -> Any:
+    """Return the option of typer that is called `metavar` in the help, and whose numbers are at least `least`."""
+    return typer.Option(min=least, metavar=metavar, help=description, **further)
+
+
 def path_option(metavar: str, description: str) -> Any:
     """Return the option of typer for a path, called `metavar` in the help."""
-    return typer.Option(parser=path, metavar=metavar, help=description)
+    return option(description, metavar, parser=path)
 
 
 def choice(
@@ -39,10 +44,10 @@ def choice(
     description: str,
     *flags: str,
     others: Callable[[], Iterable[str]] = tuple,
-    option: Any = typer.Option,
+    kind: Any = typer.Option,
 ) -> Any:
     """Return the option of typer for one of `names`, which are checked, completed, and listed in the help; or the
-    argument, if `option` is `typer.Argument`. The names that `others` returns are accepted, too.
+    argument, if `kind` is `typer.Argument`. The names that `others` returns are accepted, too.
     """
     allowed = tuple(names)
 
@@ -52,7 +57,7 @@ def choice(
         return text
 
     completed: dict[str, Any] = {"autocompletion": lambda: list(allowed), "metavar": "|".join(allowed)}
-    return option(*flags, parser=parse, help=description, **completed)
+    return kind(*flags, parser=parse, help=description, **completed)
 
 
 def added_statistics() -> list[str]:
@@ -111,8 +116,8 @@ TableFolder = Annotated[Path | None, path_option("FOLDER", "Also save the table 
 ModelFolder = Annotated[Path, path_option("FOLDER", "Folder for the smaller model. It must not exist yet.")]
 Html = Annotated[Path | None, path_option("FILE", "Also write an interactive page to this file. It works offline.")]
 LossName = Annotated[str | None, choice(LOSSES, "Default: a language model's own loss, otherwise embedding.", "--loss")]
-Column = Annotated[str, typer.Option(help="Column with the text, in JSON lines, CSV and Parquet.")]
-Top = Annotated[int, typer.Option(min=1, help="Number of rows to print, largest first.")]
+Column = Annotated[str, option("Column with the text, in JSON lines, CSV and Parquet.")]
+Top = Annotated[int, option("Number of rows to print, largest first.", least=1)]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing run in the output folder.")]
 
 
@@ -120,14 +125,10 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing run in
 class ModelFlags:
     """Command-line options that name a model, and state how it is loaded."""
 
-    model: Annotated[str, typer.Option(help="minilm, smollm2, a folder in Hugging Face format, or a hub id.")] = (
-        "minilm"
-    )
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")] = None
+    model: Annotated[str, option("minilm, smollm2, a folder in Hugging Face format, or a hub id.")] = "minilm"
+    revision: Annotated[str | None, option("Branch, tag or commit of a model on the hub.")] = None
     dtype: Annotated[str | None, choice(DTYPES, "Data type of the weights. Default: as saved.")] = None
-    device: Annotated[
-        str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1. Default: a GPU if there is one.")
-    ] = None
+    device: Annotated[str | None, option("Device, such as cpu, cuda or cuda:1. Default: a GPU if there is one.")] = None
 
     def find(self) -> "ModelSource":
         """Return the location of the model, after checking that its configuration can be reached."""
@@ -161,9 +162,9 @@ class ModelFlags:
 class DecoderFlags(ModelFlags):
     """Command-line options that name a decoder, with or without a language-model head."""
 
-    model: Annotated[
-        str, typer.Option(help="A causal language model: smollm2, a folder in Hugging Face format, or a hub id.")
-    ] = "smollm2"
+    model: Annotated[str, option("A causal language model: smollm2, a folder in Hugging Face format, or a hub id.")] = (
+        "smollm2"
+    )
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class TextFlags:
     """Command-line options that determine how a data set is cut into sequences and batches for a model."""
 
     context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per sequence, at most. Default: 2048, or the model's limit.")
+        int | None, option("Tokens per sequence, at most. Default: 2048, or the model's limit.", least=1)
     ] = None
     documents: Annotated[
         str,
@@ -191,8 +192,8 @@ class TextFlags:
             DOCUMENT_MODES, "Documents become sequences: whole (error if too long), truncate, cut (in pieces), or pack."
         ),
     ] = "whole"
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 8
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only this many sequences.")] = None
+    batch: Annotated[int, option("Sequences per batch.", least=1)] = 8
+    limit: Annotated[int | None, option("Use only this many sequences.", least=1)] = None
     column: Column = "text"
 
     def texts(self, data: Path, tokenizer: Any) -> "hw.Texts":

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.options import Html, ModelFlags, choice, head_name
+from headwise.cli.options import Html, ModelFlags, choice, head_name, option
 from headwise.cli.output import OutputFlags, require_writable_page
 from headwise.errors import InputError
 from headwise.settings import FOCUS_KINDS
@@ -18,22 +18,20 @@ def view(
     text: Annotated[str, typer.Argument(help="The text. - reads standard input, @FILE reads a file.")],
     model: ModelFlags,
     lines: Annotated[bool, typer.Option("--lines", help="Treat each line of the text as a text of its own.")] = False,
-    layer: Annotated[list[int] | None, typer.Option(metavar="N", help="Show only this layer. Can be repeated.")] = None,
+    layer: Annotated[list[int] | None, option("Show only this layer. Can be repeated.", "N")] = None,
     head: Annotated[
         list[Any] | None,
-        typer.Option(
+        option(
+            "Show only this head, such as 5.11 or 11 (of all layers), and what each word attends to. Can be repeated.",
+            "HEAD",
             parser=head_name,
-            metavar="HEAD",
-            help="Show only this head, such as 5.11 or 11 (of all layers), and what each word attends to. "
-            "Can be repeated.",
         ),
     ] = None,
     focus: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="WORDS",
-            help="Rank the heads by the attention on these words, such as coffee,tea or drinks=coffee,tea. "
-            "Can be repeated.",
+        option(
+            "Rank the heads by the attention on these words, such as coffee,tea or drinks=coffee,tea. Can be repeated.",
+            "WORDS",
         ),
     ] = None,
     focus_kind: Annotated[
@@ -41,11 +39,9 @@ def view(
         choice(FOCUS_KINDS, "Attention that the words of --focus receive from others (the default), or exchange."),
     ] = None,
     generate: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Let the model continue the text by N tokens, and view them too.")
+        int, option("Let the model continue the text by N tokens, and view them too.", "N", least=0)
     ] = 0,
-    against: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Compare with this model on the page of --html.")
-    ] = None,
+    against: Annotated[str | None, option("Compare with this model on the page of --html.", "MODEL")] = None,
     html: Html = None,
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Cut a text that is longer than the model's limit.")
