@@ -40,9 +40,8 @@ def test_resumed_units_count_towards_the_total(capsys):
     assert "10/10 batches" in capsys.readouterr().err
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    """Stream in place of standard error that is a terminal."""
+def terminal_in_place_of_errors(monkeypatch):
+    """Return a stream that is a terminal, in place of standard error."""
     stream = io.StringIO()
     stream.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", stream)
@@ -123,8 +122,9 @@ def test_a_bar_within_another_is_shown_below_it_and_removed(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_steps_of_compression_and_circuits_show_progress(terminal):
+def test_steps_of_compression_and_circuits_show_progress(monkeypatch):
     """A model that is pruned, merged and localized, and the bars of each step."""
+    terminal = terminal_in_place_of_errors(monkeypatch)
 
     def shown():
         text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()).replace("\r", "\n")
@@ -170,8 +170,8 @@ def test_steps_of_compression_and_circuits_show_progress(terminal):
         assert [label for label in labels if not re.search(rf"^{label} .*(\d+)/(\1|\?) ", printed[name], re.M)] == []
 
 
-def test_tokenizing_shows_its_progress_on_a_terminal_and_once(terminal):
-    dataset = texts(limit=5)
+def test_tokenizing_shows_its_progress_on_a_terminal_and_once(monkeypatch):
+    dataset, terminal = texts(limit=5), terminal_in_place_of_errors(monkeypatch)
     hw.profile(tiny.model("decoder"), dataset, progress=True, repeats=False)
     assert re.search(r"tokenizing.*5/5.*sequences", terminal.getvalue())
     within = dataset.within(tiny.model("decoder"))
@@ -204,8 +204,9 @@ def test_the_bar_of_a_finished_study_is_full(budget, capsys):
     assert expected not in capsys.readouterr().err
 
 
-def test_a_view_shows_its_layers_on_a_terminal(terminal):
+def test_a_view_shows_its_layers_on_a_terminal(monkeypatch):
     model, tokenizer = tiny.model("encoder"), tiny.tokenizer("encoder")
+    terminal = terminal_in_place_of_errors(monkeypatch)
     hw.view(model, tokenizer, "w5 w6 w7")
     assert terminal.getvalue() == ""
     hw.view(model, tokenizer, "w5 w6 w7", progress=True)

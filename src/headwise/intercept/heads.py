@@ -192,7 +192,7 @@ class Heads(SiteRegistry):
         return draw_received(chosen_heads(received, heads), title=model_name(self._modules[""]), ax=ax)
 
 
-def _estimates(record: SiteRecord, name: str) -> list[tuple[float, float, int]]:
+def _estimates(record: SiteRecord, name: str) -> list[tuple[float, float, float]]:
     """Return mean, standard error and number of sequences of a statistic of each head; NaN if it was not measured.
     Sequences to which the module attended several times count once.
     """
