@@ -50,15 +50,15 @@ def folder(tmp_path_factory):
         tiny.save(path / name, "decoder", seed=seed, top="ForCausalLM", eos_token_id=None)
     tiny.save(path / "encoder", "encoder")
     tiny.save(path / "masked", "encoder", top="ForMaskedLM")
-    tiny.write_texts(path / "data.jsonl", 21, 19, 23, 7)
-    tiny.write_texts(path / "held-out.jsonl", 12, 9, 5)
+    texts = [json.dumps({"text": text}) + "\n" for text in tiny.texts(21, 19, 23, 7, 12, 9, 5)]
+    (path / "data.jsonl").write_text("".join(texts[:4]))
+    (path / "held-out.jsonl").write_text("".join(texts[4:]))
     (path / "recipe.toml").write_text(RECIPE)
     (path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
     model, tokenizer = tiny.model("decoder", top="ForCausalLM"), tiny.tokenizer("decoder")
     for name, seed, number in (("a", 0, 4), ("b", 0, 3), ("of-other", 1, 4)):
         profiled = tiny.model("decoder", seed=seed, top="ForCausalLM").model
-        texts = hw.Texts(path / "data.jsonl", tokenizer, limit=number)
-        title = "other" if seed else "decoder"
-        hw.profile(profiled, texts, repeats=False, out=path / name, title=title)
+        data, title = hw.Texts(path / "data.jsonl", tokenizer, limit=number), "other" if seed else "decoder"
+        hw.profile(profiled, data, repeats=False, out=path / name, title=title)
     hw.importance(model, hw.Texts(path / "held-out.jsonl", tokenizer), hw.next_token_loss, out=path / "scores")
     return path
