@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,13 +67,16 @@ def test_the_profile_of_smollm2_finds_its_induction_heads(headwise, smollm2, tmp
     assert set(profile.roles()["induction"]) == cluster
 
 
-def test_two_profiles_are_compared(headwise, folder):
-    command = ("compare", folder / "a", folder / "of-other")
+def test_two_profiles_are_compared(headwise, folder, tmp_path):
+    other = hw.load_profile(folder / "of-other")
+    role = "broad" if other.rows[0].role == "mixed" else "mixed"
+    replace(other, rows=(replace(other.rows[0], role=role), *other.rows[1:])).save(tmp_path)
+    command = ("compare", folder / "a", tmp_path)
     lines = printed_by(headwise(*command, "--statistic", "previous", "--top", "3")).splitlines()
     assert lines[0].startswith("A  decoder on ")
     assert lines[1].startswith("B  other on ")
     assert lines[3].split() == ["head", "statistic", "A", "B", "difference", "in", "standard", "errors", "role"]
-    a, b = hw.load_profile(folder / "a"), hw.load_profile(folder / "of-other")
+    a, b = hw.load_profile(folder / "a"), hw.load_profile(tmp_path)
     changed = [(one, two) for one, two in zip(a.heads, b.heads, strict=True) if one.role != two.role]
     index = lines.index(f"{len(changed)} of 12 heads {'has' if len(changed) == 1 else 'have'} a different role")
     assert lines[index + 1 :] == [f"{one.name}  {one.role} → {two.role}" for one, two in changed] != []

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwise.page.contents import PageStatistic
-from headwise.statistics.registry import STATISTICS
+from headwise.statistics.registry import STATISTICS, Statistic
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,12 @@ class Column:
         return PageStatistic(self.name, self.unit, self.meaning, source)
 
 
-WEIGHTS = tuple(Column(each.name, each.meaning, each.unit) for each in STATISTICS.values())
+def _column_of(statistic: Statistic) -> Column:
+    """Return the column of a statistic of attention weights."""
+    return Column(statistic.name, statistic.meaning, statistic.unit)
+
+
+WEIGHTS = tuple(map(_column_of, STATISTICS.values()))
 """Columns of the statistics of attention weights."""
 
 RANDOM_SUFFIX, CHANGE_SUFFIX = "_random", "_change"
@@ -58,7 +63,7 @@ def column_named(name: str) -> Column:
     another name, a column without a description.
     """
     of_data = name.removesuffix(RANDOM_SUFFIX)
-    column = next((each for each in WEIGHTS if each.name == of_data), None)
-    if column is None:
+    if of_data not in STATISTICS:
         return Column(name)
+    column = _column_of(STATISTICS[of_data])
     return column if name == of_data else column.derived(name, "measured on random tokens that repeat")
