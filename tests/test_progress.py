@@ -5,6 +5,7 @@ import operator
 import re
 import sys
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -133,41 +134,35 @@ def test_steps_of_compression_and_circuits_show_progress(monkeypatch):
 
     tokenizer, model = tiny.tokenizer("decoder"), tiny.model("decoder", top="ForCausalLM")
     dataset = hw.Texts(tiny.texts(11, 13, 17, 19), tokenizer, batch=2)
-    plans = [
-        hw.plan_pruning(hw.LeastSquaresScores(model, dataset, progress=is_shown), keep=0.5, constraint="groups",
-                        progress=is_shown)
-        for is_shown in (False, True)
-    ]  # fmt: skip
-    assert plans[0].modules == plans[1].modules
-    expected = {
-        "plan": ("calibration", "weights of tokens", "outputs of heads", "plan"),
-        "prune": ("calibration", "weights of tokens", "runs of single layers", "output projections", "comparison"),
-        "merge": ("keys and values", "alignment", "output projections"),
-        "localize": ("window effects", "loss"),
-        "circuits": ("circuits", "scores", "composition"),
-    }
-    printed = {"plan": shown()}
+
+    def plan(**options):
+        scores = hw.LeastSquaresScores(model, dataset, **options)
+        return hw.plan_pruning(scores, keep=0.5, constraint="groups", **options)
+
+    def merge(**options):
+        return hw.merge_kv(model, num_kv_heads=1, calibration=dataset, method="procrustes", **options)
 
     def circuits(**options):
         found = hw.circuits(model, **options)
-        found.scores("ov_norm")
-        found.composition("v")
+        return found.scores("ov_norm"), found.composition("v")
 
-    steps = {
-        "prune": lambda **options: hw.prune(model, plans[0], calibration=dataset, **options),
-        "merge": lambda **options: hw.merge_kv(
-            model, num_kv_heads=1, calibration=dataset, method="procrustes", **options
+    made = plan()
+    calibration = ("calibration", "weights of tokens")
+    for step, labels in (
+        (plan, (*calibration, "outputs of heads", "plan")),
+        (
+            partial(hw.prune, model, made, calibration=dataset),
+            (*calibration, "runs of single layers", "output projections", "comparison"),
         ),
-        "localize": lambda **options: hw.localize(model, dataset, 9.0, window=3, first=1, **options),
-        "circuits": circuits,
-    }
-    for name, step in steps.items():
+        (merge, ("keys and values", "alignment", "output projections")),
+        (partial(hw.localize, model, dataset, 9.0, window=3, first=1), ("window effects", "loss")),
+        (circuits, ("circuits", "scores", "composition")),
+    ):
         step()
         assert shown() == ""
-        step(progress=True)
-        printed[name] = shown()
-    for name, labels in expected.items():
-        assert [label for label in labels if not re.search(rf"^{label} .*(\d+)/(\1|\?) ", printed[name], re.M)] == []
+        result, printed = step(progress=True), shown()
+        assert [label for label in labels if not re.search(rf"^{label} .*(\d+)/(\1|\?) ", printed, re.M)] == []
+        assert step is not plan or result.modules == made.modules
 
 
 def test_tokenizing_shows_its_progress_on_a_terminal_and_once(monkeypatch):
