@@ -42,7 +42,7 @@ def path_option(metavar: str, description: str) -> Any:
 def choice(
     names: Iterable[str],
     description: str,
-    *flags: str,
+    *,
     others: Callable[[], Iterable[str]] = tuple,
     kind: Any = typer.Option,
 ) -> Any:
@@ -57,7 +57,7 @@ def choice(
         return text
 
     completed: dict[str, Any] = {"autocompletion": lambda: list(allowed), "metavar": "|".join(allowed)}
-    return kind(*flags, parser=parse, help=description, **completed)
+    return kind(parser=parse, help=description, **completed)
 
 
 def added_statistics() -> list[str]:
@@ -115,7 +115,7 @@ TableOut = Annotated[
 TableFolder = Annotated[Path | None, path_option("FOLDER", "Also save the table in this folder.")]
 ModelFolder = Annotated[Path, path_option("FOLDER", "Folder for the smaller model. It must not exist yet.")]
 Html = Annotated[Path | None, path_option("FILE", "Also write an interactive page to this file. It works offline.")]
-LossName = Annotated[str | None, choice(LOSSES, "Default: a language model's own loss, otherwise embedding.", "--loss")]
+LossName = Annotated[str | None, choice(LOSSES, "Default: a language model's own loss, otherwise embedding.")]
 Column = Annotated[str, option("Column with the text, in JSON lines, CSV and Parquet.")]
 Top = Annotated[int, option("Number of rows to print, largest first.", least=1)]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing run in the output folder.")]
