@@ -15,7 +15,7 @@ import torch
 
 import headwise as hw
 import tiny
-from command_lines import printed_by, refusal
+from command_lines import printed_by
 from headwise.cli import app as cli
 from headwise.data.models import ModelSource
 from headwise.runs import checkpoint
@@ -83,7 +83,8 @@ def test_two_profiles_are_compared(headwise, folder, tmp_path):
     largest = hw.compare(a, b).largest(["previous"])[0]
     assert lines[4].split()[:2] == [largest.a.name, "previous"]
     assert lines[4].split()[5] == f"{largest.errors:+.1f}"
-    assert refusal(headwise(*command, "--statistic", "no")).startswith("statistic: expected one of entropy, ")
+    status, _, err = headwise(*command, "--statistic", "no")
+    assert (status, err.startswith("headwise: statistic: expected one of entropy, ")) == (2, True)
 
 
 def _run_slowly(rank, arguments, store):
