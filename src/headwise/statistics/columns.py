@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwise.page.contents import PageStatistic
-from headwise.statistics.registry import STATISTICS, Statistic
+from headwise.statistics.registry import STATISTICS
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,7 @@ class Column:
         return PageStatistic(self.name, self.unit, self.meaning, source)
 
 
-def _column_of(statistic: Statistic) -> Column:
-    """Return the column of a statistic of attention weights."""
-    return Column(statistic.name, statistic.meaning, statistic.unit)
-
-
-WEIGHTS = tuple(map(_column_of, STATISTICS.values()))
+WEIGHTS = tuple(Column(each.name, each.meaning, each.unit) for each in STATISTICS.values())
 """Columns of the statistics of attention weights."""
 
 RANDOM_SUFFIX, CHANGE_SUFFIX = "_random", "_change"
@@ -62,8 +57,8 @@ def column_named(name: str) -> Column:
     """Return the column of a statistic of attention weights, measured on the data or on random tokens that repeat; for
     another name, a column without a description.
     """
-    of_data = name.removesuffix(RANDOM_SUFFIX)
-    if of_data not in STATISTICS:
+    statistic = STATISTICS.get(name.removesuffix(RANDOM_SUFFIX))
+    if statistic is None:
         return Column(name)
-    column = _column_of(STATISTICS[of_data])
-    return column if name == of_data else column.derived(name, "measured on random tokens that repeat")
+    column = Column(statistic.name, statistic.meaning, statistic.unit)
+    return column if name == statistic.name else column.derived(name, "measured on random tokens that repeat")
