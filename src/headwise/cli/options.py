@@ -40,11 +40,7 @@ def path_option(metavar: str, description: str) -> Any:
 
 
 def choice(
-    names: Iterable[str],
-    description: str,
-    *,
-    others: Callable[[], Iterable[str]] = tuple,
-    kind: Any = typer.Option,
+    names: Iterable[str], description: str, *, others: Callable[[], Iterable[str]] = tuple, kind: Any = typer.Option
 ) -> Any:
     """Return the option of typer for one of `names`, which are checked, completed, and listed in the help; or the
     argument, if `kind` is `typer.Argument`. The names that `others` returns are accepted, too.
