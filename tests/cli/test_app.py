@@ -39,6 +39,9 @@ TABLES = {
 }
 """Commands that run on the tiny decoder, with the class of the table that they save."""
 
+WITH_OTHER_INPUTS = {"retrieval", "name-movers", "dependencies", "localize", "monitor"}
+"""Commands that need other words, a treebank or a monitored training, or write a file. Tests of their own run them."""
+
 PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
 
 
@@ -153,6 +156,10 @@ def test_help_mistakes_and_completion_do_not_import_torch():
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_command_is_run():
+    assert {*DESCRIBED} == {*TABLES} | WITH_OTHER_INPUTS
 
 
 @pytest.mark.parametrize(("command", "table"), TABLES.items(), ids=TABLES)
