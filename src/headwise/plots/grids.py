@@ -126,26 +126,29 @@ def colour_scale(values: Iterable[float], centred: bool) -> dict[str, Any]:
 
 
 class RoleStyle(NamedTuple):
-    """Colour as `#rrggbb` and name of a matplotlib marker, such as "o", by which plots show a role of heads."""
+    """Colour as `#rrggbb` and name of a matplotlib marker, such as "o", by which plots show a role of heads, and the
+    name of its colour in terminals.
+    """
 
     colour: str
     marker: str
+    terminal: str
 
 
 ROLE_STYLES = {
-    "previous token": RoleStyle("#332288", "<"),
-    "next token": RoleStyle("#2d8ddf", ">"),
-    "induction": RoleStyle("#bc7200", "^"),
-    "duplicate token": RoleStyle("#9c4294", "D"),
-    "same token": RoleStyle("#000000", "v"),
-    "mixed": RoleStyle("#74797c", "o"),
-    "broad": RoleStyle("#7a4e00", "h"),
-    "sink on the first token": RoleStyle("#17421a", "s"),
-    "sink on special tokens": RoleStyle("#6a9f52", "P"),
+    "previous token": RoleStyle("#332288", "<", "cyan"),
+    "next token": RoleStyle("#2d8ddf", ">", "blue"),
+    "induction": RoleStyle("#bc7200", "^", "magenta"),
+    "duplicate token": RoleStyle("#9c4294", "D", "bright_magenta"),
+    "same token": RoleStyle("#000000", "v", "green"),
+    "mixed": RoleStyle("#74797c", "o", "yellow"),
+    "broad": RoleStyle("#7a4e00", "h", "white"),
+    "sink on the first token": RoleStyle("#17421a", "s", "bright_black"),
+    "sink on special tokens": RoleStyle("#6a9f52", "P", "bright_black"),
 }
-"""Colour and marker of each role by the role's name, in the order of legends."""
+"""Colours and marker of each role by the role's name, in the order of legends."""
 
-UNKNOWN_ROLE = RoleStyle("#424242", "X")
+UNKNOWN_ROLE = RoleStyle("#424242", "X", "white")
 """Style of a role with a name that is not in `ROLE_STYLES`."""
 
 MOST_MARKERS = 450
@@ -153,11 +156,7 @@ MOST_MARKERS = 450
 
 
 def role_style(role: str) -> RoleStyle:
-    """Return the colour and marker of a role by the role's name; grey for an unknown name.
-
-    >>> role_style("induction")
-    RoleStyle(colour='#bc7200', marker='^')
-    """
+    """Return the colours and the marker of a role by the role's name; grey for an unknown name."""
     return ROLE_STYLES.get(role, UNKNOWN_ROLE)
 
 

@@ -38,7 +38,7 @@ from headwise.show.tables import (
     significant,
     signs,
 )
-from headwise.show.terminal import COLOURS
+from headwise.show.terminal import bold_colour
 from headwise.statistics.by_distance import WITH_FIRST
 from headwise.statistics.by_norm import MOVED, PREFERENCE
 from headwise.statistics.columns import CHANGE_SUFFIX
@@ -362,7 +362,7 @@ def print_profile(profile: Profile, console: Console) -> None:
             members.sort(key=profile.role_share, reverse=True)
         count = counted(len(members), "head")
         console.print()
-        console.print(Text.assemble((role.name, f"bold {COLOURS[role.name]}"), f" · {count} · {role.rule}"))
+        console.print(Text.assemble((role.name, bold_colour(role)), f" · {count} · {role.rule}"))
         share = {} if role is MIXED else {head.name: f" {number(profile.role_share(head), '.2f')}" for head in members}
         console.print(Text("   ".join(head.name + share.get(head.name, "") for head in members)))
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from headwise.analysis.roles import MIXED, ROLES, Role
 from headwise.analysis.view_result import SMALLEST_SHOWN_WEIGHT, Focus, HeadView, View, ViewSet, shortened
+from headwise.plots.grids import role_style
 from headwise.show.tables import plain_table
 from headwise.wording import counted, number
 
@@ -31,17 +32,6 @@ AVERAGED = ("entropy", "confidence", "distance", "previous", "next", "first")
 NARROW = 100
 """Width of a terminal below which a line shows fewer numbers."""
 
-COLOURS = {
-    "previous token": "cyan",
-    "next token": "blue",
-    "induction": "magenta",
-    "duplicate token": "bright_magenta",
-    "same token": "green",
-    "mixed": "yellow",
-    "broad": "white",
-    "sink on the first token": "bright_black",
-    "sink on special tokens": "bright_black",
-}
 SHADES = " ·░▒▓█"
 
 
@@ -49,6 +39,11 @@ def make_console() -> Console:
     """Return a rich console on standard output, 140 columns wide if that is not a terminal, so that tables fit."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def bold_colour(role: Role) -> str:
+    """Return the style of the name of a role, and of the names of its heads."""
+    return f"bold {role_style(role.name).terminal}"
 
 
 def print_view(view: View, console: Console, *, detail: bool = False) -> None:
@@ -85,7 +80,7 @@ def print_views(views: ViewSet, console: Console) -> None:
         for index in members:
             estimates = [views.estimate(name, index) for name in AVERAGED]
             table.add_row(
-                Text(heads[index].name, style=f"bold {COLOURS[role.name]}"),
+                Text(heads[index].name, style=bold_colour(role)),
                 *(estimate.text("z.2f") for estimate in estimates),
             )
         console.print(table)
@@ -102,7 +97,7 @@ def print_foci(foci: Sequence[Focus], console: Console) -> None:
         table = plain_table("head", "share", "uniform", "excess", *(("p",) if is_tested else ()))
         for each in focus.heads[:FOCUS_HEADS]:
             p = [number(each.p, ".2g")] if is_tested else []
-            name = Text(each.head.name, style=f"bold {COLOURS[each.head.role.name]}")
+            name = Text(each.head.name, style=bold_colour(each.head.role))
             table.add_row(name, number(each.share, ".2f"), number(each.uniform, ".2f"), each.excess.text("z.2f"), *p)
         console.print(table)
         console.print(Text(f"{focus.verdict} {focus.note}".rstrip()))
@@ -136,9 +131,7 @@ def _fitting(texts: list[str], width: int) -> str:
 
 def _heading(view: View, role: Role, count: int) -> Text:
     """Return the heading of the heads of one role: its name, the number of heads, and the rule of the role."""
-    return Text.assemble(
-        (view.role_title(role), f"bold {COLOURS[role.name]}"), f" · {counted(count, 'head')} · {role.rule}"
-    )
+    return Text.assemble((view.role_title(role), bold_colour(role)), f" · {counted(count, 'head')} · {role.rule}")
 
 
 def _one_line(text: str) -> str:
@@ -160,7 +153,7 @@ def _table(view: View, role: Role, members: list[HeadView], width: int) -> Table
         share = "" if role is MIXED else number(head.means[role.statistic], ".2f")
         numbers = [number(head.means.get(name), "z.2f") for name in names]
         links = _fitting(link_texts(view, head), width_of_links)
-        table.add_row(Text(head.name, style=f"bold {COLOURS[role.name]}"), share, *numbers, Text(links))
+        table.add_row(Text(head.name, style=bold_colour(role)), share, *numbers, Text(links))
     return table
 
 
