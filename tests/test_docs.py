@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,11 @@ from headwise.data.models import load
 from headwise.show.terminal import print_view
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def code_blocks(page: str) -> list[tuple[str, str]]:
     """Return the Python blocks of a page, each with the output block that follows it or an empty string."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", text, re.DOTALL)
+    return re.findall(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", text_of(page), re.DOTALL)
 
 
 def run(blocks: list[tuple[str, str]], names: dict) -> str:
@@ -41,12 +40,21 @@ def run(blocks: list[tuple[str, str]], names: dict) -> str:
     return printed.getvalue()
 
 
+def text_of(page: str) -> str:
+    """Return the text of a page."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def write_json_lines(path: Path, texts: Iterable[str]) -> None:
+    """Write texts to a file of JSON lines."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
 @pytest.mark.filterwarnings("ignore:nothing is accelerated")  # without a compiler
 def test_the_code_of_the_readme_runs_and_prints_the_shown_output(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    long = "One cup of tea, and then another one. " * 200
-    lines = (json.dumps({"text": text}) + "\n" for text in ("A cup of tea.", "And one of coffee.", long))
-    (tmp_path / "corpus.jsonl").write_text("".join(lines))
+    texts = ("A cup of tea.", "And one of coffee.", "One cup of tea, and then another one. " * 200)
+    write_json_lines(tmp_path / "corpus.jsonl", texts)
     names = {}
     blocks = code_blocks("README.md")
     assert len(blocks) == 7
@@ -76,7 +84,7 @@ def test_the_code_of_the_page_about_pages_runs(minilm, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_code_of_the_page_about_analyses_joins_tables(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus.jsonl").write_text('{"text": "A cup of tea."}\n{"text": "And one of coffee."}\n')
+    write_json_lines(tmp_path / "corpus.jsonl", ("A cup of tea.", "And one of coffee."))
     names: dict = {}
     blocks = code_blocks("docs/analyses.md")
     assert run(blocks, names) == "".join(output for _, output in blocks) == "(2, 2)\n"
@@ -85,7 +93,7 @@ def test_the_code_of_the_page_about_analyses_joins_tables(minilm, tmp_path, monk
 
 def test_the_code_of_the_pages_about_norms_and_rollout_runs(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus.jsonl").write_text('{"text": "A cup of tea."}\n{"text": "And one of coffee."}\n')
+    write_json_lines(tmp_path / "corpus.jsonl", ("A cup of tea.", "And one of coffee."))
     names: dict = {}
     run(code_blocks("docs/norm-weighted.md") + code_blocks("docs/rollout.md"), names)
     assert len(names["norms"].table()) == len(names["rollout"].table()) == 72
@@ -101,12 +109,11 @@ def test_the_code_of_the_page_about_the_formation_of_heads_runs():
 
 
 def test_the_recipe_of_the_page_about_pruning_runs(tmp_path):
-    (recipe,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/prune.md").read_text(encoding="utf-8"), re.DOTALL)
-    tiny.model("decoder", top="ForCausalLM").save_pretrained(tmp_path / "tiny")
-    tiny.tokenizer("decoder").save_pretrained(tmp_path / "tiny")
+    (recipe,) = re.findall(r"```toml\n(.*?)```", text_of("docs/prune.md"), re.DOTALL)
+    tiny.save(tmp_path / "tiny", "decoder", top="ForCausalLM")
     first, *others = tiny.texts(200, 30, 150, 20)
     (tmp_path / "corpus.txt").write_text(first)
-    (tmp_path / "held-out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in others))
+    write_json_lines(tmp_path / "held-out.jsonl", others)
     (tmp_path / "recipe.toml").write_text(recipe.replace('"smollm2"', '"tiny"').replace("steps = 200", "steps = 4"))
     report = headwise.compress(tmp_path / "recipe.toml", tmp_path / "smaller")
     assert [stage.name for stage in report.stages] == ["dense", "pruned", "healed"]
@@ -118,7 +125,7 @@ def test_the_recipe_of_the_page_about_pruning_runs(tmp_path):
 @pytest.mark.slow
 def test_the_code_of_the_page_about_streaming_heads_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus.txt").write_text((ROOT / "docs/layer.md").read_text(encoding="utf-8"))
+    (tmp_path / "corpus.txt").write_text(text_of("docs/layer.md"))
     names: dict = {}
     assert "of 90 key/value heads stream (the first 4 tokens and a window of 64), budget 1.00%" in run(
         code_blocks("docs/localize.md"), names
@@ -134,7 +141,7 @@ def test_the_code_of_the_page_about_circuits_runs():
     names: dict = {}
     assert run(code_blocks("docs/circuits.md"), names).startswith("[HeadPair(17.8>18.7, q ")
     composition = names["composition"]
-    page = (ROOT / "docs/circuits.md").read_text(encoding="utf-8")
+    page = text_of("docs/circuits.md")
     rows = re.findall(r"^\| (\d+)\.(\d+) \| (.*) \| (0\.\d+) \|$", page, re.MULTILINE)
     assert len(rows) == 9
     for layer, head, partners, other in rows:
@@ -152,10 +159,8 @@ def test_the_code_of_the_page_about_circuits_runs():
 @pytest.mark.slow
 def test_the_code_of_the_page_about_pruning_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus.txt").write_text((ROOT / "docs/layer.md").read_text(encoding="utf-8"))
-    held_out = (ROOT / "docs/watch.md").read_text(encoding="utf-8").split("\n## ")
-    lines = (json.dumps({"text": section}) for section in held_out)
-    (tmp_path / "held-out.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "corpus.txt").write_text(text_of("docs/layer.md"))
+    write_json_lines(tmp_path / "held-out.jsonl", text_of("docs/watch.md").split("\n## "))
     model, tokenizer = headwise.load("smollm2", "causal")
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
     for each in (model, tokenizer):
@@ -195,7 +200,7 @@ def test_the_code_and_the_examples_of_the_page_about_plots_run(minilm, coffee, t
     inputs = minilm.tokenizer("A cup of tea.", return_tensors="pt")
     with headwise.watch(minilm.model) as names["heads"]:
         minilm.model(**inputs)
-    text = (ROOT / "docs" / "plots.md").read_text(encoding="utf-8")
+    text = text_of("docs/plots.md")
     rows = re.findall(r'^\| `"(\w+)"` \|.*\| `(.*)` \|$', text, re.MULTILINE)
     assert len(rows) == 8
     for kind, example in rows:
@@ -204,7 +209,7 @@ def test_the_code_and_the_examples_of_the_page_about_plots_run(minilm, coffee, t
 
 
 def test_the_page_about_plots_names_the_kinds_of_every_result(coffee):
-    text = (ROOT / "docs" / "plots.md").read_text(encoding="utf-8")
+    text = text_of("docs/plots.md")
     rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w, ]+) \|$", text, re.MULTILINE)
     with pytest.raises(headwise.InputError) as caught:
         coffee.plot(kind="no such kind")
@@ -226,8 +231,7 @@ def reader(tmp_path, monkeypatch, request):
     monkeypatch.setenv("MPLBACKEND", "agg")
     documents = ["A cup of tea.", *tiny.texts(700, 650, 600)]
     for number, name in enumerate(("corpus", "validation", "test")):
-        lines = (json.dumps({"text": f"w{90 + number} {text}"}) + "\n" for text in documents)
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        write_json_lines(tmp_path / f"{name}.jsonl", (f"w{90 + number} {text}" for text in documents))
     return tmp_path
 
 
@@ -273,15 +277,10 @@ def test_every_name_in_the_examples_of_a_page_is_defined_on_it():
         code = "\n".join(block for block, _ in code_blocks(str(page.relative_to(ROOT))))
         assert undefined_names(code) == [], page.name
     assert undefined_names("import torch\nprint(torch, model)") == ["Undefined name `model`"]
-
-
-def test_the_examples_of_every_other_page_are_run():
-    tests = {
-        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"[\w-]+\.md", path.read_text())
-    }
-    for page in (ROOT / "docs").glob("*.md"):
-        if "```python" in page.read_text(encoding="utf-8"):
-            assert page.stem in (*PAGES, *NOT_RUN) or page.name in tests, page.name
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    named = {name for text in texts for name in re.findall(r"[\w-]+\.md", text)}
+    for page in pages:  # the examples of every page are run by some test
+        assert page.stem in (*PAGES, *NOT_RUN) or page.name in named, page.name
 
 
 def test_the_code_of_the_page_about_monitoring_runs(reader):
@@ -304,10 +303,8 @@ def test_the_code_for_lightning_on_the_page_about_monitoring_runs(reader):
 
 
 def test_the_code_of_the_tour_of_the_layer_runs():
-    text = (ROOT / "docs" / "layer.md").read_text(encoding="utf-8")
     names: dict = {}
-    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(code, names)
+    run(code_blocks("docs/layer.md"), names)
     assert names["latent"].static_cache(1, 1).slots[0].shape[-1] == 80
 
 
@@ -315,7 +312,7 @@ def test_the_output_in_the_readme_is_that_of_the_terminal(coffee):
     stream = io.StringIO()
     print_view(coffee, Console(file=stream, width=140, highlight=False))
     printed = [line.rstrip() for line in stream.getvalue().splitlines()]
-    sample = re.search(r"```\n(previous token.*?)```", README, re.DOTALL)[1].splitlines()
+    sample = re.search(r"```\n(previous token.*?)```", text_of("README.md"), re.DOTALL)[1].splitlines()
     assert [line.rstrip() for line in sample] == printed[3 : 3 + len(sample)]
 
 
@@ -326,7 +323,7 @@ def test_examples_in_docstrings_print_the_shown_output():
 def test_the_findings_page_matches_the_saved_tables():
     from research.findings import report as make_findings
 
-    assert (ROOT / "docs" / "reports" / "findings.md").read_text(encoding="utf-8") == make_findings.document()
+    assert text_of("docs/reports/findings.md") == make_findings.document()
 
 
 def test_links_between_documents_have_targets():
@@ -341,7 +338,7 @@ def test_the_table_of_backends_matches_why_not():
 
     if library.why_not_loaded() is not None:
         pytest.skip("the table was written with native kernels")
-    written = (ROOT / "docs" / "reports" / "backends.md").read_text(encoding="utf-8")
+    written = text_of("docs/reports/backends.md")
     assert "\n".join(make_backends.table()) in written
 
 
@@ -353,6 +350,6 @@ def test_some_backend_supports_every_pair_of_options():
 
 
 def test_every_role_is_documented():
-    text = (ROOT / "docs" / "roles.md").read_text(encoding="utf-8")
+    text = text_of("docs/roles.md")
     for role in ROLES:
         assert f"| {role.name} |" in text

@@ -5,6 +5,7 @@ import operator
 import re
 import sys
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -40,11 +41,13 @@ def test_resumed_units_count_towards_the_total(capsys):
     assert "10/10 batches" in capsys.readouterr().err
 
 
-class Terminal(io.StringIO):
-    """Stream that says that it is a terminal."""
-
-    def isatty(self):
-        return True
+def terminal_in_place_of_errors(monkeypatch):
+    """Return a stream that is a terminal, in place of standard error."""
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    return stream
 
 
 @pytest.fixture
@@ -122,9 +125,7 @@ def test_a_bar_within_another_is_shown_below_it_and_removed(capsys):
 
 def test_steps_of_compression_and_circuits_show_progress(monkeypatch):
     """A model that is pruned, merged and localized, and the bars of each step."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
+    terminal = terminal_in_place_of_errors(monkeypatch)
 
     def shown():
         text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()).replace("\r", "\n")
@@ -133,47 +134,39 @@ def test_steps_of_compression_and_circuits_show_progress(monkeypatch):
 
     tokenizer, model = tiny.tokenizer("decoder"), tiny.model("decoder", top="ForCausalLM")
     dataset = hw.Texts(tiny.texts(11, 13, 17, 19), tokenizer, batch=2)
-    plans = [
-        hw.plan_pruning(hw.LeastSquaresScores(model, dataset, progress=is_shown), keep=0.5, constraint="groups",
-                        progress=is_shown)
-        for is_shown in (False, True)
-    ]  # fmt: skip
-    assert plans[0].modules == plans[1].modules
-    expected = {
-        "plan": ("calibration", "weights of tokens", "outputs of heads", "plan"),
-        "prune": ("calibration", "weights of tokens", "runs of single layers", "output projections", "comparison"),
-        "merge": ("keys and values", "alignment", "output projections"),
-        "localize": ("window effects", "loss"),
-        "circuits": ("circuits", "scores", "composition"),
-    }
-    printed = {"plan": shown()}
+
+    def plan(**options):
+        scores = hw.LeastSquaresScores(model, dataset, **options)
+        return hw.plan_pruning(scores, keep=0.5, constraint="groups", **options)
+
+    def merge(**options):
+        return hw.merge_kv(model, num_kv_heads=1, calibration=dataset, method="procrustes", **options)
 
     def circuits(**options):
         found = hw.circuits(model, **options)
-        found.scores("ov_norm")
-        found.composition("v")
+        return found.scores("ov_norm"), found.composition("v")
 
-    steps = {
-        "prune": lambda **options: hw.prune(model, plans[0], calibration=dataset, **options),
-        "merge": lambda **options: hw.merge_kv(
-            model, num_kv_heads=1, calibration=dataset, method="procrustes", **options
+    made = plan()
+    calibration = ("calibration", "weights of tokens")
+    for step, labels in (
+        (plan, (*calibration, "outputs of heads", "plan")),
+        (
+            partial(hw.prune, model, made, calibration=dataset),
+            (*calibration, "runs of single layers", "output projections", "comparison"),
         ),
-        "localize": lambda **options: hw.localize(model, dataset, 9.0, window=3, first=1, **options),
-        "circuits": circuits,
-    }
-    for name, step in steps.items():
+        (merge, ("keys and values", "alignment", "output projections")),
+        (partial(hw.localize, model, dataset, 9.0, window=3, first=1), ("window effects", "loss")),
+        (circuits, ("circuits", "scores", "composition")),
+    ):
         step()
         assert shown() == ""
-        step(progress=True)
-        printed[name] = shown()
-    for name, labels in expected.items():
-        assert [label for label in labels if not re.search(rf"^{label} .*(\d+)/(\1|\?) ", printed[name], re.M)] == []
+        result, printed = step(progress=True), shown()
+        assert [label for label in labels if not re.search(rf"^{label} .*(\d+)/(\1|\?) ", printed, re.M)] == []
+        assert step is not plan or result.modules == made.modules
 
 
 def test_tokenizing_shows_its_progress_on_a_terminal_and_once(monkeypatch):
-    dataset, terminal = texts(limit=5), Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
+    dataset, terminal = texts(limit=5), terminal_in_place_of_errors(monkeypatch)
     hw.profile(tiny.model("decoder"), dataset, progress=True, repeats=False)
     assert re.search(r"tokenizing.*5/5.*sequences", terminal.getvalue())
     within = dataset.within(tiny.model("decoder"))
@@ -206,11 +199,10 @@ def test_the_bar_of_a_finished_study_is_full(budget, capsys):
     assert expected not in capsys.readouterr().err
 
 
-def test_a_view_shows_its_layers_on_a_terminal(monkeypatch, minilm):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    hw.view(minilm.model, minilm.tokenizer, "Coffee or tea?")
+def test_a_view_shows_its_layers_on_a_terminal(monkeypatch):
+    model, tokenizer = tiny.model("encoder"), tiny.tokenizer("encoder")
+    terminal = terminal_in_place_of_errors(monkeypatch)
+    hw.view(model, tokenizer, "w5 w6 w7")
     assert terminal.getvalue() == ""
-    hw.view(minilm.model, minilm.tokenizer, "Coffee or tea?", progress=True)
-    assert re.search(r"view.*6/6.*layers", terminal.getvalue())
+    hw.view(model, tokenizer, "w5 w6 w7", progress=True)
+    assert re.search(r"view.*2/2.*layers", terminal.getvalue())

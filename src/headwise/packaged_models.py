@@ -11,8 +11,7 @@ class PackagedModel:
 
     Attributes:
         requirement: name and version of the package on the Python package index, as pip reads them.
-        package: import name of the package.
-        folder: folder of the model within the package.
+        package: import name of the package, and `folder` the folder of the model in it.
         gguf: name of its GGUF file; None for a model in safetensors format.
         hub: hub id from which the model is loaded if the package is not installed.
     """
@@ -34,9 +33,7 @@ class PackagedModel:
         return self.hub.rpartition("/")[2]
 
     def location(self) -> Path | None:
-        """Return the path of the model's folder inside the installed Python package that contains the model; None if
-        that package is not installed. The package is found without importing it.
-        """
+        """Return the folder of the model in the installed package, which is not imported; None without the package."""
         spec = find_spec(self.package)
         if spec is None or not spec.submodule_search_locations:
             return None

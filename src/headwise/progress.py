@@ -94,19 +94,9 @@ class ProgressBar:
 def progress_bar(
     title: str, total: int | None, unit: str, *, shown: bool = False, transient: bool = False
 ) -> Iterator[ProgressBar]:
-    """Yield a progress bar, which is displayed while the context is open. While another bar is displayed, the new one
-    appears below it, and disappears at its end.
-
-    Args:
-        title: label of the bar.
-        total: number of units; None if it is not known.
-        unit: name of a unit, in the plural.
-        shown: display the bar; otherwise it is displayed below other bars and within `shown_progress`, and removed
-            at the end.
-        transient: remove the bar at the end.
-
-    Raises:
-        MissingExtra: the bar is displayed, and rich is not installed.
+    """Yield a progress bar for `total` units, called `unit` in the plural, if their number is known. It is displayed
+    while the context is open if it is `shown`, below another bar that is displayed, or within `shown_progress`; below
+    other bars, or if it is `transient`, it disappears at its end.
     """
     outer = _innermost.get()
     if not (shown or outer or _shows_all.get()):

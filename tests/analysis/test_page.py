@@ -35,7 +35,7 @@ def test_numbers_of_all_results_stand_side_by_side(encoder):
     for index, head in enumerate(profile.heads):
         for table, name in ((profile, "entropy"), (ablation, "cost")):
             row = columns[table.NAME, name]
-            found = [part[row, index].item() for part in dataclasses.astuple(contents.models[0].estimates)]
+            found = [part[row, index].item() for part in contents.models[0].estimates]
             assert found == pytest.approx(table.head(head.layer, head.head).statistics[name][:3])
         assert contents.models[0].heads[index].role == head.role  # the profile's
     assert contents.notes == ("Roles are those of the profile, not of the texts on this page.",)

@@ -8,29 +8,7 @@ import transformers
 
 import headwise as hw
 import tiny
-
-RECIPE = """
-model = "model"
-[data]
-path = "data.jsonl"
-[verify]
-path = "held-out.jsonl"
-[prune]
-keep = 0.5
-constraint = "groups"
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Folder with a tiny decoder, texts, and a recipe."""
-    path = tmp_path_factory.mktemp("compression")
-    tiny.save(path / "model", "decoder", top="ForCausalLM")
-    lines = [json.dumps({"text": text}) + "\n" for text in tiny.texts(11, 5, 23, 7, 12, 9)]
-    (path / "data.jsonl").write_text("".join(lines[:4]))
-    (path / "held-out.jsonl").write_text("".join(lines[4:]))
-    (path / "recipe.toml").write_text(RECIPE)
-    return path
+from command_lines import RECIPE, printed_by, refusal
 
 
 @pytest.fixture
@@ -38,16 +16,15 @@ def prune(headwise, folder, tmp_path):
     """Function that runs `headwise prune` on the tiny model."""
 
     def run(*options):
-        data = ("--model", folder / "model", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
+        data = ("--model", folder / "decoder", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
         return headwise("prune", *data, *options)
 
     return run
 
 
 def test_prune_saves_what_the_functions_return(prune, folder, tmp_path):
-    status, out, err = prune("--keep", 0.5, "--constraint", "groups")
-    assert status == 0, err
-    dense, tokenizer = hw.load(str(folder / "model"), "causal")
+    out = printed_by(prune("--keep", 0.5, "--constraint", "groups"))
+    dense, tokenizer = hw.load(str(folder / "decoder"), "causal")
     texts = hw.Texts(folder / "data.jsonl", tokenizer).within(dense)
     plan = hw.plan_pruning(hw.LeastSquaresScores(dense, texts), keep=0.5, constraint="groups", model=dense)
     expected = hw.prune(dense, plan, calibration=texts)
@@ -63,7 +40,7 @@ def test_prune_saves_what_the_functions_return(prune, folder, tmp_path):
 
 
 def test_a_plan_is_applied_without_fitting(prune, folder, tmp_path):
-    dense, _ = hw.load(str(folder / "model"), "causal")
+    dense, _ = hw.load(str(folder / "decoder"), "causal")
     plan = hw.plan_pruning(hw.MagnitudeScores(dense, {"input_ids": tiny.TOKENS}), keep=0.5)
     plan.save(tmp_path / "plan.json")
     assert prune("--plan", tmp_path / "plan.json", "--no-fit", "--quiet")[0::2] == (0, "")
@@ -74,9 +51,7 @@ def test_a_plan_is_applied_without_fitting(prune, folder, tmp_path):
 
 
 def test_rows_are_modules(prune):
-    status, out, err = prune("--keep", 0.5, "--constraint", "free", "--scores", "magnitude", "--json")
-    assert status == 0, err
-    result = json.loads(out)
+    result = json.loads(printed_by(prune("--keep", 0.5, "--constraint", "free", "--scores", "magnitude", "--json")))
     assert [row["layer"] for row in result["rows"]] == [0, 1]
     assert result["metadata"]["plan"]["constraint"] == "free"
     assert result["metadata"]["parameters_after"] < result["metadata"]["parameters_before"]
@@ -86,9 +61,8 @@ def test_rows_are_modules(prune):
 @pytest.mark.parametrize("scores", ["least-squares", "importance", "ablation"])
 @pytest.mark.parametrize("constraint", ["uniform", "groups", "free"])
 def test_all_scores_are_those_of_the_functions(scores, constraint, prune, folder, tmp_path):
-    status, _, err = prune("--keep", 0.5, "--constraint", constraint, "--scores", scores, "--rounds", 1, "--quiet")
-    assert status == 0, err
-    dense, tokenizer = hw.load(str(folder / "model"), "causal")
+    printed_by(prune("--keep", 0.5, "--constraint", constraint, "--scores", scores, "--rounds", 1))
+    dense, tokenizer = hw.load(str(folder / "decoder"), "causal")
     texts = hw.Texts(folder / "data.jsonl", tokenizer).within(dense)
     made = {
         "least-squares": lambda: hw.LeastSquaresScores(
@@ -114,53 +88,42 @@ def test_all_scores_are_those_of_the_functions(scores, constraint, prune, folder
             ("--keep", 0.5, "--scores", "size"),
             "Invalid value for '--scores': expected one of least-squares, magnitude,",
         ),
-        (("--keep", 0.5, "--out", "{folder}/model"), "out: expected a new or empty folder, got files in '"),
+        (("--keep", 0.5, "--out", "{folder}/decoder"), "out: expected a new or empty folder, got files in '"),
         (
             ("--keep", 0.5, "--out", "{folder}", "--force"),
             "out: expected the folder of a saved model, with a config.js",
         ),
     ],
 )
-def test_mistakes_are_found_before_the_weights_are_loaded(options, sentence, headwise, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("headwise.data.models.ModelSource.model", pytest.fail)
+@pytest.mark.usefixtures("no_weights")
+def test_mistakes_are_found_before_the_weights_are_loaded(options, sentence, headwise, folder, tmp_path):
     options = [str(option).format(folder=folder) for option in options]
     out = () if "--out" in options else ("--out", tmp_path / "out")
-    status, printed, err = headwise(
-        "prune", "--model", folder / "model", "--data", folder / "data.jsonl", *out, *options
-    )
-    assert (status, printed) == (2, "")
-    assert err.startswith(f"headwise: {sentence}")
-    assert err.count("\n") == 1
+    data = ("--model", folder / "decoder", "--data", folder / "data.jsonl")
+    assert refusal(headwise("prune", *data, *out, *options)).startswith(sentence)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_for_another_model_is_refused(prune, tmp_path):
     other = tiny.model("decoder", seed=1, top="ForCausalLM")
     hw.plan_pruning(hw.MagnitudeScores(other, {"input_ids": tiny.TOKENS}), keep=0.5).save(tmp_path / "plan.json")
-    status, _, err = prune("--plan", tmp_path / "plan.json", "--quiet")
-    assert (status, err) == (
-        2,
-        "headwise: plan: expected a plan for this model, got one for a model with other weights\n",
-    )
+    refused = refusal(prune("--plan", tmp_path / "plan.json", "--quiet"))
+    assert refused == "plan: expected a plan for this model, got one for a model with other weights"
     assert not (tmp_path / "out").exists()
 
 
 def test_scores_that_need_a_loss_are_refused_for_encoders(headwise, folder, tmp_path):
-    tiny.save(tmp_path / "encoder", "encoder")
-    data = ("--model", tmp_path / "encoder", "--data", folder / "data.jsonl", "--out", tmp_path / "out", "--keep", 0.5)
+    data = ("--model", folder / "encoder", "--data", folder / "data.jsonl", "--out", tmp_path / "out", "--quiet")
     for options in (("--scores", "importance"), ("--constraint", "free")):
-        status, _, err = headwise("prune", *data, *options)
-        assert status == 2
-        assert err.startswith("headwise: scores: expected ablation or magnitude for a model without a language-model h")
-    assert headwise("prune", *data, "--quiet")[0] == 0
+        refused = refusal(headwise("prune", *data, "--keep", 0.5, *options))
+        assert refused.startswith("scores: expected ablation or magnitude for a model without a language-model h")
+    printed_by(headwise("prune", *data, "--keep", 0.5))
 
 
 def test_force_replaces_a_saved_model(prune, tmp_path):
     assert prune("--keep", 0.5, "--scores", "magnitude", "--quiet")[0] == 0
     (tmp_path / "out" / "notes.txt").touch()
-    status, _, err = prune("--keep", 0.5, "--scores", "magnitude")
-    assert status == 2
-    assert err.endswith("; --force (force=True) replaces it\n")
+    assert refusal(prune("--keep", 0.5, "--scores", "magnitude")).endswith("; --force (force=True) replaces it")
     assert prune("--keep", 0.5, "--scores", "magnitude", "--force", "--quiet")[0] == 0
     assert not (tmp_path / "out" / "notes.txt").exists()
 
@@ -170,46 +133,41 @@ def test_force_replaces_a_saved_model(prune, tmp_path):
 
 def test_compress_prints_the_losses_of_all_steps(headwise, folder, tmp_path):
     out = tmp_path / "out"
-    status, printed, err = headwise("compress", folder / "recipe.toml", "--out", out)
-    assert status == 0, err
-    assert printed.startswith("model: next_token_loss on 2 held-out documents\nplain transformers loads the smaller")
+    printed = printed_by(headwise("compress", folder / "recipe.toml", "--out", out))
+    assert printed.startswith("decoder: next_token_loss on 3 held-out documents\nplain transformers loads the smaller")
     assert printed.endswith(f"wrote {out}\n")
     lines = [line.split() for line in printed.splitlines() if line.startswith(("dense", "pruned"))]
-    status, again, err = headwise("compress", folder / "recipe.toml", "--out", out, "--json", "--quiet")
-    assert (status, err) == (0, "")
-    result = json.loads(again)
-    assert result["metadata"] == {
-        "model": {"name": "model"}, "loader": "transformers", "loss": "next_token_loss", "documents": 2
-    }  # fmt: skip
+    result = json.loads(printed_by(headwise("compress", folder / "recipe.toml", "--out", out, "--json")))
+    described = {"loader": "transformers", "loss": "next_token_loss", "documents": 3}
+    assert result["metadata"] == {"model": {"name": "decoder"}, **described}
     for line, row in zip(lines, result["rows"], strict=True):
         assert line[:3] == [row["step"], f"{row['parameters']:,}", f"{row['loss']:.4f}"]
-        assert row["loss_n"] == 2
+        assert row["loss_n"] == 3
+
+
+def recipe_in(tmp_path, folder, text):
+    """Write a recipe with the model and the data of a folder to a file, and return its path."""
+    for name in ("decoder", "data.jsonl", "held-out.jsonl"):
+        text = text.replace(f'"{name}"', f'"{folder / name}"')
+    (tmp_path / "recipe.toml").write_text(text)
+    return tmp_path / "recipe.toml"
 
 
 @pytest.mark.filterwarnings("ignore:no speed-up is shown")  # depends on the machine
 def test_compress_prints_the_report_of_the_recipe(headwise, folder, tmp_path):
-    recipe, out = folder / "report.toml", tmp_path / "out"
-    recipe.write_text(f"{RECIPE}[report]\nprompt = 5\nnew_tokens = 2\nbatches = [1]\nrounds = 6\n")
-    status, printed, err = headwise("compress", recipe, "--out", out)
-    assert status == 0, err
-    report = hw.CompressionReport.load(out / "before-after.json")
-    assert printed.endswith(f"\n\n{report}\n\nwrote {out}\n")
+    report = "[report]\nprompt = 5\nnew_tokens = 2\nbatches = [1]\nrounds = 6\n"
+    recipe, out = recipe_in(tmp_path, folder, RECIPE + report), tmp_path / "out"
+    printed = printed_by(headwise("compress", recipe, "--out", out))
+    assert printed.endswith(f"\n\n{hw.CompressionReport.load(out / 'before-after.json')}\n\nwrote {out}\n")
 
 
 def test_mistakes_in_a_recipe_are_one_sentence(headwise, folder, tmp_path):
-    recipe = folder / "mistake.toml"
-    recipe.write_text(RECIPE.replace("keep = 0.5", "keep = 2"))
-    for arguments, sentence in (
-        ((recipe,), "keep: expected a share above 0 and at most 1, got 2.0, in [prune]"),
-        (
-            (tmp_path / "no.toml",),
-            f"recipe: expected a TOML file '{tmp_path / 'no.toml'}' that can be read, got No such",
-        ),
+    recipe, missing = recipe_in(tmp_path, folder, RECIPE.replace("keep = 0.5", "keep = 2")), tmp_path / "no.toml"
+    for path, sentence in (
+        (recipe, "keep: expected a share above 0 and at most 1, got 2.0, in [prune]"),
+        (missing, f"recipe: expected a TOML file '{missing}' that can be read, got No such"),
     ):
-        status, printed, err = headwise("compress", *arguments, "--out", tmp_path / "out")
-        assert (status, printed) == (2, "")
-        assert err.startswith(f"headwise: {sentence}")
-        assert err.count("\n") == 1
+        assert refusal(headwise("compress", path, "--out", tmp_path / "out")).startswith(sentence)
     assert not (tmp_path / "out").exists()
 
 
@@ -217,19 +175,18 @@ def test_mistakes_in_a_recipe_are_one_sentence(headwise, folder, tmp_path):
 
 
 def test_merge_saves_what_merge_kv_returns(headwise, folder, tmp_path):
-    data = ("--model", folder / "model", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
-    status, out, err = headwise("merge", *data, "--kv-heads", 1)
-    assert status == 0, err
+    data = ("--model", folder / "decoder", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
+    out = printed_by(headwise("merge", *data, "--kv-heads", 1))
     assert out.startswith("key/value heads in each layer: 1\n")
-    model, tokenizer = hw.load(str(folder / "model"), "causal")
+    model, tokenizer = hw.load(str(folder / "decoder"), "causal")
     texts = hw.Texts(str(folder / "data.jsonl"), tokenizer).within(model)
     expected = hw.merge_kv(model, num_kv_heads=1, calibration=texts, method="procrustes").state_dict()
     found, _ = hw.load(str(tmp_path / "out"), "causal")
     assert found.config.num_key_value_heads == 1
     for name, value in found.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
-    status, out, _ = headwise("merge", *data, "--kv-heads", 1, "--method", "mean", "--force", "--csv", "--quiet")
-    assert (status, out.splitlines()[0]) == (0, "kv_heads,parameters_before,parameters_after")
+    out = printed_by(headwise("merge", *data, "--kv-heads", 1, "--method", "mean", "--force", "--csv"))
+    assert out.splitlines()[0] == "kv_heads,parameters_before,parameters_after"
 
 
 @pytest.mark.parametrize(
@@ -241,36 +198,20 @@ def test_merge_saves_what_merge_kv_returns(headwise, folder, tmp_path):
     ],
 )
 def test_mistakes_in_a_merge_are_one_sentence(options, sentence, headwise, folder, tmp_path):
-    data = ("--model", folder / "model", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
-    status, _, err = headwise("merge", *data, *options)
-    assert status == 2
-    assert err.splitlines()[-1].startswith(f"headwise: {sentence}")
+    data = ("--model", folder / "decoder", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
+    assert refusal(headwise("merge", *data, *options, "--quiet")).startswith(sentence)
     assert not (tmp_path / "out").exists()
-
-
-def test_localize_refuses_an_encoder(headwise, folder, tmp_path):
-    tiny.save(tmp_path / "encoder", "encoder", top="ForMaskedLM")
-    data = ("--model", tmp_path / "encoder", "--data", folder / "data.jsonl", "--out", tmp_path / "heads.json")
-    status, _, err = headwise("localize", *data)
-    assert status == 2
-    assert err.endswith(
-        "headwise: model: expected a causal language model (a decoder), such as smollm2, got 'encoder'\n"
-    )
 
 
 def test_localize_saves_the_streaming_heads(headwise, folder, tmp_path):
     file = tmp_path / "heads.json"
-    data = ("--model", folder / "model", "--data", folder / "data.jsonl", "--out", file)
+    data = ("--model", folder / "decoder", "--data", folder / "data.jsonl", "--out", file)
     options = ("--window", 3, "--first", 1, "--budget", 0.5)
-    status, out, err = headwise("localize", *data, *options)
-    assert status == 0, err
+    out = printed_by(headwise("localize", *data, *options))
     assert out.endswith("heads.json\n")
     saved = hw.StreamingHeads.load(file)
     assert (saved.window, saved.first, saved.budget) == (3, 1, 0.5)
     assert str(saved) in out
-    status, _, err = headwise("localize", *data, *options)
-    assert status == 2
-    assert err.startswith("headwise: out: expected a new file, got")
-    status, out, _ = headwise("localize", *data, *options, "--force", "--json", "--quiet")
-    rows = json.loads(out)["rows"]
+    assert refusal(headwise("localize", *data, *options)).startswith("out: expected a new file, got")
+    rows = json.loads(printed_by(headwise("localize", *data, *options, "--force", "--json")))["rows"]
     assert [row["layer"] for row in rows] == [module.layer for module in saved.modules]

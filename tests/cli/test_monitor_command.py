@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from command_lines import printed_by, refusal
 from headwise.monitoring.history import History
 from histories import rows
 
@@ -60,8 +61,7 @@ def test_options_change_limits_pictures_and_heads(folder, headwise, tmp_path):
 
 def test_one_step_has_no_changes(folder, headwise):
     (folder / "steps" / "000000000050.parquet").unlink()
-    status, out, _ = headwise("monitor", folder, "--no-pictures")
-    assert status == 0
+    out = printed_by(headwise("monitor", folder, "--no-pictures"))
     assert "changes" not in out
     assert "TinyModel: 4 heads, 1 observed step, the last is 0" in out
 
@@ -88,14 +88,12 @@ def test_a_folder_without_history_or_steps_is_one_sentence(folder, headwise, tmp
     (tmp_path / "empty").mkdir()
     for name in ("empty", "none"):
         path = tmp_path / name
-        assert headwise("monitor", path) == (
-            *(2, ""),
-            f"headwise: folder: expected a run folder of monitor, got {str(path)!r}\n",
-        )
+        refused = refusal(headwise("monitor", path))
+        assert refused == f"folder: expected a run folder of monitor, got {str(path)!r}"
     for file in (folder / "steps").iterdir():
         file.unlink()
-    sentence = f"folder: expected a run folder with observed steps, got '{folder}' without steps"
-    assert headwise("monitor", folder) == (2, "", f"headwise: {sentence}\n")
+    refused = refusal(headwise("monitor", folder))
+    assert refused == f"folder: expected a run folder with observed steps, got '{folder}' without steps"
 
 
 def test_the_training_may_write_meanwhile(folder, headwise):

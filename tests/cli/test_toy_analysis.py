@@ -7,6 +7,7 @@ import pytest
 import headwise as hw
 import tiny
 import toy_analysis
+from command_lines import printed_by
 from headwise.cli.app import add_command, app
 from profile_runs import texts
 
@@ -21,18 +22,13 @@ def command(monkeypatch):
     return "reach"
 
 
-def test_the_command_runs_the_analysis(command, headwise, tmp_path):
-    tiny.save(tmp_path / "model", "decoder")
-    (tmp_path / "data.txt").write_text("\n\n".join(tiny.texts(11, 5, 23)))
-    options = ("--model", tmp_path / "model", "--data", tmp_path / "data.txt", "--out", tmp_path / "out")
-    status, out, err = headwise(command, *options)
-    assert status == 0, err
-    assert "standard errors" in out
+def test_the_command_runs_the_analysis(command, headwise, folder, tmp_path):
+    options = ("--model", folder / "decoder", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
+    assert "standard errors" in printed_by(headwise(command, *options))
     table = toy_analysis.Reach.load(tmp_path / "out")
-    status, out, err = headwise(command, *options, "--json")
-    assert status == 0, err
+    out = printed_by(headwise(command, *options, "--json"))
     assert [row["reach"] for row in json.loads(out)["rows"]] == [row.statistics["reach"].value for row in table.rows]
-    status, out, _ = headwise(command, "--help")
+    out = printed_by(headwise(command, "--help"))
     assert "headwise reach --data corpus.jsonl --out reach" in out
     assert "An interrupted run resumes" in " ".join(out.split())
 

@@ -10,6 +10,7 @@ import torch
 
 import headwise as hw
 import tiny
+from command_lines import printed_by, refusal
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.native.library import why_not_loaded
 from headwise.attention.problem import Problem
@@ -91,20 +92,14 @@ def test_it_is_in_the_table_the_plots_and_the_page_of_a_profile(expected, tmp_pa
 
 
 @pytest.mark.usefixtures("statistic")
-def test_the_command_prints_it_and_its_page_opens_on_it(headwise, tmp_path):
-    tiny.model("decoder").save_pretrained(tmp_path / "model")
-    tiny.tokenizer("decoder").save_pretrained(tmp_path / "model")
-    (tmp_path / "data.txt").write_text("\n\n".join(tiny.texts(11, 5, 23)))
-    options = ("--model", tmp_path / "model", "--data", tmp_path / "data.txt", "--out", tmp_path / "out")
+def test_the_command_prints_it_and_its_page_opens_on_it(headwise, folder, tmp_path):
+    options = ("--model", folder / "decoder", "--data", folder / "data.jsonl", "--out", tmp_path / "out")
     page = ("--html", tmp_path / "page.html", "--statistic")
-    status, out, err = headwise("profile", *options, *page, "squares", "--csv")
-    assert status == 0, err
+    out = printed_by(headwise("profile", *options, *page, "squares", "--csv"))
     printed = [float(row["squares"]) for row in csv.DictReader(io.StringIO(out))]
     assert printed == [row.statistics["squares"].value for row in hw.load_profile(tmp_path / "out").rows]
     assert (tmp_path / "page.html").is_file()
-    status, _, err = headwise("profile", *options, *page, "cubes")
-    assert status == 2
-    assert "squares, got 'cubes'" in " ".join(err.replace("│", " ").split())
+    assert "squares, got 'cubes'" in refusal(headwise("profile", *options, *page, "cubes"))
 
 
 @pytest.mark.usefixtures("statistic", "as_user")

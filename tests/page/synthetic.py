@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -170,11 +171,32 @@ def focus_of(truth: list[list[list[Tensor]]], sides: Sequence[Side], words: tupl
     return PageFocus(name, "received", tuple(words for _ in sides), scores, "Head 2.4 has this focus.")
 
 
-def word_matrix(weights: Tensor, side: Side) -> Tensor:
+SIDE = text_side()
+"""Side with the words of `SENTENCE`."""
+
+
+def word_matrix(weights: Tensor, side: Side = SIDE) -> Tensor:
     """Return attention between words: means over the rows of a word of sums over the tokens of a word."""
     count = len(side.words)
     member = torch.nn.functional.one_hot(torch.tensor(side.word_of), count).to(weights.dtype)
     return (member / member.sum(0)).T @ weights @ member
+
+
+def other_words(*marked: int) -> list[int]:
+    """Return the indices of the words of `SIDE` that are neither special tokens nor marked."""
+    return [index for index, text in enumerate(SIDE.words) if index not in marked and not text.startswith("[")]
+
+
+def share_on(weights: Tensor, *marked: int) -> float:
+    """Return the mean attention that other words of `SIDE` pay to the marked ones."""
+    return float(word_matrix(weights)[other_words(*marked)][:, list(marked)].sum(1).mean())
+
+
+def with_heads(contents: Contents, *heads: Sequence[HeadAttention | None], passage: int = 0) -> Contents:
+    """Return contents with other heads of each model on one passage."""
+    passages = list(contents.passages)
+    passages[passage] = replace(passages[passage], heads=tuple(map(tuple, heads)))
+    return replace(contents, passages=tuple(passages))
 
 
 def picture_side() -> Side:
@@ -186,25 +208,23 @@ def picture_side() -> Side:
                 picture=Picture(pixel, 300, 200, (None, *boxes)))  # fmt: skip
 
 
+def contents_on(title: str, *sides: Side, heads: int) -> tuple[Contents, list[Tensor]]:
+    """Return the contents of a page whose heads attend from the last side to the first, and the heads' weights."""
+    model, (keys, queries) = model_of(1, heads), (sides[0], sides[-1])
+    weights = [random_weights(len(queries.tokens), len(keys.tokens), causal=False, seed=head) for head in range(heads)]
+    stored = tuple(head_attention(each, causal=False, queries=len(sides) - 1, keys=0) for each in weights)
+    means = torch.rand(len(STATISTICS), heads, generator=torch.Generator().manual_seed(5))
+    return Contents(title, (), ROLES, STATISTICS, (model,), (Passage(title, sides, (stored,), (means,)),)), weights
+
+
 def two_sided_contents(queries: Side, keys: Side, *, heads: int = 3) -> tuple[Contents, list[Tensor]]:
     """Return the contents of a page whose heads attend from one side to another, and the heads' weights."""
-    model = model_of(1, heads)
-    weights = [random_weights(len(queries.tokens), len(keys.tokens), causal=False, seed=head) for head in range(heads)]
-    stored = tuple(head_attention(each, causal=False, queries=1, keys=0) for each in weights)
-    means = torch.rand(len(STATISTICS), heads, generator=torch.Generator().manual_seed(5))
-    passage = Passage("two sides", (keys, queries), (stored,), (means,))
-    return Contents("two sides", (), ROLES, STATISTICS, (model,), (passage,)), weights
+    return contents_on("two sides", keys, queries, heads=heads)
 
 
 def picture_contents(*, heads: int = 3) -> tuple[Contents, list[Tensor]]:
     """Return the contents of a page of an image model, and the heads' weights."""
-    side, model = picture_side(), model_of(1, heads)
-    count = len(side.tokens)
-    weights = [random_weights(count, count, causal=False, seed=head) for head in range(heads)]
-    stored = tuple(head_attention(each, causal=False) for each in weights)
-    means = torch.rand(len(STATISTICS), heads, generator=torch.Generator().manual_seed(5))
-    passage = Passage("a picture", (side,), (stored,), (means,))
-    return Contents("image model", (), ROLES, STATISTICS, (model,), (passage,)), weights
+    return contents_on("a picture", picture_side(), heads=heads)
 
 
 def long_contents(*, layers: int, heads: int, tokens: int, listed: int = 32) -> Contents:

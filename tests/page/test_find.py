@@ -1,20 +1,23 @@
 """Search for heads by the words that they attend to: rankings, bounds, and marks."""
 
-import dataclasses
 import re
 
 import pytest
 
 from page.synthetic import (
     MINUS,
+    SIDE,
     head_attention,
+    other_words,
     page_contents,
     random_weights,
+    share_on,
     text_side,
     two_sided_contents,
+    with_heads,
     word_matrix,
 )
-from page.test_text import SIDE, word
+from page.test_text import word
 
 
 def quoted(word: str) -> str:
@@ -31,15 +34,12 @@ def test_marked_words_rank_the_heads(open_page, kind):
     for unit in marked:
         word(page, unit).click()
     page.locator("#find-result tbody tr").first.wait_for()
-    others = [i for i, text in enumerate(SIDE.words) if i not in marked and not text.startswith("[")]
+    uniform = 3 / 13 if kind == "received" else 3 / 2 / 13  # coffee has two tokens, and tea one
     scores = []
-    for head, weights in enumerate(truth[0][0]):
-        matrix = word_matrix(weights, SIDE)
-        pairs = matrix[marked][:, list(reversed(marked))].diagonal()
-        share = matrix[others][:, marked].sum(1).mean() if kind == "received" else pairs.mean()
-        sizes = [2, 1]
-        uniform = sum(sizes) / 13 if kind == "received" else sum(reversed(sizes)) / 2 / 13
-        scores.append((float(share) - uniform, contents.models[0].heads[head].name, float(share), uniform))
+    for head, weights in zip(contents.models[0].heads, truth[0][0], strict=True):
+        pairs = word_matrix(weights)[marked][:, list(reversed(marked))].diagonal()
+        share = share_on(weights, *marked) if kind == "received" else float(pairs.mean())
+        scores.append((share - uniform, head.name, share, uniform))
     rows = [row.locator("th, td").all_inner_texts() for row in page.locator("#find-result tbody tr").all()]
     best = sorted(scores, reverse=True)[:10]
     assert [row[:3] for row in rows] == [[name, f"{share:.2f}", f"{uniform:.2f}"] for _, name, share, uniform in best]
@@ -53,8 +53,8 @@ def test_marked_words_rank_the_heads(open_page, kind):
         "exchanged": "In no head do these words put at least half of their attention on each other.",
     }[kind]
     closest = f"Head {name} comes closest: {100 * share:.0f} % (uniform attention: {100 * uniform:.0f} %)."
-    matrix = word_matrix(truth[0][0][[head.name for head in contents.models[0].heads].index(name)], SIDE)
-    rows_of = others if kind == "received" else marked
+    matrix = word_matrix(truth[0][0][[head.name for head in contents.models[0].heads].index(name)])
+    rows_of = other_words(*marked) if kind == "received" else marked
     means = matrix[rows_of].mean(0)
     means[marked] = 0
     most = int(means.argmax())
@@ -79,10 +79,9 @@ def test_ranking_by_the_largest_weights_states_bounds(open_page, listed, sharpne
         in page.locator("#find-kind").inner_text()
     )
     marked = [1, 2, 3, 4, 5, 7]
-    others = [i for i, text in enumerate(SIDE.words) if i not in marked and not text.startswith("[")]
     shares = {
-        head.name: float(word_matrix(w, SIDE)[others][:, marked].sum(1).mean())
-        for head, w in zip(contents.models[0].heads, truth[0][0], strict=True)
+        head.name: share_on(weights, *marked)
+        for head, weights in zip(contents.models[0].heads, truth[0][0], strict=True)
     }
     uniform = 7 / 13
     answers, bounds = [], []
@@ -109,13 +108,9 @@ def test_ranking_by_the_largest_weights_states_bounds(open_page, listed, sharpne
 def test_marks_belong_to_the_key_side_of_the_chosen_head(open_page):
     queries, keys = text_side(("Kaffee", "oder", "Tee", "?"), "target"), text_side(("coffee", "or", "tea"), "source")
     contents, _ = two_sided_contents(queries, keys)
-    passage = contents.passages[0]
     target = head_attention(random_weights(4, 4, causal=False, seed=9), causal=False, queries=1, keys=1)
-    heads = ((target, *passage.heads[0][1:]),)
-    page = open_page(
-        dataclasses.replace(contents, passages=(dataclasses.replace(passage, heads=heads),)),
-        address="#head=0.1&marking=true&marks=0:2",
-    )
+    contents = with_heads(contents, (target, *contents.passages[0].heads[0][1:]))
+    page = open_page(contents, address="#head=0.1&marking=true&marks=0:2")
     rows = page.locator("#find-result tbody th")
 
     def marked() -> list[str]:
@@ -155,8 +150,7 @@ def test_marked_words_that_occur_twice_have_their_position(open_page):
 def test_search_by_focus_names_the_model_that_it_uses(open_page):
     contents, truth = page_contents(models=2)
     page = open_page(contents, address="#marking=true&marks=0:7&model=difference")
-    others = [i for i, text in enumerate(SIDE.words) if i != 7 and not text.startswith("[")]
-    best = [max(float(word_matrix(w, SIDE)[others, 7].mean()) for w in of_model) for of_model in truth[0]]
+    best = [max(share_on(weights, 7) for weights in of_model) for of_model in truth[0]]
     for model, button in enumerate((f"B {MINUS} A", "B")):
         page.get_by_role("button", name=button, exact=True).click()
         page.locator("#find-kind", has_text=f"The search uses model {'AB'[model]}, synthetic {'AB'[model]}.").wait_for()

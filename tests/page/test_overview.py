@@ -6,9 +6,7 @@ import re
 import pytest
 import torch
 
-from page.synthetic import MINUS, ROLES, STATISTICS, page_contents, table_contents, text_side, word_matrix
-
-SIDE = text_side()
+from page.synthetic import MINUS, ROLES, SIDE, STATISTICS, page_contents, share_on, table_contents, text_side
 
 
 def names(page) -> list[str]:
@@ -71,9 +69,7 @@ def test_search_finds_names_and_words(open_page):
     assert names(page) == ["1.3"]
     page.get_by_label("Search").fill("Coffee")
     page.locator("#overview-status", has_text="sorted by the mean attention on “Coffee”").wait_for()
-    coffee = SIDE.words.index("coffee")
-    rows = [row for row, word in enumerate(SIDE.words) if row != coffee and not word.startswith("[")]
-    shares = torch.tensor([float(word_matrix(w, SIDE)[rows, coffee].mean()) for w in truth[0][0]])
+    shares = torch.tensor([share_on(weights, SIDE.words.index("coffee")) for weights in truth[0][0]])
     assert names(page) == [contents.models[0].heads[i].name for i in shares.argsort(descending=True).tolist()]
     status = page.locator("#overview-status").inner_text()
     assert status.endswith(f"sorted by the mean attention on “Coffee”: the largest is {float(shares.max()):.2f}.")
@@ -89,9 +85,7 @@ def test_search_for_a_word_states_lower_bounds_and_the_model(open_page):
     status = page.locator("#overview-status").inner_text()
     assert "of the mean attention on “coffee” in model A: the largest is at least" in status
     assert "at most" not in status
-    coffee = SIDE.words.index("coffee")
-    rows = [row for row, word in enumerate(SIDE.words) if row != coffee and not word.startswith("[")]
-    shares = [float(word_matrix(w, SIDE)[rows, coffee].mean()) for w in truth[0][0]]
+    shares = [share_on(weights, SIDE.words.index("coffee")) for weights in truth[0][0]]
     assert float(re.search(r"at least ([\d.]+\d)", status)[1]) <= max(shares)
 
 

@@ -8,15 +8,19 @@ import torch
 from headwise.page.contents import AllWeights
 from page.synthetic import (
     MINUS,
+    SIDE,
     STATISTICS,
     head_attention,
+    other_words,
     page_contents,
     random_weights,
     text_side,
     two_sided_contents,
+    with_heads,
     word_matrix,
 )
-from page.test_text import SIDE, expected_list, readout, shown, strength, word
+from page.test_pictures import point_at_cell
+from page.test_text import expected_list, readout, shown, strength, tints, word
 
 
 def test_first_block_shows_the_best_head_of_each_focus(open_page):
@@ -27,13 +31,11 @@ def test_first_block_shows_the_best_head_of_each_focus(open_page):
     assert block.locator(".underlined").all_inner_texts() == [SIDE.words[5], SIDE.words[7]]
     assert block.locator(".focus-share strong").inner_text() == "90 %"
     assert block.locator(".verdict").inner_text() == contents.foci[0].verdict
-    rows = [i for i, text in enumerate(SIDE.words) if i not in (5, 7) and not text.startswith("[")]
-    weights = word_matrix(truth[0][0][14], SIDE)[rows].mean(0)[1:-1]
+    weights = word_matrix(truth[0][0][14])[other_words(5, 7)].mean(0)[1:-1]
     largest = float(weights.max())
     expected = strength(largest, 1 / 12) * (float(weights[6]) / largest) ** 0.5
     assert page.locator("#foci-legend").inner_text().split("\n") == ["mean weight", "0", f"{largest:.2f}"]
-    tint = float(block.locator(".word", has_text="coffee").evaluate("word => word.style.getPropertyValue('--a')"))
-    assert tint == pytest.approx(expected, abs=0.002)
+    assert tints(block.locator(".word", has_text="coffee")) == [pytest.approx(expected, abs=0.002)]
     top = page.locator("#foci").bounding_box()["y"]
     assert top < page.locator("#overview").bounding_box()["y"]
     assert "puts more" not in block.inner_text()
@@ -47,10 +49,8 @@ def test_the_best_head_of_a_focus_that_puts_more_on_another_token_says_so(open_p
     weights = torch.full((count, count), 0.01, dtype=torch.float64)
     weights[:, 0] = 0.6
     weights[:, 5] = 0.4 - 0.01 * (count - 2)
-    stored = head_attention(weights, causal=False)
-    passage = contents.passages[0]
-    heads = (*passage.heads[0][:-1], stored)
-    page = open_page(dataclasses.replace(contents, passages=(dataclasses.replace(passage, heads=(heads,)),)))
+    heads = (*contents.passages[0].heads[0][:-1], head_attention(weights, causal=False))
+    page = open_page(with_heads(contents, heads))
     verdict = page.locator("#foci-lines .verdict").inner_text()
     assert verdict == f"{contents.foci[0].verdict} Head 2.4 puts more on [CLS]: 60 %."
 
@@ -61,13 +61,9 @@ def test_models_are_named_by_what_differs_and_small_differences_stay_on_one_line
         dataclasses.replace(model, name=name)
         for model, name in zip(contents.models, ("net-135M-chat", "net-360M-chat"), strict=True)
     )
-    heads = list(contents.passages[0].heads)
-    heads[1] = tuple(
-        dataclasses.replace(one, weights=AllWeights(one.weights.weights * (1 - 1e-5)))
-        for one in contents.passages[0].heads[0]
-    )
-    passage = dataclasses.replace(contents.passages[0], heads=tuple(heads))
-    contents = dataclasses.replace(contents, models=models, passages=(passage,), opening={"model": "difference"})
+    heads = contents.passages[0].heads[0]
+    nearly = [dataclasses.replace(one, weights=AllWeights(one.weights.weights * (1 - 1e-5))) for one in heads]
+    contents = with_heads(dataclasses.replace(contents, models=models, opening={"model": "difference"}), heads, nearly)
     page = open_page(contents, width=400)
     assert page.locator("#toolbar .choice button").all_inner_texts() == ["A: 135M", "B: 360M", f"B {MINUS} A"]
     assert page.locator("#head-statistics thead th").all_inner_texts()[1:3] == ["A: 135M", "B: 360M"]
@@ -95,14 +91,14 @@ def test_comparison_shows_a_line_for_each_head_and_the_mean_of_a_layer(open_page
         "head 1.0",
         "layer 0, mean of 5 heads",
     ]
-    mean = torch.stack([word_matrix(w, SIDE).mean(0) for w in truth[0][0][:5]]).mean(0)
+    mean = torch.stack([word_matrix(w).mean(0) for w in truth[0][0][:5]]).mean(0)
     mean[[0, -1]] = 0
     summary = [
         f"{SIDE.words[i]} {round(100 * float(mean[i]))} %" for i in mean.topk(3).indices.tolist() if mean[i] > 1 / 12
     ]
     assert lines.nth(2).locator("p.soft").inner_text() == (", ".join(summary) or "no word is above uniform attention")
     word(page, 3).click()
-    row = word_matrix(truth[0][0][1], SIDE)[3].clone()
+    row = word_matrix(truth[0][0][1])[3].clone()
     row[[0, -1]] = 0
     best = int(row.argmax())
     lines.nth(0).locator("p.soft", has_text=f"{SIDE.words[best]} {round(100 * float(row[best]))} %").wait_for()
@@ -116,7 +112,7 @@ def test_comparison_has_one_scale_and_shows_the_attention_to_a_pinned_word(open_
     contents, truth = page_contents()
     page = open_page(contents, address="#direction=to&pin=k7&tray=A0+A5")
     page.locator("#tray-lines .focus").nth(1).wait_for()
-    columns = [word_matrix(truth[0][0][head], SIDE)[:, 7] for head in (0, 5)]
+    columns = [word_matrix(truth[0][0][head])[:, 7] for head in (0, 5)]
     for column in columns:
         column[[0, -1]] = 0
     largest = max(float(column.max()) for column in columns)
@@ -126,23 +122,22 @@ def test_comparison_has_one_scale_and_shows_the_attention_to_a_pinned_word(open_
         line = page.locator("#tray-lines .focus").nth(place)
         best = int(column.argmax())
         assert f"{SIDE.words[best]} {100 * float(column[best]):.0f} %" in line.locator("p.soft").inner_text()
-        tint = float(line.locator(".word").nth(best - 1).evaluate("word => word.style.getPropertyValue('--a')"))
-        full = strength(largest, 1 / 12)
-        assert tint == pytest.approx(full * (float(column[best]) / largest) ** 0.5, abs=0.002)
+        expected = strength(largest, 1 / 12) * (float(column[best]) / largest) ** 0.5
+        assert tints(line.locator(".word").nth(best - 1)) == [pytest.approx(expected, abs=0.002)]
 
 
 def test_two_models_show_both_heads_and_the_difference(open_page):
     contents, truth = page_contents(models=2)
     page = open_page(contents, address="#head=0.3")
-    assert readout(page)[1] == expected_list(word_matrix(truth[0][0][3], SIDE).mean(0))
+    assert readout(page)[1] == expected_list(word_matrix(truth[0][0][3]).mean(0))
     page.get_by_role("button", name="B", exact=True).click()
     page.locator(".model-name:visible", has_text="B: synthetic B").first.wait_for()
-    assert readout(page)[1] == expected_list(word_matrix(truth[0][1][3], SIDE).mean(0))
+    assert readout(page)[1] == expected_list(word_matrix(truth[0][1][3]).mean(0))
     page.get_by_role("button", name=f"B {MINUS} A").click()
     views, lists = page.locator(".head-view:visible"), page.locator(".lists:visible")
     views.nth(2).wait_for()
     views.nth(1).locator('.word[data-unit="7"]').hover()
-    rows = [word_matrix(truth[0][model][3], SIDE)[7] for model in range(2)]
+    rows = [word_matrix(truth[0][model][3])[7] for model in range(2)]
     for model in range(2):
         bars = lists.nth(1 + model).locator(".readout .number").all_inner_texts()
         assert bars == list(expected_list(rows[model]).values())
@@ -182,13 +177,9 @@ def test_two_sides_tint_each_other(open_page):
     texts = page.locator(".head-view .text")
     texts.nth(0).locator('.word[data-unit="2"]').hover()
     assert readout(page) == ("Attention from “Tee”", expected_list(weights[1][2], keys.words))
-    tints = [
-        float(w.evaluate("word => word.style.getPropertyValue('--a') || 0"))
-        for w in texts.nth(1).locator(".word").all()
-    ]
     largest = float(weights[1][2].max())
-    full = strength(largest, 1 / 4)
-    assert tints == pytest.approx([full * (float(w) / largest) ** 0.5 for w in weights[1][2]], abs=0.01)
+    expected = [strength(largest, 1 / 4) * (float(weight) / largest) ** 0.5 for weight in weights[1][2]]
+    assert tints(texts.nth(1).locator(".word")) == pytest.approx(expected, abs=0.01)
     texts.nth(1).locator('.word[data-unit="0"]').hover()
     assert readout(page) == ("Attention to “coffee”", expected_list(weights[1][:, 0], queries.words))
 
@@ -228,9 +219,8 @@ def test_statistics_have_units(open_page):
 
 def test_head_that_was_not_called_on_a_passage(open_page):
     contents, _ = page_contents(sides=[text_side(), text_side(("a", "b", "c"))])
-    absent = (None, *contents.passages[1].heads[0][1:])
-    passages = (contents.passages[0], dataclasses.replace(contents.passages[1], heads=(absent,)))
-    page = open_page(dataclasses.replace(contents, passages=passages), address="#head=0.0&passage=1&tray=A0+AL0")
+    contents = with_heads(contents, (None, *contents.passages[1].heads[0][1:]), passage=1)
+    page = open_page(contents, address="#head=0.0&passage=1&tray=A0+AL0")
     page.locator("#head-hint", has_text="This head did not attend on this passage.").wait_for()
     page.locator("#tray-lines", has_text="layer 0, mean of 4 heads").wait_for()
     assert page.locator(".cell-empty").count() == 1
@@ -249,12 +239,11 @@ def encoder_decoder_contents():
         for layer, (head, (module, _, _)) in enumerate(zip(model.heads, kinds, strict=True))
     )
     count = (3, 4)
-    stored = tuple(
+    stored = [
         head_attention(random_weights(count[q], count[k], causal=False, seed=9), causal=False, queries=q, keys=k)
         for _, q, k in kinds
-    )
-    passage = dataclasses.replace(contents.passages[0], heads=(stored,))
-    return dataclasses.replace(contents, models=(dataclasses.replace(model, heads=heads),), passages=(passage,))
+    ]
+    return with_heads(dataclasses.replace(contents, models=(dataclasses.replace(model, heads=heads),)), stored)
 
 
 def test_heads_of_encoder_decoders_are_labelled_by_their_kind(open_page):
@@ -277,17 +266,14 @@ def test_heads_of_encoder_decoders_are_labelled_by_their_kind(open_page):
 def test_tooltips_of_a_comparison_name_the_model(open_page):
     contents, truth = page_contents(models=2)
     page = open_page(contents, address="#head=0.3&model=difference")
-    weights = [float(word_matrix(truth[0][model][3], SIDE)[7, 3]) for model in range(2)]
+    weights = [float(word_matrix(truth[0][model][3])[7, 3]) for model in range(2)]
     plots = page.locator(".matrix-plot:visible")
     plots.nth(2).wait_for()
     signed = f"{weights[1] - weights[0]:+.2f}".replace("-", MINUS)
     expected = (f"B {MINUS} A, coffee → you: {signed} (A {shown(weights[0])}, B {shown(weights[1])})",
                 f"A, coffee → you: {shown(weights[0])}", f"B, coffee → you: {shown(weights[1])}")  # fmt: skip
     for place, text in enumerate(expected):
-        plots.nth(place).scroll_into_view_if_needed()
-        box = plots.nth(place).bounding_box()
-        cell = (box["width"] - 122) / len(SIDE.words)
-        page.mouse.move(box["x"] + 92 + 3.5 * cell, box["y"] + 74 + 7.5 * cell)
+        point_at_cell(page, plots.nth(place), 7, 3, len(SIDE.words))
         assert page.locator(".tip:visible").inner_text() == text
     scales = page.locator(".matrix:visible .legend-scale").all_inner_texts()
     assert scales[1] == scales[2]

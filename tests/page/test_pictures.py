@@ -1,13 +1,20 @@
 """Pictures of a head: the matrix, images of patches, and saved files."""
 
-import dataclasses
 import re
 
 import pytest
 import torch
 
-from page.synthetic import head_attention, page_contents, picture_contents, text_side, word_matrix
-from page.test_text import SIDE, expected_list, readout, strength
+from page.synthetic import SIDE, head_attention, page_contents, picture_contents, text_side, with_heads, word_matrix
+from page.test_text import expected_list, readout, strength, tints
+
+
+def point_at_cell(page, plot, row, column, count):
+    """Move the pointer to a cell of a matrix with this number of columns, within the margins of its labels."""
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    cell = (box["width"] - 122) / count
+    page.mouse.move(box["x"] + 92 + (column + 0.5) * cell, box["y"] + 74 + (row + 0.5) * cell)
 
 
 def test_picture_has_a_rectangle_for_each_patch(open_page):
@@ -27,11 +34,8 @@ def test_matrix_zooms_and_names_its_cells(open_page):
     contents, truth = page_contents()
     page = open_page(contents, address="#head=1.4")
     plot = page.locator(".matrix-plot:visible")
-    plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
-    cell = (box["width"] - 122) / len(SIDE.words)
-    page.mouse.move(box["x"] + 92 + 3.5 * cell, box["y"] + 74 + 7.5 * cell)
-    weight = float(word_matrix(truth[0][0][9], SIDE)[7, 3])
+    point_at_cell(page, plot, 7, 3, len(SIDE.words))
+    weight = float(word_matrix(truth[0][0][9])[7, 3])
     assert page.locator(".tip:visible").inner_text() == f"coffee → you: {weight:.2f}"
     assert page.locator(".matrix-note").text_content() == ""
     plot.focus()
@@ -48,19 +52,16 @@ def test_matrix_zooms_and_names_its_cells(open_page):
 def test_sparse_matrix_states_bounds(open_page):
     contents, truth = page_contents(layers=1, heads=2, listed=3, sharpness=0.7, causal=True)
     page = open_page(contents, address="#head=0.1&words=false")
-    plot = page.locator(".matrix-plot:visible")
-    plot.scroll_into_view_if_needed()
-    box, weights = plot.bounding_box(), truth[0][0][1]
-    cell = (box["width"] - 122) / 13
+    plot, weights = page.locator(".matrix-plot:visible"), truth[0][0][1]
     key = int(weights[9, :10].argmin())
-    page.mouse.move(box["x"] + 92 + (key + 0.5) * cell, box["y"] + 74 + 9.5 * cell)
+    point_at_cell(page, plot, 9, key, 13)
     text = page.locator(".tip:visible").inner_text()
     assert float(re.search(r"at most ([\d.]+\d)", text)[1]) >= float(weights[9, key])
     key = int(weights[9, :10].argmax())
-    page.mouse.move(box["x"] + 92 + (key + 0.5) * cell, box["y"] + 74 + 9.5 * cell)
+    point_at_cell(page, plot, 9, key, 13)
     text = page.locator(".tip:visible", has_text="at least").inner_text()
     assert float(weights[9, key]) - 0.017 <= float(re.search(r"at least ([\d.]+)", text)[1]) <= float(weights[9, key])
-    page.mouse.move(box["x"] + 92 + 11.5 * cell, box["y"] + 74 + 9.5 * cell)
+    point_at_cell(page, plot, 9, 11, 13)
     page.locator(".tip:visible", has_text="not visible").wait_for()
     note = page.locator(".matrix-note:visible").inner_text()
     assert "Every other cell has the mean weight of the tile around it" in note
@@ -101,9 +102,7 @@ PIXELS = """(canvas, [x, y, width, height]) => {
 def test_matrix_fits_its_plot_after_the_window_becomes_narrow(open_page):
     count = len(text_side().tokens)
     contents, _ = page_contents(layers=1, heads=1)
-    diagonal = head_attention(torch.eye(count, dtype=torch.float64), causal=False)
-    passage = dataclasses.replace(contents.passages[0], heads=((diagonal,),))
-    page = open_page(dataclasses.replace(contents, passages=(passage,)))
+    page = open_page(with_heads(contents, [head_attention(torch.eye(count, dtype=torch.float64), causal=False)]))
     page.locator("svg.lines:visible").wait_for()
     for width in (1280, 500, 1100):
         page.set_viewport_size({"width": width, "height": 900})
@@ -140,14 +139,9 @@ def test_patches_have_the_colour_of_the_largest_weight_that_is_shown(open_page):
     page = open_page(contents, address="#head=0.2&pin=q6&tray=A0")
     row = weights[2][6]
     largest = float(row.max())
-    tints = [
-        float(
-            page.locator(f'.head-view .word[data-unit="{unit}"]').evaluate("w => w.style.getPropertyValue('--a') || 0")
-        )
-        for unit in range(7)
-    ]
+    found = [tints(page.locator(f'.head-view .word[data-unit="{unit}"]')) for unit in range(7)]
     full = strength(largest, 1 / 7)
-    assert tints == pytest.approx([full * (float(w) / largest) ** 0.5 for w in row], abs=0.005)
+    assert found == [[pytest.approx(full * (float(weight) / largest) ** 0.5, abs=0.005)] for weight in row]
     assert page.locator(".text-legend:visible").inner_text().split("\n") == ["weight", "0", f"{largest:.2f}"]
     assert page.locator("#tray-lines .picture-frame .patch").count() == 6
     text = page.locator("main").inner_text()
@@ -161,12 +155,8 @@ def test_patches_have_the_colour_of_the_largest_weight_that_is_shown(open_page):
 def test_uniform_attention_has_a_pale_colour(open_page):
     contents, _ = picture_contents(heads=1)
     uniform = head_attention(torch.full((7, 7), 1 / 7, dtype=torch.float64), causal=False)
-    passage = dataclasses.replace(contents.passages[0], heads=((uniform,),))
-    page = open_page(dataclasses.replace(contents, passages=(passage,)))
-    tints = page.locator(".head-view .patch").evaluate_all(
-        "all => all.map(w => Number(w.style.getPropertyValue('--a')))"
-    )
-    assert tints == pytest.approx([0.25] * 6, abs=0.01)
+    page = open_page(with_heads(contents, [uniform]))
+    assert tints(page.locator(".head-view .patch")) == pytest.approx([0.25] * 6, abs=0.01)
 
 
 def columns(page) -> tuple[list[str], list[str]]:

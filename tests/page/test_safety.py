@@ -69,45 +69,48 @@ def test_link_restores_the_state(open_page):
     assert not again.get_by_label("hide special tokens").is_checked()
 
 
-def test_sandboxed_frame_keeps_its_state(browser, tmp_path):
-    contents, _ = page_contents()
-    frame_source = html.escape(page_html(contents), quote=True)
-    path = tmp_path / "outer.html"
-    path.write_text(
-        f'<!doctype html><iframe sandbox="allow-scripts" width="1200" height="3000" srcdoc="{frame_source}"></iframe>',
-        encoding="utf-8",
-    )
-    page = browser.new_page()
-    page.goto(path.as_uri())
-    frame = page.frame_locator("iframe")
-    frame.locator("html[data-ready]").wait_for()
+@pytest.fixture
+def framed(browser, tmp_path):
+    """Function that opens a document with a page in a sandboxed frame below empty space of a height, and returns the
+    document and the frame.
+    """
+    opened = []
+
+    def opening(above, width, height):
+        source = html.escape(page_html(page_contents()[0]), quote=True)
+        (tmp_path / "outer.html").write_text(
+            f'<!doctype html><div style="height: {above}px"></div><iframe sandbox="allow-scripts" width="{width}" '
+            f'height="{height}" srcdoc="{source}"></iframe><div style="height: 2000px"></div>',
+            encoding="utf-8",
+        )
+        opened.append(page := browser.new_page(viewport={"width": 1280, "height": 900}))
+        page.goto((tmp_path / "outer.html").as_uri())
+        page.evaluate("scrollTo(0, 400)")
+        frame = page.frame_locator("iframe")
+        frame.locator("html[data-ready]").wait_for()
+        return page, frame
+
+    yield opening
+    for page in opened:
+        page.close()
+
+
+def test_sandboxed_frame_keeps_its_state(framed):
+    _, frame = framed(0, 1200, 3000)
     frame.get_by_role("button", name="Head 1.2,").click()
     frame.locator("#head-title", has_text="Head 1.2").wait_for()
     frame.locator('.word[data-unit="3"]').first.click()
     frame.locator(".readout h3", has_text="Attention from").wait_for()
     frame.get_by_role("button", name="Curves SVG").click()
     assert "<svg" in frame.locator("#export-content textarea").input_value()
-    page.close()
 
 
-def test_choosing_a_head_does_not_scroll_the_document_around_a_frame(browser, tmp_path):
-    frame_source = html.escape(page_html(page_contents()[0]), quote=True)
-    path = tmp_path / "outer.html"
-    path.write_text(
-        f'<!doctype html><div style="height: 700px"></div><iframe sandbox="allow-scripts" width="600" height="700" '
-        f'srcdoc="{frame_source}"></iframe><div style="height: 2000px"></div>',
-        encoding="utf-8",
-    )
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto(path.as_uri())
-    page.evaluate("scrollTo(0, 400)")
-    frame = page.frame_locator("iframe")
-    frame.locator("html[data-ready]").wait_for()
+def test_choosing_a_head_does_not_scroll_the_document_around_a_frame(framed):
+    page, frame = framed(700, 600, 700)
     frame.locator(".cell").nth(3).evaluate("cell => cell.click()")
     page.wait_for_timeout(800)
     assert page.evaluate("scrollY") == 400
     assert frame.locator("html").evaluate("() => scrollY") > 300
-    page.close()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

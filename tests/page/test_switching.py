@@ -1,12 +1,11 @@
 """A page after many switches of text, model, head and settings: it shows the same as a new page with its address."""
 
-import dataclasses
 import random
 import time
 
 import pytest
 
-from page.synthetic import page_contents, text_side
+from page.synthetic import page_contents, text_side, with_heads
 from page.test_text import readout, word
 
 SHOWN = """() => {
@@ -64,11 +63,9 @@ def lengths_contents(*, models: int = 2):
         text_side(("a", "##b", "c", "[SEP]")),
         text_side([f"w{i}" for i in range(24)], first_generated=19),
     ]
-    contents, _truth = page_contents(layers=2, heads=2, sides=sides, models=models)
-    second = contents.passages[1]
-    heads = (*second.heads[:-1], (None, *second.heads[-1][1:]))
-    passages = (contents.passages[0], dataclasses.replace(second, heads=heads), contents.passages[2])
-    return dataclasses.replace(contents, passages=passages)
+    contents, _ = page_contents(layers=2, heads=2, sides=sides, models=models)
+    *others, last = contents.passages[1].heads
+    return with_heads(contents, *others, (None, *last[1:]), passage=1)
 
 
 def random_address(draw: random.Random) -> str:

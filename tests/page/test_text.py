@@ -8,15 +8,16 @@ import torch
 
 from page.synthetic import (
     SENTENCE,
+    SIDE,
     head_attention,
     page_contents,
     random_weights,
     text_side,
     two_sided_contents,
+    with_heads,
     word_matrix,
 )
 
-SIDE = text_side()
 COFFEE = SIDE.words.index("coffee")
 ROUNDED_DOWN = "Each weight shown may be up to 0.007 too small."
 """Sentence next to weights of which only the largest are stored."""
@@ -55,22 +56,24 @@ def word(page, unit: int):
     return page.locator(f'.head-view:visible .word[data-unit="{unit}"]')
 
 
+def tints(words) -> list[float]:
+    """Return the strengths of the colours of words or patches."""
+    return words.evaluate_all("all => all.map(word => Number(word.style.getPropertyValue('--a')))")
+
+
 @pytest.mark.parametrize("head", [0, 7])
 def test_pointer_shows_the_row_and_the_column_of_a_word(open_page, head):
     contents, truth = page_contents()
     page = open_page(contents, address=f"#head={contents.models[0].heads[head].name}")
-    weights = word_matrix(truth[0][0][head], SIDE)
+    weights = word_matrix(truth[0][0][head])
     assert readout(page) == ("Mean attention that each word receives", expected_list(weights.mean(0)))
     word(page, COFFEE).hover()
     assert readout(page) == ("Attention from “coffee”", expected_list(weights[COFFEE]))
     strongest = int(weights[COFFEE].argmax())
-    tint = float(word(page, strongest).evaluate("word => word.style.getPropertyValue('--a')"))
-    assert tint == pytest.approx(strength(float(weights[COFFEE].max()), 1 / len(SIDE.words)), abs=0.002)
-    assert page.locator(".text-legend:visible").inner_text().split("\n") == [
-        "weight",
-        "0",
-        shown(weights[COFFEE].max()),
-    ]
+    expected = strength(float(weights[COFFEE].max()), 1 / len(SIDE.words))
+    assert tints(word(page, strongest)) == [pytest.approx(expected, abs=0.002)]
+    legend = page.locator(".text-legend:visible").inner_text().split("\n")
+    assert legend == ["weight", "0", shown(weights[COFFEE].max())]
     page.locator("h1").hover()
     page.get_by_role("button", name="to the word", exact=True).click()
     word(page, COFFEE).hover()
@@ -96,7 +99,7 @@ def test_arrow_keys_move_between_words_and_weights_are_announced(open_page):
     word(page, 0).focus()
     for _ in range(COFFEE):
         page.keyboard.press("ArrowRight")
-    weights = word_matrix(truth[0][0][0], SIDE)[COFFEE]
+    weights = word_matrix(truth[0][0][0])[COFFEE]
     assert readout(page) == ("Attention from “coffee”", expected_list(weights))
     best = SIDE.words[int(weights.argmax())]
     assert f"Attention from “coffee”: {best} {shown(float(weights.max()))}" in page.locator("#live").inner_text()
@@ -113,7 +116,7 @@ def test_future_words_are_never_listed(open_page):
     word(page, 2).hover()
     title, weights = readout(page)
     assert title == "Attention from “do”"
-    assert weights == expected_list(word_matrix(truth[0][0][6], SIDE)[2][:3])
+    assert weights == expected_list(word_matrix(truth[0][0][6])[2][:3])
     page.get_by_role("button", name="Copy weights").click()
     copied = page.evaluate("navigator.clipboard.readText()")
     rows = [line.split("\t")[:2] for line in copied.split("\n")[1:]]
@@ -143,7 +146,7 @@ def test_unmerged_tokens_and_hidden_words(open_page):
 def test_each_word_is_linked_to_the_word_that_it_attends_to_most(open_page):
     contents, truth = page_contents()
     page = open_page(contents, address="#head=2.2")
-    weights = word_matrix(truth[0][0][12], SIDE)
+    weights = word_matrix(truth[0][0][12])
     words = [i for i, text in enumerate(SIDE.words) if re.search(r"\w", text) and not text.startswith("[")]
     best = {q: max((k for k in words if k != q), key=lambda k, q=q: float(weights[q, k])) for q in words}
     links = []
@@ -231,11 +234,8 @@ def test_generated_words_are_underlined_and_can_be_chosen(open_page):
 def test_head_whose_queries_are_not_generated_says_so(open_page):
     queries, keys = text_side(name="target", first_generated=8), text_side(("coffee", "or", "tea"), "source")
     contents, _ = two_sided_contents(queries, keys)
-    passage = contents.passages[0]
-    [heads] = passage.heads
-    weights = random_weights(3, 3, causal=False, seed=9)
-    source = head_attention(weights, causal=False)
-    contents = replace(contents, passages=(replace(passage, heads=((source, *heads[1:]),)),))
+    source = head_attention(random_weights(3, 3, causal=False, seed=9), causal=False)
+    contents = with_heads(contents, (source, *contents.passages[0].heads[0][1:]))
     page = open_page(contents, address="#head=0.0&generated=true&first=true&tray=A0")
     note = page.locator(".hidden-note:visible")
     assert note.inner_text() == "This head has no rows of generated words."

@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import headwise as hw
-from headwise.plots.canvas import LINE_COLOURS, layer_colours, tick_step
+from headwise.plots.canvas import LINE_COLOURS, layer_scale, tick_step
 from headwise.plots.curves import draw_received
 from headwise.plots.grids import (
     ROLE_STYLES,
@@ -91,16 +91,20 @@ def test_a_map_of_one_colour_says_why():
     assert pattern.get_xlabel() == "key\none colour: every cell has 0"
 
 
+def linear(colour: str) -> torch.Tensor:
+    """Return the linear amounts of red, green and blue of a colour."""
+    srgb = torch.tensor([int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)])
+    return torch.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+
+
 def contrast_to_white(colour: str) -> float:
     """Return the contrast ratio of a colour and white as in the Web Content Accessibility Guidelines."""
-    srgb = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in srgb]
-    return 1.05 / (sum(part * value for part, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)) + 0.05)
+    return 1.05 / (float(torch.tensor([0.2126, 0.7152, 0.0722]) @ linear(colour)) + 0.05)
 
 
 def test_lines_and_points_are_visible_on_white():
     roles = [style.colour for style in (*ROLE_STYLES.values(), UNKNOWN_ROLE)]
-    of_layers = [to_hex(colour) for colour in layer_colours().colors]
+    of_layers = [to_hex(colour) for colour in layer_scale([0]).cmap.colors]
     for colour in (*roles, *LINE_COLOURS, *of_layers):
         assert contrast_to_white(colour) >= 3, colour
     points = draw_scatter(PlottedNumbers("a", [0.0, 1.0]), PlottedNumbers("b", [0.0, 1.0]), heads=[(0, 0), (9, 0)])
@@ -259,58 +263,46 @@ DRAWINGS = {
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("draw", DRAWINGS.values(), ids=DRAWINGS)
-def test_plots_use_given_axes_and_are_saved_in_every_format(draw, tmp_path):
+def test_plots_use_given_axes_and_are_saved_and_displayed(draw, tmp_path):
+    from matplotlib import pyplot
+
     figure = Figure(layout="constrained")
     left, right = figure.subplots(1, 2)
     assert draw(ax=right, title="costs $5 and $6") is right
     assert not left.has_data()
     assert "$5 and $6" in right.get_title()
-    starts = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}
-    for ending, start in starts.items():
+    for ending, start in {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}.items():
         right.figure.savefig(tmp_path / f"plot.{ending}")
         assert (tmp_path / f"plot.{ending}").read_bytes().startswith(start)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("draw", DRAWINGS.values(), ids=DRAWINGS)
-def test_new_axes_are_displayed_by_notebooks_and_not_kept_by_pyplot(draw):
-    from matplotlib import pyplot
-
-    before = pyplot.get_fignums()
-    axes = draw()
-    assert axes._repr_png_().startswith(b"\x89PNG")
-    assert axes.figure._repr_png_().startswith(b"\x89PNG")
+    before, new = pyplot.get_fignums(), draw()
+    for displayed in (new, new.figure):  # by notebooks
+        assert displayed._repr_png_().startswith(b"\x89PNG")
     assert pyplot.get_fignums() == before
 
 
-NO_ROW = "a mean over no row is NaN, such as one over repeated words of a text without any"
-
-REFUSED = {
-    "no head": (lambda: draw_heatmap({}, statistic="a"), "heads: expected at least one head to plot, got none"),
-    "no role": (lambda: draw_role_grid({}), "heads: expected at least one head to plot, got none"),
-    "no bar": (lambda: draw_role_counts({}), "heads: expected at least one head to plot, got none"),
-    "only NaN": (
-        lambda: draw_heatmap({(0, 0): NAN, (0, 1): INF}, statistic="a"),
-        "statistic: expected a statistic with a finite number for at least one head, "
-        f"got 'a', NaN or infinite for all 2; {NO_ROW}",
-    ),
-    "no pair": (
-        lambda: draw_scatter(PlottedNumbers("a", [NAN, 1.0]), PlottedNumbers("b", [1.0, NAN]), heads=HEADS[:2]),
-        "statistic: expected a statistic with a finite number for at least one head, "
-        f"got 'b against a', NaN or infinite for all 2; {NO_ROW}",
-    ),
-    "a figure": (
-        lambda: draw_heatmap({(0, 0): 1.0}, statistic="a", ax=Figure()),
-        "ax: expected matplotlib axes, got Figure; figure.subplots() returns axes",
-    ),
-    "an object": (
-        lambda: draw_received({(0, 0): [0.5]}, ax=SimpleNamespace()),
-        "ax: expected matplotlib axes, got SimpleNamespace; figure.subplots() returns axes",
-    ),
-}
+NONE = "heads: expected at least one head to plot, got none"
+ALL_NAN = (
+    "statistic: expected a statistic with a finite number for at least one head, got {}, NaN or infinite for all 2; "
+    "a mean over no row is NaN, such as one over repeated words of a text without any"
+)
+AXES = "ax: expected matplotlib axes, got {}; figure.subplots() returns axes"
 
 
-@pytest.mark.parametrize(("draw", "sentence"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(
+    ("draw", "sentence"),
+    [
+        (lambda: draw_heatmap({}, statistic="a"), NONE),
+        (lambda: draw_role_grid({}), NONE),
+        (lambda: draw_role_counts({}), NONE),
+        (lambda: draw_heatmap({(0, 0): NAN, (0, 1): INF}, statistic="a"), ALL_NAN.format("'a'")),
+        (
+            lambda: draw_scatter(PlottedNumbers("a", [NAN, 1.0]), PlottedNumbers("b", [1.0, NAN]), heads=HEADS[:2]),
+            ALL_NAN.format("'b against a'"),
+        ),
+        (lambda: draw_heatmap({(0, 0): 1.0}, statistic="a", ax=Figure()), AXES.format("Figure")),
+        (lambda: draw_received({(0, 0): [0.5]}, ax=SimpleNamespace()), AXES.format("SimpleNamespace")),
+    ],
+)
 def test_plots_of_nothing_are_refused(draw, sentence):
     with pytest.raises(hw.InputError) as caught:
         draw()
@@ -328,11 +320,9 @@ def seen_with(colour: str, vision: str) -> torch.Tensor:
         "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
         "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
     }
-    srgb = torch.tensor([int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)])
-    linear = torch.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    linear = (torch.tensor(matrices[vision]) @ linear).clamp(0, 1)
+    seen = (torch.tensor(matrices[vision]) @ linear(colour)).clamp(0, 1)
     to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-    xyz = torch.tensor(to_xyz) @ linear / torch.tensor([0.9505, 1.0, 1.089])
+    xyz = torch.tensor(to_xyz) @ seen / torch.tensor([0.9505, 1.0, 1.089])
     f = torch.where(xyz > 0.008856, xyz ** (1 / 3), 7.787 * xyz + 16 / 116)
     return torch.stack([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 

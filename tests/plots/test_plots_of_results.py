@@ -205,7 +205,8 @@ def test_a_view_draws_words(coffee):
         "1.8  next token",
     ]
     received = coffee.plot(kind="received", heads=[(0, 2)]).lines[0].get_ydata().tolist()
-    assert received == pytest.approx(chosen_received(coffee, 0, 2), abs=1e-6)
+    # Each word is one token here, and attends to all words.
+    assert received == pytest.approx(coffee.head(0, 2).picture.mean(0).tolist(), abs=1e-6)
     assert len(coffee.plot(kind="role_counts").containers) == len({head.role for head in coffee.heads})
     assert coffee.plot("confidence").images[0].get_array()[0, 2] == coffee.head(0, 2).means["confidence"]
     assert coffee.plot(kind="scatter").get_legend() is not None
@@ -227,13 +228,6 @@ def test_received_attention_of_words_is_that_of_their_tokens(name, request):
         torch.testing.assert_close(of_words[-1], of_tokens[-1], rtol=1e-4, atol=1e-6)  # a word of one token
 
 
-def chosen_received(view: View, layer: int, head: int) -> list[float]:
-    """Return what each word of a short text receives in one head, from its weights between words. Each word is one
-    token here, and attends to all words.
-    """
-    return view.head(layer, head).picture.mean(0).tolist()
-
-
 def test_a_view_refuses_heads_by_name(coffee):
     for options, sentence in (
         ({"kind": "pattern"}, r"heads: expected a collection of (layer, head), got none; such as heads=[(0, 2)]"),
@@ -250,18 +244,17 @@ def test_a_view_refuses_heads_by_name(coffee):
         assert str(caught.value).startswith(sentence)
 
 
+KINDS = "kind: expected one of heatmap, ranking, scatter, roles, role_counts"
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"statistic": "cost"}, "statistic: expected one of entropy, distance, duplicate, got 'cost'"),
         ({"statistic": 3}, "statistic: expected one of entropy, distance, duplicate, got 3"),
-        ({"kind": "pie"}, "kind: expected one of heatmap, ranking, scatter, roles, role_counts, got 'pie'"),
-        ({"kind": None}, "kind: expected one of heatmap, ranking, scatter, roles, role_counts, got None"),
-        (
-            {"kind": "received"},
-            "kind: expected one of heatmap, ranking, scatter, roles, role_counts, got 'received'; "
-            "hw.watch(...) and hw.view(...) have received attention",
-        ),
+        ({"kind": "pie"}, f"{KINDS}, got 'pie'"),
+        ({"kind": None}, f"{KINDS}, got None"),
+        ({"kind": "received"}, f"{KINDS}, got 'received'; hw.watch(...) and hw.view(...) have received attention"),
         (
             {"against": "entropy"},
             "against: expected None for the kind 'heatmap', got 'entropy'; the kinds scatter have it",
@@ -271,10 +264,7 @@ def test_a_view_refuses_heads_by_name(coffee):
             "against: expected one of entropy, distance, duplicate, got 'volume'",
         ),
         ({"kind": "ranking", "top": -1}, "top: expected a whole number of 0 or more, got -1"),
-        (
-            {"kind": "ranking", "errors": -1.0},
-            "errors: expected a number of standard errors, 0 or more, got -1.0",
-        ),
+        ({"kind": "ranking", "errors": -1.0}, "errors: expected a number of standard errors, 0 or more, got -1.0"),
         ({"kind": "ranking", "errors": "1"}, "errors: expected a finite number, got '1'"),
         (
             {"statistic": "duplicate"},
@@ -311,19 +301,8 @@ def test_a_missing_matplotlib_is_one_sentence(monkeypatch):
 
 
 RESULTS = (
-    hw.Profile,
-    hw.Ablation,
-    hw.Importance,
-    hw.Patching,
-    hw.Attribution,
-    SetAblation,
-    Comparison,
-    Heads,
-    View,
-    hw.Study,
-    hw.Redundancy,
-    hw.Composition,
-    hw.CircuitScores,
+    *(hw.Profile, hw.Ablation, hw.Importance, hw.Patching, hw.Attribution, SetAblation, Comparison, Heads, View),
+    *(hw.Study, hw.Redundancy, hw.Composition, hw.CircuitScores),
 )
 
 

@@ -13,7 +13,7 @@ from headwise.errors import InputError
 from headwise.intercept.heads import Heads
 from headwise.page import contents as page
 from headwise.page.columns import Columns, joined_estimates, sorted_by
-from headwise.page.write import write_page as write_contents
+from headwise.page.write import page_html
 from headwise.runs.head_table import HeadTable
 
 
@@ -52,7 +52,7 @@ def write_page(
     """
     contents = page_contents(results, against=against, foci=foci, title=title, statistic=statistic)
     try:
-        write_contents(contents, Path(path))
+        Path(path).write_text(page_html(contents), encoding="utf-8", errors="replace")
     except OSError as error:
         expected = "a file in an existing, writable folder"
         raise InputError("path", expected=expected, got=f"{error.strerror}: {str(path)!r}") from error

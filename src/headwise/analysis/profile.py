@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from headwise.errors import InputError
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
 from headwise.page.contents import Contents
-from headwise.plots.kinds import HeadNumbers
 from headwise.progress import progress_bar, shown_progress
 from headwise.runs.data_pass import SiteProgress
 from headwise.runs.fingerprint import attention_digest
@@ -85,9 +84,6 @@ class Profile(HeadTable[ProfiledHead]):
     def contents(self) -> Contents:
         """Return the contents of a page with this profile alone."""
         return self.columns().contents(page_roles(head.role for head in self.heads))
-
-    def _head_numbers(self) -> HeadNumbers:
-        return replace(super()._head_numbers(), roles=[row.role for row in self.rows])
 
 
 def load_profile(folder: str | Path) -> Profile:

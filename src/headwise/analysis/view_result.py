@@ -498,15 +498,7 @@ class View:
         Example:
             >>> seen.plot(kind="pattern", heads=[(0, 2)]).figure.savefig("pattern.svg")  # doctest: +SKIP
         """
-        names = dict.fromkeys(name for head in self.heads for name in head.means)
-        numbers = HeadNumbers(
-            heads=[(head.layer, head.head) for head in self.heads],
-            values={name: [head.means.get(name, math.nan) for head in self.heads] for name in names},
-            roles=[head.role.name for head in self.heads],
-            title=self.title,
-            units={name: column_named(name).unit for name in names},
-            meanings={name: column_named(name).meaning for name in names},
-        )
+        numbers = HeadNumbers.of_columns(ViewSet((self,)).columns())
         kinds = numbers.kinds() | {
             "pattern": Kind(self._draw_pattern, ("heads",)),
             "lines": Kind(self._draw_lines, ("heads",)),

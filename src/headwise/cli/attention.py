@@ -1,13 +1,13 @@
 """The commands that measure the attention of every head over data, `headwise profile` and others, and compare it."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import headwise as hw
 from headwise.cli.loading import RunFlags
-from headwise.cli.options import Html, Top, added_statistics, choice, numbers, path, shares
+from headwise.cli.options import Html, Top, added_statistics, choice, numbers, option, path
 from headwise.cli.output import OutputFlags, require_writable_page
 from headwise.errors import InputError
 from headwise.settings import (
@@ -22,7 +22,7 @@ from headwise.settings import (
 def profile(
     *,
     run: RunFlags,
-    repeats: Annotated[bool, typer.Option(help="Also measure induction on repeated random tokens.")] = True,
+    repeats: Annotated[bool, option("Also measure induction on repeated random tokens.")] = True,
     html: Html = None,
     statistic: Annotated[
         str | None,
@@ -59,9 +59,7 @@ def compare(
         Path,
         typer.Argument(parser=path, metavar="B", help="Folder of the second profile, of a model with the same heads."),
     ],
-    statistic: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Compare only this statistic. Can be repeated.")
-    ] = None,
+    statistic: Annotated[list[str] | None, option("Compare only this statistic. Can be repeated.", "NAME")] = None,
     top: Top = 20,
     html: Html = None,
     output: OutputFlags,
@@ -95,10 +93,10 @@ def positions(
     run: RunFlags,
     edges: Annotated[
         str | None,
-        typer.Option(metavar="N,N,...", help="First position of each bin, and the end. Default: powers of two."),
+        option("First position of each bin, and the end. Default: powers of two.", "N,N,..."),
     ] = None,
     by: Annotated[str, choice(ROW_STATISTICS, "Statistic that is printed.", others=added_statistics)] = "entropy",
-    top: Annotated[int, typer.Option(min=1, help="Number of heads to print, steepest slope first.")] = 20,
+    top: Annotated[int, option("Number of heads to print, steepest slope first.", least=1)] = 20,
 ) -> None:
     """Measure the attention statistics of every head against the position of the query: in bins of positions, and their
     slope on the logarithm of the position. Prints one statistic of the heads with the steepest slopes, and saves curves
@@ -116,13 +114,9 @@ def positions(
 def distances(
     *,
     run: RunFlags,
-    quantiles: Annotated[
-        str, typer.Option(metavar="P,P,...", help="Shares of the attention, above 0 and below 1.")
-    ] = "0.5,0.9",
-    first: Annotated[
-        int, typer.Option(min=0, metavar="N", help="First tokens that also count as near, in columns of their own.")
-    ] = 4,
-    top: Annotated[int, typer.Option(min=1, help="Number of heads to print, longest distance first.")] = 20,
+    quantiles: Annotated[str, option("Shares of the attention, above 0 and below 1.", "P,P,...")] = "0.5,0.9",
+    first: Annotated[int, option("First tokens that also count as near, in columns of their own.", "N", least=0)] = 4,
+    top: Annotated[int, option("Number of heads to print, longest distance first.", least=1)] = 20,
 ) -> None:
     """Measure how far every head reaches: the smallest distance within which it puts 50 % and 90 % of its attention.
     Prints the heads with the longest distances, and saves these distances and the share of attention within each
@@ -133,7 +127,7 @@ def distances(
     headwise distances --data corpus.txt --documents cut --quantiles 0.5,0.9,0.99 --out distances
     headwise distances --data corpus.txt --documents cut --first 0 --out distances --csv > distances.csv
     """
-    settings: dict[str, Any] = {"quantiles": sorted({*shares(quantiles)}), "first": first}
+    settings = {"quantiles": sorted({*numbers(quantiles, float, "0.5,0.9")}), "first": first}
     run.measure(hw.attention_distances, hw.AttentionDistances, settings, top=top)
 
 
@@ -141,7 +135,7 @@ def norm_weighted(
     *,
     run: RunFlags,
     by: Annotated[str, choice(NORMED_STATISTICS, "Statistic that is printed.", others=added_statistics)] = "first",
-    top: Annotated[int, typer.Option(min=1, help="Number of heads to print, those that differ most first.")] = 20,
+    top: Annotated[int, option("Number of heads to print, those that differ most first.", least=1)] = 20,
 ) -> None:
     """Measure where every head reads from by the norms of the vectors that it adds up, instead of by attention weights
     alone. Prints the heads in which both differ most, and saves all statistics in --out. Processes started by torchrun
@@ -159,10 +153,10 @@ def rollout(
     *,
     run: RunFlags,
     residual: Annotated[
-        float, typer.Option(metavar="X", help="Share of the residual connection in each layer, below 1.")
+        float, option("Share of the residual connection in each layer, below 1.", "X")
     ] = ROLLOUT_RESIDUAL,
     by: Annotated[str, choice(ROLLOUT_STATISTICS, "Statistic of heads that is printed.")] = "first",
-    top: Annotated[int, typer.Option(min=1, help="Number of heads to print, those that differ most first.")] = 20,
+    top: Annotated[int, option("Number of heads to print, those that differ most first.", least=1)] = 20,
 ) -> None:
     """Measure where the attention of every layer and head goes in the input, if attention is multiplied over layers.
     Prints the layers, and the heads in which this differs most from their own attention. Saves both tables in --out.
@@ -179,10 +173,8 @@ def rollout(
 def sinks(
     *,
     run: RunFlags,
-    epsilon: Annotated[
-        float, typer.Option(metavar="X", help="Threshold of the mean attention, above 0 and below 1.")
-    ] = SINK_EPSILON,
-    positions: Annotated[str, typer.Option(metavar="N,N", help="Numbers of the tokens, from 0.")] = "0",
+    epsilon: Annotated[float, option("Threshold of the mean attention, above 0 and below 1.", "X")] = SINK_EPSILON,
+    positions: Annotated[str, option("Numbers of the tokens, from 0.", "N,N")] = "0",
     top: Top = 20,
 ) -> None:
     """Measure in which share of sequences the mean attention of each head on the first token exceeds a threshold.
@@ -195,5 +187,5 @@ def sinks(
     """
     from headwise.analysis.head_tests.sinks import sink_threshold
 
-    settings: dict[str, Any] = {"epsilon": sink_threshold(epsilon), "positions": numbers(positions)}
+    settings = {"epsilon": sink_threshold(epsilon), "positions": numbers(positions)}
     run.measure(hw.sink_rate, hw.SinkRate, settings, top=top)

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_causal, quiet_libraries
-from headwise.cli.options import DecoderFlags, Force, ModelFlags, TableFolder, Top, choice, path_option
+from headwise.cli.options import CausalFlags, Force, ModelFlags, TableFolder, Top, choice, option, path_option
 from headwise.cli.output import OutputFlags, require_new_tables
 from headwise.data.documents import read_json_lines
 from headwise.errors import InputError
@@ -22,9 +21,7 @@ def circuits(
     composition: Annotated[
         str, choice((*COMPOSITION_KINDS, "none"), "Kind of composition of which pairs of heads are printed.")
     ] = "k",
-    distance: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Tokens from the key to the query, for rotary positions.")
-    ] = 0,
+    distance: Annotated[int, option("Tokens from the key to the query, for rotary positions.", "N", least=0)] = 0,
     out: TableFolder = None,
     top: Top = 20,
     force: Force = False,
@@ -42,10 +39,8 @@ def circuits(
     from headwise.analysis.circuits.circuits import SCORES
 
     require_new_tables(out, "circuits", "composition", force=force)
-    quiet_libraries()
     source = model.find()
-    loaded = source.model(source.lm_head(), model.torch_dtype).to(model.torch_device)
-    found = hw.circuits(loaded, title=source.title)
+    found = hw.circuits(model.load(source, source.lm_head()), title=source.title)
     scores = found.scores(*_available(found, SCORES, "scores"), distance=distance)
     pairs = None
     if composition != "none" and (kinds := _available(found, COMPOSITION_KINDS, "composition scores")):
@@ -82,20 +77,16 @@ PARTS = ("clean", "corrupted", "answer", "wrong")
 class PairFlags:
     """Command-line options for the texts: those of one pair of prompts and answers, or a file with several pairs."""
 
-    clean: Annotated[str | None, typer.Option(metavar="TEXT", help="A prompt that the model answers correctly.")] = None
-    corrupted: Annotated[str | None, typer.Option(metavar="TEXT", help="A prompt with another answer.")] = None
-    answer: Annotated[str | None, typer.Option(metavar="TEXT", help="Right answer of the clean prompt.")] = None
-    wrong: Annotated[str | None, typer.Option(metavar="TEXT", help="Right answer of the corrupted prompt.")] = None
+    clean: Annotated[str | None, option("A prompt that the model answers correctly.", "TEXT")] = None
+    corrupted: Annotated[str | None, option("A prompt with another answer.", "TEXT")] = None
+    answer: Annotated[str | None, option("Right answer of the clean prompt.", "TEXT")] = None
+    wrong: Annotated[str | None, option("Right answer of the corrupted prompt.", "TEXT")] = None
     pairs: Annotated[
         Path | None, path_option("FILE", "JSON lines, each with the texts clean, corrupted, answer and wrong.")
     ] = None
 
     def texts(self) -> dict[str, list[str]]:
-        """Return the texts of all pairs by part: those of the file, or those of the single pair.
-
-        Raises:
-            InputError: neither or both are given, a part is missing, or the file is not UTF-8 or not JSON lines.
-        """
+        """Return the texts of all pairs by part: those of the file, or those of the single pair."""
         single = {part: getattr(self, part) for part in PARTS}
         given = [part for part, text in single.items() if text is not None]
         if self.pairs is not None:
@@ -125,21 +116,17 @@ class MethodFlags:
     the method then uses its own default value.
     """
 
-    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="attribution: number of points.")] = None
+    steps: Annotated[int | None, option("attribution: number of points.", "N", least=1)] = None
     receiver: Annotated[
         list[str] | None,
-        typer.Option(metavar="HEAD", help="path: a receiving head, such as 9.6. Can be repeated. Default: the logits."),
+        option("path: a receiving head, such as 9.6. Can be repeated. Default: the logits.", "HEAD"),
     ] = None
-    input: Annotated[
-        str | None, typer.Option(metavar="LETTERS", help="path: inputs of the receivers: q, k, v or several of them.")
-    ] = None
+    input: Annotated[str | None, option("path: inputs of the receivers: q, k, v or several of them.", "LETTERS")] = None
     mlps: Annotated[str | None, choice(MLP_MODES, "path: what MLPs do along the paths.")] = None
 
     def options(self, method: str) -> dict[str, Any]:
-        """Return the options of a method that are given, by the names of its function's arguments.
-
-        Raises:
-            InputError: an option of another method is given.
+        """Return the options of a method that are given, by the names of its function's arguments. Refuse options of
+        other methods.
         """
         from headwise.checks import head_pair
 
@@ -158,7 +145,7 @@ class MethodFlags:
 
 def patch(
     *,
-    model: DecoderFlags,
+    model: CausalFlags,
     prompts: PairFlags,
     method: Annotated[
         str, choice(METHODS, "Patch each head, estimate this from derivatives, or patch paths.")
@@ -184,12 +171,10 @@ def patch(
     texts, options = prompts.texts(), method_options.options(method)
     table, function = (getattr(hw, name) for name in METHODS[method])
     require_new_tables(out, table.NAME, force=force)
-    quiet_libraries()
-    source = find_causal(model)
+    source = model.find()
     pairs = hw.patching_prompts(source.tokenizer(), **texts)
-    loaded = source.model("causal", model.torch_dtype).to(model.torch_device)
     options |= {"direction": direction, "progress": not output.quiet}
-    result = function(loaded, **pairs, **options)
+    result = function(model.load(source, "causal"), **pairs, **options)
     if out is not None:
         result.save(out, force=force)
     output.show_table(result, out, top=top, title=source.title)

@@ -7,8 +7,9 @@ from typing import Annotated, Any, get_args
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_causal, find_inputs, find_loss, quiet_libraries
+from headwise.cli.loading import find_inputs, find_loss
 from headwise.cli.options import (
+    CausalFlags,
     Data,
     DecoderFlags,
     Force,
@@ -17,10 +18,11 @@ from headwise.cli.options import (
     Out,
     TextFlags,
     choice,
+    option,
     path,
     path_option,
 )
-from headwise.cli.output import OutputFlags
+from headwise.cli.output import OutputFlags, quiet_libraries
 from headwise.errors import InputError
 from headwise.settings import CONSTRAINTS, PRUNING_SCORES, MergeGrouping, MergeMethod
 
@@ -30,20 +32,16 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True)
 class PlanFlags:
-    """Command-line options of `headwise prune` that say which heads remain: those of a saved plan, or of a new one with
-    a share of the heads, a constraint on their numbers, and scores.
-    """
+    """Command-line options of `headwise prune` that state which heads remain: a saved plan, or those of a new one."""
 
     keep: Annotated[
-        float | None, typer.Option(help="Share of the heads that remain, above 0 and at most 1. A new plan needs it.")
+        float | None, option("Share of the heads that remain, above 0 and at most 1. A new plan needs it.")
     ] = None
     constraint: Annotated[
         str, choice(CONSTRAINTS, "Equally many heads in each layer (uniform), equally many groups, or any heads.")
     ] = "uniform"
     scores: Annotated[str, choice(PRUNING_SCORES, "What decides which heads remain.")] = "least-squares"
-    rounds: Annotated[int | None, typer.Option(min=1, help="Number of times that the remaining heads are scored.")] = (
-        None
-    )
+    rounds: Annotated[int | None, option("Number of times that the remaining heads are scored.", least=1)] = None
     plan: Annotated[Path | None, path_option("FILE", "Apply this plan instead of making one.")] = None
 
     def __post_init__(self) -> None:
@@ -60,7 +58,7 @@ def prune(
     out: ModelFolder,
     model: ModelFlags,
     heads: PlanFlags,
-    fit: Annotated[bool, typer.Option(help="Fit the output projections to what the dense model returns.")] = True,
+    fit: Annotated[bool, option("Fit the output projections to what the dense model returns.")] = True,
     texts: TextFlags,
     force: Force = False,
     output: OutputFlags,
@@ -112,7 +110,7 @@ def merge(
     *,
     data: Data,
     out: ModelFolder,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads of each layer that remain.")],
+    kv_heads: Annotated[int, option("Key/value heads of each layer that remain.", least=1)],
     model: DecoderFlags,
     method: Annotated[str, choice(get_args(MergeMethod), "How heads are merged; see hw.merge_kv.")] = "procrustes",
     grouping: Annotated[str, choice(get_args(MergeGrouping), "Which heads become one; see hw.merge_kv.")] = "adjacent",
@@ -155,12 +153,12 @@ def localize(
     *,
     data: Data,
     out: Annotated[Path, path_option("FILE", "JSON file for the result.")],
-    model: DecoderFlags,
+    model: CausalFlags,
     budget: Annotated[
-        float, typer.Option(min=0.0, help="Largest relative rise of the loss, such as 0.01 for one percent.")
+        float, option("Largest relative rise of the loss, such as 0.01 for one percent.", least=0.0)
     ] = 0.01,
-    window: Annotated[int, typer.Option(min=1, help="Tokens of the window.")] = 512,
-    first: Annotated[int, typer.Option(min=0, help="First tokens that all heads attend to.")] = 4,
+    window: Annotated[int, option("Tokens of the window.", least=1)] = 512,
+    first: Annotated[int, option("First tokens that all heads attend to.", least=0)] = 4,
     texts: TextFlags,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
     output: OutputFlags,
@@ -179,7 +177,6 @@ def localize(
         remedy = "--force replaces it" if out.is_file() else None
         raise InputError("out", expected="a new file", got=repr(str(out)), remedy=remedy)
     device = model.torch_device
-    find_causal(model)
     source, dataset = find_inputs(model, data, texts, out.parent, shown=not output.quiet)
     loaded = source.model("causal", model.torch_dtype).to(device)
     result = hw.localize(loaded, dataset.within(loaded), budget, window=window, first=first)

@@ -53,7 +53,7 @@ def doctor(
 def examine() -> tuple[Report, list[str]]:
     """Return the facts about this installation by section, and one sentence about each part that is broken."""
     problems: list[str] = []
-    report = {
+    report: Report = {
         "versions": _versions(),
         "processor": _processor(),
         "kernels": _kernels(problems),
@@ -96,8 +96,8 @@ def _processor() -> Section:
 
 
 def _kernels(problems: list[str]) -> Section:
-    """Return the state of the native kernels, after loading them and comparing their results with the definition of
-    attention. Kernels that are there and cannot be used are a problem.
+    """Return the state of the native kernels, whose results are compared with the definition of attention. Kernels that
+    are there and cannot be used are a problem.
     """
     import torch
 
@@ -182,9 +182,7 @@ def _extras(problems: list[str]) -> Section:
 
 
 def _why_broken(package: str, version: str, allowed: Any) -> str | None:
-    """Return a sentence that says why an installed package cannot be used: its version is not one of the allowed, or
-    there is not a module of its name; None otherwise.
-    """
+    """Return the reason that an installed package cannot be used: its version, or a missing module; None otherwise."""
     if not allowed.contains(version, prereleases=True):
         return (
             f'{package} {version} is installed, and headwise needs {package}{allowed}: pip install "{package}{allowed}"'
@@ -196,23 +194,18 @@ def _why_broken(package: str, version: str, allowed: Any) -> str | None:
 
 
 def _packaged_model(name: str, model: PackagedModel, problems: list[str]) -> str:
-    """Return the state of a model in a Python package. A package of which a file is missing or was changed is a
-    problem.
-    """
+    """Return the state of a model in a Python package. A missing or changed file of the package is a problem."""
     if model.location() is None:
         return f"not installed: {model.install}"
-    changed = list(_changed_files(model.package))
-    if changed:
-        remedy = f"{model.install.replace('install', 'install --force-reinstall', 1)}"
-        problems.append(f"the files of the model {name} are damaged, such as {changed[0]}: {remedy}")
+    if changed := next(_changed_files(model.package), None):
+        remedy = model.install.replace("install", "install --force-reinstall", 1)
+        problems.append(f"the files of the model {name} are damaged, such as {changed}: {remedy}")
         return "damaged"
     return f"{model.package} {_version(model.package)}"
 
 
 def _changed_files(package: str) -> Iterator[str]:
-    """Yield the paths of files of an installed package that are missing, or differ from their hash in the list that pip
-    wrote.
-    """
+    """Yield the files of an installed package that are missing, or differ from the hash that pip recorded."""
     for file in metadata.files(package) or ():
         path = Path(str(file.locate()))
         if not path.is_file():
@@ -228,27 +221,22 @@ def _folders(problems: list[str]) -> Section:
     """Return headwise's cache folder and that of the Hugging Face hub, and whether they can be written. A cache folder
     that the environment names and that cannot be written is a problem.
     """
+
+    def is_writable(path: Path) -> bool:
+        existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+        return existing.is_dir() and os.access(existing, os.W_OK)  # or can be made
+
+    def described(path: Path) -> str:
+        return f"{path} ({'exists' if path.is_dir() else 'none yet'}, {'' if is_writable(path) else 'not '}writable)"
+
     try:
         cache = cache_folder()
     except MissingExtra:
         cache = None
-    hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    if os.environ.get(CACHE_VARIABLE) and cache is not None and not _is_writable(cache):
+    if os.environ.get(CACHE_VARIABLE) and cache is not None and not is_writable(cache):
         problems.append(f"{CACHE_VARIABLE} names a folder that cannot be written: {cache}")
-    return {"cache": _folder(cache), "hugging_face": _folder(hub)}
-
-
-def _folder(path: Path | None) -> str | None:
-    """Return the description of a folder."""
-    if path is None:
-        return None
-    return f"{path} ({'exists' if path.is_dir() else 'none yet'}, {'' if _is_writable(path) else 'not '}writable)"
-
-
-def _is_writable(path: Path) -> bool:
-    """Return True if a folder can be written or made."""
-    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
-    return existing.is_dir() and os.access(existing, os.W_OK)
+    hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    return {"cache": None if cache is None else described(cache), "hugging_face": described(hub)}
 
 
 def _environment(problems: list[str]) -> Section:
@@ -278,10 +266,13 @@ def _print(report: Report, problems: list[str]) -> None:
 
     from headwise.show.terminal import make_console
 
-    console = make_console()
+    console, words = make_console(), {"None": "none", "True": "yes", "False": "no"}
     for title, section in report.items():
         console.print(Text(title.replace("_", " "), style="bold"))
-        lines = [f"{name.replace('_', ' ')}: {_shown(value)}" for name, value in section.items()]
+        lines = []
+        for name, value in section.items():
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            lines.append(f"{name.replace('_', ' ')}: {words.get(text, text)}")
         for line in lines or ["none"]:
             console.print(Text(f"  {line}"), soft_wrap=True)
     for problem in problems:
@@ -290,16 +281,9 @@ def _print(report: Report, problems: list[str]) -> None:
         console.print("no problem was found")
 
 
-def _shown(value: Any) -> str:
-    """Return a value of the report as text."""
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return {"None": "none", "True": "yes", "False": "no"}.get(str(value), str(value))
-
-
 def kernels(
     action: Annotated[
-        str, choice(("show", "build"), "`show` the state of the kernels, or `build` them.", option=typer.Argument)
+        str, choice(("show", "build"), "`show` the state of the kernels, or `build` them.", kind=typer.Argument)
     ] = "show",
 ) -> None:
     """Show whether the native kernels for the CPU are in use, and if not, why; or compile them into this installation

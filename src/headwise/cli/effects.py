@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import DecoderRunFlags, RunFlags, find_causal, find_loss, require_same_run
-from headwise.cli.options import Html, LossName, Top, choice, path_option
+from headwise.cli.loading import CausalRunFlags, RunFlags, find_loss, require_same_run
+from headwise.cli.options import Html, LossName, Top, choice, option, path_option
 from headwise.cli.output import require_new_tables, require_writable_page
 from headwise.errors import InputError
 from headwise.settings import IMPORTANCE_METHODS, IN_CONTEXT_REPLACEMENTS, UNIT_KINDS
@@ -74,16 +74,15 @@ def ablate(
 
 @dataclass(frozen=True)
 class MethodFlags:
-    """Command-line options of `headwise importance` that apply to one method only: `steps` to the method "integrated",
-    and `sparsity` and `epochs` to "hard_concrete". A field is None if its option is not used on the command line; the
-    method then uses its own default value.
+    """Command-line options of `headwise importance` that apply to one method only. A field is None if its option is not
+    used on the command line; the method then uses its own default value.
     """
 
-    steps: Annotated[int | None, typer.Option(min=1, help="integrated: number of gate values between 0 and 1.")] = None
+    steps: Annotated[int | None, option("integrated: number of gate values between 0 and 1.", least=1)] = None
     sparsity: Annotated[
-        float | None, typer.Option(min=0.0, help="hard_concrete: penalty of an open gate, in units of the loss.")
+        float | None, option("hard_concrete: penalty of an open gate, in units of the loss.", least=0.0)
     ] = None
-    epochs: Annotated[int | None, typer.Option(min=1, help="hard_concrete: passes over the data.")] = None
+    epochs: Annotated[int | None, option("hard_concrete: passes over the data.", least=1)] = None
 
 
 def importance(
@@ -133,8 +132,8 @@ def curve(
     run: RunFlags,
     loss: LossName = None,
     scores: Annotated[list[Path], path_option("FOLDER", "Result of importance or ablate; can be repeated.")],
-    random: Annotated[int, typer.Option(min=0, metavar="N", help="Number of random orders.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the random orders.")] = 0,
+    random: Annotated[int, option("Number of random orders.", "N", least=0)] = 10,
+    seed: Annotated[int, option("Seed of the random orders.", "N", least=0)] = 0,
 ) -> None:
     """Measure the loss of a model without more and more heads, the least important first, and without random heads. The
     order is that of saved scores, measured on other data. Prints the loss without each tenth of the heads, and saves it
@@ -166,19 +165,19 @@ def curve(
 
 def in_context(
     *,
-    run: DecoderRunFlags,
-    early: Annotated[int, typer.Option(min=2, metavar="N", help="Number of the early token, from 1.")] = 50,
-    late: Annotated[int, typer.Option(min=3, metavar="N", help="Number of the late token.")] = 500,
-    window: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens over which each loss is averaged.")] = 32,
-    sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Number of sequences to measure on.")] = 3,
+    run: CausalRunFlags,
+    early: Annotated[int, option("Number of the early token, from 1.", "N", least=2)] = 50,
+    late: Annotated[int, option("Number of the late token.", "N", least=3)] = 500,
+    window: Annotated[int, option("Tokens over which each loss is averaged.", "N", least=1)] = 32,
+    sequences: Annotated[int, option("Number of sequences to measure on.", "N", least=1)] = 3,
     replacement: Annotated[
         str,
         choice(
             (*IN_CONTEXT_REPLACEMENTS, "both"), "What replaces a head's output: zero, mean (over the data), or both."
         ),
     ] = "zero",
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the choice of sequences.")] = 0,
-    repeats: Annotated[bool, typer.Option(help="Also measure induction on repeated random tokens.")] = True,
+    seed: Annotated[int, option("Seed of the choice of sequences.", "N", least=0)] = 0,
+    repeats: Annotated[bool, option("Also measure induction on repeated random tokens.")] = True,
     top: Top = 20,
 ) -> None:
     """Measure the in-context learning score of a language model, its loss late in the context minus its loss early in
@@ -194,7 +193,6 @@ def in_context(
     from headwise.analysis.in_context_score import InContextLoss
 
     require_new_tables(run.out, hw.InContextScores.NAME, force=run.force)
-    find_causal(run.model)
     with run.open(shared=True) as opened:
         replacements = IN_CONTEXT_REPLACEMENTS if replacement == "both" else (replacement,)
         score = InContextLoss(early, late, window).__name__

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import find_causal, quiet_libraries, require_same_run
-from headwise.cli.options import DecoderFlags, Force, ModelFlags, TableOut, Top, choice, numbers, path_option
+from headwise.cli.loading import require_same_run
+from headwise.cli.options import CausalFlags, Force, ModelFlags, TableOut, Top, choice, numbers, option, path_option
 from headwise.cli.output import OutputFlags
 from headwise.settings import (
     CONTINUATIONS,
@@ -42,52 +42,43 @@ class HeadTestFlags:
         *arguments: Any,
         **further: Any,
     ) -> None:
-        """Run a test, and print its result.
-
-        Args:
-            test: function of the model, the tokenizer, `arguments`, `settings` and `further`.
-            table: class of its result.
-            settings: options that the table stores under the same names, by which another run in the folder is found
-                before the model is loaded.
-            top: number of rows to print.
-            arguments: further arguments of the test.
-            further: its other options.
+        """Run a test with `arguments`, and the options `settings` and `further`, after the model and the tokenizer;
+        print `top` rows of its table. Another run in the folder is found by `settings`, which the table stores, before
+        the model is loaded.
         """
         from headwise.runs.files import require_writable
 
-        quiet_libraries()
-        is_decoder = isinstance(self.model, DecoderFlags)
-        source = find_causal(self.model) if is_decoder else self.model.find()
+        source = self.model.find()
         if self.out is not None:
             require_writable(self.out)
             require_same_run(table, self.out, source, None, self.model, force=self.force, **settings)
-        tokenizer, device = source.tokenizer(), self.model.torch_device
-        model = source.model("causal" if is_decoder else None, self.model.torch_dtype).to(device)
+        tokenizer = source.tokenizer()
+        model = self.model.load(source, "causal" if isinstance(self.model, CausalFlags) else None)
         further |= {"out": self.out, "force": self.force, "progress": not self.output.quiet, "title": source.title}
         self.output.show_table(test(model, tokenizer, *arguments, **settings, **further), self.out, top=top)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderTestFlags(HeadTestFlags):
+class CausalTestFlags(HeadTestFlags):
     """Command-line options of a test that needs a causal language model."""
 
-    model: DecoderFlags
+    model: CausalFlags
 
 
 def retrieval(
     *,
-    test: DecoderTestFlags,
+    test: CausalTestFlags,
     haystack: Annotated[
         Path | None, path_option("PATH", "Text that hides needles. Default: the help topics of Python.")
     ] = None,
-    lengths: Annotated[str, typer.Option(metavar="N,N", help="Numbers of tokens of the texts, about.")] = ",".join(
+    lengths: Annotated[str, option("Numbers of tokens of the texts, about.", "N,N")] = ",".join(
         map(str, NEEDLE_LENGTHS)
     ),
-    needles: Annotated[int, typer.Option(min=1, metavar="N", help="Number of needles.")] = NEEDLES,
+    needles: Annotated[int, option("Number of needles.", "N", least=1)] = NEEDLES,
     continuation: Annotated[
         str, choice(CONTINUATIONS, "Whether the model generates its answers, or reads the right ones.")
     ] = "generated",
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of needles and texts.")] = 0,
+    seed: Annotated[int, option("Seed of needles and texts.", "N", least=0)] = 0,
     top: Top = 20,
 ) -> None:
     """Measure how often each head attends most to the token that the model repeats from a sentence in a long text.
@@ -105,12 +96,12 @@ def retrieval(
 
 def name_movers(
     *,
-    test: DecoderTestFlags,
-    prompts: Annotated[int, typer.Option(min=2, metavar="N", help="Number of prompts.")] = NAME_PROMPTS,
+    test: CausalTestFlags,
+    prompts: Annotated[int, option("Number of prompts.", "N", least=2)] = NAME_PROMPTS,
     copied: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Number of prompts whose names test the weights of heads.")
+        int, option("Number of prompts whose names test the weights of heads.", "N", least=0)
     ] = COPIED_PROMPTS,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the names.")] = 0,
+    seed: Annotated[int, option("Seed of the names.", "N", least=0)] = 0,
     top: Top = 20,
 ) -> None:
     """Find heads that move a name to the end of a prompt, and heads that do the opposite, on prompts with two names.
@@ -129,15 +120,11 @@ def dependencies(
     *,
     treebank: Annotated[Path, path_option("PATH", "File in CoNLL-U format, or folder with such files.")],
     test: HeadTestFlags,
-    limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="Use only this many sentences.")] = None,
-    fewest: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Leave out relations with fewer pairs in a half.")
-    ] = FEWEST_PAIRS,
+    limit: Annotated[int | None, option("Use only this many sentences.", "N", least=2)] = None,
+    fewest: Annotated[int, option("Leave out relations with fewer pairs in a half.", "N", least=2)] = FEWEST_PAIRS,
     subtypes: Annotated[bool, typer.Option("--subtypes", help="Keep subtypes of relations.")] = False,
-    start_token: Annotated[
-        int | None, typer.Option(min=0, metavar="ID", help="Token to put before each sentence.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the division into halves.")] = 0,
+    start_token: Annotated[int | None, option("Token to put before each sentence.", "ID", least=0)] = None,
+    seed: Annotated[int, option("Seed of the division into halves.", "N", least=0)] = 0,
     top: Top = 20,
 ) -> None:
     """Measure how often the word that a head attends to most is the governor or the dependent of a word. Compares each

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import headwise as hw
-from headwise.cli.options import Data, DecoderFlags, Force, ModelFlags, Out, TextFlags
+from headwise.cli.options import CausalFlags, Data, Force, ModelFlags, Out, TextFlags
 from headwise.cli.output import OutputFlags
 from headwise.data.documents import require_first_document
 from headwise.errors import InputError
@@ -51,14 +51,8 @@ class RunFlags:
     def measure(
         self, analysis: Callable[..., Any], table: "type[Table[Any]]", settings: Mapping[str, Any], **printed: Any
     ) -> None:
-        """Run an analysis of a model without a language-model head, and print its result. The processes of torchrun
-        share the work.
-
-        Args:
-            analysis: function of the model, the data and `settings`.
-            table: class of its result.
-            settings: arguments of the analysis, which the table stores under the same names.
-            printed: options of `print_result`.
+        """Run an analysis of the model without a language-model head, the data and `settings`, which its table stores
+        under the same names, and print the result with the options `printed`. The processes of torchrun share the work.
         """
         with self.open(shared=True) as opened:
             model = opened.load(table, **settings)
@@ -66,22 +60,16 @@ class RunFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderRunFlags(RunFlags):
+class CausalRunFlags(RunFlags):
     """Command-line options of a command that runs a causal language model over data."""
 
-    model: DecoderFlags
+    model: CausalFlags
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run of a command: its options, and the model and data that they name.
-
-    Attributes:
-        flags: options of the command.
-        source: the model.
-        dataset: the data, tokenized.
-        device: device of the model.
-        is_first: True for the only process, or the first of those that share the work: it prints and writes pages.
+    """A run of a command: its options, the model and the tokenized data that they name, and the model's device. The
+    process `is_first`, the only one or the first of those that share the work, prints and writes pages.
     """
 
     flags: RunFlags
@@ -97,12 +85,8 @@ class OpenRun:
         return {"out": self.flags.out, "force": self.flags.force, "progress": shown, "title": self.source.title}
 
     def load(self, table: "type[Table[Any]]", lm_head: str | None = None, **settings: Any) -> "nn.Module":
-        """Return the model on its device, after checking that the folder has no other run.
-
-        Args:
-            table: table that the command writes.
-            lm_head: kind of the language-model head; None for a model without one.
-            settings: settings of the run, as its table stores them.
+        """Return the model with a language-model head of this kind, on its device, after checking that the folder has
+        no run of the table with other settings.
         """
         flags = self.flags
         require_same_run(table, flags.out, self.source, self.dataset, flags.model, force=flags.force, **settings)
@@ -119,9 +103,8 @@ class OpenRun:
     def write_page(
         self, html: Path | None, table: "HeadTable[Any]", model: "nn.Module", statistic: str | None = None
     ) -> None:
-        """Write a page to the path `html` in the first process, with a table of heads, and the attention of these heads
-        on some of the texts; do nothing if `html` is None. The page opens on `statistic`, by default as `hw.write_page`
-        states.
+        """Write a page to the path `html`, unless it is None, in the first process: a table of heads, and their
+        attention on some of the texts. The page opens on `statistic`.
         """
         if html is not None and self.is_first:
             examples = hw.view_examples(model, self.dataset, title=self.source.title)
@@ -133,14 +116,10 @@ def find_inputs(
 ) -> "tuple[ModelSource, hw.Texts]":
     """Find a model and tokenize the data for it, without loading the model's weights, so that mistakes in the options
     and in the data are reported at once. If `shown`, a progress bar is shown.
-
-    Raises:
-        InputError: the output folder cannot be used, the model cannot be found, or the data cannot be read.
     """
     from headwise.runs.data_pass import tokenize
     from headwise.runs.files import require_outside_data, require_writable
 
-    quiet_libraries()
     require_writable(out)
     require_outside_data(out, data)
     require_first_document(data, texts.column)
@@ -164,16 +143,8 @@ def require_same_run(
     force: bool,
     **settings: Any,
 ) -> None:
-    """Raise `InputError` if the folder `out` has another run, as far as this is known before the model is loaded.
-
-    Args:
-        table: table that the command writes.
-        out: output folder.
-        source: the model.
-        dataset: the data; None if the run does not store their options.
-        model: options that say how the model is loaded.
-        force: replace the other run; nothing is checked.
-        settings: settings of the run, as its table stores them.
+    """Raise `InputError` if the folder `out` has another run, as far as this is known before the model is loaded: one
+    of this table with another model or other settings, or on other data, unless `dataset` is None.
     """
     from headwise.runs import checkpoint, fingerprint
 
@@ -188,27 +159,10 @@ def require_same_run(
     checkpoint.require_same_run(out, table, known, force=force)
 
 
-def find_causal(model: ModelFlags) -> "ModelSource":
-    """Return the location of a model after checking that it is a causal language model.
-
-    Raises:
-        InputError: it is another kind of model.
-    """
-    source = model.find()
-    if source.lm_head() != "causal":
-        expected = "a causal language model (a decoder), such as smollm2"
-        raise InputError("model", expected=expected, got=repr(source.title))
-    return source
-
-
 def find_loss(source: "ModelSource", tokenizer: Any, name: str | None) -> tuple[str | None, Any]:
-    """Return the kind of language-model head that the loss called `name` needs, and the loss function. If `name` is
-    None, the saved model determines the loss: next-token for a causal language model, masked-token for a masked one,
-    otherwise embedding distance.
-
-    Raises:
-        InputError: the loss needs a language-model head that the saved model lacks, or a mask token that the tokenizer
-            lacks.
+    """Return the kind of language-model head that the loss called `name` needs, and the loss function. By default, the
+    saved model determines the loss: next-token for a causal language model, masked-token for a masked one, otherwise
+    embedding distance.
     """
     from headwise.analysis.losses import loss_by_name
 
@@ -226,8 +180,8 @@ def find_loss(source: "ModelSource", tokenizer: Any, name: str | None) -> tuple[
 
 @contextmanager
 def resumable(out: Path) -> Iterator[None]:
-    """If the context is left by Ctrl-C, say that the run in the folder `out` resumes when the command is repeated,
-    provided that the folder has a checkpoint.
+    """If the user presses Ctrl-C in the context, state that the run in the folder `out` resumes, provided that it has a
+    checkpoint.
     """
     try:
         yield
@@ -237,15 +191,3 @@ def resumable(out: Path) -> Iterator[None]:
         again = "; run the same command again to resume" if has_checkpoints(out) else ""
         typer.echo(f"headwise: interrupted{again}", err=True)
         raise
-
-
-def quiet_libraries() -> None:
-    """Turn off the warnings and progress bars of transformers in this process, if transformers is installed. The
-    conversion of a GGUF file still shows its progress.
-    """
-    try:
-        from transformers.utils import logging
-    except ImportError:
-        return  # `find_model` reports the missing package
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -8,52 +8,52 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headwise.cli.output import quiet_libraries
+from headwise.errors import InputError
 from headwise.settings import DOCUMENT_MODES, DTYPES, LOSSES, ROW_STATISTICS
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     import headwise as hw
     from headwise.data.models import ModelSource
 
-# -- values -----------------------------------------------------------------------------------------------------------
+# -- values: a text of another form raises `typer.BadParameter` -------------------------------------------------------
 
 
 def path(text: str) -> Path:
-    """Return a path; raise `typer.BadParameter` for an empty text, which would mean the current folder, and for a null
-    character.
-    """
+    """Return a path that is not empty, which would mean the current folder, and without a null character."""
     if not text.strip() or "\0" in text:
         raise typer.BadParameter(f"expected a path, got {text!r}")
     return Path(text)
 
 
+def option(description: str, metavar: str | None = None, *, least: float | None = None, **further: Any) -> Any:
+    """Return the option of typer that is called `metavar` in the help, and whose numbers are at least `least`."""
+    return typer.Option(min=least, metavar=metavar, help=description, **further)
+
+
 def path_option(metavar: str, description: str) -> Any:
     """Return the option of typer for a path, called `metavar` in the help."""
-    return typer.Option(parser=path, metavar=metavar, help=description)
+    return option(description, metavar, parser=path)
 
 
 def choice(
-    names: Iterable[str],
-    description: str,
-    *flags: str,
-    others: Callable[[], Iterable[str]] = tuple,
-    option: Any = typer.Option,
+    names: Iterable[str], description: str, *, others: Callable[[], Iterable[str]] = tuple, kind: Any = typer.Option
 ) -> Any:
     """Return the option of typer for one of `names`, which are checked, completed, and listed in the help; or the
-    argument, if `option` is `typer.Argument`. The names that `others` returns are accepted, too; it is called only if
-    the value is not one of `names`.
+    argument, if `kind` is `typer.Argument`. The names that `others` returns are accepted, too.
     """
     allowed = tuple(names)
 
     def parse(text: str) -> str:
-        """Return the text if it is an allowed name; otherwise raise `typer.BadParameter`."""
         if text not in allowed and text not in (known := (*allowed, *others())):
             raise typer.BadParameter(f"expected one of {', '.join(known)}, got {text!r}")
         return text
 
     completed: dict[str, Any] = {"autocompletion": lambda: list(allowed), "metavar": "|".join(allowed)}
-    return option(*flags, parser=parse, help=description, **completed)
+    return kind(parser=parse, help=description, **completed)
 
 
 def added_statistics() -> list[str]:
@@ -64,52 +64,32 @@ def added_statistics() -> list[str]:
 
 
 def head_name(text: str) -> int | str:
-    """Return the index of a head, such as 11, as a number, or the name of a head, such as 5.11, unchanged. A text of
-    another form raises `typer.BadParameter`.
-    """
+    """Return the index of a head, such as 11, as a number, or the name of a head, such as 5.11, unchanged."""
     if not re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII):
         raise typer.BadParameter(f"expected a head such as 5.11 (layer 5, head 11) or 11, got {text!r}")
     return text if "." in text else int(text)
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Parse integers separated by commas, such as 1,2,4, and return them as a tuple. A text of another form raises
-    `typer.BadParameter`.
-    """
+def numbers(text: str, kind: Callable[[str], Any] = int, example: str = "1,2,4") -> tuple[Any, ...]:
+    """Return numbers separated by commas as a tuple."""
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(kind(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"expected numbers such as 1,2,4, got {text!r}") from None
-
-
-def shares(text: str) -> tuple[float, ...]:
-    """Parse numbers separated by commas, such as 0.5,0.9, and return them as a tuple. A text of another form raises
-    `typer.BadParameter`.
-    """
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"expected numbers such as 0.5,0.9, got {text!r}") from None
+        raise typer.BadParameter(f"expected numbers such as {example}, got {text!r}") from None
 
 
 def amount(text: str) -> int:
-    """Parse a positive amount such as 300k or 1.5M (k = 1e3, M = 1e6, G or B = 1e9), and return it rounded to an
-    integer. A text of another form raises `typer.BadParameter`.
-    """
+    """Return a positive amount such as 300k or 1.5M (k = 1e3, M = 1e6, G or B = 1e9), rounded to an integer."""
     return round(_scaled(text, {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}, "an amount such as 1.5M or 300k"))
 
 
 def seconds(text: str) -> float:
-    """Parse a positive duration such as 90s, 30m, 2h or 1d, and return it in seconds; a number without a unit is in
-    seconds. A text of another form raises `typer.BadParameter`.
-    """
+    """Return a positive duration such as 90s, 30m, 2h or 1d in seconds; a number without a unit is in seconds."""
     return _scaled(text, {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}, "a time such as 30m, 90s or 2h")
 
 
 def _scaled(text: str, units: dict[str, float], expected: str) -> float:
-    """Parse a positive number that may be followed by a one-letter unit, and return the number times the unit's factor
-    in `units`. A text of another form raises `typer.BadParameter`, with `expected` in its message.
-    """
+    """Return a positive number times the factor of the one-letter unit that may follow it."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([a-z]?)", text.strip().lower())
     if match is None or match[2] not in units or not float(match[1]):
         raise typer.BadParameter(f"expected {expected}, got {text!r}")
@@ -131,36 +111,33 @@ TableOut = Annotated[
 TableFolder = Annotated[Path | None, path_option("FOLDER", "Also save the table in this folder.")]
 ModelFolder = Annotated[Path, path_option("FOLDER", "Folder for the smaller model. It must not exist yet.")]
 Html = Annotated[Path | None, path_option("FILE", "Also write an interactive page to this file. It works offline.")]
-LossName = Annotated[str | None, choice(LOSSES, "Default: a language model's own loss, otherwise embedding.", "--loss")]
-Column = Annotated[str, typer.Option(help="Column with the text, in JSON lines, CSV and Parquet.")]
-Device = Annotated[
-    str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1. Default: a GPU if there is one.")
-]
-Top = Annotated[int, typer.Option(min=1, help="Number of rows to print, largest first.")]
+LossName = Annotated[str | None, choice(LOSSES, "Default: a language model's own loss, otherwise embedding.")]
+Column = Annotated[str, option("Column with the text, in JSON lines, CSV and Parquet.")]
+Top = Annotated[int, option("Number of rows to print, largest first.", least=1)]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing run in the output folder.")]
-
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]
-DataType = Annotated[str | None, choice(DTYPES, "Data type of the weights. Default: as saved.")]
 
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """Command-line options that name a model, and say how it is loaded: its name, its revision on the hub, the data
-    type of its weights, and its device.
-    """
+    """Command-line options that name a model, and state how it is loaded."""
 
-    model: Annotated[str, typer.Option(help="minilm, smollm2, a folder in Hugging Face format, or a hub id.")] = (
-        "minilm"
-    )
-    revision: Revision = None
-    dtype: DataType = None
-    device: Device = None
+    model: Annotated[str, option("minilm, smollm2, a folder in Hugging Face format, or a hub id.")] = "minilm"
+    revision: Annotated[str | None, option("Branch, tag or commit of a model on the hub.")] = None
+    dtype: Annotated[str | None, choice(DTYPES, "Data type of the weights. Default: as saved.")] = None
+    device: Annotated[str | None, option("Device, such as cpu, cuda or cuda:1. Default: a GPU if there is one.")] = None
 
     def find(self) -> "ModelSource":
         """Return the location of the model, after checking that its configuration can be reached."""
         from headwise.data.models import find_model
 
+        quiet_libraries()
         return find_model(self.model, self.revision)
+
+    def load(self, source: "ModelSource", lm_head: str | None) -> "nn.Module":
+        """Load the model with this kind of language-model head on its device, which is checked before."""
+        device = self.torch_device
+        model: nn.Module = source.model(lm_head, self.torch_dtype)
+        return model.to(device)
 
     @property
     def torch_dtype(self) -> "torch.dtype | None":
@@ -171,11 +148,7 @@ class ModelFlags:
 
     @property
     def torch_device(self) -> "torch.device":
-        """Device as torch's object: a GPU if there is one and no device is named.
-
-        Raises:
-            InputError: torch cannot use the named device.
-        """
+        """Device as torch's object, which torch can use: a GPU if there is one and no device is named."""
         from headwise.runs.distributed import LocalProcess
 
         return LocalProcess(True, 0).device(self.device)
@@ -183,22 +156,31 @@ class ModelFlags:
 
 @dataclass(frozen=True)
 class DecoderFlags(ModelFlags):
-    """Command-line options that name a model, for commands that need a causal language model."""
+    """Command-line options that name a decoder, with or without a language-model head."""
 
-    model: Annotated[
-        str, typer.Option(help="A causal language model: smollm2, a folder in Hugging Face format, or a hub id.")
-    ] = "smollm2"
+    model: Annotated[str, option("A causal language model: smollm2, a folder in Hugging Face format, or a hub id.")] = (
+        "smollm2"
+    )
+
+
+@dataclass(frozen=True)
+class CausalFlags(DecoderFlags):
+    """Command-line options that name a causal language model; other models are refused."""
+
+    def find(self) -> "ModelSource":
+        source = super().find()
+        if source.lm_head() != "causal":
+            expected = "a causal language model (a decoder), such as smollm2"
+            raise InputError("model", expected=expected, got=repr(source.title))
+        return source
 
 
 @dataclass(frozen=True)
 class TextFlags:
-    """Command-line options that determine how a data set is cut into sequences and batches for a model: tokens per
-    sequence, the way from documents to sequences (whole, truncated, cut into pieces or packed), sequences per batch,
-    number of sequences, and the column with the text.
-    """
+    """Command-line options that determine how a data set is cut into sequences and batches for a model."""
 
     context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per sequence, at most. Default: 2048, or the model's limit.")
+        int | None, option("Tokens per sequence, at most. Default: 2048, or the model's limit.", least=1)
     ] = None
     documents: Annotated[
         str,
@@ -206,14 +188,12 @@ class TextFlags:
             DOCUMENT_MODES, "Documents become sequences: whole (error if too long), truncate, cut (in pieces), or pack."
         ),
     ] = "whole"
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 8
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only this many sequences.")] = None
+    batch: Annotated[int, option("Sequences per batch.", least=1)] = 8
+    limit: Annotated[int | None, option("Use only this many sequences.", least=1)] = None
     column: Column = "text"
 
     def texts(self, data: Path, tokenizer: Any) -> "hw.Texts":
-        """Return the data set in the file or folder `data` as `Texts`, which tokenizes it with `tokenizer` and cuts it
-        into sequences and batches according to these options.
-        """
+        """Return the data set in the file or folder `data`, tokenized with `tokenizer`."""
         import headwise as hw
 
         return hw.Texts(data, tokenizer, self.context, self.documents, self.batch, self.limit, self.column)

@@ -40,8 +40,7 @@ class OutputFlags:
         page: Path | None = None,
     ) -> None:
         """Print a result on standard output: as JSON or CSV from its records, or as text by `print_text(console)`. Then
-        say, unless `quiet`, that the file or folder `written` and the file `page` were written; below JSON or CSV, on
-        standard error.
+        state, unless `quiet`, which files were written; below JSON or CSV, on standard error.
         """
         from headwise.show.records import write_csv, write_json
         from headwise.show.terminal import make_console
@@ -96,3 +95,15 @@ def require_writable_page(html: Path | None) -> None:
     require_jinja()
     if html.is_dir() or not html.parent.is_dir() or not os.access(html if html.exists() else html.parent, os.W_OK):
         raise InputError("html", expected="a file in an existing, writable folder", got=repr(str(html)))
+
+
+def quiet_libraries() -> None:
+    """Turn off the warnings and progress bars of transformers in this process, if transformers is installed. The
+    conversion of a GGUF file still shows its progress.
+    """
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        return  # `find_model` reports the missing package
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

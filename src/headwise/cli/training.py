@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import quiet_libraries, resumable
-from headwise.cli.options import Column, Data, Force, amount, choice, numbers, path, path_option, seconds
-from headwise.cli.output import OutputFlags
+from headwise.cli.loading import resumable
+from headwise.cli.options import Column, Data, Force, amount, choice, numbers, option, path, path_option, seconds
+from headwise.cli.output import OutputFlags, quiet_libraries
 from headwise.errors import InputError
 from headwise.monitoring.alarms import AlarmLimits
 from headwise.studies.text_options import TASKS, TextOptions
@@ -20,71 +20,50 @@ DEFAULT_SECONDS = 30 * 60.0
 
 @dataclass(frozen=True)
 class TextStudyFlags:
-    """Command-line options of `headwise study` that describe the training data: the task (what the models learn), the
-    tokenizer, the size of sequences and batches, and the columns with text and label.
-    """
+    """Command-line options of `headwise study` that describe the training data, and what the models learn."""
 
     task: Annotated[
         str, choice(TASKS, "What the models learn: the next token, masked tokens, or the label of a text.")
     ] = TextOptions.task
-    context: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = TextOptions.context
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = TextOptions.batch
-    vocabulary: Annotated[int, typer.Option(min=1, help="Tokens of the tokenizer that is trained on the data.")] = (
+    context: Annotated[int, option("Tokens per sequence.", least=2)] = TextOptions.context
+    batch: Annotated[int, option("Sequences per batch.", least=1)] = TextOptions.batch
+    vocabulary: Annotated[int, option("Tokens of the tokenizer that is trained on the data.", least=1)] = (
         TextOptions.vocabulary
     )
-    tokenizer: Annotated[str | None, typer.Option(help="Use the tokenizer of this model instead.")] = None
+    tokenizer: Annotated[str | None, option("Use the tokenizer of this model instead.")] = None
     column: Column = TextOptions.column
-    label: Annotated[str, typer.Option(help="Column with the label, for --task classify.")] = TextOptions.label
+    label: Annotated[str, option("Column with the label, for --task classify.")] = TextOptions.label
 
 
 @dataclass(frozen=True)
 class SpaceFlags:
-    """Command-line options of `headwise study` that describe the models: the head settings to compare (numbers of
-    heads, head dimensions and numbers of key/value heads), the setting that the user has now (the baseline), and the
-    size of the models.
+    """Command-line options of `headwise study` that describe the models: the head settings to compare, the setting that
+    the user has now (the baseline), and the size of the models.
     """
 
-    heads: Annotated[Any, typer.Option(parser=numbers, metavar="N,N,...", help="Numbers of heads to compare.")] = (
-        "1,2,4,8,16"
-    )
-    head_dim: Annotated[
-        Any, typer.Option(parser=numbers, metavar="N,N,...", help="Head dimensions. Default: embed_dim / heads.")
-    ] = None
-    kv_heads: Annotated[
-        Any, typer.Option(parser=numbers, metavar="N,N,...", help="Key/value heads. Default: as many as heads.")
-    ] = None
+    heads: Annotated[Any, option("Numbers of heads to compare.", "N,N,...", parser=numbers)] = "1,2,4,8,16"
+    head_dim: Annotated[Any, option("Head dimensions. Default: embed_dim / heads.", "N,N,...", parser=numbers)] = None
+    kv_heads: Annotated[Any, option("Key/value heads. Default: as many as heads.", "N,N,...", parser=numbers)] = None
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="Number of ranks that must be able to share the heads equally.")
+        int, option("Number of ranks that must be able to share the heads equally.", least=1)
     ] = 1
-    baseline: Annotated[
-        str | None, typer.Option(metavar="HEADS[xDIM][/KV]", help="The setting in use, such as 8, 8x64 or 8x64/2.")
-    ] = None
-    params: Annotated[Any, typer.Option(parser=amount, metavar="N", help="Parameters of each model.")] = "1.5M"
-    embed_dim: Annotated[
-        int | None, typer.Option(min=2, help="Width of the models. Default: derived from --params.")
-    ] = None
-    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers. Default: derived from --params.")] = None
+    baseline: Annotated[str | None, option("The setting in use, such as 8, 8x64 or 8x64/2.", "HEADS[xDIM][/KV]")] = None
+    params: Annotated[Any, option("Parameters of each model.", "N", parser=amount)] = "1.5M"
+    embed_dim: Annotated[int | None, option("Width of the models. Default: derived from --params.", least=2)] = None
+    layers: Annotated[int | None, option("Number of layers. Default: derived from --params.", least=1)] = None
 
 
 @dataclass(frozen=True)
 class BudgetFlags:
-    """Command-line options of `headwise study` that limit its work: the time, the number of tokens in each training,
-    the number of learning rates tried for each head setting, and the number of final trainings (seeds) of each setting.
-    """
+    """Command-line options of `headwise study` that limit its work."""
 
     budget: Annotated[
         Any,
-        typer.Option(
-            parser=seconds, metavar="TIME", help="Time limit, such as 30m or 2h. Default: 30m, or none with --tokens."
-        ),
+        option("Time limit, such as 30m or 2h. Default: 30m, or none with --tokens.", "TIME", parser=seconds),
     ] = None
-    tokens: Annotated[
-        Any, typer.Option(parser=amount, metavar="N", help="Tokens of each training. Default: as the budget allows.")
-    ] = None
-    trials: Annotated[
-        int | None, typer.Option(min=1, help="Learning rates per setting. Default: as the budget allows.")
-    ] = None
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each setting with its best learning rate.")] = 3
+    tokens: Annotated[Any, option("Tokens of each training. Default: as the budget allows.", "N", parser=amount)] = None
+    trials: Annotated[int | None, option("Learning rates per setting. Default: as the budget allows.", least=1)] = None
+    seeds: Annotated[int, option("Trainings of each setting with its best learning rate.", least=1)] = 3
 
 
 def study(
@@ -96,13 +75,13 @@ def study(
     text: TextStudyFlags,
     space: SpaceFlags,
     budget: BudgetFlags,
-    seed: Annotated[int, typer.Option(min=0, help="Base seed of weights, batch order and search.")] = 0,
+    seed: Annotated[int, option("Base seed of weights, batch order and search.", least=0)] = 0,
     storage: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Database that several processes share. Default: an SQLite file in --out."),
+        option("Database that several processes share. Default: an SQLite file in --out.", "URL"),
     ] = None,
-    name: Annotated[str, typer.Option(help="Name of the study in the database.")] = "study",
-    device: Annotated[str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1. Default: cpu.")] = None,
+    name: Annotated[str, option("Name of the study in the database.")] = "study",
+    device: Annotated[str | None, option("Device, such as cpu, cuda or cuda:1. Default: cpu.")] = None,
     force: Force = False,
     output: OutputFlags,
 ) -> None:
@@ -149,18 +128,14 @@ def monitor(
     *,
     folder: Annotated[Path, typer.Argument(parser=path, metavar="FOLDER", help="Run folder of a monitored training.")],
     out: Annotated[Path | None, path_option("FOLDER", "Folder for the pictures. Default: the run folder.")] = None,
-    pictures: Annotated[bool, typer.Option(help="Write a picture of each statistic.")] = True,
-    changed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Number of heads to name for each statistic that changed most.")
-    ] = 5,
+    pictures: Annotated[bool, option("Write a picture of each statistic.")] = True,
+    changed: Annotated[int, option("Number of heads to name for each statistic that changed most.", "N", least=0)] = 5,
     max_logit: Annotated[
-        float | None, typer.Option(metavar="X", help="Alarm above this attention logit.", show_default=True)
+        float | None, option("Alarm above this attention logit.", "X", show_default=True)
     ] = AlarmLimits.max_logit,
-    entropy: Annotated[
-        float | None, typer.Option(metavar="X", help="Alarm below this mean entropy, in nats.")
-    ] = AlarmLimits.entropy,
+    entropy: Annotated[float | None, option("Alarm below this mean entropy, in nats.", "X")] = AlarmLimits.entropy,
     output_share: Annotated[
-        float | None, typer.Option(metavar="X", help="Alarm below this share of the layer's median output norm.")
+        float | None, option("Alarm below this share of the layer's median output norm.", "X")
     ] = AlarmLimits.output_share,
     output: OutputFlags,
 ) -> None:

@@ -7,16 +7,10 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.loading import quiet_libraries
-from headwise.cli.options import Html, ModelFlags, choice, head_name
+from headwise.cli.options import Html, ModelFlags, choice, head_name, option
 from headwise.cli.output import OutputFlags, require_writable_page
 from headwise.errors import InputError
 from headwise.settings import FOCUS_KINDS
-
-FocusKind = Annotated[
-    str | None,
-    choice(FOCUS_KINDS, "Attention that the words of --focus receive from others (the default), or exchange."),
-]
 
 
 def view(
@@ -24,31 +18,30 @@ def view(
     text: Annotated[str, typer.Argument(help="The text. - reads standard input, @FILE reads a file.")],
     model: ModelFlags,
     lines: Annotated[bool, typer.Option("--lines", help="Treat each line of the text as a text of its own.")] = False,
-    layer: Annotated[list[int] | None, typer.Option(metavar="N", help="Show only this layer. Can be repeated.")] = None,
+    layer: Annotated[list[int] | None, option("Show only this layer. Can be repeated.", "N")] = None,
     head: Annotated[
         list[Any] | None,
-        typer.Option(
+        option(
+            "Show only this head, such as 5.11 or 11 (of all layers), and what each word attends to. Can be repeated.",
+            "HEAD",
             parser=head_name,
-            metavar="HEAD",
-            help="Show only this head, such as 5.11 or 11 (of all layers), and what each word attends to. "
-            "Can be repeated.",
         ),
     ] = None,
     focus: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="WORDS",
-            help="Rank the heads by the attention on these words, such as coffee,tea or drinks=coffee,tea. "
-            "Can be repeated.",
+        option(
+            "Rank the heads by the attention on these words, such as coffee,tea or drinks=coffee,tea. Can be repeated.",
+            "WORDS",
         ),
     ] = None,
-    focus_kind: FocusKind = None,
-    generate: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Let the model continue the text by N tokens, and view them too.")
-    ] = 0,
-    against: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Compare with this model on the page of --html.")
+    focus_kind: Annotated[
+        str | None,
+        choice(FOCUS_KINDS, "Attention that the words of --focus receive from others (the default), or exchange."),
     ] = None,
+    generate: Annotated[
+        int, option("Let the model continue the text by N tokens, and view them too.", "N", least=0)
+    ] = 0,
+    against: Annotated[str | None, option("Compare with this model on the page of --html.", "MODEL")] = None,
     html: Html = None,
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Cut a text that is longer than the model's limit.")
@@ -78,7 +71,6 @@ def view(
     if focus_kind is not None and not focus:
         raise InputError("focus-kind", expected="--focus, whose words receive or exchange attention", got="no --focus")
     other = None if against is None else find_model(against, argument="against")
-    quiet_libraries()
     options = {"generate": generate, "truncate": truncate, "progress": not output.quiet}
     seen = _view(model, model.find(), texts, options).select(layer or (), head or ())
     foci = [_find(seen, each, focus_kind or FOCUS_KINDS[0]) for each in focus or ()]
@@ -98,10 +90,8 @@ def view(
 
 def _view(flags: ModelFlags, source: Any, texts: Any, options: dict[str, Any]) -> "hw.View | hw.ViewSet":
     """Load a model, and return the view of a text, or of each of several texts."""
-    device = flags.torch_device
     tokenizer = source.tokenizer()
-    lm_head = source.lm_head() if options["generate"] else None
-    loaded = source.model(lm_head, flags.torch_dtype).to(device)
+    loaded = flags.load(source, source.lm_head() if options["generate"] else None)
     seen: hw.View | hw.ViewSet = hw.view(loaded, tokenizer, texts, title=source.title, **options)
     return seen
 
@@ -119,7 +109,7 @@ def _find(seen: "hw.View | hw.ViewSet", focus: str, kind: str) -> "hw.Focus":
 
 def _read_text(text: str) -> str:
     """Return the text to view: standard input if `text` is `-`, the content of the file FILE if it is `@FILE`,
-    otherwise `text` itself. Input that cannot be read, or is not UTF-8, raises `InputError`.
+    otherwise `text` itself.
     """
     if text != "-" and not text.startswith("@"):
         return text

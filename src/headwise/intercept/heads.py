@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from headwise.plots.curves import chosen_heads, draw_received
 from headwise.plots.kinds import HeadNumbers, Kind, plot_kind
 from headwise.shapes import Float
 from headwise.statistics.columns import column_named
-from headwise.statistics.registry import unit_of
 from headwise.statistics.weight_capture import CapturedWeights
 from headwise.wording import counted
 
@@ -100,9 +100,9 @@ class Heads(SiteRegistry):
         """
         self.require_attention()
         names = list(dict.fromkeys(name for record in self.records for name in record.statistics))
-        labels = list(self.head_labels())
-        places = tuple(HeadPlace(each["layer"], each["head"], each["kind"], each["module"]) for _, each in labels)
-        table = [[_estimate(record, name, each["head"]) for record, each in labels] for name in names]
+        labels = (labels for _, labels in self.head_labels())
+        places = tuple(HeadPlace(each["layer"], each["head"], each["kind"], each["module"]) for each in labels)
+        table = [[each for record in self.records for each in _estimates(record, name)] for name in names]
         statistics = tuple(column_named(name).on_page("watched calls") for name in names)
         model = model_name(self._modules[""])
         return Columns(model, "watched calls", places, statistics, estimates_of(table), (None,) * len(places))
@@ -180,27 +180,9 @@ class Heads(SiteRegistry):
             >>> heads.plot(kind="received", heads=[(0, 2), (5, 11)])  # doctest: +SKIP
         """
         self.require_attention()
-        kinds = self._head_numbers().kinds() | {"received": Kind(self._draw_received, ("heads",))}
+        numbers = replace(HeadNumbers.of_columns(self.columns()), meanings={})
+        kinds = numbers.kinds() | {"received": Kind(self._draw_received, ("heads",))}
         return plot_kind(kinds, kind, ax, statistic=statistic, against=against, heads=heads, errors=errors, top=top)
-
-    def _head_numbers(self) -> HeadNumbers:
-        """Return the statistics of all heads with their standard errors, in the form that plots take."""
-        of_sites = [(record.statistics, [math.nan] * record.heads) for record in self.records]
-        names = dict.fromkeys(name for statistics, _ in of_sites for name in statistics)
-        values: dict[str, list[float]] = {name: [] for name in names}
-        sems: dict[str, list[float]] = {name: [] for name in names}
-        for statistics, missing in of_sites:
-            for name in names:
-                moments = statistics.get(name)
-                values[name] += missing if moments is None else moments.value.tolist()
-                sems[name] += missing if moments is None else moments.standard_error.tolist()
-        return HeadNumbers(
-            heads=[(labels["layer"], labels["head"]) for _, labels in self.head_labels()],
-            values=values,
-            sems=sems,
-            title=model_name(self._modules[""]),
-            units={name: unit_of(name) for name in names},
-        )
 
     def _draw_received(self, heads: Any = None, *, ax: Any = None) -> "Axes":
         """Draw the attention that each position received in the latest call, for all or some heads."""
@@ -210,11 +192,12 @@ class Heads(SiteRegistry):
         return draw_received(chosen_heads(received, heads), title=model_name(self._modules[""]), ax=ax)
 
 
-def _estimate(record: SiteRecord, name: str, head: int) -> tuple[float, float, int]:
-    """Return mean, standard error and number of sequences of a statistic of one head; NaN if it was not measured.
+def _estimates(record: SiteRecord, name: str) -> list[tuple[float, float, float]]:
+    """Return mean, standard error and number of sequences of a statistic of each head; NaN if it was not measured.
     Sequences to which the module attended several times count once.
     """
     moments = record.statistics.get(name)
     if moments is None:
-        return math.nan, math.nan, 0
-    return float(moments.value[head]), float(moments.standard_error[head]), int(moments.documents[head])
+        return [(math.nan, math.nan, 0)] * record.heads
+    parts = (moments.value, moments.standard_error, moments.documents)
+    return list(zip(*(part.tolist() for part in parts), strict=True))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -11,12 +11,8 @@ from headwise.page.contents import Contents, Estimates, PageHead, PageModel, Pag
 
 
 class HeadPlace(NamedTuple):
-    """Place of a head in a model.
-
-    Attributes:
-        layer, head: zero-based numbers of the head.
-        kind: "self" or "cross" attention.
-        module: path of the attention module.
+    """Place of a head in a model: zero-based numbers of layer and head, "self" or "cross" attention, and the path of
+    the attention module.
     """
 
     layer: int
@@ -33,21 +29,13 @@ class HeadPlace(NamedTuple):
 
 
 class ModelIdentity(NamedTuple):
-    """Identity of a model by its weights, without those of the head for its task, and by its configuration.
-
-    Attributes:
-        modules: number of attention modules.
-        dtype: data type of the weights.
-        digest: hash of the weights and of the configuration.
+    """Identity of a model: the number of its attention modules, the data type of its weights, and a hash of its
+    configuration and of its weights without those of the head for its task.
     """
 
     modules: int
     dtype: str
     digest: str
-
-    def as_json(self) -> list[Any]:
-        """Return the identity as JSON values."""
-        return list(self)
 
     def is_other(self, other: "ModelIdentity") -> bool:
         """Return True if two identities are of different models. Those of different numbers of modules, such as of a
@@ -68,14 +56,11 @@ class Columns:
     Attributes:
         model: name of the model.
         source: what the numbers were measured on, for display.
-        places: the heads.
-        statistics: the numbers.
-        estimates: their values for each head.
+        statistics: the numbers; `estimates` has their values for each head.
         roles: name of each head's role; None where it is unknown.
         identity: identity of the model; None if it is unknown.
         data: hash of the data that the numbers were measured on; None if it is unknown.
-        shown: name of the statistic by which a page of these numbers is coloured and sorted when it opens; None for
-            roles.
+        shown: name of the statistic by which heads are coloured and sorted when a page opens; None for roles.
         details: facts about the model and the run in words, by which two models of the same name are distinguished.
     """
 
@@ -91,11 +76,7 @@ class Columns:
     details: Mapping[str, str] = field(default_factory=dict)
 
     def in_order(self, places: Sequence[HeadPlace]) -> "Columns":
-        """Return these columns for the heads at `places`, in their order.
-
-        Raises:
-            InputError: one of the heads is missing.
-        """
+        """Return these columns for the heads at `places`, in their order; refuse them if a head is missing."""
         by_numbers: dict[tuple[int, int, str], list[int]] = {}
         for index, place in enumerate(self.places):
             by_numbers.setdefault(place[:3], []).append(index)
@@ -106,10 +87,9 @@ class Columns:
                 expected = f"numbers of head {place.layer}.{place.head} ({place.kind} attention in {place.module})"
                 raise InputError("results", expected=expected, got=f"none in the {self.source} of {self.model}")
             indices += fitting
-        estimates, order = self.estimates, torch.tensor(indices, dtype=torch.int64)
-        parts = (part[:, order] for part in (estimates.means, estimates.errors, estimates.counts))
+        estimates = Estimates(*(part[:, indices] for part in self.estimates))
         roles = tuple(self.roles[index] for index in indices)
-        return replace(self, places=tuple(places), estimates=Estimates(*parts), roles=roles)
+        return replace(self, places=tuple(places), estimates=estimates, roles=roles)
 
     def page_heads(self) -> tuple[PageHead, ...]:
         """Return the heads for display. Heads with equal numbers are distinguished by the kind of attention, or by the
@@ -148,8 +128,7 @@ def joined_estimates(columns: Sequence[Columns], statistics: Sequence[PageStatis
         for row, statistic in enumerate(each.statistics)
     }
     rows = [row_of[statistic.source, statistic.name] for statistic in statistics]
-    parts = ("means", "errors", "counts")
-    return Estimates(*(torch.stack([getattr(estimates, part)[row] for estimates, row in rows]) for part in parts))
+    return Estimates(*(torch.stack([estimates[part][row] for estimates, row in rows]) for part in range(3)))
 
 
 def estimates_of(table: Sequence[Sequence[Sequence[float]]]) -> Estimates:
@@ -157,5 +136,4 @@ def estimates_of(table: Sequence[Sequence[Sequence[float]]]) -> Estimates:
     (inner sequence); further parts are left out.
     """
     numbers = torch.tensor([[tuple(cell)[:3] for cell in row] for row in table], dtype=torch.float64)
-    numbers = numbers.view(len(table), -1, 3)
-    return Estimates(*numbers.unbind(-1))
+    return Estimates(*numbers.view(len(table), len(table[0]) if table else 0, 3).unbind(-1))

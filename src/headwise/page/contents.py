@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,13 +11,8 @@ from headwise.shapes import Float, Int
 
 @dataclass(frozen=True)
 class PageRole:
-    """Role of heads (a name for what they attend to), for display.
-
-    Attributes:
-        name: the role's name, which decides its colour.
-        title: the name for display.
-        rule: the rule by which heads get the role.
-        statistic: name of the statistic that decides it.
+    """Role of heads, for display: its name, which decides its colour, the name that is shown, the rule by which heads
+    get the role, and the name of the statistic that decides it.
     """
 
     name: str
@@ -62,14 +58,9 @@ class PageStatistic:
     source: str
 
 
-@dataclass(frozen=True)
-class Estimates:
-    """Mean of each statistic for each head, with its standard error and number of samples.
-
-    Attributes:
-        means: NaN where a statistic was not measured.
-        errors: standard errors; NaN where they are unknown.
-        counts: numbers of samples; 0 where they are unknown.
+class Estimates(NamedTuple):
+    """Mean of each statistic for each head, NaN where it was not measured; its standard error, NaN where it is unknown;
+    and its number of samples, 0 where it is unknown.
     """
 
     means: Float[Tensor, "statistics heads"]
@@ -79,12 +70,8 @@ class Estimates:
 
 @dataclass(frozen=True)
 class PageModel:
-    """Model whose heads a page shows, with the statistics of each head.
-
-    Attributes:
-        name: name of the model.
-        heads: the heads; if two models are compared, the same in both.
-        estimates: the page's statistics for these heads.
+    """Model whose heads a page shows, and the page's statistics for these heads. Two models that are compared have the
+    same heads.
     """
 
     name: str
@@ -138,12 +125,8 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
-    """Keys that each query may attend to, as runs of neighbouring keys.
-
-    Attributes:
-        runs: number of runs of each query.
-        starts: first key of each run, the runs of query 0 first.
-        stops: key after the last one of each run.
+    """Keys that each query may attend to, as runs of neighbouring keys: the number of runs of each query; the first key
+    of each run, the runs of query 0 first; and the key after the last one of each run.
     """
 
     runs: Int[Tensor, " queries"]
@@ -199,7 +182,6 @@ class Passage:
     """One text, pair of texts or image, with the attention of every head on it.
 
     Attributes:
-        title: the text, for display.
         sides: the texts or images.
         heads: for each model, the attention of each of its heads; None for a head that did not attend on this passage.
         means: for each model, the page's statistics for its heads on this passage alone; NaN where not measured.
@@ -220,8 +202,7 @@ class FocusScore:
         share: mean share of attention on the words.
         uniform: the same under uniform attention over the same keys.
         error: standard error of `share - uniform` over texts; None for one text.
-        p: p-value of the test that the difference is not positive, corrected for the number of heads; None for
-            one text.
+        p: p-value of the test that the difference is not positive, adjusted for the number of heads; None for one text.
         has_focus: True if the head has the focus, by the rule that the verdict states.
     """
 
@@ -239,7 +220,6 @@ class PageFocus:
     """Set of words whose attention was measured in every head.
 
     Attributes:
-        name: name of the focus, such as "object".
         kind: "received" or "exchanged".
         words: for each passage, the indices of the words.
         scores: the heads, the one with the most attention above uniform attention first.
@@ -258,15 +238,14 @@ class Contents:
     """Everything that one page shows.
 
     Attributes:
-        title: title of the page.
         notes: sentences below the title, such as what was cut off.
         roles: the roles that occur, in the order of display.
         statistics: the numbers of each head.
         models: one model, or two that are compared.
         passages: texts or images; none for a page of tables alone.
         foci: words whose attention was measured.
-        opening: settings of the page when it opens, by their names in `page/script/state.js`; those that are missing
-            have the page's defaults.
+        opening: settings of the page when it opens, by their names in `page/script/state.js`; others have the page's
+            defaults.
     """
 
     title: str

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,9 +43,7 @@ def page_json(contents: Contents) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the contents of a page as JSON values, and its arrays: compressed text by the names that the values have
     for them.
     """
-    estimates = [model.estimates for model in contents.models]
-    parts = ("means", "errors", "counts")
-    arrays = {"values": _float32(*(getattr(each, part) for part in parts for each in estimates))}
+    arrays = {"values": _float32(*(model.estimates[part] for part in range(3) for model in contents.models))}
     role_indices = {role.name: place for place, role in enumerate(contents.roles)} | {None: None}
     rows = iter(
         stored_rows([head for passage in contents.passages for heads in passage.heads for head in heads if head])
@@ -121,12 +118,10 @@ def _passage_json(
 
 
 def stored_rows(heads: Sequence[HeadAttention]) -> list[tuple[str, bytes]]:
-    """Return the weights of all heads of a page, on all passages, as bytes, each with its format: "dense" for all
-    weights, "sparse" for the largest ones.
-
-    If there are at most `DENSE_WEIGHTS` of them, all are stored, with 16 bits. Otherwise the `LISTED_WEIGHTS` largest
-    are stored, with 8 bits, rounded down: first the same number for every query, as far as half of the budget allows,
-    then the largest others.
+    """Return the weights of each head, on all passages of a page, as bytes with their format. At most `DENSE_WEIGHTS`
+    of them are all stored, as "dense", with 16 bits. Of more, the `LISTED_WEIGHTS` largest are stored, as "sparse",
+    with 8 bits, rounded down: first the same number for every query, as far as half of the budget allows, then the
+    largest others.
     """
     dense = [head.weights.weights for head in heads if isinstance(head.weights, AllWeights)]
     if len(dense) == len(heads) and sum(weights.numel() for weights in dense) <= DENSE_WEIGHTS:
@@ -219,21 +214,8 @@ def require_jinja() -> None:
     require("jinja2", purpose="writing a page", extra="plot")
 
 
-def write_page(contents: Contents, path: Path) -> None:
-    """Write a page to `path`, as one HTML file that works offline.
-
-    Raises:
-        MissingExtra: jinja2 is not installed.
-    """
-    path.write_text(page_html(contents), encoding="utf-8", errors="replace")
-
-
 def page_html(contents: Contents) -> str:
-    """Return a page as HTML.
-
-    Raises:
-        MissingExtra: jinja2 is not installed.
-    """
+    """Return a page as one HTML file that works offline."""
     require_jinja()
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -260,10 +242,8 @@ def page_html(contents: Contents) -> str:
 
 
 def joined_script() -> str:
-    """Return all modules of the page's script as one, each after the modules that it imports.
-
-    Import statements and the word `export` are removed: the names of all modules are different. Comments and
-    indentation are removed, too; they are a fifth of the script.
+    """Return all modules of the page's script as one, each after the modules that it imports, without import statements
+    and the word `export` (the names of all modules are different), comments and indentation (a fifth of the script).
     """
     sources: dict[str, str] = {}
 
@@ -293,10 +273,9 @@ FRAME_HEIGHT = 760
 
 
 def notebook_html(caption: str, columns: Columns, contents: Contents) -> str:
-    """Return the first rows of columns as an HTML table, followed by the page with `contents` in a sandboxed frame. A
-    page that is large, or that cannot be written because jinja2 is missing, is replaced by a sentence.
-
-    The frame contains the whole page as text, so it needs no server and no network.
+    """Return the first rows of columns as an HTML table, followed by the page with `contents` as the text of a
+    sandboxed frame, which needs no server and no network. A page that is large, or cannot be written because jinja2 is
+    missing, is replaced by a sentence.
     """
     table = _table(caption, columns)
     if find_spec("jinja2") is None:

@@ -25,7 +25,6 @@ class PlottedChange(NamedTuple):
     """Quantity before and after a change of a model.
 
     Attributes:
-        name: name of the quantity.
         kind: "size", "time", "loss" or "agreement".
         before, after: the quantity; None if it is not known.
         change: after / before for sizes and times.
@@ -47,16 +46,8 @@ class PlottedChange(NamedTuple):
 
 
 def draw_before_after(changes: Sequence[PlottedChange], *, title: str = "") -> "Figure":
-    """Draw quantities of a model before and after a change, and return the figure: sizes and times after the change in
-    percent of those before, losses of both, and agreement of the changed model with the one before. Bars are 95 %
-    confidence intervals.
-
-    Args:
-        changes: the quantities.
-        title: title of the figure.
-
-    Raises:
-        InputError: there is no quantity to draw.
+    """Draw sizes and times of a model after a change in percent of those before, its losses before and after, and the
+    agreement of the changed model with the one before. Bars are 95 % confidence intervals.
     """
     ratios = [each for each in changes if each.kind in ("size", "time") and each.change is not None]
     losses, agreements = ([each for each in changes if each.kind == kind] for kind in ("loss", "agreement"))

@@ -32,14 +32,8 @@ INCHES_PER_LABEL = 0.21
 
 
 def axes_for(ax: Any, width: float, height: float) -> "Axes":
-    """Return the matplotlib axes `ax` if they are given, or the axes of a new figure of `width` by `height` inches if
-    `ax` is None.
-
-    All functions that draw raise these errors, and `InputError` if there is nothing to draw.
-
-    Raises:
-        InputError: `ax` is not matplotlib axes.
-        MissingExtra: matplotlib is not installed.
+    """Return the matplotlib axes `ax`, or the axes of a new figure of `width` by `height` inches if `ax` is None. Every
+    function that draws refuses other objects, and a missing matplotlib, here.
     """
     axes_class = require("matplotlib.axes", purpose="a plot", extra="plot").Axes
     if ax is None:
@@ -53,24 +47,19 @@ def axes_for(ax: Any, width: float, height: float) -> "Axes":
     return axes
 
 
-def layer_colours() -> Any:
-    """Return the colour map of lines and points by layer, without colours that are pale on white."""
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap
-
-    return ListedColormap(colormaps["plasma"](range(160)))
-
-
 def layer_scale(layers: Collection[int]) -> Any:
-    """Return the scale of the colours of lines by layer, from the first to the last of `layers`."""
+    """Return the scale of the colours of lines and points by layer, from the first to the last of `layers`, without
+    colours that are pale on white.
+    """
+    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import ListedColormap, Normalize
 
-    return ScalarMappable(Normalize(min(layers), max(layers)), layer_colours())
+    return ScalarMappable(Normalize(min(layers), max(layers)), ListedColormap(colormaps["plasma"](range(160))))
 
 
 def axis_label(name: str, unit: str = "", meaning: str = "") -> str:
-    r"""Return the label of an axis in words: a name with its unit, and its meaning on further lines.
+    r"""Return a name with its unit, and its meaning on further lines.
 
     >>> axis_label("first_order", "nats", "Effect of removing the head.")
     'first order (nats)\nEffect of removing the head'
@@ -101,12 +90,7 @@ def finite(values: Iterable[float]) -> list[float]:
 
 
 def require_finite(statistic: str, values: Sequence[float]) -> None:
-    """Raise `InputError` if there are no heads, or none of them has a finite number.
-
-    Args:
-        statistic: name of the statistic, for the message.
-        values: number of each head.
-    """
+    """Raise `InputError` if there are no heads, or none of them has a finite number; `statistic` names the numbers."""
     if not values:
         raise InputError("heads", expected="at least one head to plot", got="none")
     if not finite(values):
@@ -117,14 +101,8 @@ def require_finite(statistic: str, values: Sequence[float]) -> None:
 
 
 def label_ticks(axes: "Axes", which: str, labels: Sequence[str], **style: Any) -> None:
-    """Label the integers 0, 1, ... on one axis. If there are more labels than fit, every second, fifth, tenth, ... is
-    drawn.
-
-    Args:
-        axes: the axes.
-        which: "x" or "y".
-        labels: label of each integer.
-        style: properties of the text.
+    """Label the integers 0, 1, ... on the axis `which`, "x" or "y". If more labels are given than fit, every second,
+    fifth, tenth, ... is drawn. `style` has properties of the text.
     """
     box = axes.get_window_extent()
     inches = (box.width if which == "x" else box.height) / axes.figure.dpi

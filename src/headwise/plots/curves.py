@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headwise.errors import InputError
@@ -33,14 +32,7 @@ LINE_STYLES = ("-", "--")
 
 
 class Curve(NamedTuple):
-    """A line with a name.
-
-    Attributes:
-        name: its name.
-        x: positions of its points.
-        values: values there.
-        sems: their standard errors; NaN where unknown.
-    """
+    """Line with a name: the positions of its points, the values there, and their standard errors, NaN where unknown."""
 
     name: str
     x: Sequence[float]
@@ -54,13 +46,7 @@ class Curve(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Curve with a name and a range: the smallest, mean and largest value at each position.
-
-    Attributes:
-        name: its name.
-        x: positions.
-        low, middle, high: smallest, mean and largest value there.
-    """
+    """Curve with a name and a range: positions, and the smallest, mean and largest value at each."""
 
     name: str
     x: Sequence[float]
@@ -79,16 +65,8 @@ def draw_curves(
     errors: float = 1.96,
     ax: Any = None,
 ) -> "Axes":
-    """Draw lines with error bars, and a band behind them, and return the axes.
-
-    Args:
-        curves: the lines.
-        band: the band; None for none.
-        x: label of the horizontal axis.
-        y: label of the vertical axis.
-        title: end of the title, such as the model.
-        errors: length of the error bars to each side, in standard errors; 0 draws none.
-        ax: matplotlib axes to draw on; those of a new figure by default.
+    """Draw lines with error bars of `errors` standard errors to each side, and a band behind them. `x` and `y` are the
+    labels of the axes.
     """
     length = standard_errors(errors)
     require_finite(y, [value for curve in curves for value in curve.values] + list(band.middle if band else ()))
@@ -115,15 +93,10 @@ def draw_received(
     title: str = "",
     ax: Any = None,
 ) -> "Axes":
-    """Draw the attention that the key at each position receives, as a line for each head, and return the axes. Up to 8
-    heads have a colour and a name each; more are coloured by layer. The y-axis is logarithmic, since an attention sink
-    receives many times what other keys receive; positions with a number of 0 or NaN are gaps.
-
-    Args:
-        received: for each head, by `(layer, head)`, the mean weight of the key at each position, from 0 to 1.
-        words: word at each position, for labels; positions are numbered by default.
-        title: end of the title, such as the model.
-        ax: matplotlib axes to draw on; those of a new figure by default.
+    """Draw the mean weight of the key at each position as a line for each head `(layer, head)`. Up to 8 heads have a
+    colour and a name each; more are coloured by layer. The y-axis is logarithmic, since an attention sink receives many
+    times what other keys receive; positions with a number of 0 or NaN are gaps. `words` label the positions, which are
+    numbered by default.
     """
     require_finite("received", [value for line in received.values() for value in line])
     positions = max(len(line) for line in received.values())
@@ -156,11 +129,7 @@ def draw_received(
 
 
 def chosen_heads(received: Mapping[tuple[int, int], Sequence[float]], heads: Any) -> dict[Any, Sequence[float]]:
-    """Return the lines of the heads in `heads`, in their order, or of all heads if it is None.
-
-    Raises:
-        InputError: a head is not among the keys of `received`.
-    """
+    """Return the lines of the heads in `heads`, in their order, or of all heads if it is None."""
     if heads is None:
         return dict(received)
     return {head: received[head] for head in require_heads(heads, received, "with received attention")}
@@ -175,6 +144,9 @@ HeadSeries = tuple[tuple[int, int], list[int], list[float]]
 MOST_NAMED = 5
 """Largest number of lines with a name."""
 
+MOST_THICK = 50
+"""Largest number of lines that are not thin and pale."""
+
 LINE_SPACE = 0.05
 """Smallest distance of two names, as a share of the height of the axes."""
 
@@ -182,13 +154,7 @@ NON_FINITE_COLOUR = "#b34700"
 
 
 class Line(NamedTuple):
-    """Values of one head.
-
-    Attributes:
-        head: its layer and number.
-        steps: the steps.
-        values: its value in each step; NaN in place of an infinite one.
-    """
+    """Values of one head `(layer, head)` by step; NaN in place of an infinite value."""
 
     head: tuple[int, int]
     steps: list[int]
@@ -205,13 +171,6 @@ class Line(NamedTuple):
         points = self.points
         return abs(points[-1][1] - points[0][1]) if points else 0.0
 
-    @property
-    def has_lone_points(self) -> bool:
-        """True if a finite value has no finite neighbour, so that no line leads to it."""
-        finite = [False, *(math.isfinite(value) for value in self.values), False]
-        pairs = list(pairwise(finite))
-        return any(not a and b and not d for (a, b), (_, d) in pairwise(pairs))
-
 
 def draw_history(
     series: Iterable[HeadSeries],
@@ -221,21 +180,10 @@ def draw_history(
     heads: Sequence[tuple[int, int]] | None = None,
     ax: Any = None,
 ) -> "Axes":
-    """Draw a statistic of heads against the step, one line for each head, and return the axes. Lines have the colours
-    of their layers. The heads that changed most from their first to their last value are named; up to five lines are
-    all named. Both axes are linear. A cross at the lower end marks each step in which a head has a NaN or infinite
+    """Draw a statistic of heads against the step, one line for each head in the colour of its layer, for the heads
+    `(layer, head)` in `heads` or for all. The heads that changed most from their first to their last value are named;
+    up to five lines are all named. A cross at the lower end marks each step in which a head has a NaN or infinite
     value, and lines have gaps there.
-
-    Args:
-        series: layer and number of each head, the steps in which the statistic has a value, and the values.
-        statistic: name of the statistic.
-        unit: its unit; empty if it has none.
-        model: name of the model.
-        heads: heads `(layer, head)` to draw; all by default.
-        ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: there is no such head.
     """
     lines = [
         Line(head, steps, [value if math.isfinite(value) else math.nan for value in values])
@@ -251,7 +199,12 @@ def draw_history(
     if len(lines) > MOST_NAMED:
         named = [line for line in named if line.change > 0]
     axes.margins(x=0.02)
-    mappable = _draw_lines(axes, lines, {line.head for line in named})
+    layers = sorted({line.head[0] for line in lines})
+    scale, has_few_layers = layer_scale(layers), len(layers) <= len(LINE_COLOURS)
+    for line in sorted(lines, key=lambda line: line.head[::-1]):  # so that no layer covers all others
+        layer = line.head[0]
+        colour = LINE_COLOURS[layers.index(layer)] if has_few_layers else scale.to_rgba(layer)
+        _draw_line(axes, line, colour, is_named=line in named, is_thin=len(lines) > MOST_THICK)
     without_value = {step for line in lines for step in {*line.steps} - {step for step, _ in line.points}}
     if without_value:
         style: dict[str, Any] = {"linestyle": "", "marker": "x", "color": NON_FINITE_COLOUR, "markersize": 5}
@@ -265,34 +218,41 @@ def draw_history(
         axes.set_xticks(lines[0].steps)
     if not any(line.points for line in lines):
         axes.set_yticks([])
-    names = _write_names(axes, named)
-    _add_layers(axes, lines, mappable, names)
+    _write_names(axes, named)
+    handles: list[Any] = [line for line in axes.lines if line.get_label() == "NaN or infinite"]
+    if not has_few_layers:
+        add_colour_bar(axes, scale, "layer")
+        if handles:
+            axes.legend(handles=handles, loc="best", frameon=False, fontsize=8)
+    elif len(layers) > 1 or handles:
+        from matplotlib.lines import Line2D
+
+        handles += [
+            Line2D([], [], color=colour, linewidth=1.6, label=f"layer {layer}")
+            for layer, colour in zip(layers if len(layers) > 1 else (), LINE_COLOURS, strict=False)
+        ]
+        put_legend_right(axes, handles)
+        legend = axes.get_legend()
+        if legend is not None and any(line.points for line in named):  # whose names are to the right of the axes
+            legend.set_bbox_to_anchor((1.12, 1.0))
     missing = sum(len(line.points) < len(line.values) for line in lines)
     left_out = f" ({missing} with NaN or infinite values)" if missing else ""
     set_title(axes, f"{statistic} of {counted(len(lines), 'head')}{left_out}", model)
     return axes
 
 
-def _draw_lines(axes: "Axes", lines: Sequence[Line], named: set[tuple[int, int]]) -> Any:
-    """Draw the lines, those of the `named` heads above the others, and return the scale of colours."""
-    layers = sorted({line.head[0] for line in lines})
-    mappable = layer_scale(layers)
-    few = len(layers) <= len(LINE_COLOURS)
-    is_dense = len(lines) > 50
-    for line in sorted(lines, key=lambda line: line.head[::-1]):  # so that no layer covers all others
-        layer = line.head[0]
-        colour = LINE_COLOURS[layers.index(layer)] if few else mappable.to_rgba(layer)
-        is_named = line.head in named
-        style: dict[str, Any] = {"linewidth": 1.6 if is_named else 0.6 if is_dense else 1.0}
-        style |= {"alpha": 1.0 if is_named or not is_dense else 0.5, "zorder": 3 if is_named else 2}
-        style |= {"marker": "." if line.has_lone_points else "", "markersize": 4}
-        axes.plot(line.steps, line.values, color=colour, **style)
-    return mappable
+def _draw_line(axes: "Axes", line: Line, colour: Any, *, is_named: bool, is_thin: bool) -> None:
+    """Draw one line, with points if a finite value has no finite neighbour, so that no line leads to it."""
+    style: dict[str, Any] = {"linewidth": 1.6 if is_named else 0.6 if is_thin else 1.0}
+    style |= {"alpha": 1.0 if is_named or not is_thin else 0.5, "zorder": 3 if is_named else 2}
+    finite = [False, *map(math.isfinite, line.values), False]
+    is_lone = any(finite[index - 1 : index + 2] == [False, True, False] for index in range(1, len(finite) - 1))
+    axes.plot(line.steps, line.values, color=colour, marker="." if is_lone else "", markersize=4, **style)
 
 
-def _write_names(axes: "Axes", named: Sequence[Line]) -> bool:
+def _write_names(axes: "Axes", named: Sequence[Line]) -> None:
     """Write the names of lines to the right of the axes, each with a thin line to the last finite value, in the order
-    of these values and without overlap. Return True if there is a name.
+    of these values and without overlap.
     """
     ends = sorted((line.points[-1][1], line.points[-1][0], line.head) for line in named if line.points)
     low, high = axes.get_ylim()
@@ -308,26 +268,3 @@ def _write_names(axes: "Axes", named: Sequence[Line]) -> bool:
         style: dict[str, Any] = {"xycoords": "data", "textcoords": "axes fraction", "fontsize": 8, "color": INK}
         style["arrowprops"] = {"arrowstyle": "-", "color": SOFT, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 0}
         axes.annotate(f"{layer}.{head}", (step, value), (1.025, height), va="center", **style)
-    return bool(ends)
-
-
-def _add_layers(axes: "Axes", lines: Sequence[Line], mappable: Any, has_names: bool) -> None:
-    """Add a legend with the colour of each layer, or with many layers a colour bar."""
-    from matplotlib.lines import Line2D
-
-    layers = sorted({line.head[0] for line in lines})
-    handles: list[Any] = [line for line in axes.lines if line.get_label() == "NaN or infinite"]
-    if 1 < len(layers) <= len(LINE_COLOURS):
-        handles += [
-            Line2D([], [], color=colour, linewidth=1.6, label=f"layer {layer}")
-            for layer, colour in zip(layers, LINE_COLOURS, strict=False)
-        ]
-    if len(layers) > len(LINE_COLOURS):
-        add_colour_bar(axes, mappable, "layer")
-        if handles:
-            axes.legend(handles=handles, loc="best", frameon=False, fontsize=8)
-    elif handles:
-        put_legend_right(axes, handles)
-        legend = axes.get_legend()
-        if has_names and legend is not None:
-            legend.set_bbox_to_anchor((1.12, 1.0))

@@ -7,7 +7,7 @@ contrast to white. Markers repeat what colours show.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -45,30 +45,20 @@ def draw_heatmap(
     centred: bool = False,
     ax: Any = None,
 ) -> "Axes":
-    """Draw a heat map of one number per head, with layers down and heads across, and return the axes. Cells without a
-    head are grey. A head whose number is NaN or infinite is a grey cell with a cross. If there are such heads, or all
-    numbers are equal, a line below the map says so.
-
-    Args:
-        values: the number of each head by `(layer, head)`, zero-based.
-        statistic: name of the numbers.
-        label: label of the colour bar; the name of the numbers by default.
-        title: title after the name, such as that of the model.
-        centred: use colours around 0, for effects and differences; they are also used if a number is negative.
-        ax: matplotlib axes to draw on; those of a new figure by default.
+    """Draw a heat map of one number per head `(layer, head)`, with layers down and heads across. Cells without a head
+    are grey; a head whose number is NaN or infinite is a grey cell with a cross. The colour bar has the text `label`,
+    by default the name of the numbers.
     """
     require_finite(statistic, list(values.values()))
-    layers = sorted({layer for layer, _ in values})
-    heads = 1 + max(head for _, head in values)
-    matrix = [[values.get((layer, head), math.nan) for head in range(heads)] for layer in layers]
-    axes = axes_for(ax, *heatmap_size(len(layers), heads))
+    axes, row_of, heads = _axes_of_heads(values, ax)
+    matrix = [[values.get((layer, head), math.nan) for head in range(heads)] for layer in row_of]
     image = axes.imshow(matrix, aspect="auto", interpolation="nearest", **colour_scale(values.values(), centred))
     axes.set_facecolor(BLANK)
-    undefined = [(head, layers.index(layer)) for (layer, head), value in values.items() if not math.isfinite(value)]
+    undefined = [(head, row_of[layer]) for (layer, head), value in values.items() if not math.isfinite(value)]
     if undefined:
         columns, rows = zip(*undefined, strict=True)
         axes.scatter(columns, rows, marker="x", s=14, linewidths=0.8, color=SOFT)
-    label_head_grid(axes, layers, heads)
+    _label_cells(axes, row_of, heads)
     explain_blank(axes, list(values.values()))
     set_title(axes, statistic, title)
     add_colour_bar(axes, image, label or statistic)
@@ -84,16 +74,8 @@ def draw_similarity(
     centred: bool = False,
     ax: Any = None,
 ) -> "Axes":
-    """Draw the similarity of every two heads as a matrix, and return the axes. Ticks stand at the first head of each
-    layer. Pairs of heads that were not compared are grey.
-
-    Args:
-        values: similarity of every two heads; NaN for pairs that were not compared.
-        layers: layer of each head, zero-based, in the order of the rows.
-        measure: name of the measure of similarity.
-        title: end of the title, such as the model.
-        centred: use colours around 0; they are also used if a number is negative.
-        ax: matplotlib axes to draw on; those of a new figure by default.
+    """Draw the similarity of every two heads as a matrix, with ticks at the first head of each layer; `layers` has the
+    layer of each head. Pairs of heads that were not compared have the value NaN, and are grey.
     """
     numbers = values.flatten().tolist()
     require_finite(measure, numbers)
@@ -114,12 +96,17 @@ def draw_similarity(
     return axes
 
 
-def heatmap_size(layers: int, heads: int) -> tuple[float, float]:
-    """Return width and height in inches of a figure with a cell for each head."""
-    return min(max(1.9 + 0.31 * heads, 3.8), 12.0), min(max(1.1 + 0.25 * layers, 2.4), 10.0)
+def _axes_of_heads(
+    places: Collection[tuple[int, int]], ax: Any, further_width: float = 0.0
+) -> tuple["Axes", dict[int, int], int]:
+    """Return axes for a picture with a cell for each head, the row of each layer, and the number of columns."""
+    row_of = {layer: row for row, layer in enumerate(sorted({layer for layer, _ in places}))}
+    heads = 1 + max(head for _, head in places)
+    width, height = min(max(1.9 + 0.31 * heads, 3.8), 12.0), min(max(1.1 + 0.25 * len(row_of), 2.4), 10.0)
+    return axes_for(ax, width + further_width, height), row_of, heads
 
 
-def label_head_grid(axes: "Axes", layers: list[int], heads: int) -> None:
+def _label_cells(axes: "Axes", layers: Collection[int], heads: int) -> None:
     """Label the axes of a picture with layers down and heads across, and separate its cells."""
     axes.set(xlabel="head", ylabel="layer")
     label_ticks(axes, "x", [str(head) for head in range(heads)])
@@ -139,31 +126,29 @@ def colour_scale(values: Iterable[float], centred: bool) -> dict[str, Any]:
 
 
 class RoleStyle(NamedTuple):
-    """Colour and marker by which plots show a role of heads.
-
-    Attributes:
-        colour: colour as `#rrggbb`.
-        marker: name of a matplotlib marker, such as "o".
+    """Colour as `#rrggbb` and name of a matplotlib marker, such as "o", by which plots show a role of heads, and the
+    name of its colour in terminals.
     """
 
     colour: str
     marker: str
+    terminal: str
 
 
 ROLE_STYLES = {
-    "previous token": RoleStyle("#332288", "<"),
-    "next token": RoleStyle("#2d8ddf", ">"),
-    "induction": RoleStyle("#bc7200", "^"),
-    "duplicate token": RoleStyle("#9c4294", "D"),
-    "same token": RoleStyle("#000000", "v"),
-    "mixed": RoleStyle("#74797c", "o"),
-    "broad": RoleStyle("#7a4e00", "h"),
-    "sink on the first token": RoleStyle("#17421a", "s"),
-    "sink on special tokens": RoleStyle("#6a9f52", "P"),
+    "previous token": RoleStyle("#332288", "<", "cyan"),
+    "next token": RoleStyle("#2d8ddf", ">", "blue"),
+    "induction": RoleStyle("#bc7200", "^", "magenta"),
+    "duplicate token": RoleStyle("#9c4294", "D", "bright_magenta"),
+    "same token": RoleStyle("#000000", "v", "green"),
+    "mixed": RoleStyle("#74797c", "o", "yellow"),
+    "broad": RoleStyle("#7a4e00", "h", "white"),
+    "sink on the first token": RoleStyle("#17421a", "s", "bright_black"),
+    "sink on special tokens": RoleStyle("#6a9f52", "P", "bright_black"),
 }
-"""Colour and marker of each role by the role's name, in the order of legends."""
+"""Colours and marker of each role by the role's name, in the order of legends."""
 
-UNKNOWN_ROLE = RoleStyle("#424242", "X")
+UNKNOWN_ROLE = RoleStyle("#424242", "X", "white")
 """Style of a role with a name that is not in `ROLE_STYLES`."""
 
 MOST_MARKERS = 450
@@ -171,11 +156,7 @@ MOST_MARKERS = 450
 
 
 def role_style(role: str) -> RoleStyle:
-    """Return the colour and marker of a role by the role's name; grey for an unknown name.
-
-    >>> role_style("induction")
-    RoleStyle(colour='#bc7200', marker='^')
-    """
+    """Return the colours and the marker of a role by the role's name; grey for an unknown name."""
     return ROLE_STYLES.get(role, UNKNOWN_ROLE)
 
 
@@ -188,23 +169,14 @@ def in_legend_order(roles: Iterable[str]) -> list[str]:
 
 
 def draw_role_grid(roles: Mapping[tuple[int, int], str], *, title: str = "", ax: Any = None) -> "Axes":
-    """Draw the role of every head as a coloured cell, with layers down and heads across, and return the axes. The
-    legend has the number of heads of each role. In models with up to 450 heads, each cell also has the marker of its
-    role.
-
-    Args:
-        roles: name of each head's role by `(layer, head)`, zero-based.
-        title: title of the plot, such as the model.
-        ax: matplotlib axes to draw on; those of a new figure by default.
+    """Draw the role of every head `(layer, head)` as a coloured cell, with layers down and heads across. In models with
+    up to 450 heads, each cell also has the marker of its role. The legend has the number of heads of each role.
     """
     require_finite("role", [0.0] * len(roles))
-    layers, heads = sorted({layer for layer, _ in roles}), 1 + max(head for _, head in roles)
-    row_of = {layer: row for row, layer in enumerate(layers)}
-    width, height = heatmap_size(len(layers), heads)
-    axes = axes_for(ax, width + 1.2, height)
+    axes, row_of, heads = _axes_of_heads(roles, ax, 1.2)
     colours = require("matplotlib.colors", purpose="a plot", extra="plot")
     lines = require("matplotlib.lines", purpose="a plot", extra="plot")
-    cells = [[(1.0, 1.0, 1.0) for _ in range(heads)] for _ in layers]
+    cells = [[(1.0, 1.0, 1.0) for _ in range(heads)] for _ in row_of]
     for (layer, head), role in roles.items():
         cells[row_of[layer]][head] = colours.to_rgb(role_style(role).colour)
     axes.imshow(cells, aspect="auto", interpolation="nearest")
@@ -216,20 +188,15 @@ def draw_role_grid(roles: Mapping[tuple[int, int], str], *, title: str = "", ax:
             axes.scatter(x, y, marker=style.marker, s=15, color="white", alpha=0.75, linewidths=0)
         label = f"{role} ({len(members)})"
         handles.append(lines.Line2D([], [], linestyle="", marker=style.marker, color=style.colour, label=label))
-    label_head_grid(axes, layers, heads)
+    _label_cells(axes, row_of, heads)
     put_legend_right(axes, handles)
     set_title(axes, f"roles of {counted(len(roles), 'head')}", title)
     return axes
 
 
 def draw_role_counts(roles: Mapping[tuple[int, int], str], *, title: str = "", ax: Any = None) -> "Axes":
-    """Draw one bar for each layer, stacked from the numbers of heads of each role, and return the axes. The legend has
-    the number of heads of each role in the whole model.
-
-    Args:
-        roles: name of each head's role by `(layer, head)`, zero-based.
-        title: title of the plot, such as the model.
-        ax: matplotlib axes to draw on; those of a new figure by default.
+    """Draw one bar for each layer, stacked from the numbers of heads of each role; `roles` has the role of each head
+    `(layer, head)`. The legend has the number of heads of each role in the whole model.
     """
     require_finite("role", [0.0] * len(roles))
     layers = sorted({layer for layer, _ in roles})

@@ -31,29 +31,15 @@ UNITS_IN_LABELS = ("nats", "tokens")
 
 
 class Kind(NamedTuple):
-    """Kind of plot of a result.
-
-    Attributes:
-        draw: function that draws the plot and returns its axes; it takes `ax` and the options by name.
-        options: names of the options, such as "statistic", that the kind has.
-    """
+    """Kind of plot of a result: a function that draws it on the axes `ax`, and the names of the options that it has."""
 
     draw: Callable[..., "Axes"]
     options: tuple[str, ...]
 
 
 def plot_kind(kinds: Mapping[str, Kind], kind: Any, ax: Any, **options: Any) -> "Axes":
-    """Draw the plot of a result that is called `kind`, and return its axes. Options of None have the default of the
-    kind.
-
-    Args:
-        kinds: every kind of plot that the result has, by name.
-        kind: name of the kind.
-        ax: matplotlib axes to draw on; those of a new figure if None.
-        options: options by name.
-
-    Raises:
-        InputError: the result has no such kind of plot, or the kind has no such option.
+    """Draw the plot that is called `kind` among the `kinds` of a result. Options of None have the default of the kind;
+    an option that the kind lacks is refused.
     """
     chosen = kinds[require_name("kind", kind, kinds, OTHER_RESULTS)]
     given = {name: value for name, value in options.items() if value is not None}
@@ -97,7 +83,6 @@ class HeadNumbers:
         sems: standard errors of these numbers; a statistic without standard errors is missing.
         roles: name of each head's role; None if roles were not measured.
         title: end of titles, such as the model.
-        units: unit of each statistic that has one.
         meanings: meaning of statistics in one sentence, for labels.
         signed: names of effects and differences, which are drawn with colours around 0.
         default: statistic that is drawn by default; the first one if None.
@@ -114,6 +99,22 @@ class HeadNumbers:
     signed: Collection[str] = ()
     default: str | None = None
     label_suffix: str = ""
+
+    @classmethod
+    def of_columns(cls, columns: Any, **further: Any) -> "HeadNumbers":
+        """Return the numbers in the columns of a page (`page.columns.Columns`), with further attributes."""
+        statistics, (means, errors, _) = columns.statistics, columns.estimates
+        names = [each.name for each in statistics]
+        return cls(
+            heads=[(place.layer, place.head) for place in columns.places],
+            values=dict(zip(names, means.tolist(), strict=True)),
+            sems=dict(zip(names, errors.tolist(), strict=True)),
+            roles=columns.roles if any(columns.roles) else None,
+            title=columns.model,
+            units={each.name: each.unit for each in statistics},
+            meanings={each.name: each.meaning for each in statistics},
+            **further,
+        )
 
     def kinds(self) -> dict[str, Kind]:
         """Return the kinds of plots of these heads by name: "heatmap", "ranking", "scatter" and, if roles were
@@ -138,10 +139,8 @@ class HeadNumbers:
         return PlottedNumbers(statistic, self.values[statistic], self.sems.get(statistic, ()), label)
 
     def chosen(self, statistic: Any) -> str:
-        """Return the name of the statistic to draw, the default one if `statistic` is None.
-
-        Raises:
-            InputError: there are no heads, or the heads have no such statistic.
+        """Return the name of the statistic to draw, the default one if `statistic` is None; refuse one that the heads
+        lack.
         """
         if not self.heads or not self.values:
             raise InputError("heads", expected="at least one head to plot", got="none")
@@ -149,19 +148,16 @@ class HeadNumbers:
         return require_name("statistic", default if statistic is None else statistic, self.values)
 
     def _draw_heatmap(self, statistic: Any = None, *, ax: Any = None) -> "Axes":
-        """Draw a heat map of one statistic."""
         name = self.chosen(statistic)
         cells = dict(zip(self.heads, self.values[name], strict=True))
         label, is_signed = self.axis(name).label, name in self.signed
         return draw_heatmap(cells, statistic=name, label=label, title=self.title, centred=is_signed, ax=ax)
 
     def _draw_ranking(self, statistic: Any = None, **options: Any) -> "Axes":
-        """Draw the heads in descending order of one statistic."""
         names = [f"{layer}.{head}" for layer, head in self.heads]
         return draw_ranking(self.axis(self.chosen(statistic)), names, title=self.title, **options)
 
     def _draw_scatter(self, statistic: Any = None, *, against: Any = None, **options: Any) -> "Axes":
-        """Draw one statistic against another."""
         if statistic is None and Y_OF_SCATTER in self.values:
             statistic = Y_OF_SCATTER
         name = self.chosen(statistic)

@@ -12,7 +12,7 @@ from headwise.plots.canvas import (
     SOFT,
     add_colour_bar,
     axes_for,
-    layer_colours,
+    layer_scale,
     put_legend_right,
     require_finite,
     set_title,
@@ -41,7 +41,7 @@ class PlottedNumbers:
     Attributes:
         statistic: name of the numbers.
         values: number of each head.
-        sems: standard error of each number, NaN where there is none; empty if there are none.
+        sems: standard error of each number, NaN where it is unknown; empty if all are.
         label: label of the axis; the name of the numbers by default.
     """
 
@@ -87,23 +87,9 @@ def draw_scatter(
     with_diagonal: bool = False,
     ax: Any = None,
 ) -> "Axes":
-    """Draw one point per head, with one number along each axis, and return the axes. Points are coloured and marked by
-    role, or coloured by layer if there are no roles. Heads with a NaN or infinite number are left out.
-
-    Args:
-        x: numbers along the x-axis, in their own units.
-        y: numbers of the same heads along the y-axis.
-        heads: each head's `(layer, head)`, zero-based.
-        roles: name of each head's role.
-        title: title after the number of heads.
-        errors: length of the error bars to each side, in standard errors; 0 draws none.
-        top: number of heads that are named, those with the largest absolute number in `named_by`.
-        named_by: a number of each head; `y` by default.
-        with_diagonal: draw the line on which both numbers are equal.
-        ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: `errors` or `top` is not a number of 0 or more.
+    """Draw one point per head `(layer, head)` in `heads`, with error bars of `errors` standard errors. Points are
+    coloured and marked by role, or coloured by layer without roles. Heads with a NaN or infinite number are left out.
+    The `top` heads with the largest absolute number in `named_by`, by default `y`, are named.
     """
     errors, top = standard_errors(errors), whole_number("top", top, least=0)
     pairs = [a + b for a, b in zip(x.values, y.values, strict=True)]
@@ -120,8 +106,8 @@ def draw_scatter(
     style: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.4, "zorder": 2}
     if roles is None:
         layers = [heads[index][0] for index in shown]
-        style |= {"vmin": min(layers), "vmax": max(layers), "cmap": layer_colours()}
-        points = axes.scatter(x_values, y_values, c=layers, s=22, **style)
+        scale = layer_scale(layers)
+        points = axes.scatter(x_values, y_values, c=layers, s=22, cmap=scale.cmap, norm=scale.norm, **style)
         if len(set(layers)) > 1:
             add_colour_bar(axes, points, "layer")
     else:
@@ -153,21 +139,9 @@ def draw_ranking(
     top: int = 10,
     ax: Any = None,
 ) -> "Axes":
-    """Draw one number per head in descending order, with error bars, and return the axes. The names of the first `top`
-    heads are listed; with up to 40 heads, the names of all are written along the x-axis. The title has the number of
-    heads. Heads with a NaN or infinite number are left out, and counted in the title.
-
-    Args:
-        numbers: numbers of the heads, in their own units, with standard errors.
-        names: name of each head.
-        title: end of the title, such as the model.
-        noun: noun of what is ranked, in the singular.
-        errors: length of the error bars to each side, in standard errors; 0 draws none.
-        top: number of heads to name.
-        ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: `errors` or `top` is not a number of 0 or more.
+    """Draw one number per head in descending order, with error bars of `errors` standard errors. Heads with a NaN or
+    infinite number are left out, and counted in the title. Up to 40 heads are all named along the x-axis; of more, the
+    first `top` are listed. `noun` names what is ranked in the singular.
     """
     errors, top = standard_errors(errors), whole_number("top", top, least=0)
     require_finite(numbers.statistic, numbers.values)

@@ -39,7 +39,6 @@ class ViewedHead(NamedTuple):
 
     Attributes:
         title: title of plots of the head, such as its name and role.
-        role: name of the role.
         queries: words that the head attends from.
         keys: words that the head attends to.
         top_keys: indices of the keys that each query attends to most.
@@ -64,19 +63,10 @@ def draw_pattern(
     title: str = "",
     ax: Any = None,
 ) -> "Axes":
-    """Draw the attention weights of one head between words as a matrix, with queries down and keys across, and return
-    the axes. If the matrix is smaller than the numbers of words, its rows and columns are groups of consecutive words
-    of nearly equal size, labelled by their first words.
-
-    Args:
-        weights: attention weights, from 0 to 1: the mean over the words of a row of the sums over those of a column.
-        queries: words that the head attends from.
-        keys: words that the head attends to; the queries by default.
-        title: title of the plot, such as the name of the head.
-        ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: there are fewer words than rows or columns.
+    """Draw the attention weights of one head as a matrix, with the words `queries` down and `keys`, by default the same
+    words, across. In a matrix smaller than the numbers of words, rows and columns are groups of consecutive words of
+    nearly equal size, labelled by their first words; a weight is a mean over the words of a row of sums over those of a
+    column.
     """
     rows, columns = weights.shape
     keys = queries if keys is None else keys
@@ -105,17 +95,9 @@ def group_labels(words: Sequence[str], groups: int) -> list[str]:
 
 
 def draw_word_lines(heads: Sequence[ViewedHead], *, ax: Any = None) -> "Axes":
-    """Draw a panel for each head, next to each other on the same axes, and return the axes. A panel shows the words in
-    two columns, as queries on the left and as keys on the right, with lines from each word to the words that it attends
-    to most, in the colour of the head's role. Width and opacity of a line show the attention weight; weights below 0.03
-    are not drawn. Special tokens are written in grey.
-
-    Args:
-        heads: the heads.
-        ax: matplotlib axes to draw on; those of a new figure by default.
-
-    Raises:
-        InputError: the numbers of words differ.
+    """Draw a panel for each head, next to each other on the same axes: its words in two columns, as queries on the left
+    and as keys on the right, with lines from each word to the words that it attends to most, in the colour of the
+    head's role. Width and opacity of a line show the weight; weights below 0.03 are not drawn. Special tokens are grey.
     """
     if not heads:
         raise InputError("heads", expected="at least one head to plot", got="none")

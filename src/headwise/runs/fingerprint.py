@@ -70,7 +70,7 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
             "device": parameter.device.type,
             "quantisation": quantisation_of(model),
             "weights": digest_of(hashed_state(model)),
-            "attention": identity.as_json(),
+            "attention": list(identity),
         },
         "data": None if texts is None else text_options(texts),
         "versions": versions,

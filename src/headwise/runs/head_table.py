@@ -140,14 +140,6 @@ class HeadTable(Table[HeadRowT]):
 
     def _head_numbers(self) -> HeadNumbers:
         """Return the statistics of all heads in the form that plots take."""
-        columns = {name: self.column(name) for name in self.statistics}
-        return HeadNumbers(
-            heads=[(row.layer, row.head) for row in self.rows],
-            values={name: [row.statistics[name].value for row in self.rows] for name in self.statistics},
-            sems={name: [row.statistics[name].sem for row in self.rows] for name in self.statistics},
-            title=self.model_name,
-            units={name: column.unit for name, column in columns.items()},
-            meanings={name: column.meaning for name, column in columns.items()},
-            signed=[name for name, column in columns.items() if column.is_signed],
-            default=self.PLOTTED if self.PLOTTED in self.statistics else None,
-        )
+        signed = [name for name in self.statistics if self.column(name).is_signed]
+        default = self.PLOTTED if self.PLOTTED in self.statistics else None
+        return HeadNumbers.of_columns(self.columns(), signed=signed, default=default)

@@ -35,8 +35,8 @@ class Records:
 
 
 def study_records(study: Study) -> Records:
-    """Return the rows of a study with a column `frontier`, which is True for settings on the Pareto frontier, and the
-    recommendation among the metadata.
+    """Return the rows of a study with a column `frontier`, True for settings on the Pareto frontier; the recommendation
+    is among the metadata.
     """
     frontier = study.frontier
     rows = [
@@ -48,19 +48,17 @@ def study_records(study: Study) -> Records:
 
 
 def comparison_records(comparison: Comparison, statistics: Sequence[str]) -> Records:
-    """Return one row per head and statistic of a comparison, largest difference first, with the metadata of both
-    profiles; only the named statistics, or all of them if none is named.
+    """Return one row per head and statistic of a comparison, largest difference first; only the named statistics, or
+    all of them if none is named.
     """
     rows = [comparison.record(difference) for difference in comparison.largest(statistics)]
     return Records(rows, {"a": comparison.a.metadata, "b": comparison.b.metadata})
 
 
 def view_records(seen: View | ViewSet, foci: Sequence[Focus] = ()) -> Records:
-    """Return one row per head of a view, with foci among the metadata. Rows of one text have layer, head, module, kind,
-    role, the mean of every statistic, and the strongest links as a list of objects with the words `query` and `key`,
-    their positions among all words (from 1), the attention weight, and the weight back or None. Rows of several texts
-    have layer, head, module, kind, role, and for every statistic its mean over texts, standard error, number of texts
-    and degrees of freedom. Very long words of the texts are cut.
+    """Return one row per head of a view, with texts and foci among the metadata. Rows of one text have the mean of
+    every statistic, and the strongest links with their positions among all words from 1; rows of several texts have
+    estimates. Very long words of the texts are cut.
     """
     texts = [
         {
@@ -136,7 +134,7 @@ def _finite(value: Any) -> Any:
 
 
 def _cell(value: Any) -> Any:
-    """Return the cell of a CSV file for a value: empty for None and NaN, and JSON for a list."""
+    """Return the cell of a CSV file for a value."""
     if isinstance(value, list):
         return json.dumps(_finite(value))
     is_nan = isinstance(value, float) and math.isnan(value)

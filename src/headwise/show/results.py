@@ -38,7 +38,7 @@ from headwise.show.tables import (
     significant,
     signs,
 )
-from headwise.show.terminal import COLOURS
+from headwise.show.terminal import bold_colour
 from headwise.statistics.by_distance import WITH_FIRST
 from headwise.statistics.by_norm import MOVED, PREFERENCE
 from headwise.statistics.columns import CHANGE_SUFFIX
@@ -48,7 +48,7 @@ from headwise.wording import counted, number, quotient
 @singledispatch
 def print_result(table: Table[Any], console: Console, top: int) -> None:
     """Print a table: the `top` rows with the largest mean of the first statistic. A class of tables has a function of
-    its own where it has more to say.
+    its own where it has more to show.
     """
     print_title(console, run_title(table))
     print_scores(table, console, table.statistics[0], top)
@@ -57,17 +57,9 @@ def print_result(table: Table[Any], console: Console, top: int) -> None:
 def print_scores(
     table: Table[Any], console: Console, statistic: str, top: int, *, no_effect: float | None = None
 ) -> None:
-    """Print the `top` rows of a table that have the largest mean of the statistic `statistic` (NaN last), or with
-    `no_effect` those whose mean is farthest from this number. Each printed row shows the mean and standard error of
-    every statistic, the distance of the mean of `statistic` from zero or from `no_effect` in standard errors, and the
-    further summaries and tests of the table, if it has some.
-
-    Args:
-        table: rows with statistics.
-        console: where to print.
-        statistic: statistic to sort by.
-        top: number of rows.
-        no_effect: mean of a row without effect; None if rows are sorted by the mean itself.
+    """Print the `top` rows of a table with the largest mean of `statistic` (NaN last), or those whose mean is farthest
+    from `no_effect`: mean and standard error of every statistic, the distance of the mean of `statistic` from zero or
+    from `no_effect` in standard errors, and the table's further summaries and tests.
     """
     summaries, tests = table.summaries(), table.tests()
 
@@ -95,9 +87,8 @@ def print_scores(
 
 @print_result.register
 def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int) -> None:
-    """Print the `top` heads, or sets of heads, whose removal increases the loss most. Then print how many removals
-    increase, and how many decrease, the loss at a false discovery rate of 5 %, unless the loss is a distance, which
-    cannot be negative.
+    """Print the `top` removals that increase the loss most, and how many increase or decrease it significantly, unless
+    the loss is a distance, which cannot be negative.
     """
     metadata: Any = ablation.metadata
     print_title(console, run_title(ablation))
@@ -120,9 +111,7 @@ def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int)
 
 @print_result.register
 def print_importance(importance: Importance, console: Console, top: int) -> None:
-    """Print the `top` heads with the largest importance scores, below lines that state model, data, method, loss and
-    normalisation.
-    """
+    """Print the `top` heads with the largest importance scores."""
     settings: Any = importance.metadata["settings"]
     print_title(console, run_title(importance))
     over = "normalised in each layer" if settings["normalise"] else "not normalised"
@@ -146,9 +135,7 @@ def print_in_context(scores: InContextScores, console: Console, top: int) -> Non
 
 @print_result.register
 def print_patching(table: Patching, console: Console, top: int, *, title: str) -> None:
-    """Print the `top` heads with the largest effect of patching, below the name of the model and the logit differences
-    of the two runs without patches.
-    """
+    """Print the `top` heads with the largest effect of patching, and the logit differences without patches."""
     measured: Any = table.metadata["measured"]
     print_title(console, f"{title}: {counted(measured['sequences'], 'prompt pair')}")
     clean, corrupted = (number(measured[name]) for name in ("clean", "corrupted"))
@@ -255,8 +242,8 @@ def print_dependencies(table: DependencyAccuracy, console: Console, top: int) ->
 
 @print_result.register
 def print_norm_weighted(table: NormWeighted, console: Console, top: int, *, statistic: str) -> None:
-    """Print the `top` heads in which the largest share of attention is on other keys by norm than by weight, with one
-    statistic of norms, and the numbers of heads whose preference and change differ from zero.
+    """Print the `top` heads in which norms move the largest share of attention to other keys, with one statistic of
+    norms, and the numbers of heads whose preference and change differ from zero.
     """
     print_title(console, run_title(table, head=len(table.rows)))
     change = statistic + CHANGE_SUFFIX
@@ -300,8 +287,8 @@ def _print_found(table: HeadTable[Any], console: Console, name: str) -> None:
 
 @print_result.register
 def print_positions(curves: PositionCurves, console: Console, top: int, *, statistic: str) -> None:
-    """Print the curves of a statistic, one column for each bin of positions, of the `top` heads with the largest slopes
-    by absolute size; and the slopes with their standard errors and adjusted p-values.
+    """Print a statistic in each bin of positions for the `top` heads with the steepest slopes, and the slopes with
+    their adjusted p-values.
     """
     name = statistic + SLOPE_SUFFIX
     slopes = {row.name: row.statistics[name] for row in curves.slopes.rows if name in row.statistics}
@@ -340,8 +327,8 @@ def print_distances(distances: AttentionDistances, console: Console, top: int) -
 def print_circuits(
     scores: CircuitScores, console: Console, top: int, *, composition: Composition | None, kind: str
 ) -> None:
-    """Print the `top` heads with the largest scores (copying scores if the table has them), and the `top` pairs of
-    heads with the largest composition scores of a kind.
+    """Print the `top` heads with the largest first score, and the `top` pairs of heads with the largest composition
+    scores of a kind.
     """
     print_title(console, f"{scores.model_name}: {len(scores.rows)} heads")
     names = scores.statistics
@@ -361,10 +348,9 @@ def print_circuits(
 
 @print_result.register
 def print_profile(profile: Profile, console: Console) -> None:
-    """Print the heads of a profile, one group per role (what a head mostly attends to). Each head is followed by the
-    mean of the statistic that decides its role. If this statistic was measured both on the data and on repeated random
-    tokens, the larger of the two means is printed. In each group the largest mean is first. Heads of the mixed role
-    have no number.
+    """Print the heads of a profile, one group per role. Each head is followed by the mean of the statistic that decides
+    its role, on the data or on repeated random tokens, whichever is larger; the largest is first. Heads of the mixed
+    role have no number.
     """
     print_title(console, run_title(profile, head=len(profile.heads)))
     heads_by_role = profile.roles()
@@ -376,21 +362,14 @@ def print_profile(profile: Profile, console: Console) -> None:
             members.sort(key=profile.role_share, reverse=True)
         count = counted(len(members), "head")
         console.print()
-        console.print(Text.assemble((role.name, f"bold {COLOURS[role.name]}"), f" · {count} · {role.rule}"))
+        console.print(Text.assemble((role.name, bold_colour(role)), f" · {count} · {role.rule}"))
         share = {} if role is MIXED else {head.name: f" {number(profile.role_share(head), '.2f')}" for head in members}
         console.print(Text("   ".join(head.name + share.get(head.name, "") for head in members)))
 
 
 def print_comparison(comparison: Comparison, console: Console, statistics: Collection[str], top: int) -> None:
-    """Print a table of the `top` largest differences between two profiles, sorted by absolute size in standard errors,
-    with one row per head and statistic. Only the statistics named in `statistics` are shown; all are shown if it is
-    empty. Then print the heads whose role differs, with both roles.
-
-    Args:
-        comparison: two profiles of the same heads.
-        console: where to print.
-        statistics: names of the statistics to show; all of them if empty.
-        top: number of rows.
+    """Print the `top` largest differences between two profiles in standard errors, of the named statistics or of all,
+    and the heads whose role differs.
     """
     for letter, profile in (("A", comparison.a), ("B", comparison.b)):
         console.print(

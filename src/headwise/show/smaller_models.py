@@ -29,9 +29,7 @@ def plan_records(plan: PruningPlan, metadata: Mapping[str, Any]) -> Records:
 
 
 def print_recipe(report: RecipeResult, console: Console) -> None:
-    """Print a table with one line per step of a compression: parameters, held-out loss, and its difference from that of
-    the dense model.
-    """
+    """Print one line per step of a compression: parameters, held-out loss, and its difference from the dense loss."""
     print_title(console, f"{report.model}: {report.loss} on {counted(report.documents, 'held-out document')}")
     loads = "plain transformers loads" if report.loader == "transformers" else "only headwise.load loads"
     console.print(f"{loads} the smaller model, whose outputs are equal after loading")

@@ -36,9 +36,7 @@ def print_table(
     top: int | None = None,
     left: Collection[str] = (),
 ) -> None:
-    """Print rows of cells below an empty line, all of them or the first `top` ones and the number of the others. Cells
-    of the columns `left` are aligned on the left.
-    """
+    """Print rows of cells below an empty line, all of them or the first `top` ones and the number of the others."""
     table, rows = plain_table(*columns, left=left), list(rows)
     for cells in rows[:top]:
         table.add_row(*cells)
@@ -54,8 +52,8 @@ def print_title(console: Console, title: str) -> None:
 
 
 def run_title(table: Table[Any], **counts: int) -> str:
-    """Return one line of text with the name of a table's model, how its weights were quantised, the data source, and
-    the numbers of sequences and tokens; and further numbers of things, by the noun for one of them.
+    """Return one line with the name of a table's model, how its weights were quantised, the data source, and numbers:
+    sequences, tokens, and further things by the noun for one of them.
     """
     metadata: Any = table.metadata
     measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")

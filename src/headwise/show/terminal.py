@@ -10,6 +10,7 @@ from rich.text import Text
 
 from headwise.analysis.roles import MIXED, ROLES, Role
 from headwise.analysis.view_result import SMALLEST_SHOWN_WEIGHT, Focus, HeadView, View, ViewSet, shortened
+from headwise.plots.grids import role_style
 from headwise.show.tables import plain_table
 from headwise.wording import counted, number
 
@@ -31,32 +32,23 @@ AVERAGED = ("entropy", "confidence", "distance", "previous", "next", "first")
 NARROW = 100
 """Width of a terminal below which a line shows fewer numbers."""
 
-COLOURS = {
-    "previous token": "cyan",
-    "next token": "blue",
-    "induction": "magenta",
-    "duplicate token": "bright_magenta",
-    "same token": "green",
-    "mixed": "yellow",
-    "broad": "white",
-    "sink on the first token": "bright_black",
-    "sink on special tokens": "bright_black",
-}
 SHADES = " ·░▒▓█"
 
 
 def make_console() -> Console:
-    """Return a rich console on standard output. If standard output is not a terminal, the console is 140 columns wide,
-    so that tables fit.
-    """
+    """Return a rich console on standard output, 140 columns wide if that is not a terminal, so that tables fit."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
+def bold_colour(role: Role) -> str:
+    """Return the style of the name of a role, and of the names of its heads."""
+    return f"bold {role_style(role.name).terminal}"
+
+
 def print_view(view: View, console: Console, *, detail: bool = False) -> None:
-    """Print a view (the attention of a model on one text): first the text, then one table for each role (what a head
-    mostly attends to), with one line per head. With `detail`, also print for every head the keys that each word attends
-    to most.
+    """Print a view of one text: the text, then one table for each role with one line per head. With `detail`, also
+    print for every head the keys that each word attends to most.
     """
     console.print(Text(_one_line(view.text), style="bold"))
     cut = " (the text was cut there)" if view.truncated else ""
@@ -74,9 +66,7 @@ def print_view(view: View, console: Console, *, detail: bool = False) -> None:
 
 
 def print_views(views: ViewSet, console: Console) -> None:
-    """Print the views of several texts: for each role one table, with one line per head of the means of its statistics
-    over texts, each with its standard error.
-    """
+    """Print the views of several texts: for each role one table with the means over texts of the heads' statistics."""
     heads = views[0].heads
     console.print(Text(f"{views.title}, {counted(len(views), 'text')}, {counted(len(heads), 'head')}", style="bold"))
     roles = [views.role(index) for index in range(len(heads))]
@@ -90,15 +80,15 @@ def print_views(views: ViewSet, console: Console) -> None:
         for index in members:
             estimates = [views.estimate(name, index) for name in AVERAGED]
             table.add_row(
-                Text(heads[index].name, style=f"bold {COLOURS[role.name]}"),
+                Text(heads[index].name, style=bold_colour(role)),
                 *(estimate.text("z.2f") for estimate in estimates),
             )
         console.print(table)
 
 
 def print_foci(foci: Sequence[Focus], console: Console) -> None:
-    """Print for each focus (words whose attention was measured in every head) the heads with the largest excess over
-    uniform attention, the verdict, and what the first of these heads attends to more.
+    """Print for each focus the heads with the largest excess over uniform attention, the verdict, and what the first of
+    these heads attends to more.
     """
     for focus in foci:
         console.print()
@@ -107,16 +97,15 @@ def print_foci(foci: Sequence[Focus], console: Console) -> None:
         table = plain_table("head", "share", "uniform", "excess", *(("p",) if is_tested else ()))
         for each in focus.heads[:FOCUS_HEADS]:
             p = [number(each.p, ".2g")] if is_tested else []
-            name = Text(each.head.name, style=f"bold {COLOURS[each.head.role.name]}")
+            name = Text(each.head.name, style=bold_colour(each.head.role))
             table.add_row(name, number(each.share, ".2f"), number(each.uniform, ".2f"), each.excess.text("z.2f"), *p)
         console.print(table)
         console.print(Text(f"{focus.verdict} {focus.note}".rstrip()))
 
 
 def link_texts(view: View, head: HeadView) -> list[str]:
-    """Return up to three of a head's strongest links as texts. A link is the attention of one word to the word that
-    it attends to most, written `tea → coffee 0.14`. If each of two words attends most to the other, and both weights
-    are larger than under uniform attention, their link is written `coffee ↔ tea 0.32/0.17` with both weights.
+    """Return up to three of a head's strongest links as texts: `tea → coffee 0.14`, or `coffee ↔ tea 0.32/0.17` with
+    both weights if each word attends most to the other, with more than under uniform attention.
     """
     texts = []
     for link in view.strongest_links(head, LINKS):
@@ -141,27 +130,20 @@ def _fitting(texts: list[str], width: int) -> str:
 
 
 def _heading(view: View, role: Role, count: int) -> Text:
-    """Return the heading printed above the heads of one role: the name of the role, the number of heads, and the rule
-    by which heads get this role.
-    """
-    return Text.assemble(
-        (view.role_title(role), f"bold {COLOURS[role.name]}"), f" · {counted(count, 'head')} · {role.rule}"
-    )
+    """Return the heading of the heads of one role: its name, the number of heads, and the rule of the role."""
+    return Text.assemble((view.role_title(role), bold_colour(role)), f" · {counted(count, 'head')} · {role.rule}")
 
 
 def _one_line(text: str) -> str:
-    """Return a text on one line of at most 300 characters. Control characters and runs of blanks become single spaces,
-    and the end of a longer text is replaced by an ellipsis.
-    """
+    """Return a text on one line of at most 300 characters, without control characters and runs of blanks."""
     line = "".join(character if character.isprintable() else " " for character in text)
     line = " ".join(line.split())
     return line if len(line) <= MAX_TITLE else line[: MAX_TITLE - 1] + "…"
 
 
 def _table(view: View, role: Role, members: list[HeadView], width: int) -> Table:
-    """Return a table with one line per head of a role: the mean of the statistic that decides the role (empty for the
-    mixed role), other mean statistics (fewer in a narrow terminal), and the strongest links between words that fit into
-    `width` columns.
+    """Return a table with one line per head of a role: the mean of the statistic that decides the role, other means
+    (fewer in a narrow terminal), and as many of the strongest links as fit into `width` columns.
     """
     names = ("entropy", "confidence") if width < NARROW else ("entropy", "confidence", "distance", "first")
     table = plain_table("head", "share", *names)
@@ -171,14 +153,13 @@ def _table(view: View, role: Role, members: list[HeadView], width: int) -> Table
         share = "" if role is MIXED else number(head.means[role.statistic], ".2f")
         numbers = [number(head.means.get(name), "z.2f") for name in names]
         links = _fitting(link_texts(view, head), width_of_links)
-        table.add_row(Text(head.name, style=f"bold {COLOURS[role.name]}"), share, *numbers, Text(links))
+        table.add_row(Text(head.name, style=bold_colour(role)), share, *numbers, Text(links))
     return table
 
 
 def _print_detail(view: View, head: HeadView, console: Console) -> None:
-    """Print a table for one head with one line per word: the keys that the word attends to most. For a short text,
-    whose attention weights are stored without pooling, the line also shows all attention weights of the word as shaded
-    characters.
+    """Print a table for one head with one line per word: the keys that it attends to most and, for a short text, whose
+    weights are stored without pooling, all its attention weights as shaded characters.
     """
     console.print(
         Text.assemble((f"head {head.name}", "bold"), f" · {view.role_title(head.role)} · what each word attends to")

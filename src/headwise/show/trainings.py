@@ -2,13 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from headwise.monitoring.alarms import Alarm, AlarmLimits
+from headwise.monitoring.alarms import AlarmLimits
 from headwise.monitoring.history import IDENTIFIERS, History
 from headwise.runs.rows import NO_ESTIMATE
 from headwise.show.records import Records
@@ -31,9 +30,8 @@ COLUMNS = {
 
 
 def print_study(study: Study, console: Console) -> None:
-    """Print the results of a study: a table of its head settings with the Pareto frontier marked, the invalid settings
-    that were left out, and the recommendation. Warnings name the settings for which fewer than 3 learning rates were
-    tried, and the settings that were trained with fewer seeds than planned.
+    """Print the results of a study: a table of its head settings with the Pareto frontier marked, the settings that
+    were left out or trained too little, and the recommendation.
     """
     metadata = study.metadata
     seeds = max((row.statistics["loss"].n for row in study.rows), default=0)
@@ -74,15 +72,9 @@ MOST_NAMED = 5
 
 
 def print_history(history: History, limits: AlarmLimits, console: Console, changed: int) -> None:
-    """Print the state of a training: its last observed step; for each statistic the smallest, the median and the
-    largest value of a head in this step, and the heads that changed most since the first step; and the alarms of the
-    last step by kind.
-
-    Args:
-        history: history with at least one step.
-        limits: limits of the alarms.
-        console: console to print on.
-        changed: number of heads to name for each statistic that changed most.
+    """Print the state of a training: for each statistic the smallest, the median and the largest value of a head in the
+    last observed step, and the `changed` heads that changed most since the first step; and the alarms of the last step
+    by kind.
     """
     first, last = history.steps[0], history.steps[-1]
     rows = history.rows(last)
@@ -104,13 +96,20 @@ def print_history(history: History, limits: AlarmLimits, console: Console, chang
     console.print()
     console.print(shown)
     console.print()
-    console.print(Text(_alarm_line(list(limits.alarms(rows)), last)), soft_wrap=True)
+    alarms = list(limits.alarms(rows))
+    kinds = []
+    for kind, count in Counter(alarm.kind for alarm in alarms).most_common():
+        heads = [f"{alarm.layer}.{alarm.head}" for alarm in alarms if alarm.kind == kind]
+        more = ", ..." if count > MOST_NAMED else ""
+        kinds.append(f"{count:,} {kind} ({', '.join(heads[:MOST_NAMED])}{more})")
+    line = f"alarms in step {last}: {', '.join(kinds)}" if kinds else f"no alarms in step {last}"
+    console.print(Text(line), soft_wrap=True)
 
 
 def history_records(history: History, limits: AlarmLimits) -> Records:
     """Return one row for each head in the last step: the columns of the history, and for each statistic its change
-    since the first step, with the suffix `_change`. The metadata are the settings of the run, the numbers of the
-    observed steps, and the alarms of the last step.
+    since the first step, with the suffix `_change`. The numbers of the observed steps and the alarms are among the
+    metadata.
     """
     last = history.steps[-1]
     names = history.statistics
@@ -125,15 +124,3 @@ def history_records(history: History, limits: AlarmLimits) -> Records:
         rows.append(record)
     alarms = [alarm._asdict() for alarm in limits.alarms(history.rows(last))]
     return Records(rows, {**history.settings, "steps": history.steps, "alarms": alarms})
-
-
-def _alarm_line(alarms: Sequence[Alarm], step: int) -> str:
-    """Return the number of alarms of each kind, with the first heads, the kinds with most alarms first."""
-    if not alarms:
-        return f"no alarms in step {step}"
-    kinds = []
-    for kind, count in Counter(alarm.kind for alarm in alarms).most_common():
-        heads = [f"{alarm.layer}.{alarm.head}" for alarm in alarms if alarm.kind == kind]
-        more = ", ..." if count > MOST_NAMED else ""
-        kinds.append(f"{count:,} {kind} ({', '.join(heads[:MOST_NAMED])}{more})")
-    return f"alarms in step {step}: {', '.join(kinds)}"

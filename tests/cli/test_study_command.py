@@ -5,16 +5,17 @@ import io
 import json
 import math
 import random
-import re
 import sys
 
 import jaxtyping
 import pytest
 
 import headwise as hw
-from command_lines import replacing
+from command_lines import files_in, printed_by, refusal, replacing
 from headwise.cli import app as cli
-from headwise.studies import study_result, text_study, trials
+from headwise.studies import study_result, text_study
+
+pytestmark = pytest.mark.usefixtures("as_user")
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "slept", "day"]
 SIZES = ("--heads", "1,2", "--params", "20k", "--embed-dim", 16, "--layers", 1, "--context", 16, "--vocabulary", 300)
@@ -29,14 +30,10 @@ def text(words, seed=0):
 
 def call(*arguments):
     """Run the command in this process and return its status, output and errors."""
-    argv, sys.argv = sys.argv, ["headwise", *map(str, arguments)]
     out, err = io.StringIO(), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = cli.run()
-    finally:
-        sys.argv = argv
-    return status, out.getvalue(), err.getvalue()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["headwise", *map(str, arguments)])
+        return cli.run(), out.getvalue(), err.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +44,6 @@ def texts(tmp_path_factory):
     (folder / "few.txt").write_text(text(30, 1))
     rows = [{"text": text(5 + n % 7, n), "label": ("odd", "even")[n % 2]} for n in range(40)]
     (folder / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "empty.txt").write_bytes(b"")
-    (folder / "tiny.txt").write_text("the cat sat")
-    (folder / "binary.txt").write_bytes(b"\x89PNG\0\0" * 99)
     (folder / "file").write_text("")
     return folder
 
@@ -65,7 +59,7 @@ def finished_study(texts, tmp_path_factory):
     return out, printed, err
 
 
-def test_study_prints_the_table_and_the_recommendation(finished_study):
+def test_study_prints_and_saves_the_table_and_the_recommendation(finished_study):
     out, printed, err = finished_study
     found = hw.Study.load(out)
     lines = printed.splitlines()
@@ -84,69 +78,39 @@ def test_study_prints_the_table_and_the_recommendation(finished_study):
     assert found.recommendation.sentence in printed
     assert lines[-1] == f"wrote {out}"
     assert "study" in err
-
-
-def test_study_writes_table_plot_database_and_models(finished_study):
-    out, _, _ = finished_study
-    assert {path.name for path in out.iterdir()} == {
-        *("study.parquet", "study.png", "study.db", "models"),
-    }
+    assert {path.name for path in out.iterdir()} == {"study.parquet", "study.png", "study.db", "models"}
     assert (out / "study.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in (out / "models").iterdir()} == {
-        f"{s}-seed-{n}" for s in ("1x16", "2x8") for n in (1, 2)
-    }
+    models = {f"{setting}-seed-{seed}" for setting in ("1x16", "2x8") for seed in (1, 2)}
+    assert {path.name for path in (out / "models").iterdir()} == models
 
 
-@pytest.mark.usefixtures("as_user")
 def test_a_finished_study_prints_the_same_again_without_training(finished_study, texts, monkeypatch):
     out, printed, _ = finished_study
     monkeypatch.setattr("headwise.studies.training.train", None)
     monkeypatch.setattr("headwise.studies.scheduler.train", None)
-    before = {path: path.read_bytes() for path in (out / "models").rglob("*") if path.is_file()}
+    before = files_in(out / "models")
     again = call("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
     assert again[:2] == (0, printed)
-    assert {path: path.read_bytes() for path in before} == before
+    assert files_in(out / "models") == before
 
 
-@pytest.mark.usefixtures("as_user")
-def test_a_folder_with_another_study_is_refused(finished_study, texts):
-    out, _, _ = finished_study
-    arguments = ("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".db"}
-    for name, more in {"seed": ("--seed", 1), "steps": ("--tokens", 2000), "space": ("--heads", "1,4")}.items():
-        status, printed, err = call(*replacing(arguments, more))
-        expected = f"a study that was started with the same {name}"
-        assert (status, printed) == (2, "")
-        assert err.splitlines()[-1] == (
-            f"headwise: out: expected {expected}, got another; --force (force=True) starts again"
-        )
-    assert {path: path.read_bytes() for path in before} == before
-
-
-@pytest.mark.usefixtures("as_user")
 def test_other_commands_run_on_a_saved_model(finished_study, texts, tmp_path):
     model = ("--model", finished_study[0] / "models" / "2x8-seed-1")
     data = ("--data", texts / "few.txt", "--documents", "cut", "--context", 16)
-    assert call("profile", *model, *data, "--out", tmp_path / "p", "--no-repeats")[0] == 0
-    assert [head.identifiers["head"] for head in hw.load_profile(tmp_path / "p").heads] == [0, 1]
-    status, printed, err = call("ablate", *model, *data, "--out", tmp_path / "a")
-    assert status == 0, err
+    printed_by(call("ablate", *model, *data, "--out", tmp_path / "a"))
     found = hw.Ablation.load(tmp_path / "a")
     assert found.metadata["settings"]["loss"] == "next_token_loss"
     assert 0.0 < found.baseline.value < math.log(300)
-    status, printed, err = call("view", "the cat sat on the mat", *model)
-    assert status == 0, err
-    assert "0.1" in printed or "layer" in printed
+    assert [head.identifiers["head"] for head in found.heads] == [0, 1]
+    assert "tokens, 2 heads" in printed_by(call("view", "the cat sat on the mat", *model))
 
 
-@pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize("task", ["mlm", "classify"])
 def test_masked_language_models_and_classifiers(task, texts, tmp_path):
     data = texts / ("labels.jsonl" if task == "classify" else "text.txt")
     options = ("study", "--task", task, "--data", data, "--out", tmp_path / "out", *SIZES, "--seeds", 1)
     more = ("--tokens", 640, "--trials", 1, "--heads", "2", "--kv-heads", "1,2", "--baseline", "2")
-    status, printed, err = call(*replacing(options, more))
-    assert status == 0, err
+    printed = printed_by(call(*replacing(options, more)))
     assert "2x8 (baseline)" in printed
     assert "undecided: one seed shows no variation; use two or more (--seeds, seeds=)" in printed
     assert {path.name for path in (tmp_path / "out" / "models").iterdir()} == {"2x8-seed-1", "2x8-kv1-seed-1"}
@@ -157,24 +121,18 @@ def test_masked_language_models_and_classifiers(task, texts, tmp_path):
         assert config["id2label"] == {"0": "even", "1": "odd"}
     model, few = tmp_path / "out" / "models" / "2x8-kv1-seed-1", texts / "few.txt"
     more = ("--data", few, "--documents", "cut", "--context", 16)
-    status, _, err = call("profile", "--model", model, *more, "--out", tmp_path / "p", "--no-repeats")
-    assert status == 0, err
+    printed_by(call("profile", "--model", model, *more, "--out", tmp_path / "p", "--no-repeats"))
     assert [head.kv_head for head in hw.load_profile(tmp_path / "p").heads] == [0, 0]
 
 
-@pytest.mark.usefixtures("as_user")
 def test_a_time_limit_and_the_tokenizer_of_another_model(finished_study, texts, tmp_path):
     model = finished_study[0] / "models" / "1x16-seed-1"
     sizes = ("--heads", "1", "--params", "20k", "--embed-dim", 16, "--layers", 1, "--context", 16)
-    status, printed, err = call(
-        *("study", "--data", texts / "text.txt", "--out", tmp_path / "out", "--budget", "60s", "--seeds", 1),
-        *(*sizes, "--tokenizer", model),
-    )
-    assert status == 0, err
+    options = ("--data", texts / "text.txt", "--out", tmp_path / "out", "--budget", "60s", "--seeds", 1)
+    printed = printed_by(call("study", *options, *sizes, "--tokenizer", model))
     assert "nothing to compare: fewer than two settings were trained to the end" in printed
 
 
-@pytest.mark.usefixtures("as_user")
 def test_a_time_limit_that_ends_before_the_first_training_leaves_an_empty_table(texts, tmp_path, monkeypatch):
     def no_training(definition, _budget, *, title, baseline, left_out, **_options):
         parameters = {setting.name: 20_000 for setting in definition.settings}
@@ -182,40 +140,24 @@ def test_a_time_limit_that_ends_before_the_first_training_leaves_an_empty_table(
         return study_result.collect_results((), definition.settings, parameters, metadata, 2, baseline)
 
     monkeypatch.setattr(text_study, "run_study", no_training)
-    status, printed, err = call("study", "--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, *SHORT)
-    assert status == 0, err
+    printed = printed_by(call("study", "--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, *SHORT))
     assert "nothing to compare: fewer than two settings were trained to the end" in printed
     assert not (tmp_path / "out" / "study.png").exists()
 
 
 AMOUNT, TIME = "expected an amount such as 1.5M or 300k, got", "expected a time such as 30m, 90s or 2h, got"
-BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
 
 
-@pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--data", "{texts}/empty.txt"], "data: expected at least one document, got no text in {texts}/empty.txt"),
-        (
-            ["--data", "{texts}/tiny.txt"],
-            "data: expected text of at least 160 tokens, for 10 sequences of 16 with one held out, "
-            "got # tokens in {texts}/tiny.txt",
-        ),
-        (["--data", "{texts}/binary.txt"], "data: expected text in {texts}/binary.txt, got a binary file"),
         (
             ["--data", "{texts}/no.txt"],
             "data: expected a file '{texts}/no.txt' that can be read, got No such file or directory",
         ),
         (["--out", "{texts}/file"], "out: expected a folder that can be created and written, got '{texts}/file'"),
-        (
-            ["--heads", "3,5"],
-            "space: expected at least one valid setting, got none: 3 heads do not divide embed_dim 16; "
-            "5 heads do not divide embed_dim 16",
-        ),
         (["--heads", "a"], "Invalid value for '--heads': expected numbers such as 1,2,4, got 'a'"),
         (["--heads", "1,,2"], "Invalid value for '--heads': expected numbers such as 1,2,4, got '1,,2'"),
-        (["--heads", "0"], "heads: expected a whole number of 1 or more, got 0"),
         (["--budget", "x"], f"Invalid value for '--budget': {TIME} 'x'"),
         (["--budget", "0"], f"Invalid value for '--budget': {TIME} '0'"),
         (["--budget", "3w"], f"Invalid value for '--budget': {TIME} '3w'"),
@@ -225,11 +167,6 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
         (
             ["--task", "classify"],
             "data: expected JSON lines, CSV or Parquet with a column 'label', got {texts}/text.txt",
-        ),
-        (["--params", "10"], "params: expected at least #,### for 1x16 at this width and depth, got 10"),
-        (
-            ["--storage", "foo://x"],
-            "storage: expected the URL of a database, got 'foo://x': Can't load plugin: sqlalchemy.dialects:foo",
         ),
         (
             ["--storage", "postgresql+psycopg2://me:se@cret@host/db"],
@@ -244,7 +181,6 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
             ["--data", "{texts}", "--out", "{texts}/out"],
             "out: expected a folder outside of the data, which would be read as data, got '{texts}/out' in '{texts}'",
         ),
-        (["--baseline", "3x"], f"{BASELINE} '3x'"),
         (
             ["--baseline", "3"],
             "baseline: expected a valid setting, got '3': 3 heads do not divide embed_dim 16",
@@ -257,46 +193,20 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
             ["--device", "abacus"],
             "device: expected a device that torch can use, got 'abacus'; use --device cpu (device='cpu')",
         ),
-        (["--vocabulary", "9"], "vocabulary: expected at least 259, for bytes and special tokens, got 9"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(more, sentence, texts, tmp_path):
-    before = {path: path.read_bytes() for path in texts.rglob("*") if path.is_file()}
+    before = files_in(texts)
     options = ("--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, *SHORT)
-    status, out, err = call("study", *replacing(options, (part.format(texts=texts) for part in more)))
-    assert (status, out) == (2, "")
-    expected = re.escape(f"headwise: {sentence.format(texts=texts)}").replace(r"\#,\#\#\#", r"\d+,\d{3}")
-    assert re.fullmatch(expected.replace(r"\#", r"\d+"), err.rstrip("\n")), err
-    assert {path: path.read_bytes() for path in texts.rglob("*") if path.is_file()} == before
+    refused = refusal(call("study", *replacing(options, (part.format(texts=texts) for part in more))))
+    assert refused == sentence.format(texts=texts)
+    assert files_in(texts) == before
     assert not (tmp_path / "out" / "study.parquet").exists()
 
 
-@pytest.mark.usefixtures("as_user")
 def test_a_mistake_with_force_keeps_the_old_models(finished_study, texts):
     models = finished_study[0] / "models"
-    before = {path: path.read_bytes() for path in models.rglob("*") if path.is_file()}
+    before = files_in(models)
     arguments = ("study", "--data", texts / "text.txt", "--out", finished_study[0], *SIZES, *SHORT, "--force")
     assert call(*arguments, "--device", "abacus")[0] == 2
-    assert {path: path.read_bytes() for path in models.rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.usefixtures("as_user")
-def test_a_time_limit_that_is_too_short_is_refused(texts, tmp_path):
-    options = ("--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, "--seeds", 50)
-    status, out, err = call("study", *options, "--budget", "2s")
-    assert (status, out) == (2, "")
-    last = err.splitlines()[-1]
-    remedy = "fewer settings or seeds, or smaller models, need less time"
-    expected = r"(more time|at least \d+ s) for trainings of 20 steps of 2 settings"
-    assert re.fullmatch(rf"headwise: budget: expected {expected}, got 2 s; {remedy}", last), err
-
-
-@pytest.mark.usefixtures("as_user")
-def test_an_unusable_database_is_refused(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(trials.time, "sleep", lambda _seconds: None)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "study.db").write_bytes(b"not a database, and longer than the header of one: " * 9)
-    status, out, err = call("study", "--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, *SHORT)
-    assert (status, out) == (2, "")
-    url = f"sqlite:///{tmp_path}/out/study.db"
-    assert err == (f"headwise: storage: expected a usable database, got {url!r}: file is not a database\n")
+    assert files_in(models) == before
