@@ -304,26 +304,27 @@ def test_a_folder_with_another_study_is_refused(name, smallest, smallest_copy):
     assert loss.steps > 0 or name == "loss"
 
 
-def test_models_of_another_size_make_another_study(smallest_copy):
-    class Larger(Toy):
-        def __init__(self, setting):
-            super().__init__(setting)
-            self.out = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 11))
-
-    sentence = (
-        "out: expected a study that was started with the same model, got another; --force (force=True) starts again"
-    )
-    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-        study((ONE,), trials=1, seeds=1, model=Larger, out=smallest_copy)
+class LargerToy(Toy):
+    def __init__(self, setting):
+        super().__init__(setting)
+        self.out = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 11))
 
 
-def test_other_held_out_batches_make_another_study(smallest_copy):
-    sentence = (
-        "out: expected a study that was started with the same data, got another; --force (force=True) starts again"
-    )
-    for held_out in (sequences(3, 5), sequences(2, 1)):
-        with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-            study((ONE,), trials=1, seeds=1, out=smallest_copy, held_out=held_out)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("model", {"model": LargerToy}), *(("data", {"held_out": each}) for each in (sequences(3, 5), sequences(2, 1)))],
+)
+def test_other_models_and_held_out_batches_make_another_study(name, options, smallest_copy):
+    with pytest.raises(hw.InputError, match=f"^out: expected a study that was started with the same {name}, got anot"):
+        study((ONE,), trials=1, seeds=1, out=smallest_copy, **options)
+
+
+def test_other_options_of_the_loss_make_another_study(tmp_path):
+    options = {"trials": 1, "seeds": 1, "steps": 1, "out": tmp_path}
+    study((ONE,), loss=hw.MaskedTokenLoss(10, share=0.4), **options)
+    sentence = "^out: expected a study that was started with the same loss options, got another; "
+    with pytest.raises(hw.InputError, match=sentence):
+        study((ONE,), loss=hw.MaskedTokenLoss(10, share=0.2), **options)
 
 
 def test_a_learning_rate_with_which_training_diverges_is_not_used():

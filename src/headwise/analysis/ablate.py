@@ -39,6 +39,7 @@ from headwise.intercept.interceptor import Call, Change, SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.survey import survey
 from headwise.progress import progress_bar
+from headwise.runs.checkpoint import storable
 from headwise.runs.data_pass import Pass, PassProgress, prepare_texts
 from headwise.runs.rows import MeanEstimate
 from headwise.settings import UNIT_KINDS
@@ -158,6 +159,7 @@ def _names_of_units(units: str | HeadSets) -> str | dict[str, list[str]]:
     return names
 
 
+@storable
 @dataclass
 class AblationProgress(PassProgress):
     """Partial result of an ablation in one process: the loss of each example so far, in the unchanged model and without

@@ -22,13 +22,7 @@ POSITIONAL = ""
 
 
 def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield each batch of a data set as a dictionary of the model's arguments by name. A batch that is a tensor instead
-    of a mapping becomes a dictionary with one entry under the empty string, which stands for the model's first
-    positional argument.
-
-    Raises:
-        InputError: the data set cannot be iterated, or a batch is neither a tensor nor a mapping that contains tensors.
-    """
+    """Yield each batch of a data set, a tensor or a mapping that contains tensors, as `arguments_of` returns it."""
     if not isinstance(dataset, Iterable):
         raise InputError("dataset", expected="Texts, or batches", got=type(dataset).__name__)
     for batch in dataset:
@@ -42,7 +36,7 @@ def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 def arguments_of(batch: Any) -> dict[str, Any] | None:
     """Return a batch as a dictionary of the model's arguments by name; None if it is neither a tensor nor a mapping
-    that contains tensors. The name of a single tensor is the empty string.
+    that contains tensors. The name of a single tensor, the model's first positional argument, is the empty string.
     """
     if isinstance(batch, Tensor):
         return {POSITIONAL: batch}
@@ -53,12 +47,7 @@ def arguments_of(batch: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class NumberedBatches:
-    """Batches in memory whose sequences have known documents.
-
-    Attributes:
-        batches: arguments of the model by name.
-        documents: number of the document of each sequence, in the order of the batches.
-    """
+    """Batches in memory, dictionaries of the model's arguments, with the number of the document of each sequence."""
 
     batches: Sequence[dict[str, Tensor]]
     documents: Sequence[int]
@@ -92,9 +81,8 @@ def copied(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Run the model on a batch, a dictionary of arguments by name as `iterate_batches` yields it, and return the
-    model's output. An entry under the empty string is passed as the first positional argument. All tensors must already
-    be on the model's device. A displayed progress bar moves while the model runs.
+    """Run the model on a batch as `iterate_batches` yields it, on the model's device, and return the output. A
+    displayed progress bar moves while the model runs.
     """
     arguments = dict(batch)
     with moving_with(model):
@@ -108,9 +96,7 @@ def floating_tensors(output: Any) -> list[Tensor]:
 
 
 def with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with the argument `use_cache=False` added, if the model's `forward` has this argument and the
-    batch does not set it.
-    """
+    """Return the batch with `use_cache=False` added, if `model.forward` has this argument and the batch does not."""
     has_argument = "use_cache" in inspect.signature(model.forward).parameters
     return {"use_cache": False, **batch} if has_argument else batch
 
@@ -120,9 +106,9 @@ DATA = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_v
 
 
 def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of sequences in a batch, and the number of tokens in all of them. Padding is not counted if the
-    batch has an attention mask of shape `(sequences, tokens)`. The data are the argument with one of the names in
-    `DATA`, or the first tensor.
+    """Return the number of sequences in a batch, and the number of tokens in all of them, without padding if the batch
+    has an attention mask of shape `(sequences, tokens)`. The data are the argument with one of the names in `DATA`, or
+    the first tensor.
     """
     mask = batch.get("attention_mask")
     first_tensor = next(value for value in batch.values() if isinstance(value, Tensor))

@@ -61,20 +61,8 @@ def random_repeats(
 
 
 def repeats_for_model(model: nn.Module, avoid: Collection[int], tokenizer: Any = None) -> Int[Tensor, "samples length"]:
-    """Draw 10 sequences of random token ids from a model's vocabulary, without the ids in `avoid`. In each sequence, a
-    series of 25 distinct ids occurs 4 times in a row. Special tokens of the tokenizer (none if `tokenizer` is None) are
-    added at the start and end of each sequence.
-
-    Args:
-        model: a model with `get_input_embeddings()`, which determines the vocabulary.
-        avoid: ids that are never drawn.
-        tokenizer: its tokenizer; None adds no special tokens.
-
-    Returns:
-        ids of shape `(samples, length)`: 10 samples of 25 distinct tokens, 4 times, and special tokens.
-
-    Raises:
-        InputError: the model's vocabulary is unknown, or the model accepts fewer tokens.
+    """Return `random_repeats` of the protocol from a model's vocabulary without the ids in `avoid`, between the special
+    tokens that a tokenizer adds. Refuse a model whose vocabulary is unknown, or that accepts fewer tokens.
     """
     any_model: Any = model
     embeddings = any_model.get_input_embeddings() if hasattr(any_model, "get_input_embeddings") else None

@@ -38,9 +38,7 @@ class _Sequence(NamedTuple):
 
 
 def batches_of(sequences: Iterable[Int[Tensor, "_"]], size: int) -> Iterator[dict[str, Int[Tensor, "_ _"]]]:
-    """Yield batches of at most `size` sequences of one length, with `input_ids` and `attention_mask`: the longest
-    sequences first, and equally long ones in their order.
-    """
+    """Yield batches of at most `size` sequences of one length, longest first, and equally long ones in their order."""
     for _, same_length in groupby(sorted(sequences, key=len, reverse=True), key=len):
         while rows := list(islice(same_length, size)):
             ids = torch.stack(rows).long()
@@ -252,8 +250,7 @@ class Texts:
 
     def _tokens_of_documents(self) -> Iterator[tuple[list[int], str]]:
         """Yield the tokens of each document, as `_parts` does, with the location of the document. Documents without
-        tokens, or with white space alone, are left out, but have a number; a document that is not valid Unicode raises
-        `InputError`.
+        tokens, or with white space alone, are left out, but have a number; one that is not valid Unicode is refused.
         """
         read = read_documents if isinstance(self.source, str | Path) else documents_in_memory
         source: Any = self.source

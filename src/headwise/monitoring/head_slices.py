@@ -81,12 +81,7 @@ def is_known(module: nn.Module) -> bool:
 
 
 def head_slices(model: nn.Module, path: str) -> HeadSlices:
-    """Return the slices that compute the query and the key of each head of the attention module at `path`.
-
-    Raises:
-        InputError: the module is of no known family, its logits do not scale with its projections, or its projections
-            do more than to multiply by a weight.
-    """
+    """Return the slices that compute the query and the key of each head of the attention module at `path`."""
     module = model.get_submodule(path)
     if reason := _why_not(module):
         raise _refused(path, module, reason)
@@ -104,8 +99,8 @@ def head_slices(model: nn.Module, path: str) -> HeadSlices:
 
 
 def _why_not(module: Any) -> str | None:
-    """Return what keeps the logits of an attention module from following a factor of its query and key projections,
-    as a noun phrase; None for nothing.
+    """Return what keeps the logits of an attention module from following a factor of its query and key projections, as
+    a noun phrase; None for nothing.
     """
     if isinstance(module, DifferentialAttention):
         return "two maps of each head, of which the logits of one are unknown,"
@@ -132,13 +127,8 @@ product is exact, unless the order of sums differs between calls."""
 
 
 def require_scalable(model: nn.Module, slices: Iterable[HeadSlice]) -> None:
-    """Raise `InputError` unless the slices can be multiplied by factors, with the effect that the output features of
-    their projections are multiplied by these factors, and nothing else changes. Projections are called with random
-    inputs to confirm it, with slices that are multiplied by 1/2 and restored.
-
-    Args:
-        model: the model.
-        slices: the slices.
+    """Raise `InputError` unless factors of the slices multiply the output features of their projections and change
+    nothing else. Projections are called with random inputs to confirm it, with slices that are halved and restored.
     """
     by_parameter = _by_parameter(slices)
     by_owner: dict[str, dict[str, list[HeadSlice]]] = {}
@@ -245,12 +235,8 @@ def _require_linear(path: str, projection: nn.Module) -> None:
 
 @torch.no_grad()
 def _scales(projection: Any, slices_of: Mapping[str, Sequence[HeadSlice]]) -> bool:
-    """Return True if the output of a projection for random inputs follows from its output before, when slices of its
-    parameters are multiplied by 1/2: the features of these slices are multiplied by 1/2, and the others unchanged.
-
-    Args:
-        projection: module whose parameters have the slices; they are restored.
-        slices_of: slices by the name of the parameter in the module.
+    """Return True if halving slices of a projection's parameters, by the parameter's name, halves the features of these
+    slices for random inputs, and no others. The slices are restored.
     """
     weight, axis = projection.weight, slices_of["weight"][0].axis
     generator = torch.Generator().manual_seed(0)
@@ -285,15 +271,8 @@ Rows = dict[str, tuple[int, ...]]
 def derived_slices(
     model: nn.Module, heads: Mapping[str, int | None], inputs: Mapping[str, Any]
 ) -> dict[str, HeadSlices]:
-    """Return the slices that compute the query and the key of each head of attention modules of unknown classes.
-
-    Args:
-        model: the model.
-        heads: number of query heads by the path of the module; None if it is unknown.
-        inputs: arguments of the model.
-
-    Raises:
-        InputError: a module does not run on these, or its logits do not follow from linear maps of its own.
+    """Return the slices of each head of attention modules of unknown classes, from the number of query heads (None if
+    it is unknown) by the path of the module, and arguments of the model.
     """
     slices: dict[str, HeadSlices] = {}
 
@@ -324,14 +303,8 @@ def derived_slices(
 
 
 class _Logits(TorchFunctionMode):
-    """Mode that records the logits of attention calls: products of queries and keys, or arguments of softmax.
-
-    Args:
-        replacements: what takes the place of queries and keys, or of arguments of softmax, after they are recorded.
-
-    Attributes:
-        recorded: the logits.
-        inputs: queries and keys, or the argument of softmax, of each call.
+    """Mode that records the logits of attention calls, and their `inputs`: queries and keys, or the argument of
+    softmax. In place of these, attention is then computed from the `replacements` of each call.
     """
 
     def __init__(self, replacements: Sequence[tuple[Tensor, ...]] = ()) -> None:
@@ -371,8 +344,8 @@ def _of_module(
     """Return the slices of each head of one attention module, which runs with these arguments."""
 
     def run(replacements: Sequence[tuple[Tensor, ...]] = ()) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Tensor]]:
-        """Return the logits `(batch, heads, queries, keys)` of a run of the module, queries and keys, or the argument
-        of softmax, of each attention call, and the tensors that the module returned.
+        """Return the logits `(batch, heads, queries, keys)` of a run of the module, queries and keys or the argument of
+        softmax of its attention call, and the tensors that the module returned.
         """
         with _Logits(replacements) as mode:
             output = module.forward(*args, **kwargs)

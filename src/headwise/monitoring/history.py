@@ -117,8 +117,8 @@ class History:
         return sorted((each for each in changes if each[2] == each[2]), key=lambda each: -abs(each[2]))
 
     def append(self, step: int, rows: Iterable[Row]) -> None:
-        """Add the rows of an observed step, in place of those that were observed for the same step before. With a run
-        folder, they are written before this method returns.
+        """Add the rows of an observed step, in place of earlier ones of the same step. With a run folder, they are
+        written before this method returns.
         """
         rows = [{"step": step, **row} for row in rows]
         if self.folder is not None:
@@ -130,8 +130,8 @@ class History:
         self._rows[step], self.latest = rows, step
 
     def abandon(self, step: int) -> None:
-        """Leave out the steps from `step` on, which a resumed training makes again. Their files remain in the run
-        folder, in a folder of their own.
+        """Leave out the steps from `step` on, which a resumed training makes again. Their files move to a folder of
+        their own.
         """
         for number in [each for each in self.steps if each >= step]:
             if self.folder is not None:
@@ -140,7 +140,6 @@ class History:
             del self._rows[number]
 
     def _file(self, step: int) -> Path:
-        """Return the path of the file of a step in the run folder."""
         assert self.folder is not None
         return self.folder / STEPS_FOLDER / f"{step:012d}.parquet"
 
@@ -170,12 +169,7 @@ class History:
 
     @staticmethod
     def create(folder: Path, settings: Mapping[str, Any]) -> "History":
-        """Return the history in a run folder, which is created if it has none.
-
-        Raises:
-            InputError: the folder has a run with other settings.
-            MissingExtra: pyarrow is not installed.
-        """
+        """Return the history in a run folder, which is created if it has none; refuse a run with other settings."""
         _parquet()
         if (folder / SETTINGS_FILE).exists():
             history = History.load(folder)
@@ -247,18 +241,15 @@ class History:
 
 
 def head_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Return what identifies the head of a row in all steps: its module, the kind of attention, and its number. Numbers
-    of layers may differ between steps in which different modules ran.
+    """Return what identifies the head of a row in all steps: module, kind of attention and number. Numbers of layers
+    may differ between steps in which different modules ran.
     """
     return row["module"], row["kind"], row["head"]
 
 
 def _rows_of_file(file: Path) -> list[Row]:
-    """Return the rows of the step in a file, which is named like it.
-
-    Raises:
-        ValueError: the file has another content.
-        OSError, NotImplementedError: Arrow cannot read the file.
+    """Return the rows of the step in a file, which is named like it; raise `ValueError` if it has another content, or
+    an error of Arrow.
     """
     rows: list[Row] = _parquet().ParquetFile(file, page_checksum_verification=True).read().to_pylist()
     for row in rows:

@@ -31,14 +31,8 @@ INDICATORS = frozenset({"entropy", "output_norm"})
 class TrainingObserver(StatisticsObserver):
     """Interceptor that adds the statistics of the attention calls in a training forward pass to `heads`. The model's
     own functions compute all outputs, so these have the same bits as without it. Calls of modules in evaluation mode,
-    and calls that activation checkpointing repeats, are not observed.
-
-    Args:
-        model: the model.
-        heads: results to add to.
-        statistics: names of the statistics to compute.
-        sequences: number of sequences of each module after which further calls of the model are not observed in it;
-            None for no limit. Calls of the model that have begun are observed to their end.
+    and calls that activation checkpointing repeats, are not observed; nor are further calls of the model in a module
+    after a number of `sequences`.
 
     Attributes:
         inputs: arguments of the latest call of the model, by name; None before the first one.

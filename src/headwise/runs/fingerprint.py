@@ -43,19 +43,9 @@ INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
 def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
-    """Collect the settings that determine a run's numbers, as JSON-compatible values: the model (its name `title`,
-    class, data type, device and a hash of its weights), the data options of `texts`, the versions of packages, and the
-    run's other arguments (`settings`). If `title` is None, the name is that of its hub id, folder or class. A stopped
-    run resumes only with equal settings.
-
-    Args:
-        model: the model; a hash of its weights identifies it.
-        texts: the texts that it reads, whose options are recorded; None for other data.
-        title: the model's name for display; by default the last part of its hub id, its folder, or its class.
-        settings: the other arguments of the run, JSON-compatible.
-
-    Returns:
-        a dictionary with the keys "model", "data", "versions" and "settings".
+    """Return the settings that determine a run's numbers, JSON-compatible: the model with a hash of its weights (named
+    `title`, or by its hub id, folder or class), the options of `texts` (None for other data), the versions of packages,
+    and the run's other arguments `settings`. A stopped run resumes only with equal settings.
     """
     identity, versions = identity_of(model), {}
     for package in ("headwise", "torch", "transformers"):
@@ -122,7 +112,7 @@ def _computing(fields: Any) -> Any:
 
 
 def attention_digest(model: nn.Module, paths: Iterable[str]) -> str:
-    """Return a hash of the weights of a model's modules at the given paths, which does not depend on the paths. A path
+    """Return a hash of the weights of the modules at the given paths, which does not depend on the paths. A path
     without a module does not count.
     """
     modules = dict(model.named_modules())
@@ -136,15 +126,9 @@ def text_options(texts: Texts) -> dict[str, Any]:
 
 
 def hashed_state(module: nn.Module, *, without: Sequence[str] = ()) -> Iterator[Any]:
-    """Yield each entry of a module's `state_dict`: its name, and for each tensor in it the dtype, the shape and the
-    hashes of its values, such as for the tensors in the packed weights of a quantised layer. Other values are pickled.
-
-    Args:
-        module: the module.
-        without: paths of modules inside of it whose entries are left out, and names of single entries.
-
-    Raises:
-        InputError: the values of an entry are not in memory, or cannot be read.
+    """Yield each entry of a module's `state_dict`: its name, and for each tensor in it, such as those in the packed
+    weights of a quantised layer, the dtype, the shape and the hashes of its values. Other values are pickled. Entries
+    inside the modules at the paths `without`, and single entries named there, are left out.
     """
     factors: dict[torch.device, Tensor] = {}
     for name, entry in module.state_dict().items():
@@ -175,9 +159,6 @@ def hashed_state(module: nn.Module, *, without: Sequence[str] = ()) -> Iterator[
 def _parts(name: str, value: Any) -> Iterator[Any]:
     """Yield a value; or, in place of a tensor that wraps others, such as the scaled integers of a quantised weight,
     these tensors and what the wrapper states of them.
-
-    Raises:
-        InputError: a tensor neither has memory nor names the tensors that it wraps.
     """
     if is_traceable_wrapper_subclass(value):
         names, context = value.__tensor_flatten__()
@@ -214,9 +195,8 @@ def _plain(name: str, value: Tensor) -> Tensor:
 
 def _block_hashes(value: Tensor, factors: Int[Tensor, "block"]) -> Int[Tensor, "blocks"]:
     """Return a hash of each block of a tensor's bits: the sum of the block's integers, each multiplied by a random odd
-    number, modulo 2**64. A change of one integer always changes the hash; changes of several do so with a
-    probability of at least 1 - 2**-32 (multilinear hashing: Carter and Wegman, Universal Classes of Hash Functions,
-    1979).
+    number, modulo 2**64. A change of one integer always changes the hash; changes of several do so with a probability
+    of at least 1 - 2**-32 (multilinear hashing: Carter and Wegman, Universal Classes of Hash Functions, 1979).
     """
     if value.is_complex():
         value = torch.view_as_real(value)

@@ -67,9 +67,7 @@ def _bits(weight: Float[Tensor, "rows columns"]) -> int | None:
 
 
 def _have_copies(of_lines: Float[Tensor, "lines blocks size"]) -> Bool[Tensor, " blocks"]:
-    """Return True for blocks whose different columns are so few that the small number of their values is no sign of
-    quantisation.
-    """
+    """Return True for blocks whose different columns are so few that few values are no sign of quantisation."""
     flat = of_lines.float().flatten(1)
     columns: Tensor = torch.unique(flat, dim=1, return_inverse=True)[1]
     columns = columns.view(-1, BLOCK).sort(1).values

@@ -127,9 +127,8 @@ class Table(Generic[RowT]):
         return self._data_frame(lambda estimate: estimate.sem)
 
     def _data_frame(self, part: Callable[[MeanEstimate], float]) -> Any:
-        """Return a pandas DataFrame with one row per row of this table. It has the columns that identify the row, and
-        for each statistic the number that `part` returns for the row's `MeanEstimate`, such as the mean or the standard
-        error.
+        """Return a pandas DataFrame with the columns that identify each row, and for each statistic the number that
+        `part` returns for its estimate, such as the mean or the standard error.
         """
         pandas = require("pandas", purpose="a table", extra="tables")
         return pandas.DataFrame(
@@ -287,10 +286,8 @@ def require_statistic(name: str, available: Iterable[str]) -> None:
 
 
 def require_parquet(name: str) -> None:
-    """Raise `MissingExtra` if pyarrow, which is needed to read and write tables, is not installed. The message states
-    the name of the table, `name`.
-
-    Long runs call this first, so that a missing package does not cost their results.
+    """Raise `MissingExtra`, with the name of a table, if pyarrow, which reads and writes tables, is not installed. Long
+    runs call this first, so that a missing package does not cost their results.
     """
     require("pyarrow.parquet", purpose=f"{name} in a folder", extra="tables")
 

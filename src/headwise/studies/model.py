@@ -53,8 +53,7 @@ DECODED_TOKENS = 48
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Properties that all models of a study share: width, depth, vocabulary, intended number of parameters, and the
-    kind (decoder, encoder or classifier).
+    """Width, depth, vocabulary, kind and size that all models of a study share.
 
     Attributes:
         vocabulary: number of tokens.
@@ -74,10 +73,7 @@ class ModelShape:
 
     def mlp_dim(self, setting: Setting) -> int:
         """Return the hidden width of each layer's MLP with which a model with the heads of `setting` comes closest to
-        the intended number of parameters.
-
-        Raises:
-            InputError: the heads leave no parameters for the MLP.
+        the intended number of parameters; raise `InputError` if none are left for the MLP.
         """
         attention = 2 * self.embed_dim * setting.head_dim * (setting.num_heads + setting.num_kv_heads)
         norms = self.embed_dim * (2 * self.layers + 1)
@@ -100,20 +96,10 @@ class ModelShape:
         layers: int | None = None,
         **other: Any,
     ) -> "ModelShape":
-        """Return the shape whose depth (1 to 48 layers) and width give a number of parameters closest to `parameters`.
-        The width is about 40 features per layer, divisible by all numbers of heads where possible. `layers` or
-        `embed_dim`, if set, is used unchanged.
-
-        With heads of `embed_dim / heads`, a layer has about 12 embed_dim^2 parameters, and its MLP a width of 2.7
-        embed_dim (Shazeer 2020).
-
-        Args:
-            parameters: intended number of parameters.
-            vocabulary: number of tokens.
-            heads: numbers of query heads that are compared.
-            embed_dim: width of the model, if it is given.
-            layers: number of layers, if it is given.
-            other: further attributes of the shape.
+        """Return the shape whose depth (1 to 48 layers, or `layers`) and width (`embed_dim`, or about 40 features per
+        layer, divisible by all numbers of `heads` where possible) give a number of parameters closest to `parameters`.
+        A layer with heads of `embed_dim / heads` has about 12 embed_dim^2 of them, and an MLP of width 2.7 embed_dim
+        (Shazeer 2020).
         """
         common = 2 * math.lcm(*heads)
         step = common if common <= MAX_COMMON_MULTIPLE else 2
@@ -130,7 +116,6 @@ class ModelShape:
         ]
 
         def deviation(shape: ModelShape) -> float:
-            """Return |log(estimated parameters / intended parameters)|."""
             usual = vocabulary * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2
             return abs(math.log(usual / parameters))
 
@@ -138,18 +123,9 @@ class ModelShape:
 
 
 class Transformer(nn.Module):
-    """Small pre-norm transformer for studies, with rotary positions and SwiGLU: a decoder, encoder or classifier.
-    `setting` is the number of heads, their dimension and the number of key/value heads, the same in every layer. The
-    width of the MLPs is chosen so that models with different heads have about the same number of parameters.
-
-    Its parameters have the names of Llama in `transformers`, to which it can be converted.
-
-    Args:
-        shape: width, depth, vocabulary and number of parameters.
-        setting: heads of each layer.
-
-    Raises:
-        InputError: the attention needs so many parameters that none are left for the MLP.
+    """Small pre-norm transformer for studies, with rotary positions and SwiGLU: a decoder, encoder or classifier. Its
+    layers have the heads of `setting`. Its parameters have the names of Llama in `transformers`, to which it can be
+    converted.
     """
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
@@ -163,8 +139,7 @@ class Transformer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialize biases with 0, norm weights with 1, and weight matrices from a normal distribution with standard
-        deviation 0.02. Matrices whose output is added to the residual stream have this standard deviation divided by
-        sqrt(2 x layers).
+        deviation 0.02, divided by sqrt(2 x layers) if their output is added to the residual stream.
         """
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
@@ -180,13 +155,9 @@ class Transformer(nn.Module):
         caches: Sequence[Cache] | None = None,
     ) -> Float[Tensor, "batch length vocabulary"] | Float[Tensor, "batch classes"]:
         """Return the vocabulary logits of every token (batch, length, vocabulary) or, for a classifier, the class
-        logits of every sequence (batch, classes). `attention_mask` is 0 at padding, otherwise 1. `caches`, one per
-        layer, contain the keys and values of earlier tokens; those of `input_ids` are appended to them.
-
-        Args:
-            input_ids: token ids.
-            attention_mask: 0 where a token is padding, which must be on the right.
-            caches: one cache per layer, with the keys and values of the tokens before `input_ids`.
+        logits of every sequence (batch, classes). `attention_mask` is 0 at padding, which must be on the right,
+        otherwise 1. `caches`, one per layer, contain the keys and values of earlier tokens; those of `input_ids` are
+        appended to them.
         """
         is_token = None if attention_mask is None else attention_mask.bool()
         x = self.embed_tokens(input_ids)
@@ -202,9 +173,7 @@ class Transformer(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm transformer layer: self-attention with the numbers of heads in `setting`, then a SwiGLU MLP. An RMSNorm
-    precedes self-attention and the MLP; the output of each is added to the input of its norm.
-    """
+    """Pre-norm transformer layer: self-attention with the heads of `setting`, then a SwiGLU MLP."""
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
         super().__init__()
@@ -228,8 +197,7 @@ class TransformerLayer(nn.Module):
         cache: Cache | None = None,
     ) -> Float[Tensor, "batch length embed"]:
         """Return `x` after self-attention and the MLP, each of which adds its output to its input. No token attends to
-        padding, where `is_token` is False. With a `cache`, the keys and values of `x` are appended to it, and tokens
-        also attend to the earlier tokens in it.
+        padding, where `is_token` is False.
         """
         mask = None if is_token is None else dense(is_token[:, None, None, :])
         x = x + self.self_attn(self.input_layernorm(x), mask=mask, cache=cache)
@@ -247,17 +215,13 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(width, embed_dim, bias=False)
 
     def forward(self, x: Float[Tensor, "... embed"]) -> Float[Tensor, "... embed"]:
-        """Return `down(silu(gate(x)) * up(x))`, the output of the gated MLP for each token, with as many features as
-        `x`.
-        """
+        """Return `down(silu(gate(x)) * up(x))`."""
         y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return y
 
 
 class ClassifierHead(nn.Module):
-    """Output layer of a sequence classifier: a linear layer, a GELU and a second linear layer compute class logits for
-    each token, which are averaged over the tokens of a sequence.
-    """
+    """Output layer of a sequence classifier: class logits of each token, averaged over the tokens of a sequence."""
 
     def __init__(self, embed_dim: int, classes: int) -> None:
         super().__init__()
@@ -267,9 +231,7 @@ class ClassifierHead(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length embed"], is_token: Bool[Tensor, "batch length"] | None
     ) -> Float[Tensor, "batch classes"]:
-        """Return the class logits of each sequence: those of its tokens, averaged over all tokens except padding, where
-        `is_token` is False.
-        """
+        """Return the class logits of each sequence, averaged over its tokens, where `is_token` is True."""
         logits: Tensor = self.classifier(F.gelu(self.dense(x)))
         if is_token is None:
             return logits.mean(1)
@@ -277,8 +239,8 @@ class ClassifierHead(nn.Module):
 
 
 def decode_speed(model: Transformer, context: int) -> float:
-    """Return the decoding speed of a model in tokens per second: 1 / the median time of 48 steps. Each step processes
-    one token at batch size 1, with a key/value cache that contains `context` tokens before the first step.
+    """Return the decoding speed in tokens per second: 1 / the median time of 48 steps, each of one token at batch size
+    1, with a key/value cache that contains `context` tokens before the first step.
     """
     device = device_of(model)
     ids = torch.arange(context, device=device)[None] % model.shape.vocabulary
@@ -309,19 +271,8 @@ POSITIONS_FACTOR = 4
 def save_model(
     model: Transformer, tokenizer: Any, folder: str | Path, *, context: int, labels: Sequence[str] = ()
 ) -> None:
-    """Save a trained study model in float32, with its configuration and tokenizer, to a folder in Hugging Face format.
-    `transformers` loads it as a Llama if it is a decoder, as a EuroBERT if it is an encoder or a classifier.
-
-    Args:
-        model: a trained model.
-        tokenizer: a `transformers` tokenizer.
-        folder: folder that is created.
-        context: tokens per training sequence.
-        labels: labels of a classifier's classes.
-
-    Raises:
-        InputError: the model is an encoder, and this version of `transformers` has no EuroBERT.
-        MissingExtra: `transformers` is not installed.
+    """Save a trained study model in float32, with its configuration, its tokenizer and the `labels` of a classifier's
+    classes, to a folder in Hugging Face format, for training sequences of `context` tokens.
     """
     converted = as_transformers(model, tokenizer, context=context)
     if labels:
@@ -332,8 +283,8 @@ def save_model(
 
 
 def as_transformers(model: Transformer, tokenizer: Any, *, context: int) -> Any:
-    """Convert a study model to a `transformers` model with the same weights, and return it in evaluation mode: a Llama
-    for a decoder, a EuroBERT for an encoder or a classifier.
+    """Return a study model as a `transformers` model with the same weights, in evaluation mode: a Llama for a decoder,
+    a EuroBERT for an encoder or a classifier.
     """
     transformers = require_transformers()
     shape, setting = model.shape, model.setting

@@ -47,20 +47,9 @@ PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 
 
 def train_tokenizer(source: str | Path, column: str, vocabulary: int) -> Any:
-    """Train a byte-level byte-pair tokenizer (Sennrich et al. 2016) on the texts of the file or folder `source`, and
-    return it as a `transformers` tokenizer with at most `vocabulary` tokens. The same texts yield the same tokenizer.
-
-    Args:
-        source: file or folder: text, JSON lines, CSV or Parquet.
-        column: column with the text.
-        vocabulary: largest number of tokens.
-
-    Returns:
-        A `transformers` tokenizer with tokens for padding, end of text and masking.
-
-    Raises:
-        InputError: the data cannot be read or is empty; the vocabulary is smaller than the byte alphabet.
-        MissingExtra: `transformers` is not installed.
+    """Train a byte-level byte-pair tokenizer (Sennrich et al. 2016) on the texts of a file or folder, and return it as
+    a `transformers` tokenizer with at most `vocabulary` tokens, some of them for padding, end of text and masking. The
+    same texts yield the same tokenizer.
     """
     require("transformers", purpose="training a tokenizer", extra="hf")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -85,8 +74,7 @@ def train_tokenizer(source: str | Path, column: str, vocabulary: int) -> Any:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text prepared as data of a study for one task (next token, masked tokens or classification): training batches,
-    held-out batches, the loss function, and the label names of a classifier.
+    """Text prepared as data of a study.
 
     Attributes:
         training: batches to train on.
@@ -102,16 +90,8 @@ class Corpus:
 
 
 def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Corpus:
-    """Read and tokenize the text in `source` for a task (next token, masked tokens or classification), and return it as
-    a `Corpus`: training batches, held-out batches and the loss function.
-
-    Args:
-        source: file or folder: text, JSON lines, CSV or Parquet.
-        tokenizer: a `transformers` tokenizer.
-        options: task, columns and sizes.
-
-    Raises:
-        InputError: the data cannot be read or is too small, or the tokenizer has no mask token for "mlm".
+    """Read and tokenize the text of a file or folder for the task of `options`: training batches, held-out batches and
+    loss.
     """
     if options.task == "classify":
         return _classification_corpus(source, tokenizer, options)
@@ -136,12 +116,8 @@ def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Cor
 
 
 def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Corpus:
-    """Read labelled texts from JSON lines, CSV or Parquet, and return them as a `Corpus`: padded training and held-out
-    batches, the cross-entropy loss of a classifier, and the sorted label names. A class number is the index of a text's
-    label among these names. Blank texts are left out.
-
-    Raises:
-        InputError: a file without columns; too few texts; fewer than two labels.
+    """Return labelled texts from JSON lines, CSV or Parquet, without blank ones, as padded batches with the loss of a
+    classifier. A class number is the index of a label among the sorted labels.
     """
     Texts(source, tokenizer, options.context, "truncate", options.batch, None, options.column)  # checks its arguments
     label = options.label
@@ -162,8 +138,8 @@ def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOpti
         examples.append((torch.tensor(ids, dtype=torch.int64), classes.index(name)))
 
     def padded(group: Sequence[tuple[Tensor, int]]) -> dict[str, Any]:
-        """Combine labelled texts to one batch: `input_ids`, padded on the right to the longest text, `attention_mask`
-        (1 for tokens, 0 for padding), and `label` with one class number per text.
+        """Return labelled texts as one batch: `input_ids`, padded on the right, `attention_mask`, and the class numbers
+        `label`.
         """
         sequences = [ids for ids, _ in group]
         ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
@@ -180,9 +156,8 @@ def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOpti
 
 
 def _split(examples: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split examples into two lists, training and held-out. Every tenth example is held out; of more than 640 examples,
-    every n-th, where n is the number of examples / 64, rounded up. The training examples are shuffled, always in the
-    same order.
+    """Split examples into training and held-out ones: every tenth, or of more than 640 every n-th, where n is the
+    number of examples / 64, rounded up. The training examples are shuffled, always in the same order.
     """
     stride = max(HELD_OUT, -(-len(examples) // MAX_HELD_OUT))
     held_out = list(examples[stride // 2 :: stride])
@@ -192,25 +167,21 @@ def _split(examples: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _grouped(examples: Sequence[Any], batch: int) -> Iterator[Sequence[Any]]:
-    """Yield consecutive groups of exactly `batch` examples; examples left over at the end are dropped. If there are
-    fewer than `batch` examples in all, yield them as one smaller group.
+    """Yield consecutive groups of exactly `batch` examples, without those left over at the end; fewer than `batch`
+    examples in all are one smaller group.
     """
     for start in range(0, max(1, len(examples) - batch + 1), batch):
         yield examples[start : start + batch]
 
 
 def class_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """Return the cross-entropy, in nats, between a classifier's logits and the correct class, one value for each text
-    in the batch.
-    """
+    """Return the cross-entropy, in nats, between a classifier's logits and the correct class of each text."""
     inputs = {name: value for name, value in batch.items() if name != "label"}
     return F.cross_entropy(model(**inputs), batch["label"], reduction="none")
 
 
 def accuracy(model: nn.Module, batches: Batches) -> float:
-    """Return the share of texts in all batches for which a classifier's largest logit is that of the correct class,
-    with the model in evaluation mode.
-    """
+    """Return the share of texts in all batches for which a classifier's largest logit is that of the correct class."""
     correct = total = 0
     with evaluation_mode(model), torch.no_grad():
         for batch in batches:
@@ -305,8 +276,8 @@ def study_texts(
     models, has_old_models = writable_folder(out) / "models", force
 
     def save(model: nn.Module, setting: Setting, seed: int) -> None:
-        """Save a trained transformer with its tokenizer in Hugging Face format, to a folder such as `8x64-kv2-seed-1`
-        (head setting and seed). With `force`, first delete the models of an earlier study, once.
+        """Save a trained model and its tokenizer to a folder such as `8x64-kv2-seed-1`. With `force`, first delete the
+        models of an earlier study, once.
         """
         nonlocal has_old_models
         if has_old_models:
@@ -317,7 +288,6 @@ def study_texts(
         save_model(model, tokenizer, folder, context=text.context, labels=corpus.labels)
 
     def build_model(setting: Setting) -> Transformer:
-        """Return an untrained transformer with the heads of `setting`, on the chosen device."""
         return Transformer(shape, setting).to(target)
 
     definition = StudyDefinition(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.analysis.losses import Loss, loss_per_example, name_of_loss
+from headwise.analysis.losses import Loss, loss_per_example, name_of_loss, options_of_loss
 from headwise.checks import finite_number, pair_of, probability, whole_number
 from headwise.data.batches import device_of, digest_of, evaluation_mode, to_device
 from headwise.errors import InputError
@@ -128,20 +128,10 @@ def train(
     recipe: Recipe = DEFAULT_RECIPE,
     after_step: Callable[[int], None] = lambda _step: None,
 ) -> TrainingResult:
-    """Train a model in place, on its device, for `steps` optimizer steps of one batch each. The order of the batches is
-    random and depends on `seed` alone. Return the mean loss over the last tenth of the steps and the duration of each
-    step.
-
-    Args:
-        model: model to train.
-        batches: training batches; each is used once before any is used again.
-        loss: `(model, batch) -> (batch,)`, whose mean is minimized. If it has a method `reseeded(seed)`, each step
-            uses `loss.reseeded(step)`, so that a masked-token loss masks other tokens each time.
-        steps: number of optimizer steps.
-        rate: peak learning rate.
-        seed: seed of the batch order, and of random numbers in the model, such as dropout.
-        recipe: optimizer and schedule.
-        after_step: called after each step with the number of steps so far.
+    """Train a model in place, on its device, for `steps` optimizer steps of one batch each, in a random order that
+    depends on `seed` alone. Return the mean loss over the last tenth of the steps and the duration of each step.
+    `after_step` is called with the number of steps so far. A loss with a method `reseeded`, such as a masked-token
+    loss, is reseeded with the number of each step.
     """
     whole_number("steps", steps, least=1)
     optimizer, device, order = recipe.optimizer(model), device_of(model), batch_order(len(batches), seed)
@@ -172,9 +162,7 @@ def train(
 
 
 def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> float:
-    """Return the mean loss of a model over all examples of all batches, with the model in evaluation mode; NaN if any
-    loss is NaN.
-    """
+    """Return the mean loss of a model in evaluation mode over all examples of all batches; NaN if any loss is NaN."""
     total, examples, device = 0.0, 0, device_of(model)
     with evaluation_mode(model), torch.no_grad():
         for batch in batches:
@@ -184,9 +172,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> float:
 
 
 def batch_order(number: int, seed: int) -> Iterator[int]:
-    """Yield indices from 0 to `number` - 1 without end: each pass over all of them is in a new random order drawn from
-    the seed.
-    """
+    """Yield indices from 0 to `number` - 1 without end: each pass is in a new random order drawn from the seed."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(number, generator=generator).tolist()
@@ -207,9 +193,7 @@ TrainedCallback = Callable[[nn.Module, Setting, int], None]
 
 @dataclass(frozen=True)
 class StudyDefinition:
-    """Everything that defines a study except its budget: the head settings to compare, the function that builds a model
-    for a setting, the batches, loss, training recipe and base seed. It also contains functions that measure a trained
-    model, and a callback that receives each model after its final training, with the best learning rate of its setting.
+    """Everything that defines a study except its budget.
 
     Attributes:
         build_model: returns an untrained model with the heads of a setting.
@@ -240,10 +224,7 @@ class StudyDefinition:
         return build_seeded(lambda: self.build_model(setting), seed)
 
     def fingerprint(self, budget: StudyBudget) -> dict[str, Any]:
-        """Return the values that identify a study as plain JSON values by name: the settings, the shapes of the
-        parameters, the contents of the batches, the loss, the recipe, the seed, and the steps and trials of the budget.
-        A stored study can be resumed only if all of them are equal.
-        """
+        """Return the plain JSON values, by name, that must be equal for a stored study to be resumed."""
         parts = [
             part for batch in (*self.training, {"": None}, *self.held_out) for item in batch.items() for part in item
         ]
@@ -254,6 +235,7 @@ class StudyDefinition:
             "model": digest_of(shapes),
             "data": digest_of(parts),
             "loss": name_of_loss(self.loss),
+            "loss options": options_of_loss(self.loss),
             "steps": budget.steps,
             "trials": budget.trials,
             "recipe": asdict(self.recipe),
@@ -267,22 +249,10 @@ class StudyDefinition:
     def run_trial(
         self, key: TrialKey, steps: int, after_step: Callable[[], None], trial: Any, rate: float
     ) -> tuple[float, dict[str, Any]]:
-        """Train the model of a trial. Return its held-out loss (infinite if training diverged) and further measurements
-        by name: the trial's seconds and, for a final training, training loss, milliseconds per step and the measures of
-        the study. A model from a final training is also passed to `on_trained`.
-
-        A learning-rate trial is evaluated on some held-out batches at half and at three quarters of its steps; Optuna's
-        pruner may stop it there, and it is stopped if its loss is not finite.
-
-        Args:
-            key: the trial.
-            steps: number of training steps.
-            after_step: called after each training step.
-            trial: the trial as Optuna's object.
-            rate: peak learning rate.
-
-        Raises:
-            optuna.TrialPruned: the trial is stopped early.
+        """Train the model of a trial at a peak learning rate. Return its held-out loss (infinite if training diverged)
+        and further measurements by name. A model from a final training is also passed to `on_trained`. A learning-rate
+        trial is evaluated on some held-out batches at half and at three quarters of its steps, and raises
+        `optuna.TrialPruned` there if the pruner of `trial`, Optuna's object, stops it, or if its loss is not finite.
         """
         start = time.perf_counter()
         seed = self.seed + (key.number if key.final else 0)
@@ -290,7 +260,6 @@ class StudyDefinition:
         pruning_steps = set() if key.final else {math.ceil(share * steps) for share in PRUNING_POINTS} - {steps}
 
         def after_each_step(step: int) -> None:
-            """Call `after_step`; at some steps of a learning-rate trial, stop the trial if its loss is too high."""
             after_step()
             if step in pruning_steps:
                 loss = evaluate(model, self.held_out[:PRUNING_BATCHES], self.loss)
