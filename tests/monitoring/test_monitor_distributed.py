@@ -1,14 +1,12 @@
 """Two processes that train together have the statistics of one process on all sequences, and unchanged bits."""
 
-import multiprocessing
-import pickle
-
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 from trained_models import decoder, token_batches, train
 
 from headwise.monitoring.monitor import monitor
+from profile_runs import results_of_two_processes
 
 SEQUENCES = 6
 """Number of sequences in a step, half of them in each process."""
@@ -26,23 +24,6 @@ def _wrapped(kind):
     return fully_shard(model), None
 
 
-def _process(rank, steps, folder):
-    """Train with and without a monitor as one of two processes, and write the results of each kind."""
-    torch.set_num_threads(1)
-    for kind in KINDS:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{kind}", rank=rank, world_size=2)
-        results = []
-        for options in ({}, {"every": 2, "out": folder / f"run-{kind}"}):
-            model, call = _wrapped(kind)
-            halves = [ids.chunk(2)[rank] for ids in token_batches(steps, batch=SEQUENCES)]
-            run = monitor(call or model, **options) if options else None
-            bits, _ = train(model, halves, call=call, run=run)
-            local = [each.to_local() if hasattr(each, "to_local") else each for each in bits]
-            results.append((local, None if run is None else run.history.rows()))
-        (folder / f"{kind}-{rank}.pickle").write_bytes(pickle.dumps(results))
-        torch.distributed.destroy_process_group()
-
-
 @pytest.fixture(scope="module", params=[3, pytest.param(20, marks=pytest.mark.slow)])
 def steps(request):
     """Number of steps of a training."""
@@ -50,24 +31,27 @@ def steps(request):
 
 
 @pytest.fixture(scope="module")
-def folder(steps, tmp_path_factory):
-    """Folder with the results of two processes, which train with each kind in turn since their start takes seconds."""
-    path, context = tmp_path_factory.mktemp("distributed"), multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_process, args=(rank, steps, path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
-    return path
+def results(steps, tmp_path_factory):
+    """Bits and rows of two processes, of a training of each kind with and without a monitor."""
+    folder = tmp_path_factory.mktemp("distributed")
+
+    def trainings(rank, kind):
+        for options in ({}, {"every": 2, "out": folder / f"run-{kind}"}):
+            model, call = _wrapped(kind)
+            halves = [ids.chunk(2)[rank] for ids in token_batches(steps, batch=SEQUENCES)]
+            run = monitor(call or model, **options) if options else None
+            bits, _ = train(model, halves, call=call, run=run)
+            local = [each.to_local() if hasattr(each, "to_local") else each for each in bits]
+            yield local, None if run is None else run.history.rows()
+
+    return results_of_two_processes(lambda rank: {kind: list(trainings(rank, kind)) for kind in KINDS}, folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_have_the_statistics_of_one(kind, steps, folder):
-    (plain, _), (monitored, rows) = pickle.loads((folder / f"{kind}-0.pickle").read_bytes())
+def test_two_processes_have_the_statistics_of_one(kind, steps, results):
+    (plain, _), (monitored, rows) = results[0][kind]
     assert all(torch.equal(one, two) for one, two in zip(plain, monitored, strict=True))
-    (_, _), (_, others) = pickle.loads((folder / f"{kind}-1.pickle").read_bytes())
-    assert rows == others
+    assert rows == results[1][kind][1][1]
     assert sorted({row["step"] for row in rows}) == list(range(0, steps, 2))
     rows = [row for row in rows if row["step"] < 3]  # later weights differ from those of one process
     _, alone = train(decoder(), token_batches(3, batch=SEQUENCES), every=2)

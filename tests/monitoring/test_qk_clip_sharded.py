@@ -1,7 +1,5 @@
 """`qk_clip` in two processes, which share the parameters of a model or have a copy each."""
 
-import multiprocessing
-import pickle
 import warnings
 
 import pytest
@@ -13,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import headwise as hw
 from monitoring.clipped_models import arguments, model
+from profile_runs import results_of_two_processes
 
 NAMES = ("llama", "llama, grouped", "phi3", "gpt2", "gpt_neox", "latent")
 
@@ -69,29 +68,18 @@ def _refusals():
     return messages
 
 
-def _process(rank, folder):
-    """Run all as one of two processes, and write the results."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def _process(_rank):
+    """Return the results of one of two processes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = {name: _sharded(name) for name in NAMES}
-        result |= {"parallel": _tensor_parallel(), "copies": _in_copies(), "refused": _refusals()}
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))
-    torch.distributed.destroy_process_group()
+        return result | {"parallel": _tensor_parallel(), "copies": _in_copies(), "refused": _refusals()}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Results of both processes."""
-    folder = tmp_path_factory.mktemp("processes")
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_process, args=(rank, folder)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+    return results_of_two_processes(_process, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("name", NAMES)

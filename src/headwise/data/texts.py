@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headwise.checks import LARGEST_INTEGER, whole_number
 from headwise.data.documents import documents_in_memory, read_documents, require_source
-from headwise.data.tokenization import NO_LIMIT, SpecialTokens, max_input_tokens, require_tokenizer
+from headwise.data.tokenization import SpecialTokens, max_input_tokens, require_tokenizer
 from headwise.errors import InputError
 from headwise.settings import DOCUMENT_MODES
 from headwise.shapes import Int
@@ -205,8 +205,7 @@ class Texts:
         """Largest number of tokens in a sequence if `context` is not set: 2048, or the tokenizer's limit if that is
         smaller.
         """
-        limit = self.tokenizer.model_max_length
-        return min(DEFAULT_CONTEXT, limit) if limit and 0 < limit < NO_LIMIT else DEFAULT_CONTEXT
+        return min(max_input_tokens(None, self.tokenizer) or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
     def _parts(self, room: int) -> Iterator[list[int]]:
         """Yield the tokens of each sequence, at most `room`, without special tokens around them. Each token is its id

@@ -27,6 +27,7 @@ A module in which this is not so is refused by name.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,6 @@ from headwise.intercept.unreadable_tensors import has_usual_values
 from headwise.nn.differential import DifferentialAttention
 from headwise.nn.latent import LatentAttention
 from headwise.nn.multihead import MultiHeadAttention
-from headwise.shapes import Float
 
 
 class HeadSlice(NamedTuple):
@@ -141,11 +141,15 @@ def require_scalable(model: nn.Module, slices: Iterable[HeadSlice]) -> None:
         projection: Any = model.get_submodule(owner)
         if isinstance(projection, nn.MultiheadAttention):
             continue  # its own parameters, of which nothing else computes queries and keys
+        got = f"{owner} of the class {type(projection).__name__}"
         if _is_distributed(projection.weight):
-            _require_linear(owner, projection)
+            has_own_forward = isinstance(projection, nn.Linear) and type(projection).forward is not nn.Linear.forward
+            if has_own_forward or "forward" in vars(projection) or not _is_linear_map(projection):
+                expected = "nn.Linear or Conv1D for weights that are divided among processes"
+                raise InputError("model", expected=expected, got=got)
         elif not _scales(projection, of_owner):
-            got = f"{owner} of the class {type(projection).__name__}, whose output does not"
-            raise InputError("model", expected="projections whose output scales with their weight", got=got)
+            expected = "projections whose output scales with their weight"
+            raise InputError("model", expected=expected, got=f"{got}, whose output does not")
 
 
 @torch.no_grad()
@@ -225,12 +229,24 @@ def _scale_distributed(parameter: Any, factors: Factors) -> None:
     parameter.mul_(replicated)
 
 
-def _require_linear(path: str, projection: nn.Module) -> None:
-    """Raise `InputError` unless a projection computes what `nn.Linear` or `Conv1D` of transformers does."""
-    is_linear = isinstance(projection, nn.Linear) and type(projection).forward is nn.Linear.forward
-    if "forward" in vars(projection) or not (is_linear or type(projection).__name__ == "Conv1D"):
-        got = f"{path} of the class {type(projection).__name__}"
-        raise InputError("model", expected="nn.Linear or Conv1D for weights that are divided among processes", got=got)
+def _is_linear_map(module: nn.Module) -> bool:
+    """Return True for `nn.Linear`, and for `Conv1D` of transformers, whose weight is transposed."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+@contextmanager
+def _halved(features_of: Iterable[tuple[Tensor, int, Sequence[int]]]) -> Iterator[None]:
+    """Multiply features of parameters, along an axis of each, by 1/2 while the context is open."""
+    saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
+    try:
+        for tensor, axis, features in features_of:
+            index = torch.tensor(features, device=tensor.device)
+            saved.append((tensor, axis, index, tensor.index_select(axis, index)))
+            tensor.index_copy_(axis, index, saved[-1][-1] * 0.5)
+        yield
+    finally:
+        for tensor, axis, index, values in reversed(saved):
+            tensor.index_copy_(axis, index, values)
 
 
 @torch.no_grad()
@@ -242,24 +258,17 @@ def _scales(projection: Any, slices_of: Mapping[str, Sequence[HeadSlice]]) -> bo
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(3, weight.shape[1 - axis], generator=generator).to(weight.device, weight.dtype)
     expected = torch.ones(weight.shape[axis], dtype=weight.dtype, device=weight.device)
-    pieces = [(_cut(getattr(projection, name), each), each) for name, of_name in slices_of.items() for each in of_name]
-    saved = [piece.clone() for piece, _ in pieces]
+    pieces = [(getattr(projection, name), each) for name, of_name in slices_of.items() for each in of_name]
+    for _, each in pieces:
+        expected[each.start : each.start + each.length] = 0.5
     with without_autocast(weight.device):
         # `forward`, since hooks are to count calls of the model alone.
         before = projection.forward(inputs)
-        try:
-            for piece, each in pieces:
-                piece.mul_(0.5)
-                expected[each.start : each.start + each.length] = 0.5
+        with _halved((tensor, each.axis, range(each.start, each.start + each.length)) for tensor, each in pieces):
             after = projection.forward(inputs)
-        finally:
-            for (piece, _), values in zip(pieces, saved, strict=True):
-                piece.copy_(values)
-    return _is_close(after, before * expected, TOLERANCE * before.abs().amax())
-
-
-def _is_close(one: Any, other: Tensor, limit: Float[Tensor, ""]) -> bool:
-    return isinstance(one, Tensor) and one.shape == other.shape and bool(((one - other).abs() <= limit).all())
+    expected, limit = before * expected, TOLERANCE * before.abs().amax()
+    is_tensor = isinstance(after, Tensor) and after.shape == expected.shape
+    return is_tensor and bool(((after - expected).abs() <= limit).all())
 
 
 # -- modules of unknown classes ---------------------------------------------------------------------------------------
@@ -276,12 +285,9 @@ def derived_slices(
     """
     slices: dict[str, HeadSlices] = {}
 
-    def deriving(path: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if path not in slices:
-                slices[path] = _of_module(path, module, heads[path], args, kwargs)
-
-        return hook
+    def derive(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if path not in slices:
+            slices[path] = _of_module(path, module, heads[path], args, kwargs)
 
     devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
     with (
@@ -292,7 +298,7 @@ def derived_slices(
         torch.random.fork_rng(devices),
     ):
         for path in heads:
-            hook = model.get_submodule(path).register_forward_pre_hook(deriving(path), with_kwargs=True)
+            hook = model.get_submodule(path).register_forward_pre_hook(partial(derive, path), with_kwargs=True)
             stack.callback(hook.remove)
         arguments = {name: value for name, value in inputs.items() if name != "use_cache"}
         call_model(model, copied(with_cache_disabled(model, arguments)))
@@ -368,7 +374,12 @@ def _of_module(
         parts: list[list[Rows]] = [[queries] if is_shared else [queries, keys] for queries, keys in rows]
         for head, of_head in enumerate(parts):
             for part in of_head:
-                with _halved(module, part):
+                features_of = (
+                    (module.get_submodule(name).get_parameter(parameter), axis, features)
+                    for name, features in part.items()
+                    for parameter, axis in _parameters(module, name).items()
+                )
+                with _halved(features_of):
                     changed_logits, _, changed = run(inputs)
                 _require_halved(path, module, logits, changed_logits, head)
                 pairs = zip(outputs, changed, strict=True)
@@ -395,19 +406,16 @@ def _rows_of_heads(path: str, module: nn.Module, logits: Callable[[], Tensor]) -
     """
     outputs: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Any:
-        def hook(linear: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-            if name in outputs:
-                raise _refused(path, module, f"several runs of {name}")
-            outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
-            return outputs[name]
-
-        return hook
+    def keep(name: str, linear: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        if name in outputs:
+            raise _refused(path, module, f"several runs of {name}")
+        outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
+        return outputs[name]
 
     with ExitStack() as stack, torch.enable_grad():
         for name, linear in module.named_modules():
-            if isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D":
-                stack.callback(linear.register_forward_hook(keep(name)).remove)
+            if _is_linear_map(linear):
+                stack.callback(linear.register_forward_hook(partial(keep, name)).remove)
         scores = logits()
         query, key = scores.shape[2] - 1, scores.shape[3] - 2
         rows = []
@@ -451,23 +459,6 @@ def _own(rows: Sequence[Rows]) -> list[Rows]:
                 counts[name, feature] = counts.get((name, feature), 0) + 1
     names = {name for name, _ in counts if all(number == 1 for (other, _), number in counts.items() if other == name)}
     return [{name: features for name, features in of_head.items() if name in names} for of_head in rows]
-
-
-@contextmanager
-def _halved(module: nn.Module, rows: Rows) -> Iterator[None]:
-    """Multiply features of linear maps by 1/2 while the context is open."""
-    saved: list[tuple[Tensor, Tensor]] = []
-    try:
-        for name, features in rows.items():
-            for parameter, axis in _parameters(module, name).items():
-                tensor: Tensor = module.get_submodule(name).get_parameter(parameter)
-                saved.append((tensor, tensor.clone()))
-                index = torch.tensor(features, device=tensor.device)
-                tensor.index_copy_(axis, index, tensor.index_select(axis, index) * 0.5)
-        yield
-    finally:
-        for changed, before in saved:
-            changed.copy_(before)
 
 
 def _require_halved(path: str, module: nn.Module, before: Tensor, after: Tensor, head: int) -> None:

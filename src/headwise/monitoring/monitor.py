@@ -167,30 +167,7 @@ def monitor(
                 monitor.step()
         monitor.history.table()
     """
-    names = tuple(dict.fromkeys(collection_of("statistics", statistics, of="names of statistics")))
-    available = STATISTICS.keys() - OF_TOKENS
-    for name in names:
-        if name not in available:
-            raise InputError("statistics", expected=f"names among {', '.join(sorted(available))}", got=repr(name))
-    if not names:
-        raise InputError("statistics", expected="at least one name", got="none")
-    numbers = None if layers is None else frozenset(collection_of("layers", layers, of="numbers of layers"))
-    for number in numbers or ():
-        if not is_whole(number, 0):
-            raise InputError("layers", expected="whole numbers from 0", got=repr(number))
-    if alarms is not None and not isinstance(alarms, AlarmLimits):
-        raise InputError("alarms", expected="headwise.AlarmLimits or None", got=type(alarms).__name__)
-    return Monitor(
-        require_module(model),
-        whole_number("every", every, least=1),
-        names,
-        None if sequences is None else whole_number("sequences", sequences, least=1),
-        numbers,
-        None if out is None else Path(out),
-        None if start is None else whole_number("start", start, least=0),
-        AlarmLimits() if alarms is None else alarms,
-        on_alarm,
-    )
+    return Monitor(model, every, statistics, sequences, layers, out, start, alarms, on_alarm)
 
 
 class Monitor:
@@ -208,17 +185,32 @@ class Monitor:
         self,
         model: nn.Module,
         every: int,
-        statistics: tuple[str, ...],
+        statistics: Collection[str],
         sequences: int | None,
-        layers: frozenset[int] | None,
-        out: Path | None,
+        layers: Collection[int] | None,
+        out: str | Path | None,
         start: int | None,
-        limits: AlarmLimits,
+        alarms: AlarmLimits | None,
         on_alarm: OnAlarm | None,
     ) -> None:
-        self._model, self._every, self._statistics, self._sequences = inner_model(model), every, statistics, sequences
-        self._layers, self._out, self._limits, self._on_alarm = layers, out, limits, on_alarm
-        self._start, self._next = start, start or 0
+        self._statistics = tuple(dict.fromkeys(collection_of("statistics", statistics, of="names of statistics")))
+        available = STATISTICS.keys() - OF_TOKENS
+        for name in self._statistics:
+            if name not in available:
+                raise InputError("statistics", expected=f"names among {', '.join(sorted(available))}", got=repr(name))
+        if not self._statistics:
+            raise InputError("statistics", expected="at least one name", got="none")
+        self._layers = None if layers is None else frozenset(collection_of("layers", layers, of="numbers of layers"))
+        for number in self._layers or ():
+            if not is_whole(number, 0):
+                raise InputError("layers", expected="whole numbers from 0", got=repr(number))
+        if alarms is not None and not isinstance(alarms, AlarmLimits):
+            raise InputError("alarms", expected="headwise.AlarmLimits or None", got=type(alarms).__name__)
+        self._model, self._every = inner_model(require_module(model)), whole_number("every", every, least=1)
+        self._sequences = None if sequences is None else whole_number("sequences", sequences, least=1)
+        self._out, self._limits, self._on_alarm = None if out is None else Path(out), alarms or AlarmLimits(), on_alarm
+        self._start = None if start is None else whole_number("start", start, least=0)
+        self._next = self._start or 0
         self._heads: Heads | None = None
         self._observer: TrainingObserver | None = None
         self.inputs: Mapping[str, Any] | None = None

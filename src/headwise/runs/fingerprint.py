@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from headwise.data.batches import digest_of
+from headwise.data.batches import device_of, digest_of
 from headwise.data.texts import Texts
 from headwise.data.tokenization import input_embeddings, output_embeddings
 from headwise.errors import InputError
@@ -51,13 +51,12 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
     for package in ("headwise", "torch", "transformers"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
-    parameter = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.empty(0))
     collected = {
         "model": {
             "name": title or model_name(model),
             "class": type(model).__name__,
             "dtype": identity.dtype,
-            "device": parameter.device.type,
+            "device": device_of(model).type,
             "quantisation": quantisation_of(model),
             "weights": digest_of(hashed_state(model)),
             "attention": identity.as_json(),

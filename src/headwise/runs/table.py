@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from headwise.checks import folder_path
 from headwise.errors import InputError, require
 from headwise.intercept.model_name import short_name
-from headwise.runs.files import writable_folder, write_atomically
-from headwise.runs.rows import SEM_SUFFIX, HeadRow, MeanEstimate, Row
+from headwise.runs.files import FORCE_REMEDY, writable_folder, write_atomically
+from headwise.runs.rows import SEM_SUFFIX, SUFFIXES, HeadRow, MeanEstimate, Row
 from headwise.runs.significance import zero_tests
 from headwise.statistics.columns import Column, column_named
 from headwise.wording import counted
@@ -183,8 +183,9 @@ class Table(Generic[RowT]):
             getattr(self, part).save(folder, force=force)
         path = table_path(writable_folder(folder), self.NAME)
         if path.exists() and not force:
-            remedy = "--force (force=True) replaces it"
-            raise InputError("out", expected=f"a folder without {path.name}", got=repr(str(folder)), remedy=remedy)
+            raise InputError(
+                "out", expected=f"a folder without {path.name}", got=repr(str(folder)), remedy=FORCE_REMEDY
+            )
         records = self.records()
         names = records[0] if records else self.ROW_TYPE.identifier_columns()
         columns = {name: [record[name] for record in records] for name in names}
@@ -204,12 +205,11 @@ class Table(Generic[RowT]):
             InputError: the folder has no such file, or the file cannot be read.
             MissingExtra: pyarrow is not installed.
         """
-        require_parquet(cls.NAME)
+        metadata = cls.load_metadata(folder)
         import pyarrow
         from pyarrow import parquet
 
-        path = table_path(folder_path(cls.NAME, folder), cls.NAME)
-        metadata = cls.load_metadata(folder)
+        path = table_path(Path(folder), cls.NAME)
         try:
             with path.open("rb") as file:  # pyarrow would expand a path, and cannot open some names
                 stored = parquet.read_table(file)
@@ -218,7 +218,9 @@ class Table(Generic[RowT]):
             rows = [
                 cls.ROW_TYPE(
                     **{name: columns[name][row] for name in cls.ROW_TYPE.identifier_columns()},
-                    statistics={name: MeanEstimate.from_columns(columns, name, row) for name in names},
+                    statistics={
+                        name: MeanEstimate(*(columns[name + suffix][row] for suffix in SUFFIXES)) for name in names
+                    },
                 )
                 for row in range(len(next(iter(columns.values()))))
             ]

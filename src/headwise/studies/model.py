@@ -115,11 +115,8 @@ class ModelShape:
             for number in ((layers,) if layers else range(1, 49))
         ]
 
-        def deviation(shape: ModelShape) -> float:
-            usual = vocabulary * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2
-            return abs(math.log(usual / parameters))
-
-        return min(shapes, key=deviation)
+        estimates = (vocabulary * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2 for shape in shapes)
+        return min(zip(shapes, estimates, strict=True), key=lambda pair: abs(math.log(pair[1] / parameters)))[0]
 
 
 class Transformer(nn.Module):
@@ -166,10 +163,6 @@ class Transformer(nn.Module):
         x = self.norm(x)
         logits: Tensor = F.linear(x, self.embed_tokens.weight) if self.top is None else self.top(x, is_token)
         return logits
-
-    def caches(self) -> list[DynamicCache]:
-        """Return one new, empty key/value cache per layer, to be passed to `forward` for decoding."""
-        return [DynamicCache() for _ in self.layers]
 
 
 class TransformerLayer(nn.Module):
@@ -244,7 +237,7 @@ def decode_speed(model: Transformer, context: int) -> float:
     """
     device = device_of(model)
     ids = torch.arange(context, device=device)[None] % model.shape.vocabulary
-    caches, seconds = model.caches(), []
+    caches, seconds = [DynamicCache() for _ in model.layers], []
     with evaluation_mode(model), torch.no_grad():
         model(ids, caches=caches)
         for _ in range(DECODED_TOKENS):

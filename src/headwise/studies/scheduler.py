@@ -10,7 +10,7 @@ from typing import Any
 
 from headwise.errors import InputError
 from headwise.studies.space import MIN_TRIALS, Setting, StudyBudget
-from headwise.studies.training import UNTIMED_STEPS, StudyDefinition, evaluate, train
+from headwise.studies.training import UNTIMED_STEPS, StudyDefinition, evaluate
 from headwise.studies.trials import FinishedTrial, TrialKey, TrialStore
 from headwise.wording import counted
 
@@ -99,16 +99,7 @@ def make_plan(
         parameters[name] = sum(parameter.numel() for parameter in model.parameters())
         if limit is None:
             continue
-        result = train(
-            model,
-            definition.training,
-            definition.loss,
-            steps=UNTIMED_STEPS + TIMED_STEPS,
-            rate=1e-4,
-            seed=definition.seed,
-            recipe=definition.recipe,
-            after_step=check_time,
-        )
+        result = definition.train(model, UNTIMED_STEPS + TIMED_STEPS, 1e-4, definition.seed, check_time)
         step_seconds[name] = result.step_seconds
         start = time.perf_counter()
         evaluate(model, held_out[:1], definition.loss)

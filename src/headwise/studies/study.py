@@ -154,10 +154,11 @@ def run_study(
             plan = StudyPlan(**store.agree_on_plan(lambda: asdict(make_plan(definition, spec, budget, seconds_spent))))
             for name, value in spec.items():
                 if plan.spec.get(name) != value:
-                    expected = f"a study that was started with the same {name}"
-                    raise InputError(
-                        "out", expected=expected, got="another", remedy="--force (force=True) starts again"
+                    expected, remedy = (
+                        f"a study that was started with the same {name}",
+                        "--force (force=True) starts again",
                     )
+                    raise InputError("out", expected=expected, got="another", remedy=remedy)
             run_trials(store, definition, plan, budget, show_progress)
         metadata = {"model": {"name": title}, "settings": spec, "steps": plan.steps, "left_out": left_out}
         trials = store.finished()
@@ -202,17 +203,18 @@ def settings_to_compare(space: Any, baseline: Setting | None) -> tuple[Setting, 
 def split_batches(data: Iterable[Any], held_out: Iterable[Any] | None) -> tuple[Batches, Batches]:
     """Return the training batches and the held-out batches, by default every tenth batch of `data`."""
     batches = list(iterate_batches(data))
-    if held_out is not None:
-        training, judged = batches, list(iterate_batches(held_out))
-    else:
-        judged = batches[HELD_OUT // 2 :: HELD_OUT]
-        training = [batch for number, batch in enumerate(batches) if (number - HELD_OUT // 2) % HELD_OUT]
+    training, judged = (batches, list(iterate_batches(held_out))) if held_out is not None else every_nth(batches)
     if not training or not judged:
         expected = f"at least {HELD_OUT // 2 + 1} batches, of which one in {HELD_OUT} is held out"
         if held_out is not None:
             expected = "at least one training batch and one held-out batch"
         raise InputError("data", expected=expected, got=f"{len(training)} and {len(judged)}")
     return training, judged
+
+
+def every_nth(examples: Sequence[Any], n: int = HELD_OUT) -> tuple[list[Any], list[Any]]:
+    """Return the examples without every n-th, and every n-th."""
+    return [each for number, each in enumerate(examples) if (number - n // 2) % n], list(examples[n // 2 :: n])
 
 
 @contextmanager

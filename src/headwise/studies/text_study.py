@@ -33,14 +33,21 @@ from headwise.studies.model import (
     save_model,
 )
 from headwise.studies.space import Setting, Space, StudyBudget
-from headwise.studies.study import DEFAULT_OPTUNA, check_requirements, run_study, settings_to_compare
+from headwise.studies.study import (
+    DEFAULT_OPTUNA,
+    HELD_OUT,
+    check_requirements,
+    every_nth,
+    run_study,
+    settings_to_compare,
+)
 from headwise.studies.study_result import Study
 from headwise.studies.text_options import TextOptions
 from headwise.studies.training import DEFAULT_RECIPE, Batches, Measure, Recipe, StudyDefinition
 from headwise.studies.trials import OptunaOptions, require_database_url
 
-HELD_OUT, MAX_HELD_OUT = 10, 64
-"""One sequence in `HELD_OUT` is held out, but not more than `MAX_HELD_OUT`."""
+MAX_HELD_OUT = 64
+"""Largest number of examples that are held out."""
 
 PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 """Special tokens of a trained tokenizer."""
@@ -159,9 +166,7 @@ def _split(examples: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Split examples into training and held-out ones: every tenth, or of more than 640 every n-th, where n is the
     number of examples / 64, rounded up. The training examples are shuffled, always in the same order.
     """
-    stride = max(HELD_OUT, -(-len(examples) // MAX_HELD_OUT))
-    held_out = list(examples[stride // 2 :: stride])
-    training = [example for number, example in enumerate(examples) if (number - stride // 2) % stride]
+    training, held_out = every_nth(examples, max(HELD_OUT, -(-len(examples) // MAX_HELD_OUT)))
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(0)).tolist()
     return [training[index] for index in order], held_out
 

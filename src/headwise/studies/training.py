@@ -7,8 +7,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -88,9 +88,8 @@ DEFAULT_RECIPE = Recipe()
 """Recipe that is used by default."""
 
 
-@dataclass
-class TrainingResult:
-    """Result of a training: the mean loss over the last tenth of its steps, and the duration of each step in seconds.
+class TrainingResult(NamedTuple):
+    """Result of a training.
 
     Attributes:
         loss: mean training loss over the last tenth of the steps.
@@ -98,7 +97,7 @@ class TrainingResult:
     """
 
     loss: float
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float]
 
     @property
     def step_seconds(self) -> float:
@@ -135,8 +134,7 @@ def train(
     """
     whole_number("steps", steps, least=1)
     optimizer, device, order = recipe.optimizer(model), device_of(model), batch_order(len(batches), seed)
-    result, averaged_steps = TrainingResult(math.nan), max(1, steps // 10)
-    total = 0.0
+    seconds, total, averaged_steps = [], 0.0, max(1, steps // 10)
     model.train()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -155,10 +153,9 @@ def train(
                 total += mean.item() / averaged_steps
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            result.seconds.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
             after_step(step + 1)
-    result.loss = total
-    return result
+    return TrainingResult(total, seconds)
 
 
 def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> float:
@@ -223,6 +220,13 @@ class StudyDefinition:
         """
         return build_seeded(lambda: self.build_model(setting), seed)
 
+    def train(
+        self, model: nn.Module, steps: int, rate: float, seed: int, after_step: Callable[[int], None]
+    ) -> TrainingResult:
+        """Train a model on the study's batches, with its loss and recipe, as the function `train` does."""
+        options: Any = {"steps": steps, "rate": rate, "seed": seed, "recipe": self.recipe, "after_step": after_step}
+        return train(model, self.training, self.loss, **options)
+
     def fingerprint(self, budget: StudyBudget) -> dict[str, Any]:
         """Return the plain JSON values, by name, that must be equal for a stored study to be resumed."""
         parts = [
@@ -268,16 +272,7 @@ class StudyDefinition:
                 if not math.isfinite(loss) or trial.should_prune():
                     raise require_optuna().TrialPruned
 
-        result = train(
-            model,
-            self.training,
-            self.loss,
-            steps=steps,
-            rate=rate,
-            seed=seed,
-            recipe=self.recipe,
-            after_step=after_each_step,
-        )
+        result = self.train(model, steps, rate, seed, after_each_step)
         loss = evaluate(model.eval(), self.held_out, self.loss)
         measured: dict[str, Any] = {}
         if key.final:
