@@ -71,8 +71,6 @@ class Manual(Module):
 
 
 class Scalars(lightning.loggers.logger.DummyLogger):
-    """Logger that keeps all scalars."""
-
     def __init__(self):
         super().__init__()
         self.logged = []

@@ -26,7 +26,6 @@ def _wrapped(kind):
 
 @pytest.fixture(scope="module", params=[3, pytest.param(20, marks=pytest.mark.slow)])
 def steps(request):
-    """Number of steps of a training."""
     return request.param
 
 

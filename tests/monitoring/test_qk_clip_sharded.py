@@ -69,7 +69,6 @@ def _refusals():
 
 
 def _process(_rank):
-    """Return the results of one of two processes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = {name: _sharded(name) for name in NAMES}
@@ -78,7 +77,6 @@ def _process(_rank):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Results of both processes."""
     return results_of_two_processes(_process, tmp_path_factory.mktemp("processes"))
 
 

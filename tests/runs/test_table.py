@@ -18,7 +18,6 @@ pytestmark = pytest.mark.usefixtures("as_user")
 
 @pytest.fixture(scope="module")
 def profile():
-    """A profile of the tiny decoder."""
     return hw.profile(tiny.model("decoder"), texts())
 
 

@@ -19,14 +19,12 @@ WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "
 
 
 def text(words=900, seed=0):
-    """Return random words as one string."""
     chosen = random.Random(seed)
     return " ".join(chosen.choice(WORDS) for _ in range(words))
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """Return the path of a text file."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(text(), encoding="utf-8")
     return path
@@ -39,7 +37,6 @@ def trained(file):
 
 
 def write_json_lines(path, rows):
-    """Write rows as JSON lines and return the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -236,7 +233,6 @@ def test_text_and_label_columns_can_be_chosen(tmp_path):
 
 
 def assert_refused(sentence, *arguments, **options):
-    """Check that making a corpus raises an `InputError` with this message."""
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         corpus_of(*arguments, **options)
 

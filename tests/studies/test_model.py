@@ -34,7 +34,6 @@ def random_model(kind, setting=SETTINGS[4], std=0.3):
 
 
 def count(model):
-    """Return the number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

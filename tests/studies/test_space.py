@@ -12,7 +12,6 @@ pytestmark = pytest.mark.usefixtures("as_user")
 
 
 def names(*arguments, **options):
-    """Return the names of all settings of a space, in order."""
     return [setting.name for setting in hw.Space(*arguments, **options).settings()]
 
 

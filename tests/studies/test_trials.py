@@ -46,7 +46,6 @@ def optuna_study(folder, setting=SETTINGS[0], name="study"):
 
 
 def loss_is_rate(_trial, rate):
-    """Objective whose loss is the learning rate."""
     return rate, {}
 
 

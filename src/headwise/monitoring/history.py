@@ -13,6 +13,7 @@ from headwise.checks import folder_path
 from headwise.errors import InputError, require
 from headwise.plots.curves import draw_history
 from headwise.runs.files import replaced_file, writable_folder, write_atomically
+from headwise.runs.table import require_statistic
 from headwise.statistics.registry import unit_of
 from headwise.wording import counted
 
@@ -102,7 +103,7 @@ class History:
         Raises:
             InputError: there is no such statistic, or fewer than two steps were observed.
         """
-        self._require_statistic(statistic)
+        require_statistic(statistic, self.statistics or ["none, since no step was observed"])
         if step is None and len(self.steps) < 2:
             raise InputError("history", expected="at least 2 observed steps", got=len(self.steps))
         first, last = (
@@ -199,7 +200,7 @@ class History:
             InputError: there is no such statistic or head.
             MissingExtra: matplotlib is not installed.
         """
-        self._require_statistic(statistic)
+        require_statistic(statistic, self.statistics or ["none, since no step was observed"])
         model = str(self.settings.get("model", ""))
         return draw_history(self.series(statistic), statistic, unit_of(statistic), model, heads, ax)
 
@@ -233,11 +234,6 @@ class History:
                 values.append(row[statistic])
         for head, place in places.items():
             yield (place, *points[head])
-
-    def _require_statistic(self, statistic: str) -> None:
-        if statistic not in self.statistics:
-            names = ", ".join(self.statistics) or "none, since no step was observed"
-            raise InputError("statistic", expected=f"one of {names}", got=repr(statistic))
 
 
 def head_of(row: Mapping[str, Any]) -> tuple[str, str, int]:

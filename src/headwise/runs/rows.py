@@ -79,6 +79,11 @@ class MeanEstimate(NamedTuple):
         """
         return {name + suffix: part for suffix, part in zip(SUFFIXES, self, strict=True)}
 
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Sequence[Any]], name: str, row: int) -> "MeanEstimate":
+        """Return the estimate of a statistic in one row of a result table, given its columns."""
+        return cls(*(columns[name + suffix][row] for suffix in SUFFIXES))
+
     @staticmethod
     def exact(value: float, n: int = 1) -> "MeanEstimate":
         """Return a number without a standard error, such as one that follows from the weights of a model alone."""

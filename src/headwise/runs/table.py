@@ -14,7 +14,7 @@ from headwise.checks import folder_path
 from headwise.errors import InputError, require
 from headwise.intercept.model_name import short_name
 from headwise.runs.files import FORCE_REMEDY, writable_folder, write_atomically
-from headwise.runs.rows import SEM_SUFFIX, SUFFIXES, HeadRow, MeanEstimate, Row
+from headwise.runs.rows import SEM_SUFFIX, HeadRow, MeanEstimate, Row
 from headwise.runs.significance import zero_tests
 from headwise.statistics.columns import Column, column_named
 from headwise.wording import counted
@@ -218,9 +218,7 @@ class Table(Generic[RowT]):
             rows = [
                 cls.ROW_TYPE(
                     **{name: columns[name][row] for name in cls.ROW_TYPE.identifier_columns()},
-                    statistics={
-                        name: MeanEstimate(*(columns[name + suffix][row] for suffix in SUFFIXES)) for name in names
-                    },
+                    statistics={name: MeanEstimate.from_columns(columns, name, row) for name in names},
                 )
                 for row in range(len(next(iter(columns.values()))))
             ]
