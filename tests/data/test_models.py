@@ -176,17 +176,11 @@ def hub_error(name):
 @pytest.mark.parametrize(
     ("error", "end"),
     [
-        (
-            OSError("[Errno -2] Name or service not known"),
-            "which is not in the local cache, and the hub cannot be reached",
-        ),
+        (OSError("[Errno -2] Name or service not known"), NO_CONNECTION),
         (TimeoutError(), NO_CONNECTION),
         (hub_error("OfflineModeIsEnabled"), "which is not in the local cache, and HF_HUB_OFFLINE is set"),
         (hub_error("RepositoryNotFoundError"), "which is not on the hub, or private (then log in: hf auth login)"),
-        (
-            hub_error("GatedRepoError"),
-            "which the hub opens only to users who have accepted its terms",
-        ),
+        (hub_error("GatedRepoError"), "which the hub opens only to users who have accepted its terms"),
         (hub_error("RevisionNotFoundError"), "which has no revision 'v2' on the hub"),
         (hub_error("RemoteEntryNotFoundError"), "which has no config.json on the hub"),
     ],
@@ -256,11 +250,7 @@ def test_the_public_function_returns_model_and_tokenizer(tmp_path):
         (("minilm", "lm"), {}, 'lm_head: expected "causal", "masked", "saved" or None, got \'lm\''),
         (("minilm",), {"device": "abacus"}, "device: expected a device that torch can use, got 'abacus'"),
         (("minilm",), {"dtype": "float16"}, "dtype: expected a floating-point dtype, such as torch.float16, got 'fl"),
-        (
-            ("minilm",),
-            {"revision": "v1"},
-            "revision: expected a model on the hub, got 'v1' of 'minilm', which is local",
-        ),
+        (("minilm",), {"revision": "v1"}, "revision: expected a model on the hub, got 'v1' of 'minilm', which is lo"),
     ],
 )
 @pytest.mark.usefixtures("as_user")
@@ -272,6 +262,5 @@ def test_unusable_arguments_are_refused(arguments, options, sentence):
 def test_a_revision_is_passed_to_the_hub(monkeypatch):
     asked = []
     monkeypatch.setattr(models_module, "_why_not_on_hub", lambda *arguments: asked.append(arguments))
-    source = models_module.find_model("nobody/nothing", "v2")
+    assert models_module.find_model("nobody/nothing", "v2").options == {"revision": "v2"}
     assert asked == [("nobody/nothing", "v2")]
-    assert source.options == {"revision": "v2"}

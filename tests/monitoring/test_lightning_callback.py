@@ -216,11 +216,6 @@ def test_scalars_are_logged_at_the_steps_of_lightning():
     assert math.isfinite(of_heads[2]["heads/0/entropy_mean"])
 
 
-def test_options_are_checked_before_the_training():
-    with pytest.raises(hw.InputError, match="every: expected a whole number of 1 or more, got 0"):
-        hw.LightningMonitor(every=0)
-
-
 def test_a_missing_package_is_named(monkeypatch):
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -109,11 +109,8 @@ def study_in_memory(*arguments, **options):
 
 def outcome(result):
     """The part of the results that does not depend on the clock."""
-    return (
-        result.losses,
-        [(run["rate"], run["train_loss"]) for run in result.metadata["runs"]],
-        result.metadata["search"],
-    )
+    trained = [(run["rate"], run["train_loss"]) for run in result.metadata["runs"]]
+    return result.losses, trained, result.metadata["search"]
 
 
 @pytest.fixture(scope="module")
@@ -452,10 +449,7 @@ def test_a_time_limit_allows_four_passes_over_the_data_at_most(clock):
     start = clock.now
     result = timed(clock, 5_000.0, data=sequences(7))
     assert result.metadata["steps"] == 28
-    assert Counter(each["setting"] for each in result.metadata["search"]) == {
-        "1x8": MAX_TRIALS,
-        "2x4": MAX_TRIALS,
-    }
+    assert Counter(each["setting"] for each in result.metadata["search"]) == {"1x8": MAX_TRIALS, "2x4": MAX_TRIALS}
     assert clock.now - start < 200.0
 
 

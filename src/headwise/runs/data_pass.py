@@ -16,17 +16,11 @@ from headwise.progress import progress_bar
 from headwise.runs.checkpoint import STORABLE, CheckpointedRun, TableT, storable
 from headwise.runs.distributed import rank_and_world_size
 from headwise.runs.files import require_outside_data
-from headwise.statistics.moments import (
-    Clusters,
-    ClusterSums,
-    Moments,
-    RunningLargest,
-    RunningMoments,
-    clusters_of,
-    separate_clusters,
-)
+from headwise.statistics import moments
+from headwise.statistics.moments import Clusters, clusters_of, separate_clusters
 
-STORABLE.extend((SiteKey, SiteRecord, Moments, ClusterSums, RunningMoments, RunningLargest))
+STORABLE.extend((SiteKey, SiteRecord, moments.RunningMoments, moments.RunningLargest))
+STORABLE.extend((moments.Moments, moments.ClusterSums))
 
 
 @storable
