@@ -24,9 +24,7 @@ LARGEST_SIZE = 2**31
 
 
 def whole_number(argument: str, value: Any, *, least: int, most: int | None = None) -> int:
-    """Return `value` as an int; refuse a bool, a type without integers (2.0 is not one), and numbers below `least` or
-    above `most`.
-    """
+    """Return an integer, but no bool and not 2.0, from `least` to `most`, by default without a limit, as an int."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -69,9 +67,7 @@ def pair_of(argument: str, values: Any, *, of: str) -> tuple[Any, Any]:
 
 
 def named_head(value: Any) -> Any:
-    """Return the pair `(5, 11)` for the text "5.11", the name of the head 11 of the layer 5, and any other value
-    unchanged.
-    """
+    """Return the pair `(5, 11)` for the text "5.11", a name of a head, and any other value unchanged."""
     if isinstance(value, str) and re.fullmatch(r"\d+\.\d+", value, re.ASCII):
         layer, head = value.split(".")
         return int(layer), int(head)
@@ -120,9 +116,7 @@ def device_argument(argument: str, device: Any) -> torch.device:
 
 
 def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> float:
-    """Return `value` as a float; refuse strings, infinite numbers, NaN, numbers not greater than `above`, and a tensor
-    that requires grad.
-    """
+    """Return a number above `above` as a float; refuse strings, infinity, NaN, and a tensor that requires grad."""
     number = _as_float(argument, value)
     if not above < number < math.inf:
         more = "" if above == -math.inf else f" above {above:g}"
@@ -158,9 +152,7 @@ def require_module(model: Any) -> nn.Module:
 
 
 def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, "..."]:
-    """Return `value` if it is a floating-point tensor on the device of the tensor `like`, as one that autograd can
-    save.
-    """
+    """Return a float tensor on the device of the tensor `like` as one that autograd can save."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise InputError(argument, expected="a float tensor", got=got)
@@ -197,9 +189,7 @@ def position_ids(
     length: int | None = None,
     device: torch.device | None = None,
 ) -> Int[Tensor, "_ _"]:
-    """Return an integer tensor of positions `(batch, length)` or `(1, length)`. A batch, length or device of None is
-    not checked.
-    """
+    """Return an integer tensor `(batch, length)` or `(1, length)`; None for a batch, length or device allows any."""
     expected = "a tensor of whole numbers (batch, length)"
     if not isinstance(value, Tensor):
         raise InputError(argument, expected=expected, got=type(value).__name__)
@@ -302,9 +292,7 @@ def savable(tensor: Tensor) -> Tensor:
 
 
 def records_program() -> bool:
-    """Return True while torch records a program that may run without headwise: `torch.export`, the export to ONNX, and
-    `torch.jit.trace`.
-    """
+    """Return True in `torch.export`, the export to ONNX and `torch.jit.trace`, whose programs run without headwise."""
     return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and torch._C._is_tracing())
 
 

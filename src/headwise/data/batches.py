@@ -64,9 +64,7 @@ class NumberedBatches:
 
 
 def documents_of(dataset: Any) -> list[int] | None:
-    """Return the number of the document of each sequence of a data set, in the order of its batches; None if it does
-    not state documents.
-    """
+    """Return the document of each sequence of a data set, in the order of its batches; None if it states none."""
     return dataset.document_numbers() if isinstance(dataset, Texts | NumberedBatches) else None
 
 
@@ -81,9 +79,7 @@ def copied(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Run the model on a batch as `iterate_batches` yields it, on the model's device, and return the output. A
-    displayed progress bar moves while the model runs.
-    """
+    """Return the model's output for a batch on its device, as `iterate_batches` yields it; a progress bar moves."""
     arguments = dict(batch)
     with moving_with(model):
         return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)
@@ -158,9 +154,7 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def name_of_mask(model: Any) -> str:
-    """Return the name of the argument that states the padding of the tokens whose last hidden states a model returns:
-    those of the targets in an encoder-decoder.
-    """
+    """Return the name of the argument that states the padding of the last hidden states that a model returns."""
     return "decoder_attention_mask" if is_encoder_decoder(model) else "attention_mask"
 
 
@@ -178,9 +172,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen_parameters(model: nn.Module) -> Iterator[None]:
-    """Turn off the gradients of all model parameters while the context is active, and afterwards turn them on again for
-    the parameters that required gradients before.
-    """
+    """Turn off the gradients of all trainable parameters of a model while the context is active."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trainable:

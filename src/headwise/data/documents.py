@@ -28,9 +28,7 @@ class Document(NamedTuple):
 
 
 def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]:
-    """Yield a document for each item: a text, or a mapping with the text under the key `column`. Its location is
-    "document N", counted from 1.
-    """
+    """Yield a document for each item, a text or a mapping with a text in `column`; its location is "document N"."""
     for number, item in enumerate(items, 1):
         location = f"document {number}"
         yield Document(item, location) if isinstance(item, str) else _document_of_row(item, column, location)
@@ -170,9 +168,7 @@ def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Docum
 
 
 def _decode(data: bytes, file: Path, offset: int) -> str:
-    """Return the text in UTF-8 of a file or of one line of it, at `offset` bytes, with or without a byte-order mark;
-    refuse a null byte (a binary file) and invalid UTF-8.
-    """
+    """Return the text in UTF-8 of a file or of a line at `offset` bytes; refuse null bytes, as in a binary file."""
     if b"\0" in data:
         raise InputError("data", expected=f"text in {file}", got="a binary file")
     try:

@@ -39,9 +39,7 @@ SAVED = "saved"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A loaded model in evaluation mode, its tokenizer, and its title for display. It can be unpacked into model and
-    tokenizer.
-    """
+    """A model in evaluation mode, its tokenizer, and its title; it can be unpacked into model and tokenizer."""
 
     title: str
     model: nn.Module
@@ -96,9 +94,7 @@ class ModelSource:
         return self._from_pretrained("model", "AutoConfig")
 
     def lm_head(self) -> str | None:
-        """Return the kind of the language-model head of the model, according to its configuration: "causal", "masked",
-        or None.
-        """
+        """Return the kind of the model's language-model head: "causal", "masked", or None for neither."""
         architecture = "CausalLM" if self.is_gguf else "".join(self.config().architectures or ())
         if "CausalLM" in architecture or "LMHeadModel" in architecture:
             return "causal"
@@ -186,9 +182,7 @@ class ModelSource:
             raise InputError("model", expected="all of the model's weights", got=got)
 
     def _from_pretrained(self, argument: str, auto_class: str, **options: Any) -> Any:
-        """Call `from_pretrained` of a class of `transformers` for this model, and return the result. Any failure raises
-        `InputError` with the first sentence of its reason; `argument` is "model" or "tokenizer".
-        """
+        """Return what `from_pretrained` of a class returns; `argument` of the error is "model" or "tokenizer"."""
         transformers = _transformers()
         loader, (location, files) = getattr(transformers, auto_class), self._files
         try:
@@ -329,9 +323,7 @@ def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
 
 
 def _why_not_on_hub(hub_id: str, revision: str | None) -> str | None:
-    """Return a clause that states why the `config.json` of a model is neither in the local cache nor on the Hugging
-    Face hub; None if it is.
-    """
+    """Return a clause that states why the `config.json` of a model is in neither cache nor hub; None if it is."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(hub_id, "config.json", revision=revision), str):

@@ -61,9 +61,7 @@ def random_repeats(
 
 
 def repeats_for_model(model: nn.Module, avoid: Collection[int], tokenizer: Any = None) -> Int[Tensor, "samples length"]:
-    """Return `random_repeats` of the protocol from a model's vocabulary without the ids in `avoid`, between the special
-    tokens that a tokenizer adds. Refuse a model whose vocabulary is unknown, or that accepts fewer tokens.
-    """
+    """Return `random_repeats` of a model's vocabulary, between the special tokens that the tokenizer adds."""
     embeddings = input_embeddings(model)
     if not isinstance(embeddings, nn.Embedding):
         remedy = "repeats=hw.random_repeats(vocabulary), or repeats=False"

@@ -29,9 +29,7 @@ MOST_IDS = 2**32
 
 
 class _Sequence(NamedTuple):
-    """Token ids of a sequence with its special tokens, and the number of the document that it is from; -1 for a
-    sequence of separators alone.
-    """
+    """Token ids with special tokens, and the number of their document; -1 for a sequence of separators alone."""
 
     ids: Int[Tensor, " tokens"]
     document: int
@@ -202,9 +200,7 @@ class Texts:
 
     @property
     def _default_context(self) -> int:
-        """Largest number of tokens in a sequence if `context` is not set: 2048, or the tokenizer's limit if that is
-        smaller.
-        """
+        """Largest number of tokens in a sequence if `context` is not set: 2048, or the tokenizer's smaller limit."""
         return min(max_input_tokens(None, self.tokenizer) or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
     def _parts(self, room: int) -> Iterator[list[int]]:
@@ -248,9 +244,7 @@ class Texts:
             yield remainder
 
     def _tokens_of_documents(self) -> Iterator[tuple[list[int], str]]:
-        """Yield the tokens of each document, as `_parts` does, with the location of the document. Documents without
-        tokens, or with white space alone, are left out, but have a number; one that is not valid Unicode is refused.
-        """
+        """Yield the tokens of each document, as `_parts` does, and its location. Blank documents have numbers alone."""
         read = read_documents if isinstance(self.source, str | Path) else documents_in_memory
         source: Any = self.source
         remaining = (each for each in enumerate(read(source, self.column)) if each[1].text.strip())

@@ -136,9 +136,7 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
 
 
 def text_model(model: Any) -> nn.Module:
-    """Return the part of a `transformers` model that reads text: the encoder of an encoder-decoder, otherwise the model
-    itself. Refuse another object, or a model that reads something else.
-    """
+    """Return the part of a `transformers` model that reads text, such as the encoder of an encoder-decoder."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise InputError("model", expected="a transformers model", got=type(model).__name__)
     reader: Any = model
@@ -246,9 +244,7 @@ def _group_into_words(
 
 
 def displayed_token(characters: str, special: bool, with_blanks: str) -> Token:
-    """Return a token for display: its characters, or the tokenizer's name of a special token. `with_blanks` are the
-    characters of the text since the token before, the token's own included.
-    """
+    """Return a token for display; `with_blanks` are the characters of the text since the token before."""
     blanks = with_blanks[: len(with_blanks) - len(with_blanks.lstrip())]
     return Token(_on_one_line(characters), special, bool(blanks), "\n" in blanks)
 
@@ -271,9 +267,7 @@ def _on_one_line(characters: str) -> str:
 
 
 def character_spans(text: str) -> list[tuple[int, int]]:
-    """Return the start and the end of each character as readers see it (extended grapheme cluster of Unicode), such as
-    a letter with its marks, a flag, or a family of emoji.
-    """
+    """Return start and end of each character as readers see it (extended grapheme cluster of Unicode)."""
     if text.isascii():
         return [(index, index + 1) for index in range(len(text))]
     regex = require("regex", purpose="dividing a text into words", extra="hf")

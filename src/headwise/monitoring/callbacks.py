@@ -80,9 +80,7 @@ class TrainingCallback:
             self._monitor.__exit__(None, None, None)
 
     def _begin(self, model: nn.Module, start: int) -> None:
-        """Begin to observe a training of `model`, of which `start` steps were finished before. The monitor of a
-        training that did not end is closed first.
-        """
+        """Begin to observe a training that resumes at step `start`, after closing the monitor of an unfinished one."""
         self.close()
         self._next_step = start
         # A folder that has steps must not be continued by a training that starts from the beginning.

@@ -73,9 +73,7 @@ HeadSlices = tuple[tuple[HeadSlice, ...], ...]
 
 
 def is_known(module: nn.Module) -> bool:
-    """Return True for an attention module of a class whose projections are known by name: of headwise, or of a family
-    of torch and transformers.
-    """
+    """Return True for a module of headwise, or of a family of torch and transformers, with known projections."""
     package, is_named = type(module).__module__.partition(".")[0], family_of(module) is not None
     return package == "headwise" or (package in ("torch", "transformers") and is_named) or bool(_why_not(module))
 
@@ -99,9 +97,7 @@ def head_slices(model: nn.Module, path: str) -> HeadSlices:
 
 
 def _why_not(module: Any) -> str | None:
-    """Return what keeps the logits of an attention module from following a factor of its query and key projections, as
-    a noun phrase; None for nothing.
-    """
+    """Return what keeps a module's logits from following factors of its projections, a noun phrase; or None."""
     if isinstance(module, DifferentialAttention):
         return "two maps of each head, of which the logits of one are unknown,"
     if isinstance(module, MultiHeadAttention | LatentAttention) and module.talking_before is not None:
@@ -213,9 +209,7 @@ def _is_distributed(parameter: Tensor) -> bool:
 
 
 def _scale_distributed(parameter: Any, factors: Factors) -> None:
-    """Multiply slices of a DTensor by factors, in place and without communication: by a vector along the axis of the
-    slices, with ones elsewhere, which every process has.
-    """
+    """Multiply slices of a DTensor by factors, in place and without communication, by a replicated vector."""
     from torch.distributed.tensor import DTensor, Replicate
 
     axis = next(iter(factors)).axis
@@ -280,9 +274,7 @@ Rows = dict[str, tuple[int, ...]]
 def derived_slices(
     model: nn.Module, heads: Mapping[str, int | None], inputs: Mapping[str, Any]
 ) -> dict[str, HeadSlices]:
-    """Return the slices of each head of attention modules of unknown classes, from the number of query heads (None if
-    it is unknown) by the path of the module, and arguments of the model.
-    """
+    """Return the slices of modules by path, with their numbers of query heads (None if unknown), from a run."""
     slices: dict[str, HeadSlices] = {}
 
     def derive(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -401,9 +393,7 @@ def _of_module(
 
 
 def _rows_of_heads(path: str, module: nn.Module, logits: Callable[[], Tensor]) -> list[tuple[Rows, Rows]]:
-    """Return the output features of linear maps that compute the query, and those that compute the key, of each head,
-    by derivatives of the logits.
-    """
+    """Return the features of linear maps from which the query, and the key, of each head are computed."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, linear: nn.Module, arguments: Any, output: Tensor) -> Tensor:

@@ -118,9 +118,7 @@ class History:
         return sorted((each for each in changes if each[2] == each[2]), key=lambda each: -abs(each[2]))
 
     def append(self, step: int, rows: Iterable[Row]) -> None:
-        """Add the rows of an observed step, in place of earlier ones of the same step. With a run folder, they are
-        written before this method returns.
-        """
+        """Add the rows of a step, in place of earlier ones, and write them to the run folder if there is one."""
         rows = [{"step": step, **row} for row in rows]
         if self.folder is not None:
             parquet, pyarrow = _parquet(), require("pyarrow", purpose="a run folder", extra="tables")
@@ -131,9 +129,7 @@ class History:
         self._rows[step], self.latest = rows, step
 
     def abandon(self, step: int) -> None:
-        """Leave out the steps from `step` on, which a resumed training makes again. Their files move to a folder of
-        their own.
-        """
+        """Move the steps from `step` on, which a resumed training makes again, out of the history."""
         for number in [each for each in self.steps if each >= step]:
             if self.folder is not None:
                 (self.folder / ABANDONED_FOLDER).mkdir(exist_ok=True)
@@ -237,16 +233,12 @@ class History:
 
 
 def head_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Return what identifies the head of a row in all steps: module, kind of attention and number. Numbers of layers
-    may differ between steps in which different modules ran.
-    """
+    """Return what identifies a head in all steps; the number of its layer may differ between steps."""
     return row["module"], row["kind"], row["head"]
 
 
 def _rows_of_file(file: Path) -> list[Row]:
-    """Return the rows of the step in a file, which is named like it; raise `ValueError` if it has another content, or
-    an error of Arrow.
-    """
+    """Return the rows of a step in the file called like it; an error of Arrow or a `ValueError` refuses others."""
     rows: list[Row] = _parquet().ParquetFile(file, page_checksum_verification=True).read().to_pylist()
     for row in rows:
         numbers = [value for name, value in row.items() if name not in ("module", "kind") and value is not None]

@@ -62,9 +62,7 @@ class TrainingObserver(StatisticsObserver):
             super().on_module_call(path)
 
     def observe(self, call: Call) -> Observation | None:
-        """Return the functions that observe `call`; None if it is not part of training, repeats another, or if enough
-        sequences were observed.
-        """
+        """Return the functions that observe a call of the training, unless it repeats one or exceeds `sequences`."""
         path = call.site.path
         if call.is_recomputation or not self._modules[path].training:
             return None

@@ -132,9 +132,7 @@ def qk_clip(
 
 
 def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[ClippedHead]:
-    """Return the largest logit of each head in the rows of one step, before a softcap. For a module with both
-    self-attention and cross-attention, that is the largest of both.
-    """
+    """Return the largest logit of each head in the rows of a step, before a softcap, in any kind of attention."""
     modules = dict(model.named_modules())
     logits: dict[tuple[str, int], ClippedHead] = {}
     for row in rows:

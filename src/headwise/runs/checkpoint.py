@@ -94,9 +94,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return self._progress_type() if path is None or not path.exists() else self._read_checkpoint(path)
 
     def save_progress(self, progress: ProgressT, *, now: bool = False) -> None:
-        """Write a partial result to this process's checkpoint, `now` or if 5 seconds (more if writing takes long) have
-        passed since the previous checkpoint or the start.
-        """
+        """Write a checkpoint of this process, `now` or if 5 seconds (more if writing takes long) have passed."""
         # A checkpoint that takes long to write is written less often, so that this takes a twentieth of the time.
         pause = CHECKPOINT_SECONDS * max(1.0, 4 * self._seconds_to_write)
         if self.folder is None or (not now and time.monotonic() - self._last_checkpoint < pause):
@@ -118,9 +116,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return other_run_error(self.folder, "data")
 
     def _checkpoint_name(self, rank: int | str) -> str:
-        """Return the name of the checkpoint of a process, or with `ANY` the pattern of all. Each kind of table has its
-        own names, so that a folder can hold one run of each kind.
-        """
+        """Return the name of the checkpoint of a process, or with `ANY` the pattern of all, of a kind of table."""
         return f"unfinished-{self._table_type.NAME}-{rank}.pt"
 
     def _delete_checkpoints(self, folder: Path) -> None:
@@ -129,9 +125,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             path.unlink(missing_ok=True)
 
     def _saved_settings(self) -> dict[str, Any]:
-        """Return the value of each setting of this run in the metadata of the table in the output folder, None where
-        the metadata lacks it; an empty dictionary without a readable table.
-        """
+        """Return this run's settings as the saved table states them; an empty dictionary without a readable table."""
         if self.folder is None:
             return {}
         try:
@@ -168,9 +162,7 @@ def load_state(path: Path, settings: Mapping[str, Any], **options: Any) -> dict[
 
 
 def other_run_error(folder: Path | None, difference: str | None) -> InputError:
-    """Return the error for an output folder with another run, `difference` being the name of a setting that differs, if
-    known.
-    """
+    """Return the error for an output folder with another run, with the setting that differs if it is known."""
     expected = "a folder of its own, or that of the run to resume"
     got = f"another run{'' if difference is None else f' ({difference} differs)'} in {str(folder)!r}"
     return InputError("out", expected=expected, got=got, remedy=FORCE_REMEDY)
@@ -211,9 +203,7 @@ def has_checkpoints(folder: Path) -> bool:
 
 
 def first_difference(saved: Any, current: Any, name: str = "") -> str | None:
-    """Return the dotted name of the first setting that differs between two mappings of settings, or None if all are
-    equal; `name` is that of the mappings in an outer one.
-    """
+    """Return the dotted name of the first setting that differs, below `name`; None if all are equal."""
     if isinstance(saved, dict) and isinstance(current, Mapping):
         for key in [*current, *(key for key in saved if key not in current)]:
             difference = first_difference(saved.get(key), current.get(key), f"{name}.{key}" if name else key)

@@ -151,18 +151,14 @@ class Pass(Generic[PassProgressT]):
         return progress
 
     def save_unfinished(self, progress: PassProgressT) -> None:
-        """Write a checkpoint, if it is time for one, in the middle of a batch on which the model runs several times.
-        When the run resumes, `process_batch` is called again on this batch.
-        """
+        """Write a checkpoint, if it is time for one, within a batch, on which `process_batch` is called again."""
         progress.is_unfinished = True
         self._run.save_progress(progress)
         progress.is_unfinished = False
 
 
 def require_same_data(finished: TableT, dataset: Texts | Iterable[Any], run: CheckpointedRun[Any, TableT]) -> TableT:
-    """Return `finished`, the table of a finished run, if the data set has the content that the table was measured on;
-    raise `InputError` otherwise. All batches are read for this comparison.
-    """
+    """Return the table of a finished run, unless the data set differs from the one that it was measured on."""
     progress = PassProgress()
     progress.begin(dataset)
     for batch in iterate_batches(dataset):

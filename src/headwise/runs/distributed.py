@@ -57,17 +57,13 @@ def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
 
 
 class LocalProcess(NamedTuple):
-    """Place of this process among those of torchrun: whether its rank is 0, so that it prints and writes files, and its
-    rank among the processes on this machine.
-    """
+    """Place of this process among those of torchrun: whether its rank is 0, and its rank on this machine."""
 
     is_first: bool
     local_rank: int
 
     def device(self, name: str | None) -> torch.device:
-        """Return the torch device called `name`, after checking that torch can use it. By default return a GPU chosen
-        by the process's rank on this machine, or the CPU if there is no GPU.
-        """
+        """Return a usable torch device, by default a GPU for the process's rank on this machine, or the CPU."""
         if name is None:
             has_gpu = torch.cuda.is_available()
             name = f"cuda:{self.local_rank % torch.cuda.device_count()}" if has_gpu else "cpu"
@@ -76,9 +72,7 @@ class LocalProcess(NamedTuple):
 
 @contextmanager
 def process_group() -> Iterator[LocalProcess]:
-    """Join the process group of torchrun while the context is active, and yield this process's place in it. A process
-    that runs alone joins no group.
-    """
+    """Join the process group of torchrun, unless alone, and yield this process's place in it."""
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world_size == 1:
         yield LocalProcess(True, local_rank)

@@ -36,9 +36,7 @@ def writable_folder(folder: str | Path) -> Path:
 
 
 def require_writable(folder: str | Path) -> None:
-    """Raise `InputError` if an output folder, or else the nearest existing folder above it, is a file or cannot be
-    written. Nothing is created.
-    """
+    """Raise `InputError` if an output folder cannot be created or written. Nothing is created."""
     path = folder_path("out", folder).absolute()
     with suppress(OSError, ValueError):  # too long a path, or a null character
         existing = next(candidate for candidate in (path, *path.parents) if candidate.exists())

@@ -111,9 +111,7 @@ def _computing(fields: Any) -> Any:
 
 
 def attention_digest(model: nn.Module, paths: Iterable[str]) -> str:
-    """Return a hash of the weights of the modules at the given paths, which does not depend on the paths. A path
-    without a module does not count.
-    """
+    """Return a hash of the weights of the modules at the given paths, which does not depend on the paths."""
     modules = dict(model.named_modules())
     return digest_of(part for path in paths if path in modules for part in hashed_state(modules[path]))
 
@@ -156,9 +154,7 @@ def hashed_state(module: nn.Module, *, without: Sequence[str] = ()) -> Iterator[
 
 
 def _parts(name: str, value: Any) -> Iterator[Any]:
-    """Yield a value; or, in place of a tensor that wraps others, such as the scaled integers of a quantised weight,
-    these tensors and what the wrapper states of them.
-    """
+    """Yield a value or, in place of a tensor that wraps others, these and what the wrapper states of them."""
     if is_traceable_wrapper_subclass(value):
         names, context = value.__tensor_flatten__()
         yield type(value).__qualname__

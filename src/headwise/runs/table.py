@@ -127,9 +127,7 @@ class Table(Generic[RowT]):
         return self._data_frame(lambda estimate: estimate.sem)
 
     def _data_frame(self, part: Callable[[MeanEstimate], float]) -> Any:
-        """Return a pandas DataFrame with the columns that identify each row, and for each statistic the number that
-        `part` returns for its estimate, such as the mean or the standard error.
-        """
+        """Return a pandas DataFrame of the columns that identify each row and `part` of each estimate."""
         pandas = require("pandas", purpose="a table", extra="tables")
         return pandas.DataFrame(
             [
@@ -230,9 +228,7 @@ class Table(Generic[RowT]):
         return cls(tuple(rows), metadata, **samples, **parts)
 
     def _samples(self) -> tuple[list[Any], str] | None:
-        """Return what `save` writes of single samples: a list of numbers for each row, and a text with what all rows
-        share; by default None.
-        """
+        """Return what `save` writes of single samples: numbers for each row, and a text for all; by default None."""
         return None
 
     @classmethod

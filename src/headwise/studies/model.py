@@ -135,9 +135,7 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize biases with 0, norm weights with 1, and weight matrices from a normal distribution with standard
-        deviation 0.02, divided by sqrt(2 x layers) if their output is added to the residual stream.
-        """
+        """Initialize biases with 0, norms with 1, and matrices with the standard deviation `WEIGHT_STD`."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
@@ -189,9 +187,7 @@ class TransformerLayer(nn.Module):
         is_token: Bool[Tensor, "batch length"] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "batch length embed"]:
-        """Return `x` after self-attention and the MLP, each of which adds its output to its input. No token attends to
-        padding, where `is_token` is False.
-        """
+        """Return `x` after self-attention and MLP; no token attends to padding, where `is_token` is False."""
         mask = None if is_token is None else dense(is_token[:, None, None, :])
         x = x + self.self_attn(self.input_layernorm(x), mask=mask, cache=cache)
         y: Tensor = self.mlp(self.post_attention_layernorm(x))
@@ -232,9 +228,7 @@ class ClassifierHead(nn.Module):
 
 
 def decode_speed(model: Transformer, context: int) -> float:
-    """Return the decoding speed in tokens per second: 1 / the median time of 48 steps, each of one token at batch size
-    1, with a key/value cache that contains `context` tokens before the first step.
-    """
+    """Return tokens per second: 1 / the median time of 48 decoding steps of one token after `context` tokens."""
     device = device_of(model)
     ids = torch.arange(context, device=device)[None] % model.shape.vocabulary
     caches, seconds = [DynamicCache() for _ in model.layers], []
@@ -249,9 +243,7 @@ def decode_speed(model: Transformer, context: int) -> float:
 
 
 def cache_bytes_per_token(model: nn.Module) -> float:
-    """Return the number of bytes that one token takes in the key/value caches of all attention layers together, in the
-    data type of the model's parameters.
-    """
+    """Return the bytes of one token in the key/value caches of all layers, in the parameters' data type."""
     layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
     size = next(model.parameters()).element_size()
     return float(sum(size * layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers))
@@ -276,9 +268,7 @@ def save_model(
 
 
 def as_transformers(model: Transformer, tokenizer: Any, *, context: int) -> Any:
-    """Return a study model as a `transformers` model with the same weights, in evaluation mode: a Llama for a decoder,
-    a EuroBERT for an encoder or a classifier.
-    """
+    """Return a study model as a Llama or, if it is not a decoder, a EuroBERT, in evaluation mode."""
     transformers = require_transformers()
     shape, setting = model.shape, model.setting
     sizes: dict[str, Any] = {

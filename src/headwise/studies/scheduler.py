@@ -63,9 +63,7 @@ class StudyPlan:
     spec: dict[str, Any]
 
     def seconds(self, key: TrialKey) -> float:
-        """Return the planned seconds of a trial that is not stopped early: training, evaluation and, for a final
-        training, additional measurements; 0 without a time limit.
-        """
+        """Return the planned seconds of a trial that is not stopped early; 0 without a time limit."""
         name = key.setting.name
         if name not in self.step_seconds:
             return 0.0

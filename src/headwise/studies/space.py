@@ -159,9 +159,7 @@ class Space:
             yield self._setting(heads, head_dim, kv_heads)
 
     def _setting(self, heads: int, head_dim: int | None, kv_heads: int | None) -> Setting:
-        """Return a setting; the default `head_dim` is `embed_dim / heads`, rounded down, the default `kv_heads` is
-        `heads`.
-        """
+        """Return a setting whose default `head_dim` is `embed_dim / heads`, and default `kv_heads` is `heads`."""
         return Setting(heads, head_dim or max(1, self._width // heads), kv_heads or heads)
 
 

@@ -300,9 +300,7 @@ class Study(Table[SettingRow]):
         return axes
 
     def _draw_by_time(self, statistic: Any = "loss", *, ax: Any = None) -> "Axes":
-        """Draw a statistic against the time per training step, with standard errors; blue settings are on the Pareto
-        frontier.
-        """
+        """Draw a statistic against the time per training step; blue settings are on the Pareto frontier."""
         rows = self._rows_with(statistic)
         axes, frontier = axes_for(ax, 5.0, 3.8), self.frontier
         for row in rows:

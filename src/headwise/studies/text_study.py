@@ -97,9 +97,7 @@ class Corpus:
 
 
 def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Corpus:
-    """Read and tokenize the text of a file or folder for the task of `options`: training batches, held-out batches and
-    loss.
-    """
+    """Return the batches and the loss of the task of `options` on the text of a file or folder."""
     if options.task == "classify":
         return _classification_corpus(source, tokenizer, options)
     if options.task == "mlm" and tokenizer.mask_token_id is None:
@@ -145,9 +143,7 @@ def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOpti
         examples.append((torch.tensor(ids, dtype=torch.int64), classes.index(name)))
 
     def padded(group: Sequence[tuple[Tensor, int]]) -> dict[str, Any]:
-        """Return labelled texts as one batch: `input_ids`, padded on the right, `attention_mask`, and the class numbers
-        `label`.
-        """
+        """Return labelled texts as a batch: padded `input_ids`, `attention_mask`, and class numbers in `label`."""
         sequences = [ids for ids, _ in group]
         ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -172,9 +168,7 @@ def _split(examples: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _grouped(examples: Sequence[Any], batch: int) -> Iterator[Sequence[Any]]:
-    """Yield consecutive groups of exactly `batch` examples, without those left over at the end; fewer than `batch`
-    examples in all are one smaller group.
-    """
+    """Yield consecutive groups of exactly `batch` examples, or all of fewer; the last examples may be left out."""
     for start in range(0, max(1, len(examples) - batch + 1), batch):
         yield examples[start : start + batch]
 
@@ -281,9 +275,7 @@ def study_texts(
     models, has_old_models = writable_folder(out) / "models", force
 
     def save(model: nn.Module, setting: Setting, seed: int) -> None:
-        """Save a trained model and its tokenizer to a folder such as `8x64-kv2-seed-1`. With `force`, first delete the
-        models of an earlier study, once.
-        """
+        """Save a model to a folder such as `8x64-kv2-seed-1`; with `force`, first delete those of an earlier study."""
         nonlocal has_old_models
         if has_old_models:
             shutil.rmtree(models, ignore_errors=True)

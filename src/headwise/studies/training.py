@@ -101,16 +101,12 @@ class TrainingResult(NamedTuple):
 
     @property
     def step_seconds(self) -> float:
-        """Median duration of a training step in seconds, without the first two steps, which are slower. If there are at
-        most two steps, it is the median of all steps.
-        """
+        """Median seconds of a step, without the first two, which are slower, if there are others."""
         return statistics.median(self.seconds[UNTIMED_STEPS:] or self.seconds)
 
 
 def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Return the model that `build` creates after torch is seeded with `seed`; torch's random state is restored
-    afterwards.
-    """
+    """Return the model that `build` creates with torch seeded by `seed`; the random state is then restored."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build()
@@ -215,9 +211,7 @@ class StudyDefinition:
     seed: int
 
     def build(self, setting: Setting, seed: int) -> nn.Module:
-        """Return an untrained model with the heads of `setting`, whose weights are drawn after torch is seeded with
-        `seed`.
-        """
+        """Return an untrained model with the heads of `setting`, with weights drawn from `seed`."""
         return build_seeded(lambda: self.build_model(setting), seed)
 
     def train(

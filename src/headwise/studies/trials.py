@@ -79,9 +79,7 @@ class TrialKey:
 
     @property
     def name(self) -> str:
-        """Name of the trial within its setting: `search NUMBER` for a learning-rate trial, `seed NUMBER` for a final
-        training.
-        """
+        """Name of the trial within its setting: `search NUMBER` for a learning rate, `seed NUMBER` for a final one."""
         return f"{'seed' if self.final else 'search'} {self.number}"
 
 
@@ -142,9 +140,7 @@ class TrialStore:
     # -- agreements between processes ---------------------------------------------------------------------------------
 
     def agree_on_plan(self, make_plan: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the plan in the database. If there is none yet, store the result of `make_plan`, unless another
-        process has stored one meanwhile.
-        """
+        """Return the plan in the database; if there is none, the result of `make_plan`, unless another is first."""
         if not self._root.get_trials(deepcopy=False):
             trial = self._optuna.trial.create_trial(value=0.0, user_attrs={"plan": make_plan()})
             with quiet():
@@ -154,9 +150,7 @@ class TrialStore:
 
     @property
     def search_sizes(self) -> Mapping[str, int] | None:
-        """Number of learning-rate trials by setting name, once the search has been closed for all processes; before,
-        None.
-        """
+        """Number of learning-rate trials by setting name, once the search is closed for all; before, None."""
         sizes: Mapping[str, int] | None = self._root.user_attrs.get(SEARCH_SIZES)
         return sizes
 
@@ -177,9 +171,7 @@ class TrialStore:
         self._root.set_user_attr(self._session, [self._start, time.time(), "left"])
 
     def seconds_spent(self) -> float:
-        """Return the seconds during which at least one process worked on the study, by the clocks of the processes;
-        time during which several processes worked is counted once.
-        """
+        """Return the seconds, by the clocks of the processes, during which at least one worked on the study."""
         total, covered_until = 0.0, -math.inf
         for start, end, *_ in sorted(self._sessions()):
             total += max(0.0, end - max(start, covered_until))
@@ -187,9 +179,7 @@ class TrialStore:
         return total
 
     def active_processes(self) -> int:
-        """Return the number of processes, at least 1, that recorded a sign of life in the last 10 seconds and did not
-        stop.
-        """
+        """Return the number of processes, at least 1, with a sign of life in the last 10 seconds and no stop."""
         now = time.time()
         active = [session for session in self._sessions() if len(session) == 2 and now - session[1] < 2 * HEARTBEAT]
         return max(1, len(active))
@@ -216,9 +206,7 @@ class TrialStore:
         return results
 
     def best_rate(self, setting: Setting) -> float | None:
-        """Return the learning rate of the complete learning-rate trial of a setting with the lowest finite held-out
-        loss, or None.
-        """
+        """Return the learning rate of a setting's complete search trial with the lowest finite loss, or None."""
         searched = [trial for trial in self.finished() if trial.key.setting == setting and not trial.key.final]
         complete = [trial for trial in searched if math.isfinite(trial.loss) and not trial.pruned]
         return min(complete, key=lambda trial: trial.loss).rate if complete else None
@@ -251,9 +239,7 @@ class TrialStore:
         errors: list[BaseException] = []
 
         def claim_and_run(trial: "optuna.Trial") -> float:
-            """Run the trial `key` as an Optuna trial and return its loss; or NaN if another process claims it, so that
-            Optuna marks it as failed.
-            """
+            """Run the trial and return its loss, or NaN if another process claims it: Optuna marks it as failed."""
             trial.set_user_attr(KEY, key.name)
             while others := [
                 other for other_key, other in self._living() if other_key == key and other.number != trial.number
@@ -284,9 +270,7 @@ class TrialStore:
             raise errors[0]
 
     def _living(self) -> Iterator[tuple[TrialKey, Any]]:
-        """Yield the key and the Optuna trial of each trial that is running, complete or was stopped early, in the order
-        of the settings and, within a setting, in the order in which the trials were started.
-        """
+        """Yield key and Optuna trial of each trial that runs or ended without failing, by setting and start."""
         states = self._optuna.trial.TrialState
         for setting, study in self._studies.items():
             for trial in study.get_trials(deepcopy=False, states=(states.RUNNING, states.COMPLETE, states.PRUNED)):
