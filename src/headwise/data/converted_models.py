@@ -34,10 +34,9 @@ def cache_folder() -> Path:
 
 
 def converted_folder(file: Path, save: Callable[[Path], None]) -> Path | None:
-    """Return the folder with the copy of a GGUF file in Hugging Face format, which `save` writes to an empty folder if
-    there is none of a file with this content, made by the installed versions of transformers and gguf, or if it is
-    damaged. Of several processes, one writes it and the others wait. If the cache folder cannot be written, warn and
-    return None.
+    """Return the folder with the copy of a GGUF file in Hugging Face format, which `save` writes to an empty folder
+    unless there is an undamaged one of this content and the installed versions of transformers and gguf. Of several
+    processes, one writes it and the others wait. If the cache folder cannot be written, warn and return None.
     """
     filelock = require("filelock", purpose="the cache of converted models", extra="gguf")
     versions = [FORMAT, version("transformers"), version("gguf")]

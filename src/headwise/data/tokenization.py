@@ -291,10 +291,9 @@ class DecodedWords(NamedTuple):
 
 
 def decoded_words(tokenizer: Any, ids: list[int], context: Sequence[int] = ()) -> DecodedWords:
-    """Decode token ids after a `context`, which may decide whether the first begins with white space, and group the
-    tokens into words. A word starts at a token that begins with white space, at a special token and after it, at a wide
-    character (such as a Chinese one), and between letters or digits and other characters, but never within a character
-    as readers see it, such as a flag.
+    """Decode token ids after a `context`, and group the tokens into words. A word starts at white space, at a special
+    token and after it, at a wide character (such as a Chinese one), and between letters or digits and other characters,
+    but never within a character as readers see it, such as a flag.
     """
     special = special_ids(tokenizer)
     names = tokenizer.convert_ids_to_tokens(ids)

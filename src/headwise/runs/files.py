@@ -171,10 +171,9 @@ def require_new_folder(folder: str | Path, *, force: bool = False) -> Path:
 
 @contextmanager
 def new_folder(folder: str | Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield an empty folder to be filled, and put it in place of `folder` when the context ends without an error.
-    `folder` is new or empty or, with `force`, the folder of a saved model. At any moment, also after a crash, there is
-    a complete folder at `folder` or none. The files are written to a hidden folder next to `folder`, which is removed
-    at the end and after errors; after a crash, the next call with the same `folder` removes it.
+    """Yield an empty folder to be filled, and put it in place of `folder`, as `require_new_folder` allows it, when the
+    context ends without an error. At any moment, also after a crash, there is a complete folder or none. The files are
+    written to a hidden folder next to it, which is removed at the end or, after a crash, by the next call.
     """
     target = require_new_folder(folder, force=force)
     created = [parent for parent in target.parents if not parent.exists()]

@@ -97,9 +97,8 @@ class ModelShape:
         **other: Any,
     ) -> "ModelShape":
         """Return the shape whose depth (1 to 48 layers, or `layers`) and width (`embed_dim`, or about 40 features per
-        layer, divisible by all numbers of `heads` where possible) give a number of parameters closest to `parameters`.
-        A layer with heads of `embed_dim / heads` has about 12 embed_dim^2 of them, and an MLP of width 2.7 embed_dim
-        (Shazeer 2020).
+        layer, divisible by all `heads` where possible) are closest to `parameters`. A layer with heads of `embed_dim /
+        heads` has about 12 embed_dim^2 of them, and an MLP of width 2.7 embed_dim (Shazeer 2020).
         """
         common = 2 * math.lcm(*heads)
         step = common if common <= MAX_COMMON_MULTIPLE else 2

@@ -86,10 +86,9 @@ def significant_difference(losses: Losses) -> float:
 
 
 def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]) -> bool:
-    """Return True if a setting with the statistics `one` is at least as good as a setting with the statistics `other`
-    in loss, time per step, decoding speed and cache size, and better in one of them. Times and speeds count as equal if
-    they differ by at most two standard errors of their difference; a statistic that one of the settings lacks is
-    ignored.
+    """Return True if a setting with the statistics `one` is at least as good as one with `other` in loss, time per
+    step, decoding speed and cache size, and better in one of them. Times and speeds count as equal if they differ by at
+    most two standard errors of their difference; a statistic that one of the settings lacks is ignored.
     """
     better = False
     for name in (*LOWER_IS_BETTER, *HIGHER_IS_BETTER):
@@ -331,10 +330,9 @@ def collect_results(
     seeds: int,
     baseline: Setting | None,
 ) -> Study:
-    """Return the table of a study, with one row per head setting of `settings`: the loss and other measurements of its
-    final trainings, averaged over seeds; an empty row without final trainings. Every trial is also listed in the
-    metadata. `parameters` has the size of a model by setting name, `seeds` is the intended number of final trainings
-    per setting.
+    """Return the table of a study, with one row per setting: the loss and other measurements of its final trainings, of
+    which there should be `seeds`, averaged over seeds. Every trial is also listed in the metadata. `parameters` has the
+    size of a model by setting name.
     """
     finals = [trial for trial in trials if trial.key.final]
     runs = [

@@ -123,10 +123,9 @@ def train(
     recipe: Recipe = DEFAULT_RECIPE,
     after_step: Callable[[int], None] = lambda _step: None,
 ) -> TrainingResult:
-    """Train a model in place, on its device, for `steps` optimizer steps of one batch each, in a random order that
-    depends on `seed` alone. Return the mean loss over the last tenth of the steps and the duration of each step.
-    `after_step` is called with the number of steps so far. A loss with a method `reseeded`, such as a masked-token
-    loss, is reseeded with the number of each step.
+    """Train a model in place for `steps` optimizer steps of one batch each, in an order that depends on `seed` alone.
+    Return the mean loss over the last tenth of the steps and the duration of each step. A loss with a method
+    `reseeded`, such as a masked-token loss, is reseeded with the number of each step.
     """
     whole_number("steps", steps, least=1)
     optimizer, device, order = recipe.optimizer(model), device_of(model), batch_order(len(batches), seed)
@@ -247,10 +246,9 @@ class StudyDefinition:
     def run_trial(
         self, key: TrialKey, steps: int, after_step: Callable[[], None], trial: Any, rate: float
     ) -> tuple[float, dict[str, Any]]:
-        """Train the model of a trial at a peak learning rate. Return its held-out loss (infinite if training diverged)
-        and further measurements by name. A model from a final training is also passed to `on_trained`. A learning-rate
-        trial is evaluated on some held-out batches at half and at three quarters of its steps, and raises
-        `optuna.TrialPruned` there if the pruner of `trial`, Optuna's object, stops it, or if its loss is not finite.
+        """Train the model of a trial, and return its held-out loss (infinite if training diverged) and further
+        measurements by name. A learning-rate trial is evaluated on some held-out batches at half and at three quarters
+        of its steps, and raises `optuna.TrialPruned` there if Optuna's pruner stops it, or if its loss is not finite.
         """
         start = time.perf_counter()
         seed = self.seed + (key.number if key.final else 0)

@@ -104,10 +104,9 @@ class FinishedTrial:
 
 
 class TrialStore:
-    """Trials of one study in Optuna's database, which several processes share: the store claims and runs trials in this
-    process, and returns the results of all. It also stores what all processes agree on: the plan, the number of
-    learning rates tried for each setting, once no more will be tried, and the working time of each process. The trials
-    of a setting are Optuna's study `name/setting`. `force` deletes an existing study with the same name.
+    """Trials of one study in Optuna's database, which several processes share: those of a setting are in Optuna's study
+    `name/setting`. The store also has what all processes agree on: the plan, the number of learning rates of each
+    setting, once no more will be tried, and the working time of each process.
     """
 
     def __init__(
