@@ -198,6 +198,8 @@ class Monitor:
                 raise InputError("statistics", expected=f"names among {', '.join(sorted(available))}", got=repr(name))
         if not self._statistics:
             raise InputError("statistics", expected="at least one name", got="none")
+        # The statistics in the history: with a softcap there are two largest logits.
+        self._recorded = {*self._statistics, *(("max_logit_uncapped",) if "max_logit" in self._statistics else ())}
         self._layers = None if layers is None else frozenset(collection_of("layers", layers, of="numbers of layers"))
         for number in self._layers or ():
             if not is_whole(number, 0):
@@ -335,12 +337,6 @@ class Monitor:
             available = sorted({labels["layer"] for _, labels in labelled})
             raise InputError("layers", expected=f"some of {available}", got=sorted(self._layers or ()))
         return rows
-
-    @property
-    def _recorded(self) -> frozenset[str]:
-        """Names of the statistics in the history."""
-        further = {"max_logit_uncapped"} if "max_logit" in self._statistics else set()
-        return frozenset(self._statistics) | further
 
 
 def inner_model(model: Any) -> nn.Module:

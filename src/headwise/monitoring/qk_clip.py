@@ -168,20 +168,16 @@ def _of_mapping(model: nn.Module, logits: Any) -> list[ClippedHead]:
         except InputError:
             got = f"{value!r} for layer {key[0]}, head {key[1]}"
             raise InputError("logits", expected="finite numbers", got=got) from None
-    paths = {layer: _path_of(model, layer) for layer in {layer for (layer, _), _ in of_heads}}
-    return [ClippedHead(layer, head, paths[layer], logit) for (layer, head), logit in sorted(of_heads)]
-
-
-def _path_of(model: nn.Module, layer: int) -> str:
-    """Return the path of the only attention module of a layer."""
-    modules = dict(model.named_modules())
+    modules, paths = dict(model.named_modules()), {}
     is_named = bool(innermost_attention_modules(modules, modules))
-    paths = module_paths_of_layer(model, layer) if is_named else []
-    if len(paths) != 1:
-        remedy = "pass the monitor or its history, which name modules"
-        got = f"layer {layer} for {', '.join(paths) or 'no module, since no class is called attention'}"
-        raise InputError("logits", expected="layers with one attention module each", got=got, remedy=remedy)
-    return paths[0]
+    for layer in {layer for (layer, _), _ in of_heads}:
+        of_layer = module_paths_of_layer(model, layer) if is_named else []
+        if len(of_layer) != 1:
+            remedy = "pass the monitor or its history, which name modules"
+            got = f"layer {layer} for {', '.join(of_layer) or 'no module, since no class is called attention'}"
+            raise InputError("logits", expected="layers with one attention module each", got=got, remedy=remedy)
+        paths[layer] = of_layer[0]
+    return [ClippedHead(layer, head, paths[layer], logit) for (layer, head), logit in sorted(of_heads)]
 
 
 _DERIVED: WeakKeyDictionary[nn.Module, tuple[str, HeadSlices]] = WeakKeyDictionary()
