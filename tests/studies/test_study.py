@@ -425,24 +425,27 @@ def timed(clock, seconds, stops_after=math.inf, **options):
     return start(**defaults | {"model": EmbeddingToy} | options)
 
 
-@pytest.mark.parametrize(("budget", "speed"), [(30.0, 0.1), (60.0, 0.1), (40.0, 0.06), (70.0, 0.12)])
-def test_a_study_uses_its_time(budget, speed, clock):
-    clock.seconds, start = speed, clock.now
-    result = timed(clock, budget)
+@pytest.mark.parametrize(
+    ("budget", "speed", "slower_after", "other"),
+    [
+        *((*each, math.inf, TWO) for each in ((30.0, 0.1), (60.0, 0.1), (40.0, 0.06), (70.0, 0.12))),
+        *((60.0, 0.1, after, TWO) for after in (20, 250)),
+        (90.0, 0.1, math.inf, FOUR),
+    ],
+)
+def test_a_study_uses_its_time(budget, speed, slower_after, other, clock):
+    """Also if steps become slower, and if those of one setting take twice as long."""
+    clock.seconds, clock.slower_after, start = speed, slower_after, clock.now
+    result = timed(clock, budget, space=(ONE, other))
     assert 0.8 * budget <= clock.now - start <= 1.1 * budget
-    assert all(len(result.losses[setting]) == SEEDS for setting in (ONE, TWO))
-    assert result.metadata["steps"] >= 20
-    searches = Counter(each["setting"] for each in result.metadata["search"])
-    assert all(2 <= number <= MAX_TRIALS for number in searches.values())
-
-
-def test_slower_settings_are_planned_for(clock):
-    start = clock.now
-    result = timed(clock, 90.0, space=(ONE, FOUR))
-    assert 72.0 <= clock.now - start <= 99.0
-    assert [len(result.losses[setting]) for setting in (ONE, FOUR)] == [SEEDS, SEEDS]
-    one, four = (result.row(setting).statistics["step_ms"].value for setting in (ONE, FOUR))
-    assert (one, four) == pytest.approx((100.0, 200.0))
+    if slower_after == math.inf:
+        assert [len(result.losses[setting]) for setting in (ONE, other)] == [SEEDS, SEEDS]
+        assert result.metadata["steps"] >= 20
+        steps = [result.row(setting).statistics["step_ms"].value for setting in (ONE, other)]
+        assert steps == pytest.approx([1000 * speed, 1000 * speed * (2 if other == FOUR else 1)])
+    if slower_after == math.inf and other == TWO:
+        searches = Counter(each["setting"] for each in result.metadata["search"])
+        assert all(2 <= number <= MAX_TRIALS for number in searches.values())
 
 
 def test_a_time_limit_allows_four_passes_over_the_data_at_most(clock):
@@ -451,13 +454,6 @@ def test_a_time_limit_allows_four_passes_over_the_data_at_most(clock):
     assert result.metadata["steps"] == 28
     assert Counter(each["setting"] for each in result.metadata["search"]) == {"1x8": MAX_TRIALS, "2x4": MAX_TRIALS}
     assert clock.now - start < 200.0
-
-
-@pytest.mark.parametrize("after", [20, 250])
-def test_a_study_ends_in_time_when_steps_become_slower(after, clock):
-    clock.slower_after, start = after, clock.now
-    timed(clock, 60.0)
-    assert 0.8 * 60 <= clock.now - start <= 1.1 * 60
 
 
 @pytest.mark.parametrize("after", [30, 300])
