@@ -79,7 +79,7 @@ def make_plan(
     number that the limit allows, but at most four passes over the training batches. A limit that is too short raises
     `InputError`.
     """
-    limit, held_out = budget.seconds, definition.held_out
+    limit, corpus = budget.seconds, definition.corpus
     step_seconds, judge_seconds, more_seconds, parameters = {}, {}, {}, {}
 
     def too_short(expected: str, steps: int) -> InputError:
@@ -100,8 +100,8 @@ def make_plan(
         result = definition.train(model, UNTIMED_STEPS + TIMED_STEPS, 1e-4, definition.seed, check_time)
         step_seconds[name] = result.step_seconds
         start = time.perf_counter()
-        evaluate(model, held_out[:1], definition.loss)
-        judge_seconds[name] = (time.perf_counter() - start) * len(held_out)
+        evaluate(model, corpus.held_out[:1], corpus.loss)
+        judge_seconds[name] = (time.perf_counter() - start) * len(corpus.held_out)
         start = time.perf_counter()
         for measure in definition.measures.values():
             measure(model)
@@ -115,7 +115,7 @@ def make_plan(
         left, needed = MARGIN * (limit - seconds_spent()), fixed + (steps or MIN_STEPS) * per_step
         if left < needed:
             raise too_short(f"at least {seconds_spent() + needed / MARGIN:.0f} s", steps or MIN_STEPS)
-        steps = steps or min(int((left - fixed) / per_step), round(MAX_EPOCHS * len(definition.training)))
+        steps = steps or min(int((left - fixed) / per_step), round(MAX_EPOCHS * len(corpus.training)))
     assert steps is not None
     return StudyPlan(steps, step_seconds, judge_seconds, more_seconds, parameters, spec)
 

@@ -32,7 +32,7 @@ from headwise.runs.table import require_parquet, table_path
 from headwise.studies.scheduler import StudyPlan, make_plan, run_trials
 from headwise.studies.space import Setting, Space, StudyBudget
 from headwise.studies.study_result import Study, collect_results
-from headwise.studies.training import DEFAULT_RECIPE, Batches, Measure, Recipe, StudyDefinition, TrainedCallback
+from headwise.studies.training import DEFAULT_RECIPE, Batches, Corpus, Measure, Recipe, StudyDefinition, TrainedCallback
 from headwise.studies.trials import OptunaOptions, TrialStore, require_optuna
 
 HELD_OUT = 10
@@ -96,10 +96,8 @@ def study(
     if budget.tokens is not None:
         raise InputError("tokens", expected="steps: a batch may have any number of tokens", got=budget.tokens)
     settings = settings_to_compare(space, baseline)
-    training, judged = split_batches(data, held_out)
-    definition = StudyDefinition(
-        build_model, settings, training, judged, loss, recipe, measures or {}, on_trained, seed
-    )
+    corpus = Corpus(*split_batches(data, held_out), loss)
+    definition = StudyDefinition(build_model, settings, corpus, recipe, measures or {}, on_trained, seed)
     return run_study(
         definition,
         budget,

@@ -8,7 +8,7 @@ and `view` work.
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from headwise.studies.study import (
 )
 from headwise.studies.study_result import Study
 from headwise.studies.text_options import TextOptions
-from headwise.studies.training import DEFAULT_RECIPE, Batches, Measure, Recipe, StudyDefinition
+from headwise.studies.training import DEFAULT_RECIPE, Batches, Corpus, Measure, Recipe, StudyDefinition
 from headwise.studies.trials import OptunaOptions, require_database_url
 
 MAX_HELD_OUT = 64
@@ -77,23 +77,6 @@ def train_tokenizer(source: str | Path, column: str, vocabulary: int) -> Any:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, mask_token=MASK)
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Text prepared as data of a study.
-
-    Attributes:
-        training: batches to train on.
-        held_out: batches to judge trained models by.
-        loss: `(model, batch) -> (batch,)`.
-        labels: labels of a classifier in the order of its classes; empty for other tasks.
-    """
-
-    training: Batches
-    held_out: Batches
-    loss: Loss
-    labels: tuple[str, ...] = ()
 
 
 def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Corpus:
@@ -287,9 +270,7 @@ def study_texts(
     def build_model(setting: Setting) -> Transformer:
         return Transformer(shape, setting).to(target)
 
-    definition = StudyDefinition(
-        build_model, settings, corpus.training, corpus.held_out, corpus.loss, recipe, measures, save, seed
-    )
+    definition = StudyDefinition(build_model, settings, corpus, recipe, measures, save, seed)
     result = run_study(
         definition,
         budget.in_steps(text.batch * text.context),

@@ -184,15 +184,30 @@ TrainedCallback = Callable[[nn.Module, Setting, int], None]
 
 
 @dataclass(frozen=True)
+class Corpus:
+    """Data of a study, and its loss.
+
+    Attributes:
+        training: batches to train on.
+        held_out: batches on which the losses of trained models are compared.
+        loss: `(model, batch) -> (batch,)`.
+        labels: labels of a classifier in the order of its classes; empty for other tasks.
+    """
+
+    training: Batches
+    held_out: Batches
+    loss: Loss
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class StudyDefinition:
     """Everything that defines a study except its budget.
 
     Attributes:
         build_model: returns an untrained model with the heads of a setting.
         settings: settings to compare, in order.
-        training: batches to train on.
-        held_out: batches on which the losses of trained models are compared.
-        loss: `(model, batch) -> (batch,)`.
+        corpus: batches and loss.
         recipe: optimizer and learning-rate schedule.
         measures: additional numbers of each trained model, by name.
         on_trained: called with each trained model that is compared; None to call nothing.
@@ -201,9 +216,7 @@ class StudyDefinition:
 
     build_model: Callable[[Setting], nn.Module]
     settings: tuple[Setting, ...]
-    training: Batches
-    held_out: Batches
-    loss: Loss
+    corpus: Corpus
     recipe: Recipe
     measures: Mapping[str, Measure]
     on_trained: TrainedCallback | None
@@ -218,27 +231,25 @@ class StudyDefinition:
     ) -> TrainingResult:
         """Train a model on the study's batches, with its loss and recipe, as the function `train` does."""
         options: Any = {"steps": steps, "rate": rate, "seed": seed, "recipe": self.recipe, "after_step": after_step}
-        return train(model, self.training, self.loss, **options)
+        return train(model, self.corpus.training, self.corpus.loss, **options)
 
     def fingerprint(self, budget: StudyBudget) -> dict[str, Any]:
         """Return the plain JSON values, by name, that must be equal for a stored study to be resumed."""
-        parts = [
-            part for batch in (*self.training, {"": None}, *self.held_out) for item in batch.items() for part in item
-        ]
+        batches = (*self.corpus.training, {"": None}, *self.corpus.held_out)
         models = [self.build(setting, self.seed).named_parameters() for setting in self.settings]
         shapes = ((name, tuple(parameter.shape)) for model in models for name, parameter in model)
         fingerprint: dict[str, Any] = {
             "space": [setting.name for setting in self.settings],
             "model": digest_of(shapes),
-            "data": digest_of(parts),
-            "loss": name_of_loss(self.loss),
-            "loss options": options_of_loss(self.loss),
+            "data": digest_of(part for batch in batches for item in batch.items() for part in item),
+            "loss": name_of_loss(self.corpus.loss),
+            "loss options": options_of_loss(self.corpus.loss),
             "steps": budget.steps,
             "trials": budget.trials,
             "recipe": asdict(self.recipe),
             "seed": self.seed,
-            "training batches": len(self.training),
-            "held-out batches": len(self.held_out),
+            "training batches": len(self.corpus.training),
+            "held-out batches": len(self.corpus.held_out),
         }
         as_read_back: dict[str, Any] = json.loads(json.dumps(fingerprint))
         return as_read_back
@@ -258,17 +269,18 @@ class StudyDefinition:
         def after_each_step(step: int) -> None:
             after_step()
             if step in pruning_steps:
-                loss = evaluate(model, self.held_out[:PRUNING_BATCHES], self.loss)
+                loss = evaluate(model, self.corpus.held_out[:PRUNING_BATCHES], self.corpus.loss)
                 if math.isfinite(loss):
                     trial.report(loss, step)
                 if not math.isfinite(loss) or trial.should_prune():
                     raise require_optuna().TrialPruned
 
         result = self.train(model, steps, rate, seed, after_each_step)
-        loss = evaluate(model.eval(), self.held_out, self.loss)
+        loss = evaluate(model.eval(), self.corpus.held_out, self.corpus.loss)
         measured: dict[str, Any] = {}
         if key.final:
-            measured["train_loss"] = evaluate(model, self.training[: len(self.held_out)], self.loss)
+            as_many = self.corpus.training[: len(self.corpus.held_out)]
+            measured["train_loss"] = evaluate(model, as_many, self.corpus.loss)
             measured["step_ms"] = 1000 * result.step_seconds
             measured |= {name: float(measure(model)) for name, measure in self.measures.items()}
             if self.on_trained is not None:
