@@ -79,7 +79,7 @@ def copied(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Return the model's output for a batch on its device, as `iterate_batches` yields it; a progress bar moves."""
+    """Run the model on a batch, as `iterate_batches` yields it, on the model's device; a shown progress bar moves."""
     arguments = dict(batch)
     with moving_with(model):
         return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)

@@ -182,7 +182,7 @@ class ModelSource:
             raise InputError("model", expected="all of the model's weights", got=got)
 
     def _from_pretrained(self, argument: str, auto_class: str, **options: Any) -> Any:
-        """Return what `from_pretrained` of a class returns; `argument` of the error is "model" or "tokenizer"."""
+        """Call `from_pretrained` of a class; a failure is an `InputError` of `argument`, "model" or "tokenizer"."""
         transformers = _transformers()
         loader, (location, files) = getattr(transformers, auto_class), self._files
         try:

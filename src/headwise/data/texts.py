@@ -244,7 +244,7 @@ class Texts:
             yield remainder
 
     def _tokens_of_documents(self) -> Iterator[tuple[list[int], str]]:
-        """Yield the tokens of each document, as `_parts` does, and its location. Blank documents have numbers alone."""
+        """Yield the tokens of each document, as `_parts` does, and its location; blank ones are only numbered."""
         read = read_documents if isinstance(self.source, str | Path) else documents_in_memory
         source: Any = self.source
         remaining = (each for each in enumerate(read(source, self.column)) if each[1].text.strip())

@@ -166,7 +166,10 @@ class History:
 
     @staticmethod
     def create(folder: Path, settings: Mapping[str, Any]) -> "History":
-        """Return the history in a run folder, which is created if it has none; refuse a run with other settings."""
+        """Return the history in a run folder, which is created if it has none.
+
+        Raises: InputError: the folder has a run with other settings. MissingExtra: pyarrow is not installed.
+        """
         _parquet()
         if (folder / SETTINGS_FILE).exists():
             history = History.load(folder)

@@ -139,7 +139,7 @@ class TrialStore:
     # -- agreements between processes ---------------------------------------------------------------------------------
 
     def agree_on_plan(self, make_plan: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the plan in the database; if there is none, the result of `make_plan`, unless another is first."""
+        """Return the plan in the database; if there is none, store that of `make_plan`, unless another was faster."""
         if not self._root.get_trials(deepcopy=False):
             trial = self._optuna.trial.create_trial(value=0.0, user_attrs={"plan": make_plan()})
             with quiet():
