@@ -168,7 +168,9 @@ class History:
     def create(folder: Path, settings: Mapping[str, Any]) -> "History":
         """Return the history in a run folder, which is created if it has none.
 
-        Raises: InputError: the folder has a run with other settings. MissingExtra: pyarrow is not installed.
+        Raises:
+            InputError: the folder has a run with other settings.
+            MissingExtra: pyarrow is not installed.
         """
         _parquet()
         if (folder / SETTINGS_FILE).exists():
