@@ -21,7 +21,7 @@ ANY = "[0-9]*"
 """Pattern of the rank of any process."""
 
 
-STORABLE: list[type] = []
+STORABLE: list[Any] = []
 """Classes whose objects `torch.load` reads from a checkpoint with `weights_only=True`, as it reads tensors."""
 
 ProgressT = TypeVar("ProgressT")
