@@ -24,9 +24,7 @@ LARGEST_SIZE = 2**31
 
 
 def whole_number(argument: str, value: Any, *, least: int, most: int | None = None) -> int:
-    """Return `value` as an int; raise `InputError` if it is a bool, not of an integer type (2.0 is not), below `least`,
-    or above `most` (by default there is no limit).
-    """
+    """Return an integer, but no bool and not 2.0, from `least` to `most`, by default without a limit, as an int."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -45,16 +43,12 @@ def require_one_of(argument: str, value: Any, names: Collection[str]) -> None:
 
 
 def size_argument(argument: str, value: Any) -> int:
-    """Return a size of a layer or cache, such as a width, as an int; raise `InputError` if it is not a whole number
-    from 1 to 2**31.
-    """
+    """Return a size of a layer or cache, such as a width, as an int from 1 to 2**31."""
     return whole_number(argument, value, least=1, most=LARGEST_SIZE)
 
 
 def token_ids(argument: str, values: Any) -> list[int]:
-    """Return the distinct token ids of a collection in ascending order; raise `InputError` if `values` is not a
-    collection of whole numbers.
-    """
+    """Return the distinct token ids of a collection in ascending order."""
     try:
         return sorted({whole_number(argument, value, least=-LARGEST_INTEGER, most=LARGEST_INTEGER) for value in values})
     except (TypeError, InputError):
@@ -64,18 +58,14 @@ def token_ids(argument: str, values: Any) -> list[int]:
 
 
 def collection_of(argument: str, values: Any, *, of: str) -> Iterable[Any]:
-    """Return `values` unchanged if it can be iterated and is not a string; otherwise raise `InputError`, whose message
-    describes the expected collection by `of`.
-    """
+    """Return `values` if it can be iterated and is not a string; `of` describes the expected collection."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise InputError(argument, expected=f"a collection of {of}", got=repr(values))
     return values
 
 
 def pair_of(argument: str, values: Any, *, of: str) -> tuple[Any, Any]:
-    """Return a list or tuple of two hashable values as a tuple; raise `InputError` for anything else. `of` describes
-    the two values in the message.
-    """
+    """Return a list or tuple of two hashable values as a tuple; `of` describes the two values."""
     is_pair = isinstance(values, list | tuple) and len(values) == 2
     if not is_pair or not all(isinstance(value, Hashable) for value in values):
         raise InputError(argument, expected=of, got=repr(values))
@@ -83,9 +73,7 @@ def pair_of(argument: str, values: Any, *, of: str) -> tuple[Any, Any]:
 
 
 def named_head(value: Any) -> Any:
-    """Return the pair `(5, 11)` for the text "5.11", the name of the head 11 of the layer 5, and any other value
-    unchanged.
-    """
+    """Return the pair `(5, 11)` for the text "5.11", a name of a head, and any other value unchanged."""
     if isinstance(value, str) and re.fullmatch(r"\d+\.\d+", value, re.ASCII):
         layer, head = value.split(".")
         return int(layer), int(head)
@@ -104,25 +92,21 @@ def head_pairs(argument: str, heads: Any) -> list[tuple[Any, Any]]:
 
 
 def folder_path(argument: str, folder: Any) -> Path:
-    """Return a folder as a `Path`; raise `InputError` if it is neither a string nor a path, is empty, or contains a
-    null character.
-    """
+    """Return the path of a folder, a string or path, as a `Path`; refuse an empty one, and a null character."""
     if not isinstance(folder, str | os.PathLike) or not str(folder) or "\0" in str(folder):
         raise InputError(argument, expected="the path of a folder", got=repr(folder))
     return Path(folder)
 
 
 def float_dtype(argument: str, dtype: Any) -> torch.dtype | None:
-    """Return a floating-point dtype or None unchanged; raise `InputError` for anything else, such as "float16"."""
+    """Return a floating-point dtype or None; refuse anything else, such as "float16"."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(argument, expected="a floating-point dtype, such as torch.float16", got=repr(dtype))
     return dtype
 
 
 def device_argument(argument: str, device: Any) -> torch.device:
-    """Return a device, such as "cuda:0", as a `torch.device` after creating an empty tensor on it; raise `InputError`
-    if torch cannot create a tensor there, or if tensors there have no numbers.
-    """
+    """Return a device, such as "cuda:0", as a `torch.device` on which torch can create tensors with numbers."""
     expected = "a device that torch can use"
     try:
         torch.empty(0, device=device)
@@ -138,9 +122,7 @@ def device_argument(argument: str, device: Any) -> torch.device:
 
 
 def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> float:
-    """Return `value` as a float; raise `InputError` if it is not a number (strings are not converted), infinite, NaN,
-    not greater than `above`, or a tensor that requires grad.
-    """
+    """Return a number above `above` as a float; refuse strings, infinity, NaN, and a tensor that requires grad."""
     number = _as_float(argument, value)
     if not above < number < math.inf:
         more = "" if above == -math.inf else f" above {above:g}"
@@ -154,9 +136,7 @@ def is_whole(value: Any, least: int) -> bool:
 
 
 def probability(argument: str, value: Any) -> float:
-    """Return a probability as a float; raise `InputError` unless it is 0 or more and less than 1, and for a tensor that
-    requires grad.
-    """
+    """Return a probability of 0 or more and less than 1 as a float."""
     number = _as_float(argument, value)
     if not 0.0 <= number < 1.0:
         raise InputError(argument, expected="a probability of 0 or more and less than 1", got=repr(value))
@@ -164,23 +144,21 @@ def probability(argument: str, value: Any) -> float:
 
 
 def flag(argument: str, value: Any) -> bool:
-    """Return a bool unchanged; raise `InputError` for every other type, such as 1 or None."""
+    """Return a bool; refuse every other type, such as 1 or None."""
     if not isinstance(value, bool):
         raise InputError(argument, expected="True or False", got=repr(value))
     return value
 
 
 def require_module(model: Any) -> nn.Module:
-    """Return `model` if it is a torch module, and raise `InputError` otherwise."""
+    """Return `model` if it is a torch module."""
     if not isinstance(model, nn.Module):
         raise InputError("model", expected="a torch module", got=type(model).__name__)
     return model
 
 
 def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, "..."]:
-    """Return `value` unchanged if it is a floating-point tensor on the device of the tensor `like`; otherwise raise
-    `InputError`.
-    """
+    """Return a float tensor on the device of the tensor `like` as one that autograd can save."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise InputError(argument, expected="a float tensor", got=got)
@@ -190,16 +168,9 @@ def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, ".
 
 
 def whole_numbers(argument: str, values: Any, *, dimensions: tuple[int, ...], shape: str) -> Int[Tensor, "..."]:
-    """Return integers (a tensor, list or scalar) as a new int64 tensor that shares no memory with `values`. Raise
-    `InputError` for bools, other dtypes than integers, and numbers of dimensions that are not in `dimensions`. `shape`
-    describes the allowed shapes in the error message. Under `torch.device("meta")`, a list or scalar becomes a
-    tensor on the CPU, so that the numbers stay readable.
-
-    Args:
-        argument: name of the argument, for the error.
-        values: a tensor, or anything that torch makes one of.
-        dimensions: numbers of dimensions that are allowed.
-        shape: description of the allowed shapes, for the error.
+    """Return integers (a tensor, list or scalar) as a new int64 tensor that shares no memory with `values`. Refuse
+    bools, other dtypes than integers, and numbers of dimensions that are not in `dimensions`, which `shape` describes.
+    Under `torch.device("meta")`, a list or scalar becomes a tensor on the CPU, so that the numbers stay readable.
     """
     try:
         # `as_tensor` would move a tensor to torch's default device.
@@ -224,9 +195,7 @@ def position_ids(
     length: int | None = None,
     device: torch.device | None = None,
 ) -> Int[Tensor, "_ _"]:
-    """Return an integer tensor of positions `(batch, length)` or `(1, length)` unchanged; otherwise raise `InputError`.
-    A batch, length or device of None is not checked.
-    """
+    """Return an integer tensor `(batch, length)` or `(1, length)`; None for a batch, length or device allows any."""
     expected = "a tensor of whole numbers (batch, length)"
     if not isinstance(value, Tensor):
         raise InputError(argument, expected=expected, got=type(value).__name__)
@@ -242,10 +211,7 @@ def position_ids(
 def positions_argument(
     argument: str, values: Any, *, batch: int, length: int, device: torch.device
 ) -> Int[Tensor, "#batch length"]:
-    """Return positions as a new int64 tensor `(1, length)` or `(batch, length)`. They are passed in one of these shapes
-    or as `(length,)`. Raise `InputError` for numbers that are not integers, another shape, or a device other than
-    `device`.
-    """
+    """Return positions `(length,)`, `(1, length)` or `(batch, length)` as a new int64 tensor of two axes."""
     tensor = whole_numbers(argument, values, dimensions=(1, 2), shape="(length,) or (batch, length)")
     tensor = tensor[None] if tensor.ndim == 1 else tensor
     if tensor.shape[0] not in (1, batch) or tensor.shape[1] != length:
@@ -256,8 +222,8 @@ def positions_argument(
 
 
 def has_own_class(tensor: Tensor) -> bool:
-    """Return True if a tensor is of torch's own class, or a parameter. A subclass may change what operators do with
-    it, and kernels that read the memory of a tensor would not notice.
+    """Return True if a tensor is of torch's own class, or a parameter. A subclass may change what operators do with it,
+    and kernels that read the memory of a tensor would not notice.
     """
     return type(tensor) is Tensor or type(tensor) is nn.Parameter
 
@@ -332,9 +298,7 @@ def savable(tensor: Tensor) -> Tensor:
 
 
 def records_program() -> bool:
-    """Return True while torch records a program that may run without headwise: `torch.export`, the export to ONNX, and
-    `torch.jit.trace`.
-    """
+    """Return True in `torch.export`, the export to ONNX and `torch.jit.trace`, whose programs run without headwise."""
     return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and torch._C._is_tracing())
 
 
@@ -354,9 +318,7 @@ def _why_unusable(device: str) -> str | None:
 
 
 def _as_float(argument: str, value: Any) -> float:
-    """Return the value as a float, or NaN if it is a string or cannot be converted; callers reject NaN. Raise
-    `InputError` for a tensor that requires grad.
-    """
+    """Return the value as a float, or NaN, which callers refuse, if it is a string or cannot be converted."""
     if isinstance(value, Tensor) and value.requires_grad:
         remedy = "its gradient would be lost: pass float(value)"
         raise InputError(argument, expected="a number", got="a tensor that requires grad", remedy=remedy)

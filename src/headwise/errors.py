@@ -5,9 +5,7 @@ from typing import Any
 
 
 class HeadwiseError(Exception):
-    """Base class of all errors that headwise raises on purpose; the command line exits with status 2 after such an
-    error.
-    """
+    """Base class of all errors that headwise raises on purpose; the command line exits with status 2 after one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By default, copies and pickles call the class with `args`, which are not the arguments of a subclass.
@@ -15,9 +13,7 @@ class HeadwiseError(Exception):
 
 
 def _restore(error_class: type[HeadwiseError], args: tuple[Any, ...]) -> HeadwiseError:
-    """Return an error of a class with these `args`, without a call of the constructor of that class, which composes the
-    message from other arguments.
-    """
+    """Return an error with these `args`, without its constructor, which composes the message from others."""
     error = error_class.__new__(error_class)
     super(HeadwiseError, error).__init__(*args)  # ValueError, ImportError or Exception
     return error

@@ -170,7 +170,8 @@ def test_a_killed_process_resumes_to_the_same_bits(name, analysis, uninterrupted
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
     (checkpoint_file,) = tmp_path.rglob("unfinished-*-0.pt")
-    assert torch.load(checkpoint_file, weights_only=True)["state"]["batches"] > 0
+    with torch.serialization.safe_globals(checkpoint.STORABLE):
+        assert torch.load(checkpoint_file, weights_only=True)["state"].batches > 0
     seen = []
     analysis(counted(seen), texts(), out=tmp_path)
     assert 0 < len(seen) < runs

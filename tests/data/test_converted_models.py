@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import headwise as hw
+from headwise.data import converted_models
 from headwise.data.converted_models import MANIFEST, cache_folder, converted_folder
 from headwise.data.models import ModelSource, find_model
 
@@ -126,7 +127,7 @@ def file(tmp_path):
     return path
 
 
-def test_a_copy_is_made_once_for_each_content(tmp_path, file):
+def test_a_copy_is_made_once_for_each_content_and_version_of_a_package(tmp_path, file, monkeypatch):
     save, other = Saving(), tmp_path / "other" / "some.gguf"
     folder = converted_folder(file, save)
     other.parent.mkdir()
@@ -136,50 +137,31 @@ def test_a_copy_is_made_once_for_each_content(tmp_path, file):
     other.write_bytes(b"Content")
     assert converted_folder(other, save) != folder
     assert save.calls == 2
-
-
-@pytest.mark.parametrize("package", ["transformers", "gguf"])
-def test_another_version_of_a_package_makes_another_copy(file, package, monkeypatch):
-    from headwise.data import converted_models
-
-    save = Saving()
-    folder = converted_folder(file, save)
     version = converted_models.version
-    monkeypatch.setattr(converted_models, "version", lambda name: "99.0" if name == package else version(name))
-    assert converted_folder(file, save) != folder
-    assert save.calls == 2
+    for package in ("transformers", "gguf"):
+        replaced = {package: "99.0"}
+        monkeypatch.setattr(converted_models, "version", lambda name, new=replaced: new.get(name) or version(name))
+        assert converted_folder(file, save) != folder
+    assert save.calls == 4
 
 
-def truncate(folder):
-    (folder / "weights").write_bytes(bytes(999))
+DAMAGE = {
+    "truncated": lambda folder: (folder / "weights").write_bytes(bytes(999)),
+    "another bit": lambda folder: (folder / "weights").write_bytes(bytes(500) + b"\1" + bytes(499)),
+    "no file": lambda folder: (folder / "config.json").unlink(),
+    "no manifest": lambda folder: (folder / MANIFEST).unlink(),
+    "empty manifest": lambda folder: (folder / MANIFEST).write_text("[]"),
+}
 
 
-def flip_a_bit(folder):
-    (folder / "weights").write_bytes(bytes(500) + b"\1" + bytes(499))
-
-
-def remove_a_file(folder):
-    (folder / "config.json").unlink()
-
-
-def remove_the_manifest(folder):
-    (folder / MANIFEST).unlink()
-
-
-def empty_the_manifest(folder):
-    (folder / MANIFEST).write_text("[]")
-
-
-@pytest.mark.parametrize(
-    "damage", [truncate, flip_a_bit, remove_a_file, remove_the_manifest, empty_the_manifest], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_copy_is_made_anew(file, damage):
     save = Saving()
     folder = converted_folder(file, save)
     os.utime(folder / "weights", ns=(0, 0))
     assert converted_folder(file, save) == folder
     assert save.calls == 1  # only the time differs
-    damage(folder)
+    DAMAGE[damage](folder)
     assert converted_folder(file, save) == folder
     assert save.calls == 2
     assert (folder / "weights").read_bytes() == bytes(1000)

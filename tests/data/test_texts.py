@@ -99,16 +99,23 @@ def test_documents_in_memory_can_be_rows():
     assert [document.text for document in documents_in_memory(rows, "body")] == ["w5", "w6"]
 
 
+NO_TEXT, NOT_UTF8 = (
+    "data: expected at least one document, got no text in {file}",
+    "data: expected UTF-8 in {file}, got ",
+)
+BEYOND = "data: expected JSON in line 1 of {file}, got a number or nesting beyond the limits"
+HALF = "data: expected text that can be written as UTF-8, got half a character in line 1 of {file}"
+LONG = (
+    "data: expected documents of at most 8 tokens, the context without special tokens, got 9 in {file}; "
+    "--documents cut, pack or truncate (documents=...) accepts longer ones"
+)
 BAD = {
-    "empty.txt": (b"", "data: expected at least one document, got no text in {file}"),
-    "blank.txt": (b" \n\n", "data: expected at least one document, got no text in {file}"),
+    "empty.txt": (b"", NO_TEXT),
+    "blank.txt": (b" \n\n", NO_TEXT),
     "binary.txt": (b"GIF89a\0\x01", "data: expected text in {file}, got a binary file"),
-    "latin.txt": ("w5 café".encode("latin-1"), "data: expected UTF-8 in {file}, got another byte at offset 6"),
-    "latin.jsonl": (
-        b'{"text": "w5"}\n{"text": "caf\xe9"}\n',
-        "data: expected UTF-8 in {file}, got another byte at offset 28",
-    ),
-    "empty.jsonl": (b"", "data: expected at least one document, got no text in {file}"),
+    "latin.txt": ("w5 café".encode("latin-1"), NOT_UTF8 + "another byte at offset 6"),
+    "latin.jsonl": (b'{"text": "w5"}\n{"text": "caf\xe9"}\n', NOT_UTF8 + "another byte at offset 28"),
+    "empty.jsonl": (b"", NO_TEXT),
     "broken.jsonl": (
         b'{"text": "w5"}\n{"text": \n',
         "data: expected JSON in line 2 of {file}, got Expecting value at column 1",
@@ -123,24 +130,11 @@ BAD = {
         "column: expected one of line 2 of {file}, which has body, id, got 'text'",
     ),
     "number.jsonl": (b'{"text": 5}\n', "column: expected text in 'text' of line 1 of {file}, got int"),
-    "nested.jsonl": (
-        b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
-        "data: expected JSON in line 1 of {file}, got a number or nesting beyond the limits",
-    ),
-    "digits.jsonl": (
-        b'{"text": ' + b"9" * 5000 + b"}\n",
-        "data: expected JSON in line 1 of {file}, got a number or nesting beyond the limits",
-    ),
-    "half.jsonl": (
-        b'{"text": "w5 \\ud800"}\n',
-        "data: expected text that can be written as UTF-8, got half a character in line 1 of {file}",
-    ),
+    "nested.jsonl": (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", BEYOND),
+    "digits.jsonl": (b'{"text": ' + b"9" * 5000 + b"}\n", BEYOND),
+    "half.jsonl": (b'{"text": "w5 \\ud800"}\n', HALF),
     "no.parquet": (b"w5 w6", "data: expected a parquet file in {file}, got another format"),
-    "long.txt": (
-        b"w5 " * 9,
-        "data: expected documents of at most 8 tokens, the context without special tokens, got 9 in {file}; "
-        "--documents cut, pack or truncate (documents=...) accepts longer ones",
-    ),
+    "long.txt": (b"w5 " * 9, LONG),
 }
 
 

@@ -20,8 +20,6 @@ DEEPSEEK = {
 
 
 class OneLayer(nn.Module):
-    """Attention layer in a model."""
-
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
         self.attention = attention
@@ -31,8 +29,6 @@ class OneLayer(nn.Module):
 
 
 class TorchLayer(OneLayer):
-    """Attention layer of torch in a model."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.attention(x, x, x)[0]
 
@@ -93,7 +89,6 @@ def model(name: str) -> nn.Module:
 
 
 def arguments(name: str) -> dict[str, Tensor]:
-    """Return arguments of the model."""
     if name.startswith(("own", "latent", "torch")):
         return {"x": torch.randn(2, 11, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(3))}
     return families.inputs(name)
@@ -106,7 +101,6 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 
 
 def each_head(y: Tensor, factors: Tensor) -> Tensor:
-    """Multiply the features of each head by its factor."""
     return (y.unflatten(-1, (HEADS, -1)) * factors[:, None]).flatten(-2)
 
 

@@ -14,7 +14,6 @@ CAUSAL = torch.ones(7, 7, dtype=torch.bool).tril()
 
 
 def rotated(x):
-    """Return queries or keys rotated by their positions."""
     angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] / torch.tensor([1.0, 10.0, 100.0], dtype=x.dtype)
     first, second = x.chunk(2, -1)
     return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)

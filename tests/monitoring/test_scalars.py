@@ -2,8 +2,6 @@
 
 import math
 
-import pytest
-
 from headwise.monitoring.alarms import AlarmLimits
 from headwise.monitoring.callbacks import MOST_ALARMS, step_scalars
 from histories import history
@@ -51,11 +49,3 @@ def test_a_thousand_heads_with_alarms_do_not_flood_a_dashboard():
     assert len(alarms) == scalars["heads/alarms"] == 1000
     assert sum("." in name for name in scalars) == MOST_ALARMS == 32
     assert len(scalars) == 1 + 3 * 40 + 32
-
-
-def test_stated_heads_have_scalars_in_every_step():
-    steps = history(2, 5, (0, 3), linear)
-    for step in (0, 3):
-        scalars = step_scalars(steps, step, [], ((1, 2), (0, 0)))
-        assert {name for name in scalars if "." in name} == {"heads/1.2/entropy", "heads/0.0/entropy"}
-        assert scalars["heads/1.2/entropy"] == pytest.approx(12 * step)

@@ -20,7 +20,6 @@ def decoder(implementation="sdpa", **options):
 
 
 def token_batches(steps, batch=BATCH, seed=2):
-    """Return random token ids for each step."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 97, (batch, LENGTH), generator=generator) for _ in range(steps)]
 

@@ -4,12 +4,13 @@ import os
 from contextlib import suppress
 
 import pytest
+import torch
 
 import headwise as hw
 import tiny
 from headwise.runs import checkpoint
 from headwise.runs import files as files_module
-from profile_runs import TEXTS, Interrupted, contents, interrupt_after, run, texts, values
+from profile_runs import TEXTS, Interrupted, contents, interrupt_after, run, texts
 
 pytestmark = pytest.mark.usefixtures("as_user")  # shapes are checked where `watch` is tested
 
@@ -97,13 +98,9 @@ def test_a_run_interrupted_while_it_writes_resumes_to_the_same_bits(
     assert contents(tmp_path) == uninterrupted
 
 
-def test_a_finished_run_is_loaded_and_not_repeated(finished, uninterrupted):
+def test_a_finished_run_is_repeated_with_force(finished, uninterrupted):
     model = tiny.model("decoder")
     _, begun = interrupt_after(model, 100)
-    again = run(model, finished)
-    assert begun == []
-    assert values(again) == values(hw.load_profile(finished))
-    assert contents(finished) == uninterrupted
     run(model, finished, force=True)
     assert len(begun) == 7
     assert contents(finished) == uninterrupted
@@ -112,7 +109,6 @@ def test_a_finished_run_is_loaded_and_not_repeated(finished, uninterrupted):
 # -- folders of other runs --------------------------------------------------------------------------------------------
 
 OTHER_RUNS = {
-    "data.batch": {"dataset": texts(batch=3)},
     "data.context": {"dataset": texts(context=64)},
     "model.weights": {"model": tiny.model("decoder", seed=1)},
     "settings.special": {"special": [7]},
@@ -159,6 +155,21 @@ def test_a_folder_of_an_older_version_is_refused(finished):
     with pytest.raises(hw.InputError, match="^out: expected a folder of its own, .*, got another run in"):
         run(tiny.model("decoder"), finished)
     assert contents(finished) == before
+
+
+@pytest.mark.usefixtures("checkpoint_each_batch")
+def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
+    """Older versions wrote partial results as dictionaries."""
+    model = tiny.model("decoder")
+    interrupt_after(model, 3)
+    with pytest.raises(Interrupted):
+        run(model, tmp_path)
+    path = tmp_path / "unfinished-profile-0.pt"
+    with torch.serialization.safe_globals(checkpoint.STORABLE):
+        content = torch.load(path, weights_only=True)
+    torch.save(content | {"state": {"batches": 3, "records": []}}, path)
+    with pytest.raises(hw.InputError, match="^out: expected a folder of its own, .*, got another run in"):
+        run(tiny.model("decoder"), tmp_path)
 
 
 @pytest.mark.usefixtures("checkpoint_each_batch")

@@ -18,22 +18,14 @@ pytestmark = pytest.mark.usefixtures("as_user")
 
 @pytest.fixture(scope="module")
 def profile():
-    """A profile of the tiny decoder."""
     return hw.profile(tiny.model("decoder"), texts())
 
 
 def test_an_estimate_is_the_mean_with_its_standard_error():
     samples = [0.5, -1.25, 3.0, 0.75, 2.5]
-    estimate = MeanEstimate.of([samples[0], math.nan, *samples[1:]])
-    assert estimate.value == pytest.approx(statistics.mean(samples), rel=1e-15)
-    assert estimate.sem == pytest.approx(statistics.stdev(samples) / math.sqrt(5), rel=1e-15)
-    assert estimate.n == 5
-
-
-def test_an_estimate_of_one_sample_has_no_error_and_of_none_no_value():
-    value, sem, n, df = MeanEstimate.of([2.5, math.nan])
-    assert (value, n, df) == (2.5, 1, 0)
-    assert math.isnan(sem)
+    expected = statistics.mean(samples), statistics.stdev(samples) / math.sqrt(5), 5, 4
+    assert MeanEstimate.of([samples[0], math.nan, *samples[1:]]) == pytest.approx(expected, rel=1e-15)
+    assert MeanEstimate.of([2.5, math.nan]) == pytest.approx((2.5, math.nan, 1, 0), nan_ok=True)
     assert MeanEstimate.of([math.nan]) is NO_ESTIMATE
     assert MeanEstimate.of([]) is NO_ESTIMATE
 
@@ -83,10 +75,9 @@ def test_a_folder_without_a_table(tmp_path):
     with pytest.raises(hw.InputError, match="^profile: expected the path of a folder, got None$"):
         hw.load_profile(None)
     sentence = "^profile: expected a folder with a readable profile.parquet, got No such file or directory: '.*'$"
-    with pytest.raises(hw.InputError, match=sentence):
-        hw.load_profile(tmp_path)
-    with pytest.raises(hw.InputError, match=sentence):
-        hw.load_profile(tmp_path / "none")
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(hw.InputError, match=sentence):
+            hw.load_profile(folder)
     (tmp_path / "file").touch()
     with pytest.raises(hw.InputError, match="^profile: .* got Not a directory"):
         hw.load_profile(tmp_path / "file")
@@ -134,16 +125,12 @@ def test_a_damaged_file_is_refused(saved, profile):
     assert values(hw.load_profile(path.parent)) == values(profile)
 
 
-def test_a_heatmap_has_a_cell_per_head(profile):
+def test_heads_and_statistics_are_found_by_name(profile):
     image = profile.plot("first").images[0].get_array()
     assert image.shape == (2, 6)
-    for head in profile.heads:
-        assert image[head.layer, head.head] == pytest.approx(head.statistics["first"].value)
+    assert image[1, 3] == pytest.approx(profile.head(1, 3).statistics["first"].value)
+    assert profile.head(1, 3).name == "1.3"
     with pytest.raises(hw.InputError, match="^statistic: expected one of entropy, .*, got 'attention'$"):
         profile.plot("attention")
-
-
-def test_a_head_by_layer_and_number(profile):
-    assert profile.head(1, 3).name == "1.3"
     with pytest.raises(hw.InputError, match="^head: expected a .layer, head. of this profile, got .2, 0.$"):
         profile.head(2, 0)

@@ -67,31 +67,16 @@ def test_a_changed_head_makes_another_model():
     assert before[2] != after[2]
 
 
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
+CONVOLUTIONS = {"conv_dim": (8, 8), "conv_kernel": (3, 3), "conv_stride": (2, 2)}
+POSITIONS = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2}
 CONFIGS = {
     "gpt2": transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=16),
-    "bert": transformers.BertConfig(
-        num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=8, vocab_size=11
-    ),
-    "vit": transformers.ViTConfig(
-        num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=8, image_size=8, patch_size=4
-    ),
+    "bert": transformers.BertConfig(**SIZES, vocab_size=11),
+    "vit": transformers.ViTConfig(**SIZES, image_size=8, patch_size=4),
     "t5": transformers.T5Config(num_layers=2, num_heads=2, d_model=8, d_kv=4, d_ff=8, vocab_size=11),
-    "wav2vec2": transformers.Wav2Vec2Config(
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        hidden_size=8,
-        intermediate_size=8,
-        vocab_size=11,
-        conv_dim=(8, 8),
-        conv_kernel=(3, 3),
-        conv_stride=(2, 2),
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-        num_feat_extract_layers=2,
-    ),
-    "llama": transformers.LlamaConfig(
-        num_hidden_layers=2, num_attention_heads=2, hidden_size=8, intermediate_size=8, vocab_size=11
-    ),
+    "wav2vec2": transformers.Wav2Vec2Config(**SIZES, vocab_size=11, **CONVOLUTIONS, **POSITIONS),
+    "llama": transformers.LlamaConfig(**SIZES, vocab_size=11),
 }
 
 

@@ -29,10 +29,8 @@ def by_definition(table):
     return scipy.stats.studentized_range.ppf(0.95, k, degrees) * math.sqrt(error / n)
 
 
-def losses_of(table, seeds=None):
-    settings = (ONE, TWO, FOUR, SHARED)
-    numbers = seeds or range(1, 1 + len(table[0]))
-    return {setting: dict(zip(numbers, row, strict=True)) for setting, row in zip(settings, table, strict=False)}
+def losses_of(table):
+    return {setting: dict(enumerate(row, 1)) for setting, row in zip((ONE, TWO, FOUR, SHARED), table, strict=False)}
 
 
 @pytest.mark.parametrize(("settings", "seeds"), [(2, 2), (3, 5), (4, 3)])
@@ -49,24 +47,22 @@ def test_the_significant_difference_of_a_table_calculated_by_hand():
 
 def test_effects_of_a_seed_on_all_settings_are_removed():
     table = np.random.default_rng(3).normal(3.0, 0.1, (3, 4))
-    moved = table + np.array([0.0, 10.0, -2.0, 0.5])
-    assert significant_difference(losses_of(moved)) == pytest.approx(significant_difference(losses_of(table)), rel=1e-9)
-    apart = table + np.array([[1.0], [5.0], [-2.0]])
-    assert significant_difference(losses_of(apart)) == pytest.approx(significant_difference(losses_of(table)), rel=1e-9)
-    assert significant_difference(losses_of(3 * table)) == pytest.approx(
-        3 * significant_difference(losses_of(table)), rel=1e-9
-    )
+    difference = significant_difference(losses_of(table))
+    for other, factor in (
+        (table + np.array([0.0, 10.0, -2.0, 0.5]), 1),
+        (table + np.array([[1.0], [5.0], [-2.0]]), 1),
+        (3 * table, 3),
+    ):
+        assert significant_difference(losses_of(other)) == pytest.approx(factor * difference, rel=1e-9)
 
 
 def test_only_seeds_that_all_settings_have_are_compared():
     table = np.random.default_rng(3).normal(3.0, 0.1, (3, 4))
-    losses = losses_of(table, (1, 2, 3, 4))
+    losses = losses_of(table)
     del losses[TWO][2], losses[FOUR][2]
-    assert significant_difference(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
-    losses[SHARED] = {}
-    assert significant_difference(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
-    losses[SHARED] = {1: 3.0, 3: math.inf}
-    assert significant_difference(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
+    for of_shared in (None, {}, {1: 3.0, 3: math.inf}):
+        losses |= {} if of_shared is None else {SHARED: of_shared}
+        assert significant_difference(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +134,11 @@ def test_the_frontier():
 # -- recommendation --------------------------------------------------------------------------------------------------
 
 
-def study_of(table, baseline=None, step_ms=None, seeds=None):
+def study_of(table, baseline=None, step_ms=None):
     """A study made from finished trials, as `hw.study` makes it, with a learning-rate trial per setting."""
     times = step_ms or {}
     trials = []
-    for setting, losses in losses_of(table, seeds).items():
+    for setting, losses in losses_of(table).items():
         trials.append(FinishedTrial(TrialKey(setting, False, 0), 3e-3, 9.0, False, {"seconds": 1.0}))
         for seed, loss in losses.items():
             if not math.isnan(loss):
@@ -180,96 +176,68 @@ def test_the_rows_are_means_over_seeds():
         result.row(FOUR)
 
 
-def conclusion(study):
+SIGNIFICANT = f"differences above {MARGIN:.4f} are significant"
+NOTHING = "nothing to compare: fewer than two settings were trained to the end"
+ONE_SEED = "undecided: one seed shows no variation; use two or more (--seeds, seeds=)"
+NO_DIFFERENCE = f"no significant difference at this budget: mean losses differ by up to 0.0020; {SIGNIFICANT}"
+BETTER = f"2x8: the next, 4x4, is 0.5000 worse than the best; {SIGNIFICANT}"
+FASTEST = (
+    "2x8, the fastest to train of {}, which do not differ significantly: the next, 4x4, is {} worse than the best; "
+)
+KEPT = f"no significant difference at this budget between 2x8, the baseline, and 1x16; {SIGNIFICANT}"
+ALONE = "keep 1x16: every other setting is significantly worse at this budget"
+NOT_FINITE = "undecided: the loss of 2x8 was not finite, and fewer than two settings are left"
+
+DIVERGED = losses(3.0, 3.001, 3.5)
+DIVERGED[2][1] = math.inf
+OF_THE_OTHERS = f"differences above {by_definition(np.array(DIVERGED[:2])):.4f} are significant"
+
+CONCLUSIONS = {
+    "one setting": (study_of([[3.0, 3.1]]), None, (ONE,), NOTHING),
+    "one trained setting": (study_of([[math.nan, math.nan], [3.0, 3.1]]), None, (TWO,), NOTHING),
+    "no trained setting": (study_of([[math.nan], [math.nan]]), None, (), NOTHING),
+    "one seed": (study_of([[3.0], [2.0], [9.0]]), None, (TWO, ONE, FOUR), ONE_SEED),
+    "no difference": (study_of(losses(3.002, 3.001, 3.0)), None, (FOUR, TWO, ONE), NO_DIFFERENCE),
+    "of the baseline": (study_of(losses(3.002, 3.001, 3.0), TWO), None, (FOUR, TWO, ONE), NO_DIFFERENCE),
+    "a better setting": (study_of(losses(4.0, 3.0, 3.5)), TWO, (TWO,), BETTER),
+    "a worse baseline": (study_of(losses(4.0, 3.0, 3.5), ONE), TWO, (TWO,), BETTER),
+    "the fastest": (
+        study_of(losses(3.0, 3.001, 3.5), step_ms={ONE: 7.0, TWO: 6.0, FOUR: 1.0}),
+        *(TWO, (ONE, TWO), FASTEST.format("1x16, 2x8", "0.5000") + SIGNIFICANT),
+    ),
+    "as fast, with a lower loss": (
+        study_of(losses(3.001, 3.0, 3.5)),
+        *(TWO, (TWO, ONE), FASTEST.format("2x8, 1x16", "0.5000") + SIGNIFICANT),
+    ),
+    "the baseline": (study_of(losses(3.0, 3.001, 3.5), TWO, {ONE: 1.0, TWO: 6.0}), None, (ONE, TWO), KEPT),
+    "the baseline alone": (study_of(losses(3.0, 3.3, 3.5), ONE), None, (ONE,), ALONE),
+    "one diverged": (
+        study_of(DIVERGED, step_ms={FOUR: 0.1, TWO: 4.0}),
+        *(TWO, (ONE, TWO), FASTEST.format("1x16, 2x8", "inf") + OF_THE_OTHERS),
+    ),
+    "one converged": (study_of([[3.0, 3.1], [math.inf, 3.0]]), None, (ONE, TWO), NOT_FINITE),
+}
+"""Studies, each with the recommended setting, the settings equivalent to the best, and the sentence."""
+
+
+@pytest.mark.parametrize("case", CONCLUSIONS)
+def test_recommendations(case):
+    study, *expected = CONCLUSIONS[case]
     recommendation = study.recommendation
-    assert recommendation.margin == study.margin or math.isnan(study.margin)
-    return recommendation.setting, recommendation.equivalent, recommendation.sentence
+    assert [recommendation.setting, recommendation.equivalent, recommendation.sentence] == expected
+    assert recommendation.margin == study.margin or (math.isnan(recommendation.margin) and math.isnan(study.margin))
 
 
-def test_with_one_setting_there_is_nothing_to_compare():
-    sentence = "nothing to compare: fewer than two settings were trained to the end"
-    assert conclusion(study_of([[3.0, 3.1]])) == (None, (ONE,), sentence)
-    assert conclusion(study_of([[math.nan, math.nan], [3.0, 3.1]])) == (None, (TWO,), sentence)
-    assert conclusion(study_of([[math.nan], [math.nan]])) == (None, (), sentence)
-
-
-def test_with_one_seed_the_recommendation_is_undecided():
-    sentence = "undecided: one seed shows no variation; use two or more (--seeds, seeds=)"
-    assert conclusion(study_of([[3.0], [2.0], [9.0]])) == (None, (TWO, ONE, FOUR), sentence)
-    assert math.isnan(study_of([[3.0], [2.0]]).recommendation.margin)
-
-
-def test_without_a_significant_difference_nothing_is_recommended():
-    result = study_of(losses(3.002, 3.001, 3.0))
+def test_conclusions_have_numbers_too():
     assert MARGIN > 0.002
-    sentence = (
-        "no significant difference at this budget: mean losses differ by up to 0.0020; "
-        f"differences above {MARGIN:.4f} are significant"
-    )
-    assert conclusion(result) == (None, (FOUR, TWO, ONE), sentence)
-    assert result.recommendation.margin == pytest.approx(MARGIN)
-    assert conclusion(study_of(losses(3.002, 3.001, 3.0), TWO)) == (None, (FOUR, TWO, ONE), sentence)
-
-
-def test_a_setting_that_is_significantly_better_is_recommended():
-    sentence = f"2x8: the next, 4x4, is 0.5000 worse than the best; differences above {MARGIN:.4f} are significant"
-    assert conclusion(study_of(losses(4.0, 3.0, 3.5))) == (TWO, (TWO,), sentence)
-    # A baseline that is worse is not kept.
-    assert conclusion(study_of(losses(4.0, 3.0, 3.5), ONE)) == (TWO, (TWO,), sentence)
-
-
-def test_of_several_equivalent_settings_the_fastest_is_recommended():
-    result = study_of(losses(3.0, 3.001, 3.5), step_ms={ONE: 7.0, TWO: 6.0, FOUR: 1.0})
-    sentence = (
-        "2x8, the fastest to train of 1x16, 2x8, which do not differ significantly: "
-        f"the next, 4x4, is 0.5000 worse than the best; differences above {MARGIN:.4f} are significant"
-    )
-    assert conclusion(result) == (TWO, (ONE, TWO), sentence)
-    equal = study_of(losses(3.001, 3.0, 3.5))
-    assert equal.recommendation.setting == TWO  # as fast, with a lower loss
-
-
-def test_a_baseline_among_the_best_is_kept():
-    result = study_of(losses(3.0, 3.001, 3.5), TWO, {ONE: 1.0, TWO: 6.0})
-    sentence = (
-        "no significant difference at this budget between 2x8, the baseline, and 1x16; "
-        f"differences above {MARGIN:.4f} are significant"
-    )
-    assert conclusion(result) == (None, (ONE, TWO), sentence)
-    alone = study_of(losses(3.0, 3.3, 3.5), ONE)
-    assert conclusion(alone) == (None, (ONE,), "keep 1x16: every other setting is significantly worse at this budget")
-
-
-def test_a_setting_that_diverged_is_never_recommended():
-    table = losses(3.0, 3.001, 3.5)
-    table[2][1] = math.inf
-    result = study_of(table, step_ms={FOUR: 0.1, TWO: 4.0})
-    margin = by_definition(np.array(table[:2]))
-    sentence = (
-        "2x8, the fastest to train of 1x16, 2x8, which do not differ significantly: "
-        f"the next, 4x4, is inf worse than the best; differences above {margin:.4f} are significant"
-    )
-    assert conclusion(result) == (TWO, (ONE, TWO), sentence)
-    assert result.row(FOUR).statistics["loss"].value == math.inf
-
-
-def test_undecided_if_fewer_than_two_settings_converged():
-    sentence = "undecided: the loss of 2x8 was not finite, and fewer than two settings are left"
-    assert conclusion(study_of([[3.0, 3.1], [math.inf, 3.0]])) == (None, (ONE, TWO), sentence)
+    assert CONCLUSIONS["no difference"][0].recommendation.margin == pytest.approx(MARGIN)
+    assert math.isnan(CONCLUSIONS["one seed"][0].margin)
+    assert CONCLUSIONS["one diverged"][0].row(FOUR).statistics["loss"].value == math.inf
 
 
 def test_a_setting_without_final_trainings_has_an_empty_row(tmp_path):
     """It is neither on the frontier nor compared; the table can be saved and drawn."""
-    complete = study_of(losses(4.0, 3.0, 3.5))
-    trials = [
-        FinishedTrial(TrialKey(setting, True, seed), 3e-3, loss, False, {"train_loss": 2.0, "step_ms": 5.0})
-        for setting, runs in complete.losses.items()
-        for seed, loss in runs.items()
-        if setting != FOUR
-    ]
-    metadata = {"model": {"name": "a text"}, "steps": 10, "left_out": ()}
-    result = collect_results(trials, (ONE, TWO, FOUR), {"1x16": 9, "2x8": 9, "4x4": 9}, metadata, 3, None)
-    result.save(tmp_path)
+    study_of([*losses(4.0, 3.0), [math.nan] * 3]).save(tmp_path)
     again = hw.Study.load(tmp_path)
     assert again.row(FOUR).statistics["loss"].n == 0
     assert math.isnan(again.row(FOUR).statistics["step_ms"].value)
@@ -280,15 +248,7 @@ def test_a_setting_without_final_trainings_has_an_empty_row(tmp_path):
 
 def test_means_are_over_the_seeds_that_all_settings_have():
     """A setting without the worst seed has no advantage from that."""
-    table = losses_of([[3.0, 3.01, 9.0], [3.5, 3.51, 9.5]])
-    del table[TWO][3]
-    trials = [
-        FinishedTrial(TrialKey(setting, True, seed), 3e-3, loss, False, {"step_ms": 5.0})
-        for setting, runs in table.items()
-        for seed, loss in runs.items()
-    ]
-    metadata = {"model": {"name": "a text"}, "steps": 10, "left_out": ()}
-    result = collect_results(trials, (ONE, TWO), {"1x16": 9, "2x8": 9}, metadata, 3, None)
+    result = study_of([[3.0, 3.01, 9.0], [3.5, 3.51, math.nan]])
     assert result.row(TWO).statistics["loss"].value < result.row(ONE).statistics["loss"].value
     assert result.recommendation.setting == ONE
 

@@ -19,21 +19,24 @@ WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "
 
 
 def text(words=900, seed=0):
-    """Return random words as one string."""
     chosen = random.Random(seed)
     return " ".join(chosen.choice(WORDS) for _ in range(words))
 
 
-@pytest.fixture
-def file(tmp_path):
-    """Return the path of a text file."""
-    path = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(text(), encoding="utf-8")
     return path
 
 
+@pytest.fixture(scope="module")
+def trained(file):
+    """Return a tokenizer that was trained on the file."""
+    return train_tokenizer(file, "text", 300)
+
+
 def write_json_lines(path, rows):
-    """Write rows as JSON lines and return the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -51,8 +54,8 @@ def sequences(batches):
 # -- the tokenizer ----------------------------------------------------------------------------------------------------
 
 
-def test_a_trained_tokenizer_decodes_every_text_unchanged(file):
-    made = train_tokenizer(file, "text", 300)
+def test_a_trained_tokenizer_decodes_every_text_unchanged(trained):
+    made = trained
     assert 259 < len(made) <= 300
     ids = made(text())["input_ids"]
     assert made.decode(ids) == text()
@@ -65,9 +68,8 @@ def test_a_trained_tokenizer_decodes_every_text_unchanged(file):
     assert sorted(made.all_special_ids) == [0, 1, 2]
 
 
-def test_training_a_tokenizer_is_deterministic(file, tmp_path):
-    one, two = (train_tokenizer(file, "text", 300) for _ in range(2))
-    assert one.get_vocab() == two.get_vocab()
+def test_training_a_tokenizer_is_deterministic(trained, file, tmp_path):
+    one, two = trained, train_tokenizer(file, "text", 300)
     assert one.backend_tokenizer.to_str() == two.backend_tokenizer.to_str()
     (tmp_path / "other.txt").write_text("lorem ipsum dolor sit amet " * 40)
     assert train_tokenizer(tmp_path / "other.txt", "text", 300).get_vocab() != one.get_vocab()
@@ -90,12 +92,15 @@ def test_a_vocabulary_too_small_for_all_bytes_is_refused(file):
 # -- next and masked tokens -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", ["lm", "mlm"])
-def test_a_text_is_split_into_sequences_of_the_context_and_every_tenth_is_held_out(task, file):
-    tokenizer = train_tokenizer(file, "text", 300)
-    corpus = corpus_of(task, file, tokenizer)
+def sequences_of_the_text(tokenizer):
+    """Return the text as sequences of token ids, without the incomplete last one."""
     ids = tokenizer(text())["input_ids"]
-    expected = [tuple(ids[start : start + CONTEXT]) for start in range(0, len(ids) - CONTEXT + 1, CONTEXT)]
+    return [tuple(ids[start : start + CONTEXT]) for start in range(0, len(ids) - CONTEXT + 1, CONTEXT)]
+
+
+@pytest.mark.parametrize("task", ["lm", "mlm"])
+def test_a_text_is_split_into_sequences_of_the_context_and_every_tenth_is_held_out(task, file, trained):
+    corpus, expected = corpus_of(task, file, trained), sequences_of_the_text(trained)
     training, held_out = sequences(corpus.training), sequences(corpus.held_out)
     assert len(set(expected)) == len(expected) > 40
     assert held_out == expected[5::10][: len(held_out)]
@@ -104,21 +109,13 @@ def test_a_text_is_split_into_sequences_of_the_context_and_every_tenth_is_held_o
     assert {*training} <= {*expected} - {*expected[5::10]}
     assert len(training) == len({*training}) > len(expected) - len(expected[5::10]) - BATCH
     assert training != [sequence for sequence in expected if sequence in {*training}]  # in random order
-    assert sequences(corpus_of(task, file, tokenizer).training) == training
+    assert sequences(corpus_of(task, file, trained).training) == training
     for batch in (*corpus.training, *corpus.held_out):
         assert list(batch) == ["input_ids"]
         assert (batch["input_ids"].shape, batch["input_ids"].dtype) == ((BATCH, CONTEXT), torch.int64)
     assert corpus.labels == ()
-
-
-def test_batches_of_one_sequence_contain_every_sequence(file):
-    tokenizer = train_tokenizer(file, "text", 300)
-    corpus = corpus_of("lm", file, tokenizer, batch=1)
-    ids = tokenizer(text())["input_ids"]
-    expected = [tuple(ids[start : start + CONTEXT]) for start in range(0, len(ids) - CONTEXT + 1, CONTEXT)]
-    training, held_out = sequences(corpus.training), sequences(corpus.held_out)
-    assert sorted(training + held_out) == sorted(expected)
-    assert not {*training} & {*held_out}
+    one_by_one = corpus_of(task, file, trained, batch=1)
+    assert sorted(sequences([*one_by_one.training, *one_by_one.held_out])) == sorted(expected)
 
 
 def test_the_number_of_held_out_batches_is_limited(tmp_path):
@@ -131,10 +128,9 @@ def test_the_number_of_held_out_batches_is_limited(tmp_path):
     assert not {*map(id, corpus.training)} & {*map(id, corpus.held_out)}
 
 
-def test_each_task_has_its_loss(file):
-    tokenizer = train_tokenizer(file, "text", 300)
-    assert corpus_of("lm", file, tokenizer).loss is hw.next_token_loss
-    loss = corpus_of("mlm", file, tokenizer).loss
+def test_each_task_has_its_loss(file, trained):
+    assert corpus_of("lm", file, trained).loss is hw.next_token_loss
+    loss = corpus_of("mlm", file, trained).loss
     assert isinstance(loss, hw.MaskedTokenLoss)
     assert (loss.mask_id, loss.special.tolist()) == (2, [0, 1, 2])
 
@@ -237,7 +233,6 @@ def test_text_and_label_columns_can_be_chosen(tmp_path):
 
 
 def assert_refused(sentence, *arguments, **options):
-    """Check that making a corpus raises an `InputError` with this message."""
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         corpus_of(*arguments, **options)
 
@@ -247,36 +242,29 @@ def test_an_unknown_task_is_refused(file):
 
 
 @pytest.mark.parametrize("task", ["lm", "mlm"])
-def test_a_text_that_is_too_short_is_refused(task, file, tmp_path):
-    (tmp_path / "short.txt").write_text("the cat sat on the mat. " * 5)
-    tokenizer = train_tokenizer(file, "text", 300)
-    tokens = 9 * CONTEXT + CONTEXT - 1
-    for number in (tokens, CONTEXT - 1):
-        (tmp_path / "short.txt").write_text(tokenizer.decode(tokenizer(text())["input_ids"][:number]))
-        ids = tokenizer((tmp_path / "short.txt").read_text())["input_ids"]
+def test_a_text_that_is_too_short_is_refused(task, trained, tmp_path):
+    for number in (9 * CONTEXT + CONTEXT - 1, CONTEXT - 1):
+        (tmp_path / "short.txt").write_text(trained.decode(trained(text())["input_ids"][:number]))
+        ids = trained((tmp_path / "short.txt").read_text())["input_ids"]
         used = len(ids) if len(ids) < CONTEXT else len(ids) // CONTEXT * CONTEXT
         assert_refused(
             "data: expected text of at least 160 tokens, for 10 sequences of 16 with one held out, "
             f"got {used} tokens in {tmp_path / 'short.txt'}",
-            *(task, tmp_path / "short.txt", tokenizer),
+            *(task, tmp_path / "short.txt", trained),
         )
 
 
-@pytest.mark.parametrize("content", [b"", b" \n\t "])
-def test_an_empty_text_is_refused(content, file, tmp_path):
-    (tmp_path / "empty.txt").write_bytes(content)
-    sentence = f"data: expected at least one document, got no text in {tmp_path / 'empty.txt'}"
-    assert_refused(sentence, "lm", tmp_path / "empty.txt", train_tokenizer(file, "text", 300))
-    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-        train_tokenizer(tmp_path / "empty.txt", "text", 300)
+NO_TEXT, BINARY = "at least one document, got no text in {file}", "text in {file}, got a binary file"
 
 
-def test_a_binary_file_is_refused(tmp_path):
-    (tmp_path / "a.png").write_bytes(b"\x89PNG\0\0" * 99)
-    sentence = f"data: expected text in {tmp_path / 'a.png'}, got a binary file"
-    assert_refused(sentence, "lm", tmp_path / "a.png", tiny.tokenizer("decoder"))
+@pytest.mark.parametrize(("content", "expected"), [(b"", NO_TEXT), (b" \n\t ", NO_TEXT), (b"\x89PNG\0\0" * 99, BINARY)])
+def test_an_empty_text_and_a_binary_file_are_refused(content, expected, tmp_path):
+    file = tmp_path / "file.txt"
+    file.write_bytes(content)
+    sentence = f"data: expected {expected.format(file=file)}"
+    assert_refused(sentence, "lm", file, tiny.tokenizer("decoder"))
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-        train_tokenizer(tmp_path / "a.png", "text", 300)
+        train_tokenizer(file, "text", 300)
 
 
 def test_a_tokenizer_without_a_mask_token_is_refused(file):

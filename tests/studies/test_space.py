@@ -12,7 +12,6 @@ pytestmark = pytest.mark.usefixtures("as_user")
 
 
 def names(*arguments, **options):
-    """Return the names of all settings of a space, in order."""
     return [setting.name for setting in hw.Space(*arguments, **options).settings()]
 
 
@@ -54,24 +53,11 @@ def test_a_space_equals_a_filtered_enumeration_of_all_numbers():
         assert hw.Space(30, heads, widths, shared, rank).settings() == tuple(expected)
 
 
-def test_numbers_of_heads_have_defaults():
-    assert DEFAULT_HEADS == (1, 2, 4, 8, 16)
-    assert hw.Space(32).heads == DEFAULT_HEADS
-
-
-def test_numbers_can_be_any_iterable():
+def test_numbers_have_defaults_and_can_be_any_iterable():
+    assert hw.Space(32).heads == DEFAULT_HEADS == (1, 2, 4, 8, 16)
     space = hw.Space(8, iter([2, 1]), range(2, 5, 2), {1})
     assert (space.heads, space.head_dims, space.kv_heads) == ((2, 1), (2, 4), (1,))
     assert names(8, iter([2, 1]), range(2, 5, 2), {1}) == ["1x2", "1x4", "2x2/1", "2x4/1"]
-
-
-@pytest.mark.parametrize(
-    ("setting", "name"),
-    [(hw.Setting(8, 64, 8), "8x64"), (hw.Setting(8, 64, 2), "8x64/2"), (hw.Setting(1, 2, 1), "1x2")],
-)
-def test_a_setting_is_parsed_from_its_name(setting, name):
-    assert setting.name == str(setting) == name
-    assert hw.Space(512).parse(name) == setting
 
 
 @pytest.mark.parametrize(
@@ -81,13 +67,16 @@ def test_a_setting_is_parsed_from_its_name(setting, name):
         ("8x64", hw.Setting(8, 64, 8)),
         ("8x64/2", hw.Setting(8, 64, 2)),
         ("8/2", hw.Setting(8, 32, 2)),
+        ("1x2", hw.Setting(1, 2, 1)),
         (" 16 ", hw.Setting(16, 16, 16)),
         ("32/32", hw.Setting(32, 8, 32)),
     ],
 )
-def test_a_setting_is_parsed_from_text(text, setting):
+def test_a_setting_is_parsed_from_text_and_from_its_name(text, setting):
     """Settings outside every space are parsed as well."""
-    assert hw.Space(256, (1, 2)).parse(text) == setting
+    assert hw.Space(256, (1, 2)).parse(text) == hw.Space(256).parse(setting.name) == setting
+    assert str(setting) == setting.name
+    assert text == setting.name or "x" not in text
 
 
 WRITTEN = "heads as in 8, 8x64, 8x64/2 or 8/2"
@@ -138,53 +127,41 @@ def test_each_omitted_number_is_reported_once():
     assert hw.Space(64).left_out() == ()
 
 
+THREE = "3 heads do not divide embed_dim 10"
+FIRST = f"{THREE}; 4 heads do not divide embed_dim 10; 6 heads do not divide embed_dim 10 and 2 more"
+
+
 @pytest.mark.parametrize(
     ("heads", "got"),
-    [
-        ((3,), "3 heads do not divide embed_dim 10"),
-        ((3, 10), "3 heads do not divide embed_dim 10; 10x1 has an odd head_dim"),
-        (
-            (3, 4, 6, 7, 10),
-            "3 heads do not divide embed_dim 10; 4 heads do not divide embed_dim 10; "
-            "6 heads do not divide embed_dim 10 and 2 more",
-        ),
-    ],
+    [((3,), THREE), ((3, 10), f"{THREE}; 10x1 has an odd head_dim"), ((3, 4, 6, 7, 10), FIRST)],
 )
 def test_a_space_without_settings_is_refused(heads, got):
-    with pytest.raises(
-        hw.InputError, match=f"^{re.escape(f'space: expected at least one valid setting, got none: {got}')}$"
-    ):
+    sentence = f"space: expected at least one valid setting, got none: {got}"
+    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         hw.Space(10, heads).settings()
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"embed_dim": 0}, "embed_dim: expected a whole number of 1 or more, got 0"),
-        ({"embed_dim": 8.0}, "embed_dim: expected a whole number of 1 or more, got 8.0"),
-        ({"tensor_parallel": 0}, "tensor_parallel: expected a whole number of 1 or more, got 0"),
-        ({"heads": ()}, "heads: expected one number or more, got ()"),
-        ({"heads": 4}, "heads: expected one number or more, got 4"),
-        ({"heads": (4, 0)}, "heads: expected a whole number of 1 or more, got 0"),
-        ({"heads": (True,)}, "heads: expected a whole number of 1 or more, got True"),
-        ({"head_dims": []}, "head_dims: expected one number or more, got ()"),
-        ({"head_dims": (8, -2)}, "head_dims: expected a whole number of 1 or more, got -2"),
-        ({"kv_heads": (1, "2")}, "kv_heads: expected a whole number of 1 or more, got '2'"),
-    ],
-)
-def test_unusable_numbers_of_a_space_are_refused(options, sentence):
-    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-        hw.Space(**{"embed_dim": 8} | options)
+WHOLE = "expected a whole number of 1 or more, got"
 
 
 @pytest.mark.parametrize(
     ("numbers", "sentence"),
     [
-        ((0, 8, 1), "num_heads: expected a whole number of 1 or more, got 0"),
-        ((2, 8.0, 1), "head_dim: expected a whole number of 1 or more, got 8.0"),
-        ((2, 8, -1), "num_kv_heads: expected a whole number of 1 or more, got -1"),
+        ({"embed_dim": 0}, f"embed_dim: {WHOLE} 0"),
+        ({"embed_dim": 8.0}, f"embed_dim: {WHOLE} 8.0"),
+        ({"tensor_parallel": 0}, f"tensor_parallel: {WHOLE} 0"),
+        ({"heads": ()}, "heads: expected one number or more, got ()"),
+        ({"heads": 4}, "heads: expected one number or more, got 4"),
+        ({"heads": (4, 0)}, f"heads: {WHOLE} 0"),
+        ({"heads": (True,)}, f"heads: {WHOLE} True"),
+        ({"head_dims": []}, "head_dims: expected one number or more, got ()"),
+        ({"head_dims": (8, -2)}, f"head_dims: {WHOLE} -2"),
+        ({"kv_heads": (1, "2")}, f"kv_heads: {WHOLE} '2'"),
+        ((0, 8, 1), f"num_heads: {WHOLE} 0"),
+        ((2, 8.0, 1), f"head_dim: {WHOLE} 8.0"),
+        ((2, 8, -1), f"num_kv_heads: {WHOLE} -1"),
     ],
 )
-def test_unusable_numbers_of_a_setting_are_refused(numbers, sentence):
+def test_unusable_numbers_of_a_space_and_of_a_setting_are_refused(numbers, sentence):
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-        hw.Setting(*numbers)
+        hw.Setting(*numbers) if isinstance(numbers, tuple) else hw.Space(**{"embed_dim": 8} | numbers)

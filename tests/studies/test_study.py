@@ -109,11 +109,8 @@ def study_in_memory(*arguments, **options):
 
 def outcome(result):
     """The part of the results that does not depend on the clock."""
-    return (
-        result.losses,
-        [(run["rate"], run["train_loss"]) for run in result.metadata["runs"]],
-        result.metadata["search"],
-    )
+    trained = [(run["rate"], run["train_loss"]) for run in result.metadata["runs"]]
+    return result.losses, trained, result.metadata["search"]
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +146,7 @@ def test_equal_arguments_give_equal_losses(complete):
     assert len({loss for runs in complete.losses.values() for loss in runs.values()}) == 4
 
 
-def test_the_table_has_means_over_seeds(complete):
+def test_the_table_has_means_over_seeds_and_lists_every_training(complete, complete_folder):
     assert [row.setting for row in complete.rows] == [ONE, TWO]
     for row in complete.rows:
         losses = list(complete.losses[row.setting].values())
@@ -159,14 +156,12 @@ def test_the_table_has_means_over_seeds(complete):
         assert row.statistics["parameters"].value == sum(each.numel() for each in Toy(row.setting).parameters())
         assert row.statistics["step_ms"].value > 0
         assert list(row.statistics) == ["loss", "train_loss", "step_ms", "parameters", "rate"]
-    metadata = complete.metadata
-    assert (metadata["steps"], metadata["seeds"], metadata["baseline"], metadata["left_out"]) == (
-        STEPS,
-        SEEDS,
-        None,
-        (),
-    )
-    settings = metadata["settings"]
+    metadata, settings = complete.metadata, complete.metadata["settings"]
+    assert (metadata["steps"], metadata["seeds"]) == (STEPS, SEEDS)
+    assert (metadata["baseline"], metadata["left_out"]) == (None, ())
+    saved = hw.Study.load_metadata(complete_folder)["runs"][0]
+    assert list(saved) == ["setting", "seed", "rate", "loss", "train_loss", "step_ms", "seconds"]
+    assert saved["setting"] == [1, 8, 1]
     assert (settings["space"], settings["loss"], settings["seed"]) == (["1x8", "2x4"], "toy_loss", 0)
     assert (settings["training batches"], settings["held-out batches"]) == (7, 3)
 
@@ -304,26 +299,27 @@ def test_a_folder_with_another_study_is_refused(name, smallest, smallest_copy):
     assert loss.steps > 0 or name == "loss"
 
 
-def test_models_of_another_size_make_another_study(smallest_copy):
-    class Larger(Toy):
-        def __init__(self, setting):
-            super().__init__(setting)
-            self.out = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 11))
-
-    sentence = (
-        "out: expected a study that was started with the same model, got another; --force (force=True) starts again"
-    )
-    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-        study((ONE,), trials=1, seeds=1, model=Larger, out=smallest_copy)
+class LargerToy(Toy):
+    def __init__(self, setting):
+        super().__init__(setting)
+        self.out = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 11))
 
 
-def test_other_held_out_batches_make_another_study(smallest_copy):
-    sentence = (
-        "out: expected a study that was started with the same data, got another; --force (force=True) starts again"
-    )
-    for held_out in (sequences(3, 5), sequences(2, 1)):
-        with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-            study((ONE,), trials=1, seeds=1, out=smallest_copy, held_out=held_out)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("model", {"model": LargerToy}), *(("data", {"held_out": each}) for each in (sequences(3, 5), sequences(2, 1)))],
+)
+def test_other_models_and_held_out_batches_make_another_study(name, options, smallest_copy):
+    with pytest.raises(hw.InputError, match=f"^out: expected a study that was started with the same {name}, got anot"):
+        study((ONE,), trials=1, seeds=1, out=smallest_copy, **options)
+
+
+def test_other_options_of_the_loss_make_another_study(tmp_path):
+    options = {"trials": 1, "seeds": 1, "steps": 1, "out": tmp_path}
+    study((ONE,), loss=hw.MaskedTokenLoss(10, share=0.4), **options)
+    sentence = "^out: expected a study that was started with the same loss options, got another; "
+    with pytest.raises(hw.InputError, match=sentence):
+        study((ONE,), loss=hw.MaskedTokenLoss(10, share=0.2), **options)
 
 
 def test_a_learning_rate_with_which_training_diverges_is_not_used():
@@ -429,42 +425,35 @@ def timed(clock, seconds, stops_after=math.inf, **options):
     return start(**defaults | {"model": EmbeddingToy} | options)
 
 
-@pytest.mark.parametrize(("budget", "speed"), [(30.0, 0.1), (60.0, 0.1), (40.0, 0.06), (70.0, 0.12)])
-def test_a_study_uses_its_time(budget, speed, clock):
-    clock.seconds, start = speed, clock.now
-    result = timed(clock, budget)
+@pytest.mark.parametrize(
+    ("budget", "speed", "slower_after", "other"),
+    [
+        *((*each, math.inf, TWO) for each in ((30.0, 0.1), (60.0, 0.1), (40.0, 0.06), (70.0, 0.12))),
+        *((60.0, 0.1, after, TWO) for after in (20, 250)),
+        (90.0, 0.1, math.inf, FOUR),
+    ],
+)
+def test_a_study_uses_its_time(budget, speed, slower_after, other, clock):
+    """Also if steps become slower, and if those of one setting take twice as long."""
+    clock.seconds, clock.slower_after, start = speed, slower_after, clock.now
+    result = timed(clock, budget, space=(ONE, other))
     assert 0.8 * budget <= clock.now - start <= 1.1 * budget
-    assert all(len(result.losses[setting]) == SEEDS for setting in (ONE, TWO))
-    assert result.metadata["steps"] >= 20
-    searches = Counter(each["setting"] for each in result.metadata["search"])
-    assert all(2 <= number <= MAX_TRIALS for number in searches.values())
-
-
-def test_slower_settings_are_planned_for(clock):
-    start = clock.now
-    result = timed(clock, 90.0, space=(ONE, FOUR))
-    assert 72.0 <= clock.now - start <= 99.0
-    assert [len(result.losses[setting]) for setting in (ONE, FOUR)] == [SEEDS, SEEDS]
-    one, four = (result.row(setting).statistics["step_ms"].value for setting in (ONE, FOUR))
-    assert (one, four) == pytest.approx((100.0, 200.0))
+    if slower_after == math.inf:
+        assert [len(result.losses[setting]) for setting in (ONE, other)] == [SEEDS, SEEDS]
+        assert result.metadata["steps"] >= 20
+        steps = [result.row(setting).statistics["step_ms"].value for setting in (ONE, other)]
+        assert steps == pytest.approx([1000 * speed, 1000 * speed * (2 if other == FOUR else 1)])
+    if slower_after == math.inf and other == TWO:
+        searches = Counter(each["setting"] for each in result.metadata["search"])
+        assert all(2 <= number <= MAX_TRIALS for number in searches.values())
 
 
 def test_a_time_limit_allows_four_passes_over_the_data_at_most(clock):
     start = clock.now
     result = timed(clock, 5_000.0, data=sequences(7))
     assert result.metadata["steps"] == 28
-    assert Counter(each["setting"] for each in result.metadata["search"]) == {
-        "1x8": MAX_TRIALS,
-        "2x4": MAX_TRIALS,
-    }
+    assert Counter(each["setting"] for each in result.metadata["search"]) == {"1x8": MAX_TRIALS, "2x4": MAX_TRIALS}
     assert clock.now - start < 200.0
-
-
-@pytest.mark.parametrize("after", [20, 250])
-def test_a_study_ends_in_time_when_steps_become_slower(after, clock):
-    clock.slower_after, start = after, clock.now
-    timed(clock, 60.0)
-    assert 0.8 * 60 <= clock.now - start <= 1.1 * 60
 
 
 @pytest.mark.parametrize("after", [30, 300])
@@ -532,6 +521,7 @@ def test_a_time_limit_that_ends_during_the_timing_is_refused(clock):
             {"data": sequences(5), "held_out": None},
             "data: expected at least 6 batches, of which one in 10 is held out, got 5 and 0",
         ),
+        ({"out": __file__}, f"out: expected a folder that can be created and written, got {__file__!r}"),
         ({"held_out": []}, "data: expected at least one training batch and one held-out batch, got 7 and 0"),
         (
             {"data": ["text"]},
@@ -547,16 +537,3 @@ def test_a_time_limit_that_ends_during_the_timing_is_refused(clock):
 def test_invalid_arguments_are_refused(options, sentence):
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         study(**options)
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    sentence = f"out: expected a folder that can be created and written, got {str(tmp_path / 'file')!r}"
-    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-        study(out=tmp_path / "file")
-
-
-def test_the_saved_file_lists_every_training(smallest):
-    metadata = hw.Study.load_metadata(smallest[1])
-    assert list(metadata["runs"][0]) == ["setting", "seed", "rate", "loss", "train_loss", "step_ms", "seconds"]
-    assert metadata["runs"][0]["setting"] == [1, 8, 1]

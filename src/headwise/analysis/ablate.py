@@ -39,6 +39,7 @@ from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.survey import survey
 from headwise.progress import progress_bar
+from headwise.runs.checkpoint import storable
 from headwise.runs.data_pass import Pass, PassProgress, prepare_texts
 from headwise.runs.rows import MeanEstimate
 from headwise.settings import UNIT_KINDS
@@ -149,6 +150,7 @@ def _names_of_units(units: str | HeadSets) -> str | dict[str, list[str]]:
     return {name: [f"{layer}.{head}" for layer, head in head_pairs("units", heads)] for name, heads in units.items()}
 
 
+@storable
 @dataclass
 class AblationProgress(PassProgress):
     """Partial result of an ablation in one process. An interrupted ablation resumes even in the middle of a batch.

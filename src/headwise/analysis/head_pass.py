@@ -19,7 +19,7 @@ from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch_further
-from headwise.runs.checkpoint import CheckpointedRun
+from headwise.runs.checkpoint import CheckpointedRun, storable
 from headwise.runs.data_pass import Pass, PassProgress, SiteProgress, prepare_texts, require_same_data
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.fingerprint import run_settings
@@ -192,6 +192,7 @@ SequenceValues = dict[str, Float[Tensor, "_ _ ..."]]
 """Values of a site by name, `(sequences, heads, ...)`; NaN where a sequence has none."""
 
 
+@storable
 @dataclass
 class SequenceProgress(SiteProgress):
     """Progress of a pass with values of each sequence.
@@ -201,23 +202,6 @@ class SequenceProgress(SiteProgress):
     """
 
     values: dict[int, dict[SiteKey, SequenceValues]] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the progress as plain containers and tensors for a checkpoint."""
-        values = {
-            batch: {tuple(site): of_site for site, of_site in of_batch.items()}
-            for batch, of_batch in self.values.items()
-        }
-        return super().to_dict() | {"values": values}
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Any:
-        """Create the progress from the dictionary that `to_dict` returned."""
-        values = {
-            batch: {SiteKey(*site): of_site for site, of_site in of_batch.items()}
-            for batch, of_batch in fields["values"].items()
-        }
-        return super().from_dict(fields | {"values": values})
 
 
 def measure_sequences(

@@ -23,13 +23,7 @@ POSITIONAL = ""
 
 
 def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield each batch of a data set as a dictionary of the model's arguments by name. A batch that is a tensor instead
-    of a mapping becomes a dictionary with one entry under the empty string, which stands for the model's first
-    positional argument.
-
-    Raises:
-        InputError: the data set cannot be iterated, or a batch is neither a tensor nor a mapping that contains tensors.
-    """
+    """Yield each batch of a data set, a tensor or a mapping that contains tensors, as `arguments_of` returns it."""
     if not isinstance(dataset, Iterable):
         raise InputError("dataset", expected="Texts, or batches", got=type(dataset).__name__)
     for batch in dataset:
@@ -43,7 +37,7 @@ def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 def arguments_of(batch: Any) -> dict[str, Any] | None:
     """Return a batch as a dictionary of the model's arguments by name; None if it is neither a tensor nor a mapping
-    that contains tensors. The name of a single tensor is the empty string.
+    that contains tensors. The name of a single tensor, the model's first positional argument, is the empty string.
     """
     if isinstance(batch, Tensor):
         return {POSITIONAL: batch}
@@ -54,12 +48,7 @@ def arguments_of(batch: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class NumberedBatches:
-    """Batches in memory whose sequences have known documents.
-
-    Attributes:
-        batches: arguments of the model by name.
-        documents: number of the document of each sequence, in the order of the batches.
-    """
+    """Batches in memory, dictionaries of the model's arguments, with the number of the document of each sequence."""
 
     batches: Sequence[dict[str, Tensor]]
     documents: Sequence[int]
@@ -76,9 +65,7 @@ class NumberedBatches:
 
 
 def documents_of(dataset: Any) -> list[int] | None:
-    """Return the number of the document of each sequence of a data set, in the order of its batches; None if it does
-    not state documents.
-    """
+    """Return the document of each sequence of a data set, in the order of its batches; None if it states none."""
     return dataset.document_numbers() if isinstance(dataset, Texts | NumberedBatches) else None
 
 
@@ -93,10 +80,7 @@ def copied(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Run the model on a batch, a dictionary of arguments by name as `iterate_batches` yields it, and return the
-    model's output. An entry under the empty string is passed as the first positional argument. All tensors must already
-    be on the model's device. A displayed progress bar moves while the model runs.
-    """
+    """Run the model on a batch, as `iterate_batches` yields it, on the model's device; a shown progress bar moves."""
     arguments = dict(batch)
     with moving_with(model):
         return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)
@@ -119,9 +103,7 @@ def relative_difference(output: Tensor, expected: Tensor) -> float:
 
 
 def with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with the argument `use_cache=False` added, if the model's `forward` has this argument and the
-    batch does not set it.
-    """
+    """Return the batch with `use_cache=False` added, if `model.forward` has this argument and the batch does not."""
     has_argument = "use_cache" in inspect.signature(model.forward).parameters
     return {"use_cache": False, **batch} if has_argument else batch
 
@@ -131,9 +113,9 @@ DATA = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_v
 
 
 def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of sequences in a batch, and the number of tokens in all of them. Padding is not counted if the
-    batch has an attention mask of shape `(sequences, tokens)`. The data are the argument with one of the names in
-    `DATA`, or the first tensor.
+    """Return the number of sequences in a batch, and the number of tokens in all of them, without padding if the batch
+    has an attention mask of shape `(sequences, tokens)`. The data are the argument with one of the names in `DATA`, or
+    the first tensor.
     """
     mask = batch.get("attention_mask")
     first_tensor = next(value for value in batch.values() if isinstance(value, Tensor))
@@ -183,9 +165,7 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def name_of_mask(model: Any) -> str:
-    """Return the name of the argument that states the padding of the tokens whose last hidden states a model returns:
-    those of the targets in an encoder-decoder.
-    """
+    """Return the name of the argument that states the padding of the last hidden states that a model returns."""
     return "decoder_attention_mask" if is_encoder_decoder(model) else "attention_mask"
 
 
@@ -213,9 +193,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen_parameters(model: nn.Module) -> Iterator[None]:
-    """Turn off the gradients of all model parameters while the context is active, and afterwards turn them on again for
-    the parameters that required gradients before.
-    """
+    """Turn off the gradients of all trainable parameters of a model while the context is active."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trainable:

@@ -25,9 +25,6 @@ FORMAT = 1
 def cache_folder() -> Path:
     """Return the folder of headwise's cache: the value of the environment variable HEADWISE_CACHE, by default the
     folder that the operating system provides for caches of the user. It may not exist yet, and can always be deleted.
-
-    Raises:
-        MissingExtra: HEADWISE_CACHE is not set, and platformdirs is not installed.
     """
     stated = os.environ.get(CACHE_VARIABLE)
     if stated:
@@ -37,17 +34,9 @@ def cache_folder() -> Path:
 
 
 def converted_folder(file: Path, save: Callable[[Path], None]) -> Path | None:
-    """Return the folder with the copy of a GGUF file in Hugging Face format. Write the copy if there is none of a file
-    with this content, made by the installed versions of transformers and gguf, or if it is damaged. Of several
+    """Return the folder with the copy of a GGUF file in Hugging Face format, which `save` writes to an empty folder
+    unless there is an undamaged one of this content and the installed versions of transformers and gguf. Of several
     processes, one writes it and the others wait. If the cache folder cannot be written, warn and return None.
-
-    Args:
-        file: the GGUF file.
-        save: function that saves the model and its tokenizer in an empty folder.
-
-    Raises:
-        HeadwiseError: `save` raised it, since the GGUF file cannot be read.
-        MissingExtra: filelock or platformdirs is not installed.
     """
     filelock = require("filelock", purpose="the cache of converted models", extra="gguf")
     versions = [FORMAT, version("transformers"), version("gguf")]

@@ -28,31 +28,16 @@ class Document(NamedTuple):
 
 
 def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]:
-    """Yield a document for each item: the item itself is the text if it is a string; a mapping has the text under the
-    key `column`. The document's location for error messages is "document N", where N counts the items from 1.
-
-    Raises:
-        InputError: an item is neither, or has no text in that column.
-    """
+    """Yield a document for each item, a text or a mapping with a text in `column`; its location is "document N"."""
     for number, item in enumerate(items, 1):
         location = f"document {number}"
         yield Document(item, location) if isinstance(item, str) else _document_of_row(item, column, location)
 
 
 def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,)) -> Iterator[Document]:
-    """Yield the documents of the file `source`, or of all files below the folder `source`, sorted by path; files and
-    subfolders whose name starts with a dot are left out. Each row of a Parquet or CSV file and each nonblank line of
-    a JSON lines file is a document. Its text is the value in `column`, of one of the Python types `types`, as a string.
-    Any other file is one document.
-
-    Args:
-        source: the file or folder.
-        column: name of the column with the text, in JSON lines, CSV and Parquet.
-        types: types of value that the column may have; numbers become text.
-
-    Raises:
-        InputError: a file cannot be read, is not valid, or lacks the column.
-        MissingExtra: a Parquet file, and pyarrow is not installed.
+    """Yield the documents of `list_files(source)`. Each row of a Parquet or CSV file and each nonblank line of a JSON
+    lines file is a document: its text is the value in `column`, of one of the Python types `types`, as a string. Any
+    other file is one document.
     """
     for file in list_files(source):
         try:
@@ -94,9 +79,6 @@ def require_source(source: str | Path) -> None:
 def list_files(source: str | Path) -> list[Path]:
     """Return the files of a data source: the file `source` itself, or all files below the folder `source`, sorted by
     path. Files and subfolders whose name starts with a dot are left out.
-
-    Raises:
-        InputError: the folder has no file that is not hidden.
     """
     path = Path(source)
     if "\0" in str(path):
@@ -117,15 +99,13 @@ def list_files(source: str | Path) -> list[Path]:
 
 
 def _unreadable(file: Path, error: Exception) -> InputError:
-    """Return the `InputError` for a file that cannot be read, with the original exception's reason on one line."""
+    """Return the error for a file that cannot be read, with the original exception's reason on one line."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return InputError("data", expected=f"a file {str(file)!r} that can be read", got=reason)
 
 
 def _read_csv(file: Path, column: str, separator: str) -> Iterator[Document]:
-    """Yield one document for each row of a CSV file below the first, which has the names of the columns. The text is
-    the value in `column`.
-    """
+    """Yield the document in `column` of each row of a CSV file below the first, which has the names of the columns."""
     rows = csv.reader(io.StringIO(_decode(file.read_bytes(), file, offset=0), newline=""), delimiter=separator)
     names = None
     try:
@@ -146,12 +126,7 @@ def _read_csv(file: Path, column: str, separator: str) -> Iterator[Document]:
 
 
 def read_json_lines(file: Path) -> Iterator[tuple[Any, str]]:
-    """Yield the value of each line of a JSON lines file with its location, such as "line 3 of notes.jsonl"; blank lines
-    are skipped.
-
-    Raises:
-        InputError: the file is not UTF-8, or a line is not JSON.
-    """
+    """Yield the value of each nonblank line of a JSON lines file with its location, such as "line 3 of notes.jsonl"."""
     with file.open("rb") as lines:
         offset = 0
         for number, line in enumerate(lines, 1):
@@ -171,9 +146,7 @@ def read_json_lines(file: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield one document for each row of a Parquet file. The text is the value in `column`, of one of the Python types
-    `types`, converted to a string.
-    """
+    """Yield the document in `column` of each row of a Parquet file."""
     pyarrow = require("pyarrow", purpose="reading parquet", extra="tables")
     parquet = require("pyarrow.parquet", purpose="reading parquet", extra="tables")
     with file.open("rb") as stream:  # pyarrow cannot open some names
@@ -195,10 +168,7 @@ def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Docum
 
 
 def _decode(data: bytes, file: Path, offset: int) -> str:
-    """Decode `data`, the bytes of a file or of one line of it, as UTF-8 text, with or without a byte-order mark. Raise
-    `InputError` for a null byte (a binary file) or invalid UTF-8. For the error message, `offset` is the position of
-    `data` in the file, in bytes.
-    """
+    """Return the text in UTF-8 of a file or of a line at `offset` bytes; refuse null bytes, as in a binary file."""
     if b"\0" in data:
         raise InputError("data", expected=f"text in {file}", got="a binary file")
     try:
@@ -209,9 +179,7 @@ def _decode(data: bytes, file: Path, offset: int) -> str:
 
 
 def _document_of_row(row: Any, column: str, location: str, types: ColumnTypes = (str,)) -> Document:
-    """Return the document whose text is the value in `column` of a row, converted to a string. Raise `InputError` if
-    the row is not a mapping, lacks the column, or has a value there that is not of one of the Python types `types`.
-    """
+    """Return the document whose text is the value, of one of `types`, in `column` of a row, which must be a mapping."""
     if not isinstance(row, Mapping):
         raise InputError("data", expected=f"an object with a column {column!r} in {location}", got=type(row).__name__)
     if column not in row:

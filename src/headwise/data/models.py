@@ -39,9 +39,7 @@ SAVED = "saved"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A loaded model in evaluation mode, its tokenizer, and its title for display. It can be unpacked into model and
-    tokenizer.
-    """
+    """A model in evaluation mode, its tokenizer, and its title; it can be unpacked into model and tokenizer."""
 
     title: str
     model: nn.Module
@@ -54,7 +52,7 @@ class LoadedModel:
 @dataclass(frozen=True)
 class ModelSource:
     """Location of a model's files, found by the model's name. Its methods load the configuration, the tokenizer or the
-    weights.
+    weights, or raise `InputError`.
 
     Attributes:
         name: name by which the user called the model.
@@ -92,30 +90,18 @@ class ModelSource:
         tokenizer.save_pretrained(folder)
 
     def config(self) -> Any:
-        """Return the configuration of the model.
-
-        Raises:
-            InputError: the configuration cannot be loaded.
-            MissingExtra: `transformers` is not installed.
-        """
+        """Return the configuration of the model."""
         return self._from_pretrained("model", "AutoConfig")
 
     def lm_head(self) -> str | None:
-        """Return the kind of the language-model head of the model, according to its configuration: "causal", "masked",
-        or None for neither.
-        """
+        """Return the kind of the model's language-model head: "causal", "masked", or None for neither."""
         architecture = "CausalLM" if self.is_gguf else "".join(self.config().architectures or ())
         if "CausalLM" in architecture or "LMHeadModel" in architecture:
             return "causal"
         return "masked" if "MaskedLM" in architecture else None
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer of the model.
-
-        Raises:
-            InputError: the tokenizer cannot be loaded.
-            MissingExtra: `transformers` is not installed.
-        """
+        """Return the tokenizer of the model."""
         if not self.is_gguf:
             self.config()  # a broken model is reported as one
             folder = Path(self.location)
@@ -125,12 +111,7 @@ class ModelSource:
         return self._from_pretrained("tokenizer", "AutoTokenizer")
 
     def tokenizer_if_any(self) -> Any:
-        """Return the tokenizer of the model; None if the model reads no token ids, such as one of images, and has none.
-
-        Raises:
-            InputError: the tokenizer of a model that reads token ids cannot be loaded.
-            MissingExtra: `transformers` is not installed.
-        """
+        """Return the tokenizer of the model; None if it reads no token ids, such as one of images, and has none."""
         try:
             return self.tokenizer()
         except InputError:
@@ -140,13 +121,9 @@ class ModelSource:
             return None
 
     def model(self, lm_head: str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return the model in evaluation mode. `lm_head` is the kind of its language-model head, "causal" or "masked",
-        or None for a model that returns hidden states, or "saved" for the class that the model was saved as. `dtype` is
-        the data type of its weights; None for the saved one.
-
-        Raises:
-            InputError: the model cannot be loaded, or weights are missing or have other shapes.
-            MissingExtra: `transformers` is not installed.
+        """Return the model in evaluation mode, with the language-model head `lm_head`, "causal" or "masked", or without
+        one, or for "saved" in the class that it was saved as. `dtype` is the data type of its weights; None for the
+        saved one.
         """
         transformers, name = _transformers(), AUTO_CLASSES.get(lm_head, "")
         if lm_head == SAVED and self.is_gguf:
@@ -188,12 +165,8 @@ class ModelSource:
 
     def _require_all_weights(self, report: Mapping[str, Any], lm_head: str | None, body: str) -> None:
         """Raise `InputError` if weights were missing or had other shapes, according to the report of `transformers`.
-        Models that were trained without a pooler, which AutoModel adds, may lack it.
-
-        Args:
-            report: the report.
-            lm_head: kind of the language-model head, as in `model`.
-            body: start of the names of the weights of a model with a head that do not belong to the head.
+        Models that were trained without a pooler, which AutoModel adds, may lack it. `body` is the start of the names
+        of weights that do not belong to the head.
         """
         mismatched = sorted(report["mismatched_keys"])
         if mismatched:
@@ -209,9 +182,7 @@ class ModelSource:
             raise InputError("model", expected="all of the model's weights", got=got)
 
     def _from_pretrained(self, argument: str, auto_class: str, **options: Any) -> Any:
-        """Call `from_pretrained` of a class of `transformers` for this model, and return the result. Any failure raises
-        `InputError` with the first sentence of its reason; `argument` is "model" or "tokenizer".
-        """
+        """Call `from_pretrained` of a class; a failure is an `InputError` of `argument`, "model" or "tokenizer"."""
         transformers = _transformers()
         loader, (location, files) = getattr(transformers, auto_class), self._files
         try:
@@ -271,13 +242,9 @@ def load(
 
 
 def find_model(name: str, revision: str | None = None, *, argument: str = "model") -> ModelSource:
-    """Return the location of the model called `name`: a key of `PACKAGED` (a model inside a Python package, such as
-    "minilm"), a Hugging Face folder, or a hub id, of which the configuration has to be reachable. `revision` is a
-    branch, tag or commit on the hub, and `argument` is the name of the argument in error messages.
-
-    Raises:
-        InputError: nothing loadable has that name, or a revision of a model that is not loaded from the hub.
-        MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
+    """Return the location of the model called `name`: a key of `PACKAGED`, such as "minilm", a Hugging Face folder, or
+    a hub id, of which the configuration has to be reachable; a `revision` is one on the hub. `argument` is the name of
+    the argument in error messages.
     """
     _transformers()
     if not isinstance(name, str) or not name:
@@ -319,14 +286,8 @@ def _transformers() -> Any:
 
 def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
     """Raise `InputError` if the `config.json` of a model that is in no local folder and no installed package is neither
-    in the local cache nor on the Hugging Face hub, or if the hub cannot be reached.
-
-    One request is enough here, whereas `from_pretrained` would retry for a minute without a network.
-
-    Args:
-        argument: name of the argument in the message.
-        name: key of `PACKAGED`, or hub id.
-        revision: branch, tag or commit on the hub; None for the main branch.
+    in the local cache nor on the Hugging Face hub, or if the hub cannot be reached. One request is enough here, whereas
+    `from_pretrained` would retry for a minute without a network.
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -362,9 +323,7 @@ def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
 
 
 def _why_not_on_hub(hub_id: str, revision: str | None) -> str | None:
-    """Return a clause that states why the `config.json` of a model is neither in the local cache nor on the Hugging
-    Face hub; None if it is.
-    """
+    """Return a clause that states why the `config.json` of a model is in neither cache nor hub; None if it is."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(hub_id, "config.json", revision=revision), str):
@@ -408,8 +367,6 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the first sentence of an exception's message, without terminal colour codes. If the message is empty,
-    return the name of the exception's type.
-    """
+    """Return the first sentence of an exception's message, without terminal colour codes, or the name of its type."""
     text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
     return text.split(". ")[0].rstrip(".") or type(error).__name__

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checks import LARGEST_INTEGER, size_argument, token_ids, whole_number
-from headwise.data.tokenization import SpecialTokens
+from headwise.data.tokenization import SpecialTokens, input_embeddings
 from headwise.errors import InputError
 from headwise.shapes import Int
 
@@ -61,30 +61,15 @@ def random_repeats(
 
 
 def repeats_for_model(model: nn.Module, avoid: Collection[int], tokenizer: Any = None) -> Int[Tensor, "samples length"]:
-    """Draw 10 sequences of random token ids from a model's vocabulary, without the ids in `avoid`. In each sequence, a
-    series of 25 distinct ids occurs 4 times in a row. Special tokens of the tokenizer (none if `tokenizer` is None) are
-    added at the start and end of each sequence.
-
-    Args:
-        model: a model with `get_input_embeddings()`, which determines the vocabulary.
-        avoid: ids that are never drawn.
-        tokenizer: its tokenizer; None adds no special tokens.
-
-    Returns:
-        ids of shape `(samples, length)`: 10 samples of 25 distinct tokens, 4 times, and special tokens.
-
-    Raises:
-        InputError: the model's vocabulary is unknown, or the model accepts fewer tokens.
-    """
-    any_model: Any = model
-    embeddings = any_model.get_input_embeddings() if hasattr(any_model, "get_input_embeddings") else None
+    """Return `random_repeats` of a model's vocabulary, between the special tokens that the tokenizer adds."""
+    embeddings = input_embeddings(model)
     if not isinstance(embeddings, nn.Embedding):
         remedy = "repeats=hw.random_repeats(vocabulary), or repeats=False"
         raise InputError("model", expected="a model with input embeddings", got=type(model).__name__, remedy=remedy)
     vocabulary = embeddings.num_embeddings if tokenizer is None else min(embeddings.num_embeddings, len(tokenizer))
     special_tokens = SpecialTokens([], []) if tokenizer is None else SpecialTokens.of(tokenizer)
     length = TOKENS * TIMES + special_tokens.size
-    positions = getattr(any_model.config, "max_position_embeddings", None)
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if positions is not None and positions < length:
         remedy = "--no-repeats (repeats=False) leaves out the random tokens"
         raise InputError("model", expected=f"room for {length} random tokens", got=positions, remedy=remedy)

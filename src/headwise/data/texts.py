@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headwise.checks import LARGEST_INTEGER, whole_number
 from headwise.data.documents import documents_in_memory, read_documents, require_source
-from headwise.data.tokenization import NO_LIMIT, SpecialTokens, max_input_tokens, require_tokenizer
+from headwise.data.tokenization import SpecialTokens, max_input_tokens, require_tokenizer
 from headwise.errors import InputError
 from headwise.settings import DOCUMENT_MODES
 from headwise.shapes import Int
@@ -29,18 +29,14 @@ MOST_IDS = 2**32
 
 
 class _Sequence(NamedTuple):
-    """Token ids of a sequence with its special tokens, and the number of the document that it is from; -1 for a
-    sequence of separators alone.
-    """
+    """Token ids with special tokens, and the number of their document; -1 for a sequence of separators alone."""
 
     ids: Int[Tensor, " tokens"]
     document: int
 
 
 def batches_of(sequences: Iterable[Int[Tensor, "_"]], size: int) -> Iterator[dict[str, Int[Tensor, "_ _"]]]:
-    """Yield batches of at most `size` sequences of one length, with `input_ids` and `attention_mask`: the longest
-    sequences first, and equally long ones in their order.
-    """
+    """Yield batches of at most `size` sequences of one length, longest first, and equally long ones in their order."""
     for _, same_length in groupby(sorted(sequences, key=len, reverse=True), key=len):
         while rows := list(islice(same_length, size)):
             ids = torch.stack(rows).long()
@@ -204,11 +200,8 @@ class Texts:
 
     @property
     def _default_context(self) -> int:
-        """Largest number of tokens in a sequence if `context` is not set: 2048, or the tokenizer's limit if that is
-        smaller.
-        """
-        limit = self.tokenizer.model_max_length
-        return min(DEFAULT_CONTEXT, limit) if limit and 0 < limit < NO_LIMIT else DEFAULT_CONTEXT
+        """Largest number of tokens in a sequence if `context` is not set: 2048, or the tokenizer's smaller limit."""
+        return min(max_input_tokens(None, self.tokenizer) or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
     def _parts(self, room: int) -> Iterator[list[int]]:
         """Yield the tokens of each sequence, at most `room`, without special tokens around them. Each token is its id
@@ -251,10 +244,7 @@ class Texts:
             yield remainder
 
     def _tokens_of_documents(self) -> Iterator[tuple[list[int], str]]:
-        """Yield the tokens of each document, as `_parts` does, with the location of the document. Documents without
-        tokens, or with white space alone, are left out, but have a number; a document that is not valid Unicode raises
-        `InputError`.
-        """
+        """Yield the tokens of each document, as `_parts` does, and its location; blank ones are only numbered."""
         read = read_documents if isinstance(self.source, str | Path) else documents_in_memory
         source: Any = self.source
         remaining = (each for each in enumerate(read(source, self.column)) if each[1].text.strip())

@@ -27,8 +27,7 @@ CONTEXT = 16
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a tokenized text, for display: its characters on one line, a flag for special tokens such as `[CLS]`,
-    and a flag for words (other than special tokens) with at least one letter or digit.
+    """A word of a tokenized text, for display.
 
     Attributes:
         text: the word on one line, with visible blanks and control characters.
@@ -59,8 +58,7 @@ class Token:
 
 
 class EncodedText(NamedTuple):
-    """A tokenized text: the text or the part of it that was read, the model's input tensors, the words (special tokens
-    included), the tokens, and the index of each token's word.
+    """A tokenized text.
 
     Attributes:
         text: the text; of a truncated one, the part that the tokens stand for.
@@ -80,19 +78,8 @@ class EncodedText(NamedTuple):
 
 
 def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> EncodedText:
-    """Tokenize a text for a model, and group the tokens into words. Return the model's arguments, the words, and the
-    index of each token's word. A text that is too long for the model is cut if `truncate` is True; otherwise it raises
-    `InputError`.
-
-    Args:
-        model: the model that will read the text; it limits the number of tokens.
-        tokenizer: the model's tokenizer.
-        text: the text.
-        truncate: cut a text that is too long for the model, instead of raising an error.
-
-    Raises:
-        InputError: the text is empty, too long, or not valid Unicode, or the tokenizer is none of transformers or does
-            not fit the model.
+    """Tokenize a text for a model, and group the tokens into words. A text that is too long for the model is cut if
+    `truncate` is True, otherwise refused, as are an empty text and a tokenizer that does not fit the model.
     """
     require_tokenizer(tokenizer)
     require_text(text)
@@ -149,12 +136,7 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
 
 
 def text_model(model: Any) -> nn.Module:
-    """Return the part of a `transformers` model that reads text: the encoder of an encoder-decoder, otherwise the model
-    itself.
-
-    Raises:
-        InputError: not a `transformers` model, or one that reads something other than text.
-    """
+    """Return the part of a `transformers` model that reads text, such as the encoder of an encoder-decoder."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise InputError("model", expected="a transformers model", got=type(model).__name__)
     reader: Any = model
@@ -167,9 +149,7 @@ def text_model(model: Any) -> nn.Module:
 
 
 def max_input_tokens(model: Any, tokenizer: Any) -> int | None:
-    """Return the largest number of tokens that a model and its tokenizer both accept: the smaller of their two limits,
-    or the only limit if one of them has none. Return None if neither has a limit.
-    """
+    """Return the largest number of tokens that a model and its tokenizer both accept; None if neither has a limit."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if positions is not None:
         for module in model.modules():
@@ -183,9 +163,7 @@ def max_input_tokens(model: Any, tokenizer: Any) -> int | None:
 
 
 def input_embeddings(model: Any) -> Any:
-    """Return the module that embeds a model's token ids; None if the model has no method `get_input_embeddings`, or one
-    that raises `NotImplementedError`.
-    """
+    """Return the module that embeds a model's token ids; None if the model has no method for it."""
     try:
         return model.get_input_embeddings()
     except (AttributeError, NotImplementedError):  # of a plain module, and of some of `transformers`
@@ -194,7 +172,7 @@ def input_embeddings(model: Any) -> Any:
 
 def output_embeddings(model: Any) -> Any:
     """Return the module that only turns a model's last hidden states into logits of tokens; None if the model has no
-    method `get_output_embeddings`, or one that raises `NotImplementedError` or returns input embeddings, as in FSMT.
+    method for it, or one that returns input embeddings, as in FSMT.
     """
     try:
         module = model.get_output_embeddings()
@@ -224,14 +202,12 @@ def require_text(text: Any) -> None:
 def _group_into_words(
     text: str, tokens: list[str], pieces: list[int | None], spans: list[list[int]], is_special: list[bool]
 ) -> tuple[list[Word], Int[Tensor, " tokens"]]:
-    """Group tokens into words for display, and return the words and the index of each token's word. A token continues
-    the word before it if there is no blank between them in the text (`spans`), and both come from the same piece
-    (`pieces`, the numbers of the pieces into which the tokenizer splits the text). A special token is a word of its
+    """Return the words of a text for display, and the index of each token's word. A token continues the word before it
+    if there is no blank between them in the text, and both come from the same piece. A special token is a word of its
     own, and a wide character (such as a Chinese one) starts a word. No word starts within a character as readers see
     it, such as a flag, a family of emoji or a letter with its marks.
 
-    Spans and pieces are both needed: some tokenizers treat a whole text as one piece, others include the blank in the
-    token.
+    Both are needed: some tokenizers treat a whole text as one piece, others include the blank in the token.
 
     Args:
         text: the tokenized text.
@@ -239,9 +215,6 @@ def _group_into_words(
         pieces: index of the piece of text that each token was split from; None for special tokens.
         spans: start and end of each token in the text, in characters.
         is_special: True for each special token.
-
-    Returns:
-        the words, and the index of each token's word, `(tokens,)`.
     """
     words: list[Word] = []
     word_of: list[int] = []
@@ -271,13 +244,7 @@ def _group_into_words(
 
 
 def displayed_token(characters: str, special: bool, with_blanks: str) -> Token:
-    """Return a token for display.
-
-    Args:
-        characters: its characters; the tokenizer's name of a special token.
-        special: True for a special token.
-        with_blanks: the characters of the text since the token before, the token's own included.
-    """
+    """Return a token for display; `with_blanks` are the characters of the text since the token before."""
     blanks = with_blanks[: len(with_blanks) - len(with_blanks.lstrip())]
     return Token(_on_one_line(characters), special, bool(blanks), "\n" in blanks)
 
@@ -300,12 +267,7 @@ def _on_one_line(characters: str) -> str:
 
 
 def character_spans(text: str) -> list[tuple[int, int]]:
-    """Return the start and the end of each character as readers see it (extended grapheme cluster of Unicode), such as
-    a letter with its marks, a flag, or a family of emoji.
-
-    Raises:
-        MissingExtra: regex, which transformers installs, is missing.
-    """
+    """Return start and end of each character as readers see it (extended grapheme cluster of Unicode)."""
     if text.isascii():
         return [(index, index + 1) for index in range(len(text))]
     regex = require("regex", purpose="dividing a text into words", extra="hf")
@@ -329,14 +291,9 @@ class DecodedWords(NamedTuple):
 
 
 def decoded_words(tokenizer: Any, ids: list[int], context: Sequence[int] = ()) -> DecodedWords:
-    """Decode token ids, and group the tokens into words. A word starts at a token that begins with white space, at a
-    special token and after it, at a wide character (such as a Chinese one), and between letters or digits and other
-    characters, but never within a character as readers see it, such as a flag.
-
-    Args:
-        tokenizer: the tokenizer.
-        ids: the token ids.
-        context: token ids before these, which may decide whether the first token begins with white space.
+    """Decode token ids after a `context`, and group the tokens into words. A word starts at white space, at a special
+    token and after it, at a wide character (such as a Chinese one), and between letters or digits and other characters,
+    but never within a character as readers see it, such as a flag.
     """
     special = special_ids(tokenizer)
     names = tokenizer.convert_ids_to_tokens(ids)
@@ -400,9 +357,7 @@ class SpecialTokens(NamedTuple):
 
     @staticmethod
     def of(tokenizer: Any) -> "SpecialTokens":
-        """Return the ids of the special tokens that a tokenizer adds before and after a text, found by tokenizing a
-        short text.
-        """
+        """Return the special tokens that a tokenizer adds before and after a text, found by tokenizing a short text."""
         encoded = tokenizer("a", return_special_tokens_mask=True, verbose=False)
         ids, is_text = encoded["input_ids"], [not special for special in encoded["special_tokens_mask"]]
         start, stop = is_text.index(True), len(is_text) - is_text[::-1].index(True)

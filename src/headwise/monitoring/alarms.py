@@ -71,9 +71,7 @@ class AlarmLimits:
                 yield Alarm(row["step"], kind, *place, statistic, float(row[statistic]), limit)
 
     def _exceeded(self, row: Mapping[str, Any], usual_norm: float) -> Iterator[tuple[str, str, float]]:
-        """Yield kind, statistic and limit of each alarm of one head in one step; `usual_norm` is the median norm in its
-        layer.
-        """
+        """Yield kind, statistic and limit of each alarm of a head in a layer with the median norm `usual_norm`."""
         if row["nonfinite_rows"]:
             yield "non-finite", "nonfinite_rows", math.nan
         for name in ("max_logit_uncapped", "max_logit"):

@@ -80,9 +80,7 @@ class TrainingCallback:
             self._monitor.__exit__(None, None, None)
 
     def _begin(self, model: nn.Module, start: int) -> None:
-        """Begin to observe a training of `model`, of which `start` steps were finished before. The monitor of a
-        training that did not end is closed first.
-        """
+        """Begin to observe a training that resumes at step `start`, after closing the monitor of an unfinished one."""
         self.close()
         self._next_step = start
         # A folder that has steps must not be continued by a training that starts from the beginning.
@@ -154,10 +152,9 @@ class MonitorCallback(TrainingCallback):
         self.close()
 
     def _logging_callbacks(self) -> list[Any]:
-        """Return the callbacks of the trainer that receive scalars. Those that print are left out, since the scalars of
-        all layers would fill the terminal.
-
-        The trainer does not pass itself to callbacks. Its list of callbacks is read from the caller.
+        """Return the callbacks of the trainer that receive scalars: those that print are left out, since the scalars of
+        all layers would fill the terminal. The list is read from the caller, since the trainer does not pass itself to
+        callbacks.
         """
         frame = sys._getframe(1)
         while frame is not None:
@@ -260,10 +257,8 @@ class LightningMonitor(TrainingCallback):
 
 
 def _object_with_bases(derived: type, bases: tuple[type, ...]) -> Any:
-    """Return an object of `derived` that is also one of `bases`, the classes of a training library: of a subclass of
-    all of them with the name of the first, unless `derived` is such a subclass.
-
-    Callbacks get their bases when they are made, so that these libraries are imported only then.
+    """Return an object of `derived` that is also one of `bases`, the classes of a training library, which is imported
+    only now: of a subclass of all of them with the name of the first, unless `derived` is such a subclass.
     """
     if issubclass(derived, bases[0]):
         return object.__new__(derived)
@@ -276,19 +271,13 @@ def _object_with_bases(derived: type, bases: tuple[type, ...]) -> Any:
 def step_scalars(
     history: History, step: int, alarms: Sequence[Alarm], log_heads: int | tuple[tuple[int, int], ...]
 ) -> dict[str, float]:
-    """Return the scalars of an observed step by name.
+    """Return the scalars of an observed step by name, with values of the heads `log_heads`, or of this number of heads
+    that changed most since the first observed step, and of the first 32 `alarms`.
 
     - `heads/<layer>/<statistic>_mean`, `_min` and `_max`: over the heads of a layer with a finite value.
     - `heads/<layer>/<statistic>_nonfinite`: number of heads of a layer without one, if there are some.
     - `heads/<layer>.<head>/<statistic>`: value of one head.
     - `heads/alarms`: number of alarms.
-
-    Args:
-        history: history of the training.
-        step: number of the step.
-        alarms: alarms of the step. The statistics of the first 32 alarms are logged.
-        log_heads: number of heads that are logged for each statistic, those that changed most since the first observed
-            step; or the heads whose statistics are all logged.
     """
     rows = history.rows(step)
     scalars: dict[str, float] = {"heads/alarms": float(len(alarms))}

@@ -27,6 +27,7 @@ A module in which this is not so is refused by name.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,6 @@ from headwise.intercept.unreadable_tensors import has_usual_values
 from headwise.nn.differential import DifferentialAttention
 from headwise.nn.latent import LatentAttention
 from headwise.nn.multihead import MultiHeadAttention
-from headwise.shapes import Float
 
 
 class HeadSlice(NamedTuple):
@@ -73,20 +73,13 @@ HeadSlices = tuple[tuple[HeadSlice, ...], ...]
 
 
 def is_known(module: nn.Module) -> bool:
-    """Return True for an attention module of a class whose projections are known by name: of headwise, or of a family
-    of torch and transformers.
-    """
+    """Return True for a module of headwise, or of a family of torch and transformers, with known projections."""
     package, is_named = type(module).__module__.partition(".")[0], family_of(module) is not None
     return package == "headwise" or (package in ("torch", "transformers") and is_named) or bool(_why_not(module))
 
 
 def head_slices(model: nn.Module, path: str) -> HeadSlices:
-    """Return the slices that compute the query and the key of each head of the attention module at `path`.
-
-    Raises:
-        InputError: the module is of no known family, its logits do not scale with its projections, or its projections
-            do more than to multiply by a weight.
-    """
+    """Return the slices that compute the query and the key of each head of the attention module at `path`."""
     module = model.get_submodule(path)
     if reason := _why_not(module):
         raise _refused(path, module, reason)
@@ -104,9 +97,7 @@ def head_slices(model: nn.Module, path: str) -> HeadSlices:
 
 
 def _why_not(module: Any) -> str | None:
-    """Return what keeps the logits of an attention module from following a factor of its query and key projections,
-    as a noun phrase; None for nothing.
-    """
+    """Return what keeps a module's logits from following factors of its projections, a noun phrase; or None."""
     if isinstance(module, DifferentialAttention):
         return "two maps of each head, of which the logits of one are unknown,"
     if isinstance(module, MultiHeadAttention | LatentAttention) and module.talking_before is not None:
@@ -132,13 +123,8 @@ product is exact, unless the order of sums differs between calls."""
 
 
 def require_scalable(model: nn.Module, slices: Iterable[HeadSlice]) -> None:
-    """Raise `InputError` unless the slices can be multiplied by factors, with the effect that the output features of
-    their projections are multiplied by these factors, and nothing else changes. Projections are called with random
-    inputs to confirm it, with slices that are multiplied by 1/2 and restored.
-
-    Args:
-        model: the model.
-        slices: the slices.
+    """Raise `InputError` unless factors of the slices multiply the output features of their projections and change
+    nothing else. Projections are called with random inputs to confirm it, with slices that are halved and restored.
     """
     by_parameter = _by_parameter(slices)
     by_owner: dict[str, dict[str, list[HeadSlice]]] = {}
@@ -151,11 +137,15 @@ def require_scalable(model: nn.Module, slices: Iterable[HeadSlice]) -> None:
         projection: Any = model.get_submodule(owner)
         if isinstance(projection, nn.MultiheadAttention):
             continue  # its own parameters, of which nothing else computes queries and keys
+        got = f"{owner} of the class {type(projection).__name__}"
         if _is_distributed(projection.weight):
-            _require_linear(owner, projection)
+            has_own_forward = isinstance(projection, nn.Linear) and type(projection).forward is not nn.Linear.forward
+            if has_own_forward or "forward" in vars(projection) or not _is_linear_map(projection):
+                expected = "nn.Linear or Conv1D for weights that are divided among processes"
+                raise InputError("model", expected=expected, got=got)
         elif not _scales(projection, of_owner):
-            got = f"{owner} of the class {type(projection).__name__}, whose output does not"
-            raise InputError("model", expected="projections whose output scales with their weight", got=got)
+            expected = "projections whose output scales with their weight"
+            raise InputError("model", expected=expected, got=f"{got}, whose output does not")
 
 
 @torch.no_grad()
@@ -219,9 +209,7 @@ def _is_distributed(parameter: Tensor) -> bool:
 
 
 def _scale_distributed(parameter: Any, factors: Factors) -> None:
-    """Multiply slices of a DTensor by factors, in place and without communication: by a vector along the axis of the
-    slices, with ones elsewhere, which every process has.
-    """
+    """Multiply slices of a DTensor by factors, in place and without communication, by a replicated vector."""
     from torch.distributed.tensor import DTensor, Replicate
 
     axis = next(iter(factors)).axis
@@ -235,45 +223,46 @@ def _scale_distributed(parameter: Any, factors: Factors) -> None:
     parameter.mul_(replicated)
 
 
-def _require_linear(path: str, projection: nn.Module) -> None:
-    """Raise `InputError` unless a projection computes what `nn.Linear` or `Conv1D` of transformers does."""
-    is_linear = isinstance(projection, nn.Linear) and type(projection).forward is nn.Linear.forward
-    if "forward" in vars(projection) or not (is_linear or type(projection).__name__ == "Conv1D"):
-        got = f"{path} of the class {type(projection).__name__}"
-        raise InputError("model", expected="nn.Linear or Conv1D for weights that are divided among processes", got=got)
+def _is_linear_map(module: nn.Module) -> bool:
+    """Return True for `nn.Linear`, and for `Conv1D` of transformers, whose weight is transposed."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+@contextmanager
+def _halved(features_of: Iterable[tuple[Tensor, int, Sequence[int]]]) -> Iterator[None]:
+    """Multiply features of parameters, along an axis of each, by 1/2 while the context is open."""
+    saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
+    try:
+        for tensor, axis, features in features_of:
+            index = torch.tensor(features, device=tensor.device)
+            saved.append((tensor, axis, index, tensor.index_select(axis, index)))
+            tensor.index_copy_(axis, index, saved[-1][-1] * 0.5)
+        yield
+    finally:
+        for tensor, axis, index, values in reversed(saved):
+            tensor.index_copy_(axis, index, values)
 
 
 @torch.no_grad()
 def _scales(projection: Any, slices_of: Mapping[str, Sequence[HeadSlice]]) -> bool:
-    """Return True if the output of a projection for random inputs follows from its output before, when slices of its
-    parameters are multiplied by 1/2: the features of these slices are multiplied by 1/2, and the others unchanged.
-
-    Args:
-        projection: module whose parameters have the slices; they are restored.
-        slices_of: slices by the name of the parameter in the module.
+    """Return True if halving slices of a projection's parameters, by the parameter's name, halves the features of these
+    slices for random inputs, and no others. The slices are restored.
     """
     weight, axis = projection.weight, slices_of["weight"][0].axis
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(3, weight.shape[1 - axis], generator=generator).to(weight.device, weight.dtype)
     expected = torch.ones(weight.shape[axis], dtype=weight.dtype, device=weight.device)
-    pieces = [(_cut(getattr(projection, name), each), each) for name, of_name in slices_of.items() for each in of_name]
-    saved = [piece.clone() for piece, _ in pieces]
+    pieces = [(getattr(projection, name), each) for name, of_name in slices_of.items() for each in of_name]
+    for _, each in pieces:
+        expected[each.start : each.start + each.length] = 0.5
     with without_autocast(weight.device):
         # `forward`, since hooks are to count calls of the model alone.
         before = projection.forward(inputs)
-        try:
-            for piece, each in pieces:
-                piece.mul_(0.5)
-                expected[each.start : each.start + each.length] = 0.5
+        with _halved((tensor, each.axis, range(each.start, each.start + each.length)) for tensor, each in pieces):
             after = projection.forward(inputs)
-        finally:
-            for (piece, _), values in zip(pieces, saved, strict=True):
-                piece.copy_(values)
-    return _is_close(after, before * expected, TOLERANCE * before.abs().amax())
-
-
-def _is_close(one: Any, other: Tensor, limit: Float[Tensor, ""]) -> bool:
-    return isinstance(one, Tensor) and one.shape == other.shape and bool(((one - other).abs() <= limit).all())
+    expected, limit = before * expected, TOLERANCE * before.abs().amax()
+    is_tensor = isinstance(after, Tensor) and after.shape == expected.shape
+    return is_tensor and bool(((after - expected).abs() <= limit).all())
 
 
 # -- modules of unknown classes ---------------------------------------------------------------------------------------
@@ -285,24 +274,12 @@ Rows = dict[str, tuple[int, ...]]
 def derived_slices(
     model: nn.Module, heads: Mapping[str, int | None], inputs: Mapping[str, Any]
 ) -> dict[str, HeadSlices]:
-    """Return the slices that compute the query and the key of each head of attention modules of unknown classes.
-
-    Args:
-        model: the model.
-        heads: number of query heads by the path of the module; None if it is unknown.
-        inputs: arguments of the model.
-
-    Raises:
-        InputError: a module does not run on these, or its logits do not follow from linear maps of its own.
-    """
+    """Return the slices of modules by path, with their numbers of query heads (None if unknown), from a run."""
     slices: dict[str, HeadSlices] = {}
 
-    def deriving(path: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if path not in slices:
-                slices[path] = _of_module(path, module, heads[path], args, kwargs)
-
-        return hook
+    def derive(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if path not in slices:
+            slices[path] = _of_module(path, module, heads[path], args, kwargs)
 
     devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
     with (
@@ -313,7 +290,7 @@ def derived_slices(
         torch.random.fork_rng(devices),
     ):
         for path in heads:
-            hook = model.get_submodule(path).register_forward_pre_hook(deriving(path), with_kwargs=True)
+            hook = model.get_submodule(path).register_forward_pre_hook(partial(derive, path), with_kwargs=True)
             stack.callback(hook.remove)
         arguments = {name: value for name, value in inputs.items() if name != "use_cache"}
         call_model(model, copied(with_cache_disabled(model, arguments)))
@@ -324,14 +301,8 @@ def derived_slices(
 
 
 class _Logits(TorchFunctionMode):
-    """Mode that records the logits of attention calls: products of queries and keys, or arguments of softmax.
-
-    Args:
-        replacements: what takes the place of queries and keys, or of arguments of softmax, after they are recorded.
-
-    Attributes:
-        recorded: the logits.
-        inputs: queries and keys, or the argument of softmax, of each call.
+    """Mode that records the logits of attention calls, and their `inputs`: queries and keys, or the argument of
+    softmax. In place of these, attention is then computed from the `replacements` of each call.
     """
 
     def __init__(self, replacements: Sequence[tuple[Tensor, ...]] = ()) -> None:
@@ -371,8 +342,8 @@ def _of_module(
     """Return the slices of each head of one attention module, which runs with these arguments."""
 
     def run(replacements: Sequence[tuple[Tensor, ...]] = ()) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Tensor]]:
-        """Return the logits `(batch, heads, queries, keys)` of a run of the module, queries and keys, or the argument
-        of softmax, of each attention call, and the tensors that the module returned.
+        """Return the logits `(batch, heads, queries, keys)` of a run of the module, queries and keys or the argument of
+        softmax of its attention call, and the tensors that the module returned.
         """
         with _Logits(replacements) as mode:
             output = module.forward(*args, **kwargs)
@@ -395,7 +366,12 @@ def _of_module(
         parts: list[list[Rows]] = [[queries] if is_shared else [queries, keys] for queries, keys in rows]
         for head, of_head in enumerate(parts):
             for part in of_head:
-                with _halved(module, part):
+                features_of = (
+                    (module.get_submodule(name).get_parameter(parameter), axis, features)
+                    for name, features in part.items()
+                    for parameter, axis in _parameters(module, name).items()
+                )
+                with _halved(features_of):
                     changed_logits, _, changed = run(inputs)
                 _require_halved(path, module, logits, changed_logits, head)
                 pairs = zip(outputs, changed, strict=True)
@@ -417,24 +393,19 @@ def _of_module(
 
 
 def _rows_of_heads(path: str, module: nn.Module, logits: Callable[[], Tensor]) -> list[tuple[Rows, Rows]]:
-    """Return the output features of linear maps that compute the query, and those that compute the key, of each head,
-    by derivatives of the logits.
-    """
+    """Return the features of linear maps from which the query, and the key, of each head are computed."""
     outputs: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Any:
-        def hook(linear: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-            if name in outputs:
-                raise _refused(path, module, f"several runs of {name}")
-            outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
-            return outputs[name]
-
-        return hook
+    def keep(name: str, linear: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        if name in outputs:
+            raise _refused(path, module, f"several runs of {name}")
+        outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
+        return outputs[name]
 
     with ExitStack() as stack, torch.enable_grad():
         for name, linear in module.named_modules():
-            if isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D":
-                stack.callback(linear.register_forward_hook(keep(name)).remove)
+            if _is_linear_map(linear):
+                stack.callback(linear.register_forward_hook(partial(keep, name)).remove)
         scores = logits()
         query, key = scores.shape[2] - 1, scores.shape[3] - 2
         rows = []
@@ -478,23 +449,6 @@ def _own(rows: Sequence[Rows]) -> list[Rows]:
                 counts[name, feature] = counts.get((name, feature), 0) + 1
     names = {name for name, _ in counts if all(number == 1 for (other, _), number in counts.items() if other == name)}
     return [{name: features for name, features in of_head.items() if name in names} for of_head in rows]
-
-
-@contextmanager
-def _halved(module: nn.Module, rows: Rows) -> Iterator[None]:
-    """Multiply features of linear maps by 1/2 while the context is open."""
-    saved: list[tuple[Tensor, Tensor]] = []
-    try:
-        for name, features in rows.items():
-            for parameter, axis in _parameters(module, name).items():
-                tensor: Tensor = module.get_submodule(name).get_parameter(parameter)
-                saved.append((tensor, tensor.clone()))
-                index = torch.tensor(features, device=tensor.device)
-                tensor.index_copy_(axis, index, tensor.index_select(axis, index) * 0.5)
-        yield
-    finally:
-        for changed, before in saved:
-            changed.copy_(before)
 
 
 def _require_halved(path: str, module: nn.Module, before: Tensor, after: Tensor, head: int) -> None:

@@ -13,6 +13,7 @@ from headwise.checks import folder_path
 from headwise.errors import InputError, require
 from headwise.plots.curves import draw_history
 from headwise.runs.files import replaced_file, writable_folder, write_atomically
+from headwise.runs.table import require_statistic
 from headwise.statistics.registry import unit_of
 from headwise.wording import counted
 
@@ -102,7 +103,7 @@ class History:
         Raises:
             InputError: there is no such statistic, or fewer than two steps were observed.
         """
-        self._require_statistic(statistic)
+        require_statistic(statistic, self.statistics or ["none, since no step was observed"])
         if step is None and len(self.steps) < 2:
             raise InputError("history", expected="at least 2 observed steps", got=len(self.steps))
         first, last = (
@@ -117,9 +118,7 @@ class History:
         return sorted((each for each in changes if each[2] == each[2]), key=lambda each: -abs(each[2]))
 
     def append(self, step: int, rows: Iterable[Row]) -> None:
-        """Add the rows of an observed step, in place of those that were observed for the same step before. With a run
-        folder, they are written before this method returns.
-        """
+        """Add the rows of a step, in place of earlier ones, and write them to the run folder if there is one."""
         rows = [{"step": step, **row} for row in rows]
         if self.folder is not None:
             parquet, pyarrow = _parquet(), require("pyarrow", purpose="a run folder", extra="tables")
@@ -130,9 +129,7 @@ class History:
         self._rows[step], self.latest = rows, step
 
     def abandon(self, step: int) -> None:
-        """Leave out the steps from `step` on, which a resumed training makes again. Their files remain in the run
-        folder, in a folder of their own.
-        """
+        """Move the steps from `step` on, which a resumed training makes again, out of the history."""
         for number in [each for each in self.steps if each >= step]:
             if self.folder is not None:
                 (self.folder / ABANDONED_FOLDER).mkdir(exist_ok=True)
@@ -140,7 +137,6 @@ class History:
             del self._rows[number]
 
     def _file(self, step: int) -> Path:
-        """Return the path of the file of a step in the run folder."""
         assert self.folder is not None
         return self.folder / STEPS_FOLDER / f"{step:012d}.parquet"
 
@@ -205,7 +201,7 @@ class History:
             InputError: there is no such statistic or head.
             MissingExtra: matplotlib is not installed.
         """
-        self._require_statistic(statistic)
+        require_statistic(statistic, self.statistics or ["none, since no step was observed"])
         model = str(self.settings.get("model", ""))
         return draw_history(self.series(statistic), statistic, unit_of(statistic), model, heads, ax)
 
@@ -240,26 +236,14 @@ class History:
         for head, place in places.items():
             yield (place, *points[head])
 
-    def _require_statistic(self, statistic: str) -> None:
-        if statistic not in self.statistics:
-            names = ", ".join(self.statistics) or "none, since no step was observed"
-            raise InputError("statistic", expected=f"one of {names}", got=repr(statistic))
-
 
 def head_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Return what identifies the head of a row in all steps: its module, the kind of attention, and its number. Numbers
-    of layers may differ between steps in which different modules ran.
-    """
+    """Return what identifies a head in all steps; the number of its layer may differ between steps."""
     return row["module"], row["kind"], row["head"]
 
 
 def _rows_of_file(file: Path) -> list[Row]:
-    """Return the rows of the step in a file, which is named like it.
-
-    Raises:
-        ValueError: the file has another content.
-        OSError, NotImplementedError: Arrow cannot read the file.
-    """
+    """Return the rows of a step in the file called like it; an error of Arrow or a `ValueError` refuses others."""
     rows: list[Row] = _parquet().ParquetFile(file, page_checksum_verification=True).read().to_pylist()
     for row in rows:
         numbers = [value for name, value in row.items() if name not in ("module", "kind") and value is not None]

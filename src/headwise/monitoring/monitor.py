@@ -31,14 +31,8 @@ INDICATORS = frozenset({"entropy", "output_norm"})
 class TrainingObserver(StatisticsObserver):
     """Interceptor that adds the statistics of the attention calls in a training forward pass to `heads`. The model's
     own functions compute all outputs, so these have the same bits as without it. Calls of modules in evaluation mode,
-    and calls that activation checkpointing repeats, are not observed.
-
-    Args:
-        model: the model.
-        heads: results to add to.
-        statistics: names of the statistics to compute.
-        sequences: number of sequences of each module after which further calls of the model are not observed in it;
-            None for no limit. Calls of the model that have begun are observed to their end.
+    and calls that activation checkpointing repeats, are not observed; nor are further calls of the model in a module
+    after a number of `sequences`.
 
     Attributes:
         inputs: arguments of the latest call of the model, by name; None before the first one.
@@ -68,9 +62,7 @@ class TrainingObserver(StatisticsObserver):
             super().on_module_call(path)
 
     def observe(self, call: Call) -> Observation | None:
-        """Return the functions that observe `call`; None if it is not part of training, repeats another, or if enough
-        sequences were observed.
-        """
+        """Return the functions that observe a call of the training, unless it repeats one or exceeds `sequences`."""
         path = call.site.path
         if call.is_recomputation or not self._modules[path].training:
             return None
@@ -173,30 +165,7 @@ def monitor(
                 monitor.step()
         monitor.history.table()
     """
-    names = tuple(dict.fromkeys(collection_of("statistics", statistics, of="names of statistics")))
-    available = STATISTICS.keys() - OF_TOKENS
-    for name in names:
-        if name not in available:
-            raise InputError("statistics", expected=f"names among {', '.join(sorted(available))}", got=repr(name))
-    if not names:
-        raise InputError("statistics", expected="at least one name", got="none")
-    numbers = None if layers is None else frozenset(collection_of("layers", layers, of="numbers of layers"))
-    for number in numbers or ():
-        if not is_whole(number, 0):
-            raise InputError("layers", expected="whole numbers from 0", got=repr(number))
-    if alarms is not None and not isinstance(alarms, AlarmLimits):
-        raise InputError("alarms", expected="headwise.AlarmLimits or None", got=type(alarms).__name__)
-    return Monitor(
-        require_module(model),
-        whole_number("every", every, least=1),
-        names,
-        None if sequences is None else whole_number("sequences", sequences, least=1),
-        numbers,
-        None if out is None else Path(out),
-        None if start is None else whole_number("start", start, least=0),
-        AlarmLimits() if alarms is None else alarms,
-        on_alarm,
-    )
+    return Monitor(model, every, statistics, sequences, layers, out, start, alarms, on_alarm)
 
 
 class Monitor:
@@ -214,17 +183,34 @@ class Monitor:
         self,
         model: nn.Module,
         every: int,
-        statistics: tuple[str, ...],
+        statistics: Collection[str],
         sequences: int | None,
-        layers: frozenset[int] | None,
-        out: Path | None,
+        layers: Collection[int] | None,
+        out: str | Path | None,
         start: int | None,
-        limits: AlarmLimits,
+        alarms: AlarmLimits | None,
         on_alarm: OnAlarm | None,
     ) -> None:
-        self._model, self._every, self._statistics, self._sequences = inner_model(model), every, statistics, sequences
-        self._layers, self._out, self._limits, self._on_alarm = layers, out, limits, on_alarm
-        self._start, self._next = start, start or 0
+        self._statistics = tuple(dict.fromkeys(collection_of("statistics", statistics, of="names of statistics")))
+        available = STATISTICS.keys() - OF_TOKENS
+        for name in self._statistics:
+            if name not in available:
+                raise InputError("statistics", expected=f"names among {', '.join(sorted(available))}", got=repr(name))
+        if not self._statistics:
+            raise InputError("statistics", expected="at least one name", got="none")
+        # The statistics in the history: with a softcap there are two largest logits.
+        self._recorded = {*self._statistics, *(("max_logit_uncapped",) if "max_logit" in self._statistics else ())}
+        self._layers = None if layers is None else frozenset(collection_of("layers", layers, of="numbers of layers"))
+        for number in self._layers or ():
+            if not is_whole(number, 0):
+                raise InputError("layers", expected="whole numbers from 0", got=repr(number))
+        if alarms is not None and not isinstance(alarms, AlarmLimits):
+            raise InputError("alarms", expected="headwise.AlarmLimits or None", got=type(alarms).__name__)
+        self._model, self._every = inner_model(require_module(model)), whole_number("every", every, least=1)
+        self._sequences = None if sequences is None else whole_number("sequences", sequences, least=1)
+        self._out, self._limits, self._on_alarm = None if out is None else Path(out), alarms or AlarmLimits(), on_alarm
+        self._start = None if start is None else whole_number("start", start, least=0)
+        self._next = self._start or 0
         self._heads: Heads | None = None
         self._observer: TrainingObserver | None = None
         self.inputs: Mapping[str, Any] | None = None
@@ -351,12 +337,6 @@ class Monitor:
             available = sorted({labels["layer"] for _, labels in labelled})
             raise InputError("layers", expected=f"some of {available}", got=sorted(self._layers or ()))
         return rows
-
-    @property
-    def _recorded(self) -> frozenset[str]:
-        """Names of the statistics in the history."""
-        further = {"max_logit_uncapped"} if "max_logit" in self._statistics else set()
-        return frozenset(self._statistics) | further
 
 
 def inner_model(model: Any) -> nn.Module:

@@ -132,12 +132,7 @@ def qk_clip(
 
 
 def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[ClippedHead]:
-    """Return the largest logit of each head in the rows of one step, before a softcap. For a module with both
-    self-attention and cross-attention, that is the largest of both.
-
-    Raises:
-        InputError: logits of a head are missing or not finite.
-    """
+    """Return the largest logit of each head in the rows of a step, before a softcap, in any kind of attention."""
     modules = dict(model.named_modules())
     logits: dict[tuple[str, int], ClippedHead] = {}
     for row in rows:
@@ -159,11 +154,7 @@ def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[ClippedHead]:
 
 
 def _of_mapping(model: nn.Module, logits: Any) -> list[ClippedHead]:
-    """Return the largest logit of each head in a mapping from `(layer, head)`.
-
-    Raises:
-        InputError: it is no such mapping, a number is not finite, or the model has no such layer or several.
-    """
+    """Return the largest logit of each head in a mapping from `(layer, head)`."""
     if not isinstance(logits, Mapping):
         expected = "a Monitor, a History, or a mapping from (layer, head) to a logit"
         raise InputError("logits", expected=expected, got=type(logits).__name__)
@@ -177,24 +168,16 @@ def _of_mapping(model: nn.Module, logits: Any) -> list[ClippedHead]:
         except InputError:
             got = f"{value!r} for layer {key[0]}, head {key[1]}"
             raise InputError("logits", expected="finite numbers", got=got) from None
-    paths = {layer: _path_of(model, layer) for layer in {layer for (layer, _), _ in of_heads}}
-    return [ClippedHead(layer, head, paths[layer], logit) for (layer, head), logit in sorted(of_heads)]
-
-
-def _path_of(model: nn.Module, layer: int) -> str:
-    """Return the path of the attention module of a layer.
-
-    Raises:
-        InputError: the number is not known to be that of one module.
-    """
-    modules = dict(model.named_modules())
+    modules, paths = dict(model.named_modules()), {}
     is_named = bool(innermost_attention_modules(modules, modules))
-    paths = module_paths_of_layer(model, layer) if is_named else []
-    if len(paths) != 1:
-        remedy = "pass the monitor or its history, which name modules"
-        got = f"layer {layer} for {', '.join(paths) or 'no module, since no class is called attention'}"
-        raise InputError("logits", expected="layers with one attention module each", got=got, remedy=remedy)
-    return paths[0]
+    for layer in {layer for (layer, _), _ in of_heads}:
+        of_layer = module_paths_of_layer(model, layer) if is_named else []
+        if len(of_layer) != 1:
+            remedy = "pass the monitor or its history, which name modules"
+            got = f"layer {layer} for {', '.join(of_layer) or 'no module, since no class is called attention'}"
+            raise InputError("logits", expected="layers with one attention module each", got=got, remedy=remedy)
+        paths[layer] = of_layer[0]
+    return [ClippedHead(layer, head, paths[layer], logit) for (layer, head), logit in sorted(of_heads)]
 
 
 _DERIVED: WeakKeyDictionary[nn.Module, tuple[str, HeadSlices]] = WeakKeyDictionary()
@@ -223,16 +206,8 @@ def _derived(model: nn.Module, heads: Mapping[str, int | None], inputs: Any) -> 
 def _slices_of_modules(
     model: nn.Module, head_logits: Iterable[ClippedHead], inputs: Any, *, is_complete: bool
 ) -> dict[str, HeadSlices]:
-    """Return the slices of the parameters of each head, by the path of the attention module.
-
-    Args:
-        model: the model.
-        head_logits: the heads.
-        inputs: arguments of the model, on which modules of unknown classes run; None if there are none.
-        is_complete: True if these are all heads of each module.
-
-    Raises:
-        InputError: a module is missing or not supported, or has other heads.
+    """Return the slices of the parameters of each head, by the path of the attention module. Modules of unknown classes
+    run on `inputs`, if there are any; `is_complete` if `head_logits` has all heads of each module.
     """
     heads_of: dict[str, set[int]] = {}
     for each in head_logits:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,34 +21,23 @@ ANY = "[0-9]*"
 """Pattern of the rank of any process."""
 
 
-@runtime_checkable
-class Checkpointable(Protocol):
-    """Partial result of a run that can be saved to a checkpoint and restored from it."""
+STORABLE: list[Any] = []
+"""Classes whose objects `torch.load` reads from a checkpoint with `weights_only=True`, as it reads tensors."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the partial result as plain containers and tensors. A checkpoint of them can be read by `torch.load`
-        with `weights_only=True`.
-        """
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Any:
-        """Create a partial result from the dictionary that `to_dict` returned."""
-
-
-ProgressT = TypeVar("ProgressT", bound=Checkpointable)
+ProgressT = TypeVar("ProgressT")
 TableT = TypeVar("TableT", bound=Table[Any])
 
 
-class CheckpointedRun(Generic[ProgressT, TableT]):
-    """Output folder of a run that can be stopped and resumed: it contains a checkpoint of each process and, at the end,
-    the result table instead.
+def storable(progress_type: type[ProgressT]) -> type[ProgressT]:
+    """Decorate a class of partial results, or of parts of them, so that checkpoints can contain its objects."""
+    STORABLE.append(progress_type)
+    return progress_type
 
-    Args:
-        progress_type: class of the partial results; `progress_type()` is an empty one.
-        table_type: class of the result table.
-        folder: the output folder; None writes nothing.
-        settings: JSON-compatible settings of the run; a run resumes only from checkpoints with the same settings.
-        rank: the rank of this process.
+
+class CheckpointedRun(Generic[ProgressT, TableT]):
+    """Output folder of a run that can be stopped and resumed: a checkpoint of each process and, at the end, the result
+    table instead. `progress_type()` is an empty partial result; a `folder` of None writes nothing; the JSON-compatible
+    `settings` identify the run.
     """
 
     def __init__(
@@ -65,17 +54,8 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
 
     @contextmanager
     def claimed(self, *, force: bool) -> Iterator[None]:
-        """Create the output folder, and lock it while the context is open. If it contains a run with other settings,
-        raise `InputError`; a run with the same settings stays and can be resumed. With `force`, skip this check and
-        delete the checkpoints and the table of any run in the folder.
-
-        Args:
-            force: delete the checkpoints and the table of a run in the folder instead of checking them.
-
-        Raises:
-            InputError: the folder cannot be written, another process writes to it, or it holds a run with other
-                settings.
-            MissingExtra: pyarrow or filelock is not installed.
+        """Create the output folder, and lock it while the context is open. Refuse a folder with a run that has other
+        settings; with `force`, delete the checkpoints and the table of any run in it instead.
         """
         flag("force", force)
         if self.folder is None:
@@ -91,7 +71,6 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             yield
 
     def _require_same_run(self, folder: Path) -> None:
-        """Raise `InputError` if the output folder contains a run with other settings."""
         checkpoints = sorted(folder.glob(self._checkpoint_name(ANY)))
         for path in checkpoints:
             self._read_checkpoint(path)
@@ -115,20 +94,14 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return self._progress_type() if path is None or not path.exists() else self._read_checkpoint(path)
 
     def save_progress(self, progress: ProgressT, *, now: bool = False) -> None:
-        """Write a partial result to this process's checkpoint file, if `now` is True or at least 5 seconds have passed
-        since this process wrote its previous checkpoint (or started the run); more if that took long.
-
-        Args:
-            progress: the partial result.
-            now: write it regardless of the time since the last checkpoint.
-        """
+        """Write a checkpoint of this process, `now` or if 5 seconds (more if writing takes long) have passed."""
         # A checkpoint that takes long to write is written less often, so that this takes a twentieth of the time.
         pause = CHECKPOINT_SECONDS * max(1.0, 4 * self._seconds_to_write)
         if self.folder is None or (not now and time.monotonic() - self._last_checkpoint < pause):
             return
         start = time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)  # only rank 0 has created it, perhaps on another machine
-        save_state(self.folder / self._checkpoint_name(self.rank), self.settings, {"state": progress.to_dict()})
+        save_state(self.folder / self._checkpoint_name(self.rank), self.settings, {"state": progress})
         self._last_checkpoint = time.monotonic()
         self._seconds_to_write = self._last_checkpoint - start
 
@@ -139,13 +112,11 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             self._delete_checkpoints(self.folder)
 
     def different_data_error(self) -> InputError:
-        """Return the `InputError` for a resumed run whose data differs from that of the run in the output folder."""
+        """Return the error for a resumed run whose data differs from that of the run in the output folder."""
         return other_run_error(self.folder, "data")
 
     def _checkpoint_name(self, rank: int | str) -> str:
-        """Return the name of the checkpoint of a process, or with `ANY` the pattern of the names of all. Each kind of
-        table has its own names, so that a folder can hold one run of each kind.
-        """
+        """Return the name of the checkpoint of a process, or with `ANY` the pattern of all, of a kind of table."""
         return f"unfinished-{self._table_type.NAME}-{rank}.pt"
 
     def _delete_checkpoints(self, folder: Path) -> None:
@@ -154,46 +125,34 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             path.unlink(missing_ok=True)
 
     def _saved_settings(self) -> dict[str, Any]:
-        """Return the settings, by name, with which the table in the output folder was measured, read from the table's
-        metadata. For each setting of this run, the dictionary has the saved value, or None if the metadata lacks the
-        setting. The dictionary is empty if the folder has no readable table.
-        """
+        """Return this run's settings as the saved table states them; an empty dictionary without a readable table."""
         if self.folder is None:
             return {}
         try:
             metadata = self._table_type.load_metadata(self.folder)
         except InputError:
             return {}
-        if isinstance(settings := metadata.get("settings"), dict):
-            settings.setdefault("processes", 1)  # which ablations by one process did not state
         return {name: metadata.get(name) for name in self.settings}
 
     def _read_checkpoint(self, path: Path) -> ProgressT:
-        """Return the partial result in a checkpoint file; raise `InputError` if the file cannot be read, or if it is of
-        a run with other settings.
-        """
-        progress: ProgressT = self._progress_type.from_dict(load_state(path, self.settings)["state"])
+        """Return the partial result in a checkpoint file of this run."""
+        progress = load_state(path, self.settings)["state"]
+        if not isinstance(progress, self._progress_type):
+            raise other_run_error(path.parent, None)
         return progress
 
 
 def save_state(path: Path, settings: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Write the state of a run, as plain containers and tensors, to a file in place of the one before.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write the state of a run (containers, tensors and objects of `STORABLE`) to a file in place of the one before."""
     with replaced_file(path) as file:
         torch.save({"settings": json.dumps(settings), **content}, file)
 
 
 def load_state(path: Path, settings: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Return what `save_state` wrote to a file, with its settings; `options` are of `torch.load`.
-
-    Raises:
-        InputError: the file cannot be read, or is of a run with other settings.
-    """
+    """Return what `save_state` wrote to a file of a run with the same settings; `options` are those of `torch.load`."""
     try:
-        saved: dict[str, Any] = torch.load(path, weights_only=True, **options)
+        with torch.serialization.safe_globals(STORABLE):
+            saved: dict[str, Any] = torch.load(path, weights_only=True, **options)
         difference = first_difference(json.loads(saved["settings"]), settings)
     except Exception as error:  # a file that headwise did not write can fail in any way
         raise other_run_error(path.parent, None) from error
@@ -203,9 +162,7 @@ def load_state(path: Path, settings: Mapping[str, Any], **options: Any) -> dict[
 
 
 def other_run_error(folder: Path | None, difference: str | None) -> InputError:
-    """Return the error for an output folder that contains another run. `difference` is the name of the setting that
-    differs, or None if it is not known.
-    """
+    """Return the error for an output folder with another run, with the setting that differs if it is known."""
     expected = "a folder of its own, or that of the run to resume"
     got = f"another run{'' if difference is None else f' ({difference} differs)'} in {str(folder)!r}"
     return InputError("out", expected=expected, got=got, remedy=FORCE_REMEDY)
@@ -214,14 +171,9 @@ def other_run_error(folder: Path | None, difference: str | None) -> InputError:
 def require_same_run(
     folder: str | Path, table_type: type[Table[Any]], known: Mapping[str, Any], *, force: bool
 ) -> None:
-    """Raise `InputError` if a folder has a run of a kind, finished or stopped, whose settings differ from `known`, the
-    settings of a new run that are known before its model is loaded. `claimed` compares all settings.
-
-    Args:
-        folder: folder of the new run.
-        table_type: table that the new run writes.
-        known: settings of the new run by name, such as {"data": {"limit": 8}}.
-        force: the new run replaces another one; nothing is compared.
+    """Raise `InputError` if a folder has a run, finished or stopped, whose settings differ from `known`, those settings
+    of a new run that are known before its model is loaded, such as {"data": {"limit": 8}}. `claimed` compares all
+    settings.
     """
     run: CheckpointedRun[Any, Any] = CheckpointedRun(dict, table_type, folder, known)
     if force or run.folder is None:
@@ -229,7 +181,8 @@ def require_same_run(
     saved = run._saved_settings()
     for path in sorted(run.folder.glob(run._checkpoint_name(ANY)))[:1]:
         try:
-            saved = json.loads(torch.load(path, weights_only=True, mmap=True)["settings"])
+            with torch.serialization.safe_globals(STORABLE):
+                saved = json.loads(torch.load(path, weights_only=True, mmap=True)["settings"])
         except Exception:  # `claimed` reports a checkpoint that cannot be read
             return
     difference = first_difference(_among(saved, known), _among(known, saved))
@@ -250,9 +203,7 @@ def has_checkpoints(folder: Path) -> bool:
 
 
 def first_difference(saved: Any, current: Any, name: str = "") -> str | None:
-    """Compare `saved` and `current`, which are two values of the setting called `name` or, if `name` is empty, mappings
-    of all settings. Return the dotted name of the first setting that differs, or None if all are equal.
-    """
+    """Return the dotted name of the first setting that differs, below `name`; None if all are equal."""
     if isinstance(saved, dict) and isinstance(current, Mapping):
         for key in [*current, *(key for key in saved if key not in current)]:
             difference = first_difference(saved.get(key), current.get(key), f"{name}.{key}" if name else key)

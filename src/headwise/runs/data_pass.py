@@ -1,7 +1,7 @@
 """A pass over a data set in batches, shared among processes, that resumes where it was stopped."""
 
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -13,21 +13,23 @@ from headwise.errors import InputError
 from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRecord
 from headwise.progress import progress_bar
-from headwise.runs.checkpoint import CheckpointedRun, TableT
+from headwise.runs.checkpoint import STORABLE, CheckpointedRun, TableT, storable
 from headwise.runs.distributed import rank_and_world_size
 from headwise.runs.files import require_outside_data
-from headwise.statistics.moments import Clusters, RunningMoments, clusters_of, separate_clusters
+from headwise.statistics import moments
+from headwise.statistics.moments import Clusters, clusters_of, separate_clusters
+
+STORABLE.extend((SiteKey, SiteRecord, moments.RunningMoments, moments.RunningLargest))
+STORABLE.extend((moments.Moments, moments.ClusterSums))
 
 
+@storable
 @dataclass
 class PassProgress:
-    """Progress of a pass over a data set: the numbers of batches, sequences and tokens so far, and a hash of their
-    content.
-
-    All batches count, including those that other processes run.
+    """Progress of a pass over a data set. All batches count, including those that other processes run.
 
     Attributes:
-        batches: number of batches.
+        batches: number of batches so far.
         digest: hash of their content and of their documents, by which a resumed run detects other data.
         sequences, tokens: number of sequences and tokens in them, without padding.
         is_unfinished: True if the last of the batches needs further runs of the model.
@@ -39,26 +41,12 @@ class PassProgress:
     tokens: int = 0
     is_unfinished: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers of batches, sequences and tokens so far, and the hash of their content, as a plain
-        dictionary for a checkpoint.
-        """
-        return dict(vars(self))
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Any:
-        """Create the progress of a pass over the data from the dictionary that `to_dict` returned."""
-        return cls(**fields)
-
     def begin(self, dataset: Texts | Iterable[Any]) -> None:
         """Begin the hash of the content of a data set with the documents of its sequences, which decide errors."""
         self.digest = digest_of(documents_of(dataset) or ())
 
     def count_batch(self, batch: Mapping[str, Any]) -> None:
-        """Add one batch to the progress: to the numbers of batches, sequences and tokens, and to the hash of their
-        content. Every process counts all batches of the data set, including batches on which another process runs the
-        model.
-        """
+        """Add one batch to the numbers of batches, sequences and tokens, and to the hash."""
         sequences, tokens = count_sequences_and_tokens(batch)
         self.batches += 1
         self.sequences += sequences
@@ -71,50 +59,25 @@ class PassProgress:
         return {"sequences": self.sequences, "tokens": self.tokens, "digest": self.digest}
 
 
+@storable
 @dataclass
 class SiteProgress(PassProgress):
-    """Progress of a pass over the data, with the statistics of heads that this process has measured so far.
-
-    Attributes:
-        records: the attention sites with the running moments of their statistics.
-    """
+    """Progress of a pass, with `records`: the sites and statistics of heads that this process has measured so far."""
 
     records: list[SiteRecord] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the progress, with the statistics of heads, as plain containers and tensors for a checkpoint, which
-        `torch.load` reads with `weights_only=True`.
-        """
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the latest call of each site, which no call of a resumed run continues.
         records = [
-            {
-                "site": tuple(record.site),
-                "layer": record.layer,
-                "heads": record.heads,
-                "kv_heads": record.kv_heads,
-                "completed": {name: asdict(moments) for name, moments in record.statistics.items()},
-                "nonfinite_rows": record.nonfinite_rows,
-            }
-            for record in self.records
+            SiteRecord(each.site, each.layer, each.heads, each.kv_heads, each.statistics, each.nonfinite_rows)
+            for each in self.records
         ]
-        return super().to_dict() | {"records": records}
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Any:
-        """Create the progress, with the statistics of heads, from the dictionary that `to_dict` returned."""
-        records = []
-        for plain in fields["records"]:
-            completed = {name: RunningMoments.from_dict(moments) for name, moments in plain["completed"].items()}
-            records.append(SiteRecord(**{**plain, "site": SiteKey(*plain["site"]), "completed": completed}))
-        return cls(**fields | {"records": records})
+        return {**vars(self), "records": records}
 
 
 def prepare_texts(dataset: Any, model: nn.Module, out: str | Path | None, *, shown: bool) -> Any:
-    """Return the data set of a run, ready for use. `Texts` are tokenized with the context that the model accepts, if
-    `shown` with a progress bar; other data sets are returned unchanged.
-
-    Raises:
-        InputError: the texts cannot be used with the model, or the output folder `out` is in the folder of the texts.
-        MissingExtra: a package that the data or the progress bar needs is not installed.
+    """Return the data set of a run, ready for use: `Texts` tokenized with the context that the model accepts, if
+    `shown` with a progress bar, and outside of which the output folder `out` must be; other data sets unchanged.
     """
     if not isinstance(dataset, Texts):
         return dataset
@@ -137,17 +100,12 @@ PassProgressT = TypeVar("PassProgressT", bound=PassProgress)
 
 
 class Pass(Generic[PassProgressT]):
-    """Pass of one process over its share of the batches of a data set, which resumes where it was stopped.
-
-    Process `rank` of `n` processes batches rank, rank + n, rank + 2 n, ...
+    """Pass of one process over its share of the batches of a data set, which resumes where it was stopped. Process
+    `rank` of `n` processes batches rank, rank + n, rank + 2 n, ...
 
     Attributes:
         resumed: the partial result in the process's checkpoint; an empty one if there is none.
         shows_progress: True if this process shows a progress bar.
-
-    Args:
-        run: the run, which has the checkpoints.
-        shown: whether the first process shows a progress bar.
     """
 
     def __init__(self, run: CheckpointedRun[PassProgressT, Any], shown: bool) -> None:
@@ -159,19 +117,9 @@ class Pass(Generic[PassProgressT]):
         process_batch: Callable[[dict[str, Any], Clusters], None],
         progress: PassProgressT,
     ) -> PassProgressT:
-        """Iterate over all batches of a data set, count each in `progress`, and save `progress` to checkpoints between
-        batches. Call `process_batch` on this process's share of the batches, except those already done before the run
-        was stopped. Return `progress`.
-
-        Args:
-            dataset: all batches, in the same order each time.
-            process_batch: measures a batch, of which it gets the clusters of the sequences too, and stores the results
-                in `progress`.
-            progress: new progress, whose counters this function advances.
-
-        Raises:
-            InputError: the data differs from that of the stopped run, or has no batch.
-            MissingExtra: a progress bar is shown, and rich is not installed.
+        """Call `process_batch` with each batch of this process's share and the clusters of its sequences, except
+        batches done before the run was stopped. Count all batches in `progress`, which `process_batch` adds to and
+        checkpoints contain, and return it. Data that differs from that of the stopped run is refused.
         """
         rank, world_size = rank_and_world_size()
         title, unit, total = "data", "batches", len(dataset) if isinstance(dataset, Sized) else None
@@ -203,21 +151,14 @@ class Pass(Generic[PassProgressT]):
         return progress
 
     def save_unfinished(self, progress: PassProgressT) -> None:
-        """Write a checkpoint, if it is time for one, in the middle of a batch on which the model runs several times.
-        When the run resumes, `process_batch` is called again on this batch.
-        """
+        """Write a checkpoint, if it is time for one, within a batch, on which `process_batch` is called again."""
         progress.is_unfinished = True
         self._run.save_progress(progress)
         progress.is_unfinished = False
 
 
 def require_same_data(finished: TableT, dataset: Texts | Iterable[Any], run: CheckpointedRun[Any, TableT]) -> TableT:
-    """Return `finished`, the table of a finished run, if the data set has the same content as the data that the table
-    was measured on; otherwise raise `InputError`. All batches of the data set are read for this comparison.
-
-    Raises:
-        InputError: the data set differs.
-    """
+    """Return the table of a finished run, unless the data set differs from the one that it was measured on."""
     progress = PassProgress()
     progress.begin(dataset)
     for batch in iterate_batches(dataset):

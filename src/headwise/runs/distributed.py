@@ -35,9 +35,8 @@ def gather_from_ranks(part: ResultT) -> list[ResultT]:
 
 
 def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
-    """Run a function on the first process only, and return its result on every process.
-
-    A `HeadwiseError` that the action raises is raised on every process, so that none waits for the others.
+    """Run a function on the first process only, and return its result on every process. A `HeadwiseError` that it
+    raises is raised on every process, so that none waits for the others.
     """
     rank, world_size = rank_and_world_size()
     if world_size == 1:
@@ -58,24 +57,13 @@ def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
 
 
 class LocalProcess(NamedTuple):
-    """Position of the current process among those that torchrun started: whether its rank is 0, and its rank among the
-    processes on this machine.
-
-    Attributes:
-        is_first: True for rank 0, which prints and writes files.
-        local_rank: its number on this machine.
-    """
+    """Place of this process among those of torchrun: whether its rank is 0, and its rank on this machine."""
 
     is_first: bool
     local_rank: int
 
     def device(self, name: str | None) -> torch.device:
-        """Return the torch device called `name`, such as "cuda:0", after checking that torch can use it. If `name` is
-        None, return a GPU chosen by the process's rank on this machine, or the CPU if there is no GPU.
-
-        Raises:
-            InputError: torch cannot use the named device.
-        """
+        """Return a usable torch device, by default a GPU for the process's rank on this machine, or the CPU."""
         if name is None:
             has_gpu = torch.cuda.is_available()
             name = f"cuda:{self.local_rank % torch.cuda.device_count()}" if has_gpu else "cpu"
@@ -84,9 +72,7 @@ class LocalProcess(NamedTuple):
 
 @contextmanager
 def process_group() -> Iterator[LocalProcess]:
-    """Join the process group of torchrun while the context is active, and yield a `LocalProcess`: whether this process
-    has rank 0, and its rank among the processes on this machine. A process that runs alone joins no group.
-    """
+    """Join the process group of torchrun, unless alone, and yield this process's place in it."""
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world_size == 1:
         yield LocalProcess(True, local_rank)

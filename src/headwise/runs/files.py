@@ -26,11 +26,7 @@ MODEL_FILE = "config.json"
 
 
 def writable_folder(folder: str | Path) -> Path:
-    """Create a folder if it does not exist, and return its path.
-
-    Raises:
-        InputError: the folder cannot be created or written.
-    """
+    """Create an output folder if it does not exist, and return its path; refuse one that cannot be written."""
     with suppress(OSError, ValueError):  # the second: a null character, no path at all, or an empty one
         path = folder_path("out", folder)
         path.mkdir(parents=True, exist_ok=True)
@@ -40,11 +36,7 @@ def writable_folder(folder: str | Path) -> Path:
 
 
 def require_writable(folder: str | Path) -> None:
-    """Raise `InputError` if an output folder cannot be created or written. Nothing is created.
-
-    Raises:
-        InputError: the folder, or else the nearest existing folder above it, is a file or cannot be written.
-    """
+    """Raise `InputError` if an output folder cannot be created or written. Nothing is created."""
     path = folder_path("out", folder).absolute()
     with suppress(OSError, ValueError):  # too long a path, or a null character
         existing = next(candidate for candidate in (path, *path.parents) if candidate.exists())
@@ -75,13 +67,8 @@ def require_outside_data(out: str | Path, source: str | Path) -> None:
 @contextmanager
 def locked_folder(folder: str | Path) -> Iterator[Path]:
     """Create an output folder if it does not exist, lock it while the context is open, and yield its path. If another
-    run has locked it, raise `InputError` with the id, host, start and command of the process of that run.
-
-    The operating system releases the lock of a process that ends in any way, so a killed run leaves no lock behind.
-
-    Raises:
-        InputError: another run has locked the folder, or the folder cannot be created or written.
-        MissingExtra: filelock is not installed.
+    run has locked it, raise `InputError` with the id, host, start and command of that run's process. The operating
+    system releases the lock of a process that ends in any way, so a killed run leaves no lock behind.
     """
     filelock = require("filelock", purpose="a run in a folder", extra="tables")
     folder = writable_folder(folder)
@@ -120,11 +107,7 @@ def locked_folder(folder: str | Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to the file `path`, as `replaced_file` does.
-
-    Raises:
-        InputError: the file cannot be written, for example because the disk is full.
-    """
+    """Write `data` to the file `path`, as `replaced_file` does."""
     with replaced_file(path) as file:
         file.write(data)
 
@@ -132,12 +115,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 @contextmanager
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     """Yield a file to write to, which replaces the file `path` when the context ends without an error. After a crash at
-    any moment, the file `path` has either its old content or the complete new one.
-
-    The data goes into a temporary file in the same folder, which then replaces the target.
-
-    Raises:
-        InputError: the file cannot be written, for example because the disk is full.
+    any moment, `path` has either its old content or the complete new one: the data goes into a temporary file in the
+    same folder, which then replaces the target.
     """
     temporary = path.with_name(f"{path.name}.part")
     try:
@@ -168,14 +147,8 @@ def _sync(path: Path) -> None:
 
 
 def require_new_folder(folder: str | Path, *, force: bool = False) -> Path:
-    """Return the absolute path at which `new_folder` can put a folder. Nothing is written.
-
-    Args:
-        folder: a path at which there is nothing, or an empty folder.
-        force: allow the folder of a saved model in addition.
-
-    Raises:
-        InputError: there is something else.
+    """Return the absolute path at which `new_folder` can put a folder: one with nothing there, an empty folder or, with
+    `force`, the folder of a saved model. Nothing is written.
     """
     flag("force", force)
     path = folder_path("out", folder)
@@ -198,20 +171,9 @@ def require_new_folder(folder: str | Path, *, force: bool = False) -> Path:
 
 @contextmanager
 def new_folder(folder: str | Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield an empty folder to be filled, and put it in place of `folder` when the context ends without an error. At
-    any moment, also after a crash, there is a complete folder at `folder` or none.
-
-    The files are written to a hidden folder next to `folder`, which is removed at the end and after errors; after a
-    crash, the next call with the same `folder` removes it.
-
-    Args:
-        folder: a path at which there is nothing, or an empty folder.
-        force: replace the folder of a saved model.
-
-    Raises:
-        InputError: `folder` cannot be used, another process writes to it, or a file cannot be written, for example
-            because the disk is full.
-        MissingExtra: filelock is not installed.
+    """Yield an empty folder to be filled, and put it in place of `folder`, as `require_new_folder` allows it, when the
+    context ends without an error. At any moment, also after a crash, there is a complete folder or none. The files are
+    written to a hidden folder next to it, which is removed at the end or, after a crash, by the next call.
     """
     target = require_new_folder(folder, force=force)
     created = [parent for parent in target.parents if not parent.exists()]

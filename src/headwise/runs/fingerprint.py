@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from headwise.data.batches import digest_of
+from headwise.data.batches import device_of, digest_of
 from headwise.data.texts import Texts
 from headwise.data.tokenization import input_embeddings, output_embeddings
 from headwise.errors import InputError
@@ -43,31 +43,20 @@ INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
 def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
-    """Collect the settings that determine a run's numbers, as JSON-compatible values: the model (its name `title`,
-    class, data type, device and a hash of its weights), the data options of `texts`, the versions of packages, and the
-    run's other arguments (`settings`). If `title` is None, the name is that of its hub id, folder or class. A stopped
-    run resumes only with equal settings.
-
-    Args:
-        model: the model; a hash of its weights identifies it.
-        texts: the texts that it reads, whose options are recorded; None for other data.
-        title: the model's name for display; by default the last part of its hub id, its folder, or its class.
-        settings: the other arguments of the run, JSON-compatible.
-
-    Returns:
-        a dictionary with the keys "model", "data", "versions" and "settings".
+    """Return the settings that determine a run's numbers, JSON-compatible: the model with a hash of its weights (named
+    `title`, or by its hub id, folder or class), the options of `texts` (None for other data), the versions of packages,
+    and the run's other arguments `settings`. A stopped run resumes only with equal settings.
     """
     identity, versions = identity_of(model), {}
     for package in ("headwise", "torch", "transformers"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
-    parameter = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.empty(0))
     collected = {
         "model": {
             "name": title or model_name(model),
             "class": type(model).__name__,
             "dtype": identity.dtype,
-            "device": parameter.device.type,
+            "device": device_of(model).type,
             "quantisation": quantisation_of(model),
             "weights": digest_of(hashed_state(model)),
             "attention": list(identity),
@@ -122,9 +111,7 @@ def _computing(fields: Any) -> Any:
 
 
 def attention_digest(model: nn.Module, paths: Iterable[str]) -> str:
-    """Return a hash of the weights of a model's modules at the given paths, which does not depend on the paths. A path
-    without a module does not count.
-    """
+    """Return a hash of the weights of the modules at the given paths, which does not depend on the paths."""
     modules = dict(model.named_modules())
     return digest_of(part for path in paths if path in modules for part in hashed_state(modules[path]))
 
@@ -136,15 +123,9 @@ def text_options(texts: Texts) -> dict[str, Any]:
 
 
 def hashed_state(module: nn.Module, *, without: Sequence[str] = ()) -> Iterator[Any]:
-    """Yield each entry of a module's `state_dict`: its name, and for each tensor in it the dtype, the shape and the
-    hashes of its values, such as for the tensors in the packed weights of a quantised layer. Other values are pickled.
-
-    Args:
-        module: the module.
-        without: paths of modules inside of it whose entries are left out, and names of single entries.
-
-    Raises:
-        InputError: the values of an entry are not in memory, or cannot be read.
+    """Yield each entry of a module's `state_dict`: its name, and for each tensor in it, such as those in the packed
+    weights of a quantised layer, the dtype, the shape and the hashes of its values. Other values are pickled. Entries
+    inside the modules at the paths `without`, and single entries named there, are left out.
     """
     factors: dict[torch.device, Tensor] = {}
     for name, entry in module.state_dict().items():
@@ -173,12 +154,7 @@ def hashed_state(module: nn.Module, *, without: Sequence[str] = ()) -> Iterator[
 
 
 def _parts(name: str, value: Any) -> Iterator[Any]:
-    """Yield a value; or, in place of a tensor that wraps others, such as the scaled integers of a quantised weight,
-    these tensors and what the wrapper states of them.
-
-    Raises:
-        InputError: a tensor neither has memory nor names the tensors that it wraps.
-    """
+    """Yield a value or, in place of a tensor that wraps others, these and what the wrapper states of them."""
     if is_traceable_wrapper_subclass(value):
         names, context = value.__tensor_flatten__()
         yield type(value).__qualname__
@@ -214,9 +190,8 @@ def _plain(name: str, value: Tensor) -> Tensor:
 
 def _block_hashes(value: Tensor, factors: Int[Tensor, "block"]) -> Int[Tensor, "blocks"]:
     """Return a hash of each block of a tensor's bits: the sum of the block's integers, each multiplied by a random odd
-    number, modulo 2**64. A change of one integer always changes the hash; changes of several do so with a
-    probability of at least 1 - 2**-32 (multilinear hashing: Carter and Wegman, Universal Classes of Hash Functions,
-    1979).
+    number, modulo 2**64. A change of one integer always changes the hash; changes of several do so with a probability
+    of at least 1 - 2**-32 (multilinear hashing: Carter and Wegman, Universal Classes of Hash Functions, 1979).
     """
     if value.is_complex():
         value = torch.view_as_real(value)

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 class HeadTable(Table[HeadRowT]):
-    """Table with one row per attention head. A row can be looked up by layer and head,
-    and the statistics of all heads can be plotted.
-    """
+    """Table with one row per attention head, which can be looked up by layer and head, plotted and shown as a page."""
 
     UNIT: ClassVar[str] = "head"
 

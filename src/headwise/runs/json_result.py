@@ -77,12 +77,7 @@ class JsonResult:
 
 
 def require_each(argument: str, values: Iterable[tuple[Any, bool, str]]) -> None:
-    """Raise `InputError` for the first value that is not as expected.
-
-    Args:
-        argument: name of the argument in the error.
-        values: values, each with whether it is right, and what is expected.
-    """
+    """Raise `InputError` for the first of `values`, each with whether it is right and what is expected, that is not."""
     for value, is_right, expected in values:
         if not is_right:
             raise InputError(argument, expected=expected, got=repr(value))
@@ -122,11 +117,7 @@ def _with_finite_numbers(value: Any) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Any:
-    """Return an object of JSON, or the number for which it stands.
-
-    Raises:
-        ValueError: a name occurs twice.
-    """
+    """Return an object of JSON, or the number for which it stands; raise `ValueError` if a name occurs twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a name that occurs twice")

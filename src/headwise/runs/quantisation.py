@@ -52,9 +52,8 @@ def quantisation_of(model: nn.Module) -> str | None:
 
 def _bits(weight: Float[Tensor, "rows columns"]) -> int | None:
     """Return the smallest number of bits for the values of each block of a matrix, along its rows or its columns; None
-    if they need more than `MOST_BITS`, if all values of each block are equal, or if most are 0. Blocks with many equal
-    columns (or rows), such as those of copied heads, do not count: they have few values, too. Return None also if the
-    format of the values leaves most blocks no room for more.
+    if they need more than `MOST_BITS`, if most are 0, if the values of each block are equal, or if their format has no
+    room for more. Blocks with many equal columns (or rows), such as those of copied heads, do not count.
     """
     for part in (weight[:SAMPLED_ROWS], weight[:, :SAMPLED_ROWS].T):
         of_lines = part[:, : part.shape[1] // BLOCK * BLOCK].cpu().reshape(len(part), -1, BLOCK)
@@ -67,9 +66,7 @@ def _bits(weight: Float[Tensor, "rows columns"]) -> int | None:
 
 
 def _have_copies(of_lines: Float[Tensor, "lines blocks size"]) -> Bool[Tensor, " blocks"]:
-    """Return True for blocks whose different columns are so few that the small number of their values is no sign of
-    quantisation.
-    """
+    """Return True for blocks whose different columns are so few that few values are no sign of quantisation."""
     flat = of_lines.float().flatten(1)
     columns: Tensor = torch.unique(flat, dim=1, return_inverse=True)[1]
     columns = columns.view(-1, BLOCK).sort(1).values

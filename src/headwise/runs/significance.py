@@ -16,14 +16,8 @@ ROUNDING = 1e-12
 
 
 def p_values(ratios: Sequence[float], degrees: Sequence[float]) -> list[float]:
-    """Return the two-sided p-value of each mean by Student's t-test of the mean against zero; NaN where a ratio is NaN.
-
-    Args:
-        ratios: each mean divided by its standard error.
-        degrees: degrees of freedom of each standard error.
-
-    Raises:
-        MissingExtra: scipy is not installed.
+    """Return the two-sided p-value of each mean by Student's t-test against zero, from the mean divided by its standard
+    error and the degrees of freedom of the error; NaN where a ratio is NaN.
     """
     stats = require("scipy.stats", purpose=PURPOSE, extra="tables")
     return [float(2.0 * stats.t.sf(abs(ratio), df)) for ratio, df in zip(ratios, degrees, strict=True)]
@@ -33,9 +27,6 @@ def false_discovery_rates(p: Sequence[float]) -> list[float]:
     """Return the p-values, adjusted for their number (Benjamini and Hochberg 1995): of the tests with an adjusted value
     of at most x, an expected share of at most x finds an effect where there is none. Values of NaN stay, and do not
     count. The tests may be independent or positively dependent (Benjamini and Yekutieli 2001).
-
-    Raises:
-        MissingExtra: scipy is not installed.
     """
     stats = require("scipy.stats", purpose=PURPOSE, extra="tables")
     known = [value for value in p if not math.isnan(value)]
@@ -44,9 +35,8 @@ def false_discovery_rates(p: Sequence[float]) -> list[float]:
 
 
 def in_errors(measured: MeanEstimate) -> float:
-    """Return a mean divided by its standard error: the distance of the mean from zero in standard errors. The result is
-    NaN if the mean or the standard error is NaN. For a standard error of 0, the result is 0 if the mean is 0, otherwise
-    infinite with the sign of the mean.
+    """Return a mean divided by its standard error; NaN if one of them is. For a standard error of 0 return 0 if the
+    mean is 0, otherwise infinity with the sign of the mean.
     """
     if measured.sem == 0.0:
         return measured.value * math.inf if measured.value else 0.0
@@ -54,14 +44,10 @@ def in_errors(measured: MeanEstimate) -> float:
 
 
 def zero_tests(name: str, measured: Sequence[MeanEstimate]) -> dict[str, list[float]]:
-    """Return two columns for a statistic called `name`: the p-value of each mean, with the suffix `_p`, and the
-    p-values adjusted for the number of rows, with the suffix `_q`.
-
-    The test is Student's t-test. If all n samples have the same mean, which is not 0, their variance is unknown rather
-    than 0, and the p-value is that of the sign test, 2 / 2^n.
-
-    Raises:
-        MissingExtra: scipy is not installed.
+    """Return two columns for a statistic called `name`: the p-value of each mean by Student's t-test against zero, with
+    the suffix `_p`, and the p-values adjusted for the number of rows, with the suffix `_q`. If all n samples have the
+    same mean, which is not 0, their variance is unknown rather than 0, and the p-value is that of the sign test, 2 /
+    2^n.
     """
     p = p_values([in_errors(each) for each in measured], [each.df for each in measured])
     p = [2 * 0.5**each.n if _is_constant(each) else own for each, own in zip(measured, p, strict=True)]
@@ -70,11 +56,8 @@ def zero_tests(name: str, measured: Sequence[MeanEstimate]) -> dict[str, list[fl
 
 def one_sided_p_values(measured: Sequence[MeanEstimate], sign: int = 1, *, above: float = 0.0) -> list[float]:
     """Return the one-sided p-value of each mean by Student's t-test: small if the mean is larger than `above`, or
-    smaller for a `sign` of -1. The value is NaN where the mean or its standard error is. If all n samples have the same
-    mean on that side, the p-value is that of the sign test, 1 / 2^n.
-
-    Raises:
-        MissingExtra: scipy is not installed.
+    smaller for a `sign` of -1; NaN where the mean or its standard error is. If all n samples have the same mean on that
+    side, the p-value is that of the sign test, 1 / 2^n.
     """
     centred = [each._replace(value=each.value - above) for each in measured]
     ratios = [sign * in_errors(each) for each in centred]

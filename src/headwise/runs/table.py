@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from headwise.checks import folder_path
 from headwise.errors import InputError, require
 from headwise.intercept.model_name import short_name
-from headwise.runs.files import writable_folder, write_atomically
+from headwise.runs.files import FORCE_REMEDY, writable_folder, write_atomically
 from headwise.runs.rows import SEM_SUFFIX, HeadRow, MeanEstimate, Row
 from headwise.runs.significance import zero_tests
 from headwise.statistics.columns import Column, column_named
@@ -127,10 +127,7 @@ class Table(Generic[RowT]):
         return self._data_frame(lambda estimate: estimate.sem)
 
     def _data_frame(self, part: Callable[[MeanEstimate], float]) -> Any:
-        """Return a pandas DataFrame with one row per row of this table. It has the columns that identify the row, and
-        for each statistic the number that `part` returns for the row's `MeanEstimate`, such as the mean or the standard
-        error.
-        """
+        """Return a pandas DataFrame of the columns that identify each row and `part` of each estimate."""
         pandas = require("pandas", purpose="a table", extra="tables")
         return pandas.DataFrame(
             [
@@ -184,8 +181,9 @@ class Table(Generic[RowT]):
             getattr(self, part).save(folder, force=force)
         path = table_path(writable_folder(folder), self.NAME)
         if path.exists() and not force:
-            remedy = "--force (force=True) replaces it"
-            raise InputError("out", expected=f"a folder without {path.name}", got=repr(str(folder)), remedy=remedy)
+            raise InputError(
+                "out", expected=f"a folder without {path.name}", got=repr(str(folder)), remedy=FORCE_REMEDY
+            )
         records = self.records()
         names = records[0] if records else self.ROW_TYPE.identifier_columns()
         columns = {name: [record[name] for record in records] for name in names}
@@ -205,12 +203,11 @@ class Table(Generic[RowT]):
             InputError: the folder has no such file, or the file cannot be read.
             MissingExtra: pyarrow is not installed.
         """
-        require_parquet(cls.NAME)
+        metadata = cls.load_metadata(folder)
         import pyarrow
         from pyarrow import parquet
 
-        path = table_path(folder_path(cls.NAME, folder), cls.NAME)
-        metadata = cls.load_metadata(folder)
+        path = table_path(Path(folder), cls.NAME)
         try:
             with path.open("rb") as file:  # pyarrow would expand a path, and cannot open some names
                 stored = parquet.read_table(file)
@@ -231,9 +228,7 @@ class Table(Generic[RowT]):
         return cls(tuple(rows), metadata, **samples, **parts)
 
     def _samples(self) -> tuple[list[Any], str] | None:
-        """Return what `save` writes of single samples: a list of numbers for each row, and a text with what all rows
-        share; by default None.
-        """
+        """Return what `save` writes of single samples: numbers for each row, and a text for all; by default None."""
         return None
 
     @classmethod
@@ -287,10 +282,8 @@ def require_statistic(name: str, available: Iterable[str]) -> None:
 
 
 def require_parquet(name: str) -> None:
-    """Raise `MissingExtra` if pyarrow, which is needed to read and write tables, is not installed. The message states
-    the name of the table, `name`.
-
-    Long runs call this first, so that a missing package does not cost their results.
+    """Raise `MissingExtra`, with the name of a table, if pyarrow, which reads and writes tables, is not installed. Long
+    runs call this first, so that a missing package does not cost their results.
     """
     require("pyarrow.parquet", purpose=f"{name} in a folder", extra="tables")
 

@@ -2,9 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -151,15 +150,6 @@ class RunningMoments:
         )
         alone, clustered = map(Moments, count, mean, deviations), map(ClusterSums, counts, sums)
         return [RunningMoments(*part, self.is_clustered) for part in zip(alone, clustered, strict=True)]
-
-    @staticmethod
-    def from_dict(fields: Mapping[str, Any]) -> "RunningMoments":
-        """Return the moments, or the largest values, of which `dataclasses.asdict` made a dictionary."""
-        counted = fields.get("counted", fields)  # a largest value of a run that an earlier version has begun
-        alone, clustered = Moments(**counted["alone"]), ClusterSums(**counted["clustered"])
-        if "largest" in fields:
-            return RunningLargest(alone, clustered, counted["is_clustered"], largest=fields["largest"])
-        return RunningMoments(alone, clustered, counted["is_clustered"])
 
     def merge(self, other: "RunningMoments") -> "RunningMoments":
         """Return the moments of two sets of values together, for the same heads."""

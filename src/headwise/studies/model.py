@@ -53,8 +53,7 @@ DECODED_TOKENS = 48
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Properties that all models of a study share: width, depth, vocabulary, intended number of parameters, and the
-    kind (decoder, encoder or classifier).
+    """Width, depth, vocabulary, kind and size that all models of a study share.
 
     Attributes:
         vocabulary: number of tokens.
@@ -74,10 +73,7 @@ class ModelShape:
 
     def mlp_dim(self, setting: Setting) -> int:
         """Return the hidden width of each layer's MLP with which a model with the heads of `setting` comes closest to
-        the intended number of parameters.
-
-        Raises:
-            InputError: the heads leave no parameters for the MLP.
+        the intended number of parameters; raise `InputError` if none are left for the MLP.
         """
         attention = 2 * self.embed_dim * setting.head_dim * (setting.num_heads + setting.num_kv_heads)
         norms = self.embed_dim * (2 * self.layers + 1)
@@ -100,20 +96,9 @@ class ModelShape:
         layers: int | None = None,
         **other: Any,
     ) -> "ModelShape":
-        """Return the shape whose depth (1 to 48 layers) and width give a number of parameters closest to `parameters`.
-        The width is about 40 features per layer, divisible by all numbers of heads where possible. `layers` or
-        `embed_dim`, if set, is used unchanged.
-
-        With heads of `embed_dim / heads`, a layer has about 12 embed_dim^2 parameters, and its MLP a width of 2.7
-        embed_dim (Shazeer 2020).
-
-        Args:
-            parameters: intended number of parameters.
-            vocabulary: number of tokens.
-            heads: numbers of query heads that are compared.
-            embed_dim: width of the model, if it is given.
-            layers: number of layers, if it is given.
-            other: further attributes of the shape.
+        """Return the shape whose depth (1 to 48 layers, or `layers`) and width (`embed_dim`, or about 40 features per
+        layer, divisible by all `heads` where possible) are closest to `parameters`. A layer with heads of `embed_dim /
+        heads` has about 12 embed_dim^2 of them, and an MLP of width 2.7 embed_dim (Shazeer 2020).
         """
         common = 2 * math.lcm(*heads)
         step = common if common <= MAX_COMMON_MULTIPLE else 2
@@ -129,27 +114,14 @@ class ModelShape:
             for number in ((layers,) if layers else range(1, 49))
         ]
 
-        def deviation(shape: ModelShape) -> float:
-            """Return |log(estimated parameters / intended parameters)|."""
-            usual = vocabulary * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2
-            return abs(math.log(usual / parameters))
-
-        return min(shapes, key=deviation)
+        estimates = (vocabulary * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2 for shape in shapes)
+        return min(zip(shapes, estimates, strict=True), key=lambda pair: abs(math.log(pair[1] / parameters)))[0]
 
 
 class Transformer(nn.Module):
-    """Small pre-norm transformer for studies, with rotary positions and SwiGLU: a decoder, encoder or classifier.
-    `setting` is the number of heads, their dimension and the number of key/value heads, the same in every layer. The
-    width of the MLPs is chosen so that models with different heads have about the same number of parameters.
-
-    Its parameters have the names of Llama in `transformers`, to which it can be converted.
-
-    Args:
-        shape: width, depth, vocabulary and number of parameters.
-        setting: heads of each layer.
-
-    Raises:
-        InputError: the attention needs so many parameters that none are left for the MLP.
+    """Small pre-norm transformer for studies, with rotary positions and SwiGLU: a decoder, encoder or classifier. Its
+    layers have the heads of `setting`. Its parameters have the names of Llama in `transformers`, to which it can be
+    converted.
     """
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
@@ -162,10 +134,7 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize biases with 0, norm weights with 1, and weight matrices from a normal distribution with standard
-        deviation 0.02. Matrices whose output is added to the residual stream have this standard deviation divided by
-        sqrt(2 x layers).
-        """
+        """Initialize biases with 0, norms with 1, and matrices with the standard deviation `WEIGHT_STD`."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
@@ -180,13 +149,9 @@ class Transformer(nn.Module):
         caches: Sequence[Cache] | None = None,
     ) -> Float[Tensor, "batch length vocabulary"] | Float[Tensor, "batch classes"]:
         """Return the vocabulary logits of every token (batch, length, vocabulary) or, for a classifier, the class
-        logits of every sequence (batch, classes). `attention_mask` is 0 at padding, otherwise 1. `caches`, one per
-        layer, contain the keys and values of earlier tokens; those of `input_ids` are appended to them.
-
-        Args:
-            input_ids: token ids.
-            attention_mask: 0 where a token is padding, which must be on the right.
-            caches: one cache per layer, with the keys and values of the tokens before `input_ids`.
+        logits of every sequence (batch, classes). `attention_mask` is 0 at padding, which must be on the right,
+        otherwise 1. `caches`, one per layer, contain the keys and values of earlier tokens; those of `input_ids` are
+        appended to them.
         """
         is_token = None if attention_mask is None else attention_mask.bool()
         x = self.embed_tokens(input_ids)
@@ -196,15 +161,9 @@ class Transformer(nn.Module):
         logits: Tensor = F.linear(x, self.embed_tokens.weight) if self.top is None else self.top(x, is_token)
         return logits
 
-    def caches(self) -> list[DynamicCache]:
-        """Return one new, empty key/value cache per layer, to be passed to `forward` for decoding."""
-        return [DynamicCache() for _ in self.layers]
-
 
 class TransformerLayer(nn.Module):
-    """Pre-norm transformer layer: self-attention with the numbers of heads in `setting`, then a SwiGLU MLP. An RMSNorm
-    precedes self-attention and the MLP; the output of each is added to the input of its norm.
-    """
+    """Pre-norm transformer layer: self-attention with the heads of `setting`, then a SwiGLU MLP."""
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
         super().__init__()
@@ -227,10 +186,7 @@ class TransformerLayer(nn.Module):
         is_token: Bool[Tensor, "batch length"] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "batch length embed"]:
-        """Return `x` after self-attention and the MLP, each of which adds its output to its input. No token attends to
-        padding, where `is_token` is False. With a `cache`, the keys and values of `x` are appended to it, and tokens
-        also attend to the earlier tokens in it.
-        """
+        """Return `x` after self-attention and MLP; no token attends to padding, where `is_token` is False."""
         mask = None if is_token is None else dense(is_token[:, None, None, :])
         x = x + self.self_attn(self.input_layernorm(x), mask=mask, cache=cache)
         y: Tensor = self.mlp(self.post_attention_layernorm(x))
@@ -247,17 +203,13 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(width, embed_dim, bias=False)
 
     def forward(self, x: Float[Tensor, "... embed"]) -> Float[Tensor, "... embed"]:
-        """Return `down(silu(gate(x)) * up(x))`, the output of the gated MLP for each token, with as many features as
-        `x`.
-        """
+        """Return `down(silu(gate(x)) * up(x))`."""
         y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return y
 
 
 class ClassifierHead(nn.Module):
-    """Output layer of a sequence classifier: a linear layer, a GELU and a second linear layer compute class logits for
-    each token, which are averaged over the tokens of a sequence.
-    """
+    """Output layer of a sequence classifier: class logits of each token, averaged over the tokens of a sequence."""
 
     def __init__(self, embed_dim: int, classes: int) -> None:
         super().__init__()
@@ -267,9 +219,7 @@ class ClassifierHead(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length embed"], is_token: Bool[Tensor, "batch length"] | None
     ) -> Float[Tensor, "batch classes"]:
-        """Return the class logits of each sequence: those of its tokens, averaged over all tokens except padding, where
-        `is_token` is False.
-        """
+        """Return the class logits of each sequence, averaged over its tokens, where `is_token` is True."""
         logits: Tensor = self.classifier(F.gelu(self.dense(x)))
         if is_token is None:
             return logits.mean(1)
@@ -277,12 +227,10 @@ class ClassifierHead(nn.Module):
 
 
 def decode_speed(model: Transformer, context: int) -> float:
-    """Return the decoding speed of a model in tokens per second: 1 / the median time of 48 steps. Each step processes
-    one token at batch size 1, with a key/value cache that contains `context` tokens before the first step.
-    """
+    """Return tokens per second: 1 / the median time of 48 decoding steps of one token after `context` tokens."""
     device = device_of(model)
     ids = torch.arange(context, device=device)[None] % model.shape.vocabulary
-    caches, seconds = model.caches(), []
+    caches, seconds = [DynamicCache() for _ in model.layers], []
     with evaluation_mode(model), torch.no_grad():
         model(ids, caches=caches)
         for _ in range(DECODED_TOKENS):
@@ -294,9 +242,7 @@ def decode_speed(model: Transformer, context: int) -> float:
 
 
 def cache_bytes_per_token(model: nn.Module) -> float:
-    """Return the number of bytes that one token takes in the key/value caches of all attention layers together, in the
-    data type of the model's parameters.
-    """
+    """Return the bytes of one token in the key/value caches of all layers, in the parameters' data type."""
     layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
     size = next(model.parameters()).element_size()
     return float(sum(size * layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers))
@@ -309,19 +255,8 @@ POSITIONS_FACTOR = 4
 def save_model(
     model: Transformer, tokenizer: Any, folder: str | Path, *, context: int, labels: Sequence[str] = ()
 ) -> None:
-    """Save a trained study model in float32, with its configuration and tokenizer, to a folder in Hugging Face format.
-    `transformers` loads it as a Llama if it is a decoder, as a EuroBERT if it is an encoder or a classifier.
-
-    Args:
-        model: a trained model.
-        tokenizer: a `transformers` tokenizer.
-        folder: folder that is created.
-        context: tokens per training sequence.
-        labels: labels of a classifier's classes.
-
-    Raises:
-        InputError: the model is an encoder, and this version of `transformers` has no EuroBERT.
-        MissingExtra: `transformers` is not installed.
+    """Save a trained study model in float32, with its configuration, its tokenizer and the `labels` of a classifier's
+    classes, to a folder in Hugging Face format, for training sequences of `context` tokens.
     """
     converted = as_transformers(model, tokenizer, context=context)
     if labels:
@@ -332,9 +267,7 @@ def save_model(
 
 
 def as_transformers(model: Transformer, tokenizer: Any, *, context: int) -> Any:
-    """Convert a study model to a `transformers` model with the same weights, and return it in evaluation mode: a Llama
-    for a decoder, a EuroBERT for an encoder or a classifier.
-    """
+    """Return a study model as a Llama or, if it is not a decoder, a EuroBERT, in evaluation mode."""
     transformers = require_transformers()
     shape, setting = model.shape, model.setting
     sizes: dict[str, Any] = {

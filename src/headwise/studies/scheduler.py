@@ -10,7 +10,7 @@ from typing import Any
 
 from headwise.errors import InputError
 from headwise.studies.space import MIN_TRIALS, Setting, StudyBudget
-from headwise.studies.training import UNTIMED_STEPS, StudyDefinition, evaluate, train
+from headwise.studies.training import UNTIMED_STEPS, StudyDefinition, evaluate
 from headwise.studies.trials import FinishedTrial, TrialKey, TrialStore
 from headwise.wording import counted
 
@@ -43,9 +43,8 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """Number of steps of each training of a study and, for each head setting, the number of parameters of its models
-    and the expected seconds of a training step, of an evaluation and of further measurements. A plan is computed once
-    and stored in the database, so that all processes of a study use the same values.
+    """Length of each training of a study, and expected durations. It is computed once and stored in the database, so
+    that all processes of the study use the same values.
 
     Attributes:
         steps: steps of each training.
@@ -64,9 +63,7 @@ class StudyPlan:
     spec: dict[str, Any]
 
     def seconds(self, key: TrialKey) -> float:
-        """Return the planned seconds of a trial that is not stopped early: training, evaluation and, for a final
-        training, additional measurements; 0 without a time limit.
-        """
+        """Return the planned seconds of a trial that is not stopped early; 0 without a time limit."""
         name = key.setting.name
         if name not in self.step_seconds:
             return 0.0
@@ -77,32 +74,21 @@ class StudyPlan:
 def make_plan(
     definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget, seconds_spent: Callable[[], float]
 ) -> StudyPlan:
-    """Return the plan of a study: the number of steps of each training, the expected durations (of a training step, an
-    evaluation and further measurements), and the number of parameters of each model. With a time limit, a few steps of
-    each head setting are timed. If the budget does not set the number of steps, it is the largest number that the time
-    limit allows, but at most four passes over the training batches. A time limit that is too short raises `InputError`.
-
-    Args:
-        definition: models and data of the study.
-        spec: fingerprint of the study, stored in the plan.
-        budget: limits of the study; without `seconds` nothing is timed.
-        seconds_spent: returns the seconds that the study has used so far.
-
-    Raises:
-        InputError: the time limit is too short for the trainings.
+    """Return the plan of a study with the fingerprint `spec`, which has used `seconds_spent()` so far. With a time
+    limit, a few steps of each head setting are timed; if the budget does not set the number of steps, it is the largest
+    number that the limit allows, but at most four passes over the training batches. A limit that is too short raises
+    `InputError`.
     """
-    limit, held_out = budget.seconds, definition.held_out
+    limit, corpus = budget.seconds, definition.corpus
     step_seconds, judge_seconds, more_seconds, parameters = {}, {}, {}, {}
 
     def too_short(expected: str, steps: int) -> InputError:
-        """Return the error for a time limit that is too short for trainings of `steps` steps."""
         number = counted(len(definition.settings), "setting")
         expected = f"{expected} for trainings of {steps} steps of {number}"
         remedy = "fewer settings or seeds, or smaller models, need less time"
         return InputError("budget", expected=expected, got=f"{limit:g} s", remedy=remedy)
 
     def check_time(_step: int) -> None:
-        """Raise `InputError` if the study has used up its time limit."""
         if limit is not None and seconds_spent() > limit:
             raise too_short("more time", MIN_STEPS)
 
@@ -111,20 +97,11 @@ def make_plan(
         parameters[name] = sum(parameter.numel() for parameter in model.parameters())
         if limit is None:
             continue
-        result = train(
-            model,
-            definition.training,
-            definition.loss,
-            steps=UNTIMED_STEPS + TIMED_STEPS,
-            rate=1e-4,
-            seed=definition.seed,
-            recipe=definition.recipe,
-            after_step=check_time,
-        )
+        result = definition.train(model, UNTIMED_STEPS + TIMED_STEPS, 1e-4, definition.seed, check_time)
         step_seconds[name] = result.step_seconds
         start = time.perf_counter()
-        evaluate(model, held_out[:1], definition.loss)
-        judge_seconds[name] = (time.perf_counter() - start) * len(held_out)
+        evaluate(model, corpus.held_out[:1], corpus.loss)
+        judge_seconds[name] = (time.perf_counter() - start) * len(corpus.held_out)
         start = time.perf_counter()
         for measure in definition.measures.values():
             measure(model)
@@ -138,20 +115,18 @@ def make_plan(
         left, needed = MARGIN * (limit - seconds_spent()), fixed + (steps or MIN_STEPS) * per_step
         if left < needed:
             raise too_short(f"at least {seconds_spent() + needed / MARGIN:.0f} s", steps or MIN_STEPS)
-        steps = steps or min(int((left - fixed) / per_step), round(MAX_EPOCHS * len(definition.training)))
+        steps = steps or min(int((left - fixed) / per_step), round(MAX_EPOCHS * len(corpus.training)))
     assert steps is not None
     return StudyPlan(steps, step_seconds, judge_seconds, more_seconds, parameters, spec)
 
 
 def duration_estimate(finished: Iterable[FinishedTrial], plan: StudyPlan) -> Callable[[TrialKey], float]:
     """Return a function that predicts the seconds of a trial: its planned seconds times the median slowdown (measured
-    seconds divided by planned seconds) of similar finished trials. Similar trials are those of the same head setting
-    and stage (learning-rate search or final training) or, if none of these has finished, those of the same stage or, if
-    none of these either, all. Pruned trials are ignored.
+    by planned seconds) of finished trials, without pruned ones: those of the same head setting and stage or, if none of
+    these has finished, those of the same stage or, if none of these either, all.
     """
 
     def groups(key: TrialKey) -> tuple[Any, ...]:
-        """Return dictionary keys of the three groups of similar trials to which a trial belongs, narrowest first."""
         return (key.setting, key.final), key.final, None
 
     slowdowns: dict[Any, list[float]] = {}
@@ -161,7 +136,6 @@ def duration_estimate(finished: Iterable[FinishedTrial], plan: StudyPlan) -> Cal
                 slowdowns.setdefault(group, []).append(trial.measured["seconds"] / planned)
 
     def expected_seconds(key: TrialKey) -> float:
-        """Return the expected seconds of a trial."""
         similar = next((slowdowns[group] for group in groups(key) if group in slowdowns), [1.0])
         return plan.seconds(key) * statistics.median(similar)
 
@@ -169,12 +143,9 @@ def duration_estimate(finished: Iterable[FinishedTrial], plan: StudyPlan) -> Cal
 
 
 def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], budget: StudyBudget) -> TrialKey | None:
-    """Return the trial that this process should run next, or None if no trial can start now. Learning-rate trials come
-    first, then final trainings with the best learning rates. Once the budget allows no further learning-rate trial, the
-    learning-rate search is closed for all processes: the number of learning-rate trials of each setting is stored in
-    the database.
-
-    With a time limit, the search ends when the remaining time is needed for the final trainings.
+    """Return the trial that this process should run next, or None if none can start now: learning-rate trials, then
+    final trainings with the best learning rates. Once the budget allows no further learning-rate trial, or the
+    remaining time is needed for the final trainings, the search is closed for all processes.
     """
     running, finished, spent = store.running(), store.finished(), store.seconds_spent()
     claimed = running | {trial.key for trial in finished}
@@ -184,9 +155,8 @@ def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], 
     reserved = RESERVE * sum(expected_seconds(key) for key in finals) / store.active_processes()
 
     def is_in_time(key: TrialKey) -> bool:
-        """Return True if the time limit, if there is one, allows a trial to start. A final training must be expected to
-        end at most 5 % after the limit. A learning-rate trial must leave time for the final trainings, unless it is the
-        first of its setting.
+        """Return True if the time limit allows a trial to start. A final training must be expected to end at most 5 %
+        after the limit. A learning-rate trial, except the first of a setting, must leave time for the final trainings.
         """
         if budget.seconds is None:
             return True
@@ -218,13 +188,12 @@ def run_trials(
     budget: StudyBudget,
     show_progress: Callable[[], None],
 ) -> None:
-    """Run the trials (trainings) of a study one after another in this process, except those that other processes run or
-    have finished. Return when no trial is left to start and no process is running one. `show_progress` is called before
-    each trial and after each training step.
+    """Run the trials of a study one after another in this process, except those that other processes run or have
+    finished, until none is left to start or running. `show_progress` is called before each trial and after each
+    training step.
     """
 
     def after_step() -> None:
-        """Record in the database that this process is still working on the study, and update the progress bar."""
         store.update_session()
         show_progress()
 

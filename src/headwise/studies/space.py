@@ -154,16 +154,12 @@ class Space:
         return self.embed_dim
 
     def _combinations(self) -> Iterator[Setting]:
-        """Yield a setting for every combination of numbers of heads, head dimensions and numbers of key/value heads,
-        valid or not.
-        """
+        """Yield a setting for every combination of the numbers in the space, valid or not."""
         for heads, head_dim, kv_heads in product(self.heads, self.head_dims or (None,), self.kv_heads or (None,)):
             yield self._setting(heads, head_dim, kv_heads)
 
     def _setting(self, heads: int, head_dim: int | None, kv_heads: int | None) -> Setting:
-        """Return a setting with `heads` query heads. If `head_dim` is None, it is `embed_dim / heads`, rounded down; if
-        `kv_heads` is None, it is `heads`.
-        """
+        """Return a setting whose default `head_dim` is `embed_dim / heads`, and default `kv_heads` is `heads`."""
         return Setting(heads, head_dim or max(1, self._width // heads), kv_heads or heads)
 
 
@@ -210,15 +206,13 @@ class StudyBudget:
 
     @property
     def max_trials(self) -> int:
-        """Largest number of learning rates tried for each head setting: `trials` if it is set, otherwise 8 with a time
-        limit and 3 without one.
+        """Largest number of learning rates tried for each head setting: `trials`, or by default 8 with a time limit and
+        3 without.
         """
         return self.trials or (MIN_TRIALS if self.seconds is None else MAX_TRIALS)
 
     def in_steps(self, tokens_per_step: int) -> "StudyBudget":
-        """Return this budget with `tokens`, the length of each training in tokens, converted to `steps` (batches of
-        `tokens_per_step` tokens), rounded up. If `tokens` is None, return the budget unchanged.
-        """
+        """Return this budget with `tokens` converted to `steps`, batches of `tokens_per_step` tokens, rounded up."""
         if self.tokens is None:
             return self
         return replace(self, tokens=None, steps=-(-self.tokens // tokens_per_step))

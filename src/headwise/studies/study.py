@@ -32,7 +32,7 @@ from headwise.runs.table import require_parquet, table_path
 from headwise.studies.scheduler import StudyPlan, make_plan, run_trials
 from headwise.studies.space import Setting, Space, StudyBudget
 from headwise.studies.study_result import Study, collect_results
-from headwise.studies.training import DEFAULT_RECIPE, Batches, Measure, Recipe, StudyDefinition, TrainedCallback
+from headwise.studies.training import DEFAULT_RECIPE, Batches, Corpus, Measure, Recipe, StudyDefinition, TrainedCallback
 from headwise.studies.trials import OptunaOptions, TrialStore, require_optuna
 
 HELD_OUT = 10
@@ -96,10 +96,8 @@ def study(
     if budget.tokens is not None:
         raise InputError("tokens", expected="steps: a batch may have any number of tokens", got=budget.tokens)
     settings = settings_to_compare(space, baseline)
-    training, judged = split_batches(data, held_out)
-    definition = StudyDefinition(
-        build_model, settings, training, judged, loss, recipe, measures or {}, on_trained, seed
-    )
+    corpus = Corpus(*split_batches(data, held_out), loss)
+    definition = StudyDefinition(build_model, settings, corpus, recipe, measures or {}, on_trained, seed)
     return run_study(
         definition,
         budget,
@@ -114,12 +112,7 @@ def study(
 
 
 def check_requirements(budget: Any) -> None:
-    """Raise `InputError` if `budget` is not a `StudyBudget`, and `MissingExtra` if optuna or scipy is not installed.
-
-    Raises:
-        InputError: the budget has another type.
-        MissingExtra: optuna or scipy is not installed.
-    """
+    """Raise an error if optuna or scipy is not installed, or if `budget` is not a `StudyBudget`."""
     require_optuna()
     require("scipy.stats", purpose="a study", extra="study")
     if not isinstance(budget, StudyBudget):
@@ -138,21 +131,9 @@ def run_study(
     progress: bool,
     force: bool,
 ) -> Study:
-    """Train and compare the models of a study, or resume an interrupted study, and return the table of results.
-
-    Args:
-        definition: models and data of the study.
-        budget: limits of the study.
-        title: name of the data or model, stored with the table and shown above it.
-        baseline: the setting in use, if there is one, stored with the table.
-        left_out: one sentence for each invalid setting with the reason, stored with the table.
-        out: folder for the table and, without `optuna.storage`, for an SQLite database; None to save nothing.
-        optuna: database, name and pruner of the Optuna study.
-        progress: True to show a progress bar on standard error.
-        force: True to delete an existing study and start again, False to resume it.
-
-    Raises:
-        InputError: the folder or database has a study with other arguments; the time limit is too short.
+    """Train and compare the models of a study, or resume an interrupted study, and return the table of results, with
+    which `title` (name of the data or model), `baseline` and `left_out` (a sentence on each invalid setting) are
+    stored. Other arguments are as for `study`.
     """
     spec = definition.fingerprint(budget)
     if out is not None:
@@ -164,7 +145,6 @@ def run_study(
     ):
 
         def seconds_spent() -> float:
-            """Record that this process is still working, and return the seconds that the study has used so far."""
             store.update_session()
             return store.seconds_spent()
 
@@ -172,10 +152,11 @@ def run_study(
             plan = StudyPlan(**store.agree_on_plan(lambda: asdict(make_plan(definition, spec, budget, seconds_spent))))
             for name, value in spec.items():
                 if plan.spec.get(name) != value:
-                    expected = f"a study that was started with the same {name}"
-                    raise InputError(
-                        "out", expected=expected, got="another", remedy="--force (force=True) starts again"
+                    expected, remedy = (
+                        f"a study that was started with the same {name}",
+                        "--force (force=True) starts again",
                     )
+                    raise InputError("out", expected=expected, got="another", remedy=remedy)
             run_trials(store, definition, plan, budget, show_progress)
         metadata = {"model": {"name": title}, "settings": spec, "steps": plan.steps, "left_out": left_out}
         trials = store.finished()
@@ -187,9 +168,9 @@ def run_study(
 
 @contextmanager
 def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Context manager that shows a progress bar of a study and yields the function that updates it. The bar counts
-    seconds if the budget has a time limit, otherwise finished trainings. It is full at the end of a study, also if no
-    further training fits into the time limit. If not `shown`, there is no bar and the function does nothing.
+    """Context manager that yields a function, which updates a progress bar if it is `shown`. The bar counts seconds if
+    the budget has a time limit, otherwise finished trainings. It is full at the end of a study, also if no further
+    training fits into the time limit.
     """
     limit = budget.seconds
     total = len(store.settings) * (budget.max_trials + budget.seeds) if limit is None else round(limit)
@@ -197,9 +178,6 @@ def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> It
     with progress_bar("study", total, unit, shown=shown) as bar:
 
         def update() -> None:
-            """Set the progress bar to the study's progress in the database, at most once per second: the seconds spent
-            so far if the study has a time limit, otherwise the number of finished trainings.
-            """
             nonlocal shown_units, last_update
             if time.monotonic() - last_update < REFRESH_SECONDS:
                 return
@@ -213,11 +191,7 @@ def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> It
 
 
 def settings_to_compare(space: Any, baseline: Setting | None) -> tuple[Setting, ...]:
-    """Return the head settings of a space and the baseline setting, if there is one, sorted and without duplicates.
-
-    Raises:
-        InputError: `space` is neither a `Space` nor a sequence of settings, or has none.
-    """
+    """Return the head settings of a space and the baseline setting, if there is one, sorted and without duplicates."""
     settings = space.settings() if isinstance(space, Space) else tuple(space)
     if not settings or not all(isinstance(setting, Setting) for setting in settings):
         raise InputError("space", expected="a Space or a sequence of settings", got=repr(space))
@@ -225,18 +199,9 @@ def settings_to_compare(space: Any, baseline: Setting | None) -> tuple[Setting, 
 
 
 def split_batches(data: Iterable[Any], held_out: Iterable[Any] | None) -> tuple[Batches, Batches]:
-    """Return the training batches and the held-out batches as two lists. If `held_out` is None, every tenth batch of
-    `data` is held out and the others are training batches.
-
-    Raises:
-        InputError: there are no training batches or no held-out batches.
-    """
+    """Return the training batches and the held-out batches, by default every tenth batch of `data`."""
     batches = list(iterate_batches(data))
-    if held_out is not None:
-        training, judged = batches, list(iterate_batches(held_out))
-    else:
-        judged = batches[HELD_OUT // 2 :: HELD_OUT]
-        training = [batch for number, batch in enumerate(batches) if (number - HELD_OUT // 2) % HELD_OUT]
+    training, judged = (batches, list(iterate_batches(held_out))) if held_out is not None else every_nth(batches)
     if not training or not judged:
         expected = f"at least {HELD_OUT // 2 + 1} batches, of which one in {HELD_OUT} is held out"
         if held_out is not None:
@@ -245,11 +210,15 @@ def split_batches(data: Iterable[Any], held_out: Iterable[Any] | None) -> tuple[
     return training, judged
 
 
+def every_nth(examples: Sequence[Any], n: int = HELD_OUT) -> tuple[list[Any], list[Any]]:
+    """Return the examples without every n-th, and every n-th."""
+    return [each for number, each in enumerate(examples) if (number - n // 2) % n], list(examples[n // 2 :: n])
+
+
 @contextmanager
 def _database_url(out: Path | None, storage: str | None, *, force: bool) -> Iterator[str]:
-    """Context manager that yields the URL of the trial database: `storage` if it is set, else an SQLite file in the
-    folder `out`, else a temporary file that is deleted at the end. With `force`, the SQLite file and the results file
-    of an earlier study in `out` are deleted first.
+    """Context manager that yields the URL of the trial database: `storage`, or an SQLite file in the folder `out`, or
+    else a temporary file. With `force`, the database and results of an earlier study in `out` are deleted first.
     """
     if out is not None and force:
         for path in (out / f"{Study.NAME}.db", table_path(out, Study.NAME)):

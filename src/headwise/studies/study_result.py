@@ -53,8 +53,8 @@ class Recommendation:
 
 
 def comparable(losses: Losses) -> dict[Setting, list[float]]:
-    """Return the held-out losses of each setting as a list in the order of the seeds, for settings with at least one
-    loss and only finite ones. A seed is left out for all settings if any of these settings has no loss for it.
+    """Return the held-out losses of each setting in the order of the seeds, for settings with at least one loss and
+    only finite ones. A seed is left out for all settings if any of these settings has no loss for it.
     """
     finite = {setting: runs for setting, runs in losses.items() if runs and all(map(math.isfinite, runs.values()))}
     seeds = sorted(set.intersection(*(set(runs) for runs in finite.values()))) if finite else []
@@ -63,11 +63,11 @@ def comparable(losses: Losses) -> dict[Setting, list[float]]:
 
 def significant_difference(losses: Losses) -> float:
     """Return the smallest difference between the mean losses of two settings that is significant (at 95 %), by Tukey's
-    range test with seeds as blocks. It is NaN with fewer than two settings or fewer than two seeds.
+    range test with seeds as blocks; NaN with fewer than two settings or fewer than two seeds.
 
     All settings of a seed are trained on the same batches in the same order, so the effect that a seed has on all
-    settings is removed. The difference is `q sqrt(MSE / seeds)`, with q of the studentized range for k settings and
-    (k - 1)(seeds - 1) degrees of freedom, and MSE the mean square of the residuals of setting and seed (Tukey 1949).
+    settings is removed. The difference is `q sqrt(MSE / seeds)`, with q of the studentized range for k settings and (k
+    - 1)(seeds - 1) degrees of freedom, and MSE the mean square of the residuals of setting and seed (Tukey 1949).
     """
     table = list(comparable(losses).values())
     k, n = len(table), len(table[0]) if table else 0
@@ -86,10 +86,9 @@ def significant_difference(losses: Losses) -> float:
 
 
 def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]) -> bool:
-    """Return True if a setting with the statistics `one` is at least as good as a setting with the statistics `other`
-    in loss, time per step, decoding speed and cache size, and better in one of them. Times and speeds count as equal if
-    they differ by at most two standard errors of their difference; a statistic that one of the settings lacks is
-    ignored.
+    """Return True if a setting with the statistics `one` is at least as good as one with `other` in loss, time per
+    step, decoding speed and cache size, and better in one of them. Times and speeds count as equal if they differ by at
+    most two standard errors of their difference; a statistic that one of the settings lacks is ignored.
     """
     better = False
     for name in (*LOWER_IS_BETTER, *HIGHER_IS_BETTER):
@@ -106,15 +105,9 @@ def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]
 
 
 def recommend(losses: Losses, step_ms: Mapping[Setting, float], baseline: Setting | None) -> Recommendation:
-    """Return the recommendation of a study. Candidates are the head settings whose mean loss is not significantly
-    higher than the lowest; the candidate with the shortest training step is recommended. No setting is recommended if
-    every setting is a candidate, if the setting in use (`baseline`) is a candidate, or if the losses do not allow a
-    significance test.
-
-    Args:
-        losses: held-out losses by setting and seed.
-        step_ms: milliseconds per training step, by setting.
-        baseline: the setting in use, if there is one.
+    """Return the recommendation of a study from its held-out losses and the milliseconds per training step. Candidates
+    are the settings whose mean loss is not significantly higher than the lowest; of these the fastest to train is
+    recommended. None is if every setting or the `baseline` is a candidate, or if the losses allow no significance test.
     """
     compared, trained = comparable(losses), [setting for setting, runs in losses.items() if runs]
     # A setting that diverged once is worse than every other.
@@ -306,9 +299,7 @@ class Study(Table[SettingRow]):
         return axes
 
     def _draw_by_time(self, statistic: Any = "loss", *, ax: Any = None) -> "Axes":
-        """Draw a statistic against the time per training step: a point for each setting with its standard errors and
-        its name, blue if it is on the Pareto frontier.
-        """
+        """Draw a statistic against the time per training step; blue settings are on the Pareto frontier."""
         rows = self._rows_with(statistic)
         axes, frontier = axes_for(ax, 5.0, 3.8), self.frontier
         for row in rows:
@@ -323,11 +314,7 @@ class Study(Table[SettingRow]):
         return axes
 
     def _rows_with(self, statistic: Any) -> list[SettingRow]:
-        """Return the rows that have a value of a statistic.
-
-        Raises:
-            InputError: the study has no such statistic, or no setting has a value of it.
-        """
+        """Return the rows that have a value of a statistic."""
         require_statistic(statistic, self.statistics)
         rows = [row for row in self.rows if row.statistics[statistic].n]
         if not rows:
@@ -343,17 +330,9 @@ def collect_results(
     seeds: int,
     baseline: Setting | None,
 ) -> Study:
-    """Return the table of a study, with one row per head setting: the loss and other measurements of its final
-    trainings (with its best learning rate, one for each seed), averaged over seeds. Every trial is also listed in the
-    table's metadata.
-
-    Args:
-        trials: learning-rate trials and final trainings.
-        settings: settings of the rows, in order; one without final trainings has an empty row.
-        parameters: number of parameters of a model, by setting name.
-        metadata: title, fingerprint and number of steps, stored with the table.
-        seeds: number of final trainings that each setting should have.
-        baseline: setting in use.
+    """Return the table of a study, with one row per setting: the loss and other measurements of its final trainings, of
+    which there should be `seeds`, averaged over seeds. Every trial is also listed in the metadata. `parameters` has the
+    size of a model by setting name.
     """
     finals = [trial for trial in trials if trial.key.final]
     runs = [

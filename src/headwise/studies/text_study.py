@@ -8,7 +8,7 @@ and `view` work.
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +33,30 @@ from headwise.studies.model import (
     save_model,
 )
 from headwise.studies.space import Setting, Space, StudyBudget
-from headwise.studies.study import DEFAULT_OPTUNA, check_requirements, run_study, settings_to_compare
+from headwise.studies.study import (
+    DEFAULT_OPTUNA,
+    HELD_OUT,
+    check_requirements,
+    every_nth,
+    run_study,
+    settings_to_compare,
+)
 from headwise.studies.study_result import Study
 from headwise.studies.text_options import TextOptions
-from headwise.studies.training import DEFAULT_RECIPE, Batches, Measure, Recipe, StudyDefinition
+from headwise.studies.training import DEFAULT_RECIPE, Batches, Corpus, Measure, Recipe, StudyDefinition
 from headwise.studies.trials import OptunaOptions, require_database_url
 
-HELD_OUT, MAX_HELD_OUT = 10, 64
-"""One sequence in `HELD_OUT` is held out, but not more than `MAX_HELD_OUT`."""
+MAX_HELD_OUT = 64
+"""Largest number of examples that are held out."""
 
 PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 """Special tokens of a trained tokenizer."""
 
 
 def train_tokenizer(source: str | Path, column: str, vocabulary: int) -> Any:
-    """Train a byte-level byte-pair tokenizer (Sennrich et al. 2016) on the texts of the file or folder `source`, and
-    return it as a `transformers` tokenizer with at most `vocabulary` tokens. The same texts yield the same tokenizer.
-
-    Args:
-        source: file or folder: text, JSON lines, CSV or Parquet.
-        column: column with the text.
-        vocabulary: largest number of tokens.
-
-    Returns:
-        A `transformers` tokenizer with tokens for padding, end of text and masking.
-
-    Raises:
-        InputError: the data cannot be read or is empty; the vocabulary is smaller than the byte alphabet.
-        MissingExtra: `transformers` is not installed.
+    """Train a byte-level byte-pair tokenizer (Sennrich et al. 2016) on the texts of a file or folder, and return it as
+    a `transformers` tokenizer with at most `vocabulary` tokens, some of them for padding, end of text and masking. The
+    same texts yield the same tokenizer.
     """
     require("transformers", purpose="training a tokenizer", extra="hf")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -83,36 +79,8 @@ def train_tokenizer(source: str | Path, column: str, vocabulary: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, mask_token=MASK)
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Text prepared as data of a study for one task (next token, masked tokens or classification): training batches,
-    held-out batches, the loss function, and the label names of a classifier.
-
-    Attributes:
-        training: batches to train on.
-        held_out: batches to judge trained models by.
-        loss: `(model, batch) -> (batch,)`.
-        labels: labels of a classifier in the order of its classes; empty for other tasks.
-    """
-
-    training: Batches
-    held_out: Batches
-    loss: Loss
-    labels: tuple[str, ...] = ()
-
-
 def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Corpus:
-    """Read and tokenize the text in `source` for a task (next token, masked tokens or classification), and return it as
-    a `Corpus`: training batches, held-out batches and the loss function.
-
-    Args:
-        source: file or folder: text, JSON lines, CSV or Parquet.
-        tokenizer: a `transformers` tokenizer.
-        options: task, columns and sizes.
-
-    Raises:
-        InputError: the data cannot be read or is too small, or the tokenizer has no mask token for "mlm".
-    """
+    """Return the batches and the loss of the task of `options` on the text of a file or folder."""
     if options.task == "classify":
         return _classification_corpus(source, tokenizer, options)
     if options.task == "mlm" and tokenizer.mask_token_id is None:
@@ -136,12 +104,8 @@ def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Cor
 
 
 def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Corpus:
-    """Read labelled texts from JSON lines, CSV or Parquet, and return them as a `Corpus`: padded training and held-out
-    batches, the cross-entropy loss of a classifier, and the sorted label names. A class number is the index of a text's
-    label among these names. Blank texts are left out.
-
-    Raises:
-        InputError: a file without columns; too few texts; fewer than two labels.
+    """Return labelled texts from JSON lines, CSV or Parquet, without blank ones, as padded batches with the loss of a
+    classifier. A class number is the index of a label among the sorted labels.
     """
     Texts(source, tokenizer, options.context, "truncate", options.batch, None, options.column)  # checks its arguments
     label = options.label
@@ -162,9 +126,7 @@ def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOpti
         examples.append((torch.tensor(ids, dtype=torch.int64), classes.index(name)))
 
     def padded(group: Sequence[tuple[Tensor, int]]) -> dict[str, Any]:
-        """Combine labelled texts to one batch: `input_ids`, padded on the right to the longest text, `attention_mask`
-        (1 for tokens, 0 for padding), and `label` with one class number per text.
-        """
+        """Return labelled texts as a batch: padded `input_ids`, `attention_mask`, and class numbers in `label`."""
         sequences = [ids for ids, _ in group]
         ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -180,37 +142,28 @@ def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOpti
 
 
 def _split(examples: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split examples into two lists, training and held-out. Every tenth example is held out; of more than 640 examples,
-    every n-th, where n is the number of examples / 64, rounded up. The training examples are shuffled, always in the
-    same order.
+    """Split examples into training and held-out ones: every tenth, or of more than 640 every n-th, where n is the
+    number of examples / 64, rounded up. The training examples are shuffled, always in the same order.
     """
-    stride = max(HELD_OUT, -(-len(examples) // MAX_HELD_OUT))
-    held_out = list(examples[stride // 2 :: stride])
-    training = [example for number, example in enumerate(examples) if (number - stride // 2) % stride]
+    training, held_out = every_nth(examples, max(HELD_OUT, -(-len(examples) // MAX_HELD_OUT)))
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(0)).tolist()
     return [training[index] for index in order], held_out
 
 
 def _grouped(examples: Sequence[Any], batch: int) -> Iterator[Sequence[Any]]:
-    """Yield consecutive groups of exactly `batch` examples; examples left over at the end are dropped. If there are
-    fewer than `batch` examples in all, yield them as one smaller group.
-    """
+    """Yield consecutive groups of exactly `batch` examples, or all of fewer; the last examples may be left out."""
     for start in range(0, max(1, len(examples) - batch + 1), batch):
         yield examples[start : start + batch]
 
 
 def class_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """Return the cross-entropy, in nats, between a classifier's logits and the correct class, one value for each text
-    in the batch.
-    """
+    """Return the cross-entropy, in nats, between a classifier's logits and the correct class of each text."""
     inputs = {name: value for name, value in batch.items() if name != "label"}
     return F.cross_entropy(model(**inputs), batch["label"], reduction="none")
 
 
 def accuracy(model: nn.Module, batches: Batches) -> float:
-    """Return the share of texts in all batches for which a classifier's largest logit is that of the correct class,
-    with the model in evaluation mode.
-    """
+    """Return the share of texts in all batches for which a classifier's largest logit is that of the correct class."""
     correct = total = 0
     with evaluation_mode(model), torch.no_grad():
         for batch in batches:
@@ -305,9 +258,7 @@ def study_texts(
     models, has_old_models = writable_folder(out) / "models", force
 
     def save(model: nn.Module, setting: Setting, seed: int) -> None:
-        """Save a trained transformer with its tokenizer in Hugging Face format, to a folder such as `8x64-kv2-seed-1`
-        (head setting and seed). With `force`, first delete the models of an earlier study, once.
-        """
+        """Save a model to a folder such as `8x64-kv2-seed-1`; with `force`, first delete those of an earlier study."""
         nonlocal has_old_models
         if has_old_models:
             shutil.rmtree(models, ignore_errors=True)
@@ -317,12 +268,9 @@ def study_texts(
         save_model(model, tokenizer, folder, context=text.context, labels=corpus.labels)
 
     def build_model(setting: Setting) -> Transformer:
-        """Return an untrained transformer with the heads of `setting`, on the chosen device."""
         return Transformer(shape, setting).to(target)
 
-    definition = StudyDefinition(
-        build_model, settings, corpus.training, corpus.held_out, corpus.loss, recipe, measures, save, seed
-    )
+    definition = StudyDefinition(build_model, settings, corpus, recipe, measures, save, seed)
     result = run_study(
         definition,
         budget.in_steps(text.batch * text.context),

@@ -7,13 +7,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from headwise.analysis.losses import Loss, loss_per_example, name_of_loss
+from headwise.analysis.losses import Loss, loss_per_example, name_of_loss, options_of_loss
 from headwise.checks import finite_number, pair_of, probability, whole_number
 from headwise.data.batches import device_of, digest_of, evaluation_mode, to_device
 from headwise.errors import InputError
@@ -88,9 +88,8 @@ DEFAULT_RECIPE = Recipe()
 """Recipe that is used by default."""
 
 
-@dataclass
-class TrainingResult:
-    """Result of a training: the mean loss over the last tenth of its steps, and the duration of each step in seconds.
+class TrainingResult(NamedTuple):
+    """Result of a training.
 
     Attributes:
         loss: mean training loss over the last tenth of the steps.
@@ -98,20 +97,16 @@ class TrainingResult:
     """
 
     loss: float
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float]
 
     @property
     def step_seconds(self) -> float:
-        """Median duration of a training step in seconds, without the first two steps, which are slower. If there are at
-        most two steps, it is the median of all steps.
-        """
+        """Median seconds of a step, without the first two, which are slower, if there are others."""
         return statistics.median(self.seconds[UNTIMED_STEPS:] or self.seconds)
 
 
 def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Return the model that `build` creates after torch is seeded with `seed`; torch's random state is restored
-    afterwards.
-    """
+    """Return the model that `build` creates with torch seeded by `seed`; the random state is then restored."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build()
@@ -128,25 +123,13 @@ def train(
     recipe: Recipe = DEFAULT_RECIPE,
     after_step: Callable[[int], None] = lambda _step: None,
 ) -> TrainingResult:
-    """Train a model in place, on its device, for `steps` optimizer steps of one batch each. The order of the batches is
-    random and depends on `seed` alone. Return the mean loss over the last tenth of the steps and the duration of each
-    step.
-
-    Args:
-        model: model to train.
-        batches: training batches; each is used once before any is used again.
-        loss: `(model, batch) -> (batch,)`, whose mean is minimized. If it has a method `reseeded(seed)`, each step
-            uses `loss.reseeded(step)`, so that a masked-token loss masks other tokens each time.
-        steps: number of optimizer steps.
-        rate: peak learning rate.
-        seed: seed of the batch order, and of random numbers in the model, such as dropout.
-        recipe: optimizer and schedule.
-        after_step: called after each step with the number of steps so far.
+    """Train a model in place for `steps` optimizer steps of one batch each, in an order that depends on `seed` alone.
+    Return the mean loss over the last tenth of the steps and the duration of each step. A loss with a method
+    `reseeded`, such as a masked-token loss, is reseeded with the number of each step.
     """
     whole_number("steps", steps, least=1)
     optimizer, device, order = recipe.optimizer(model), device_of(model), batch_order(len(batches), seed)
-    result, averaged_steps = TrainingResult(math.nan), max(1, steps // 10)
-    total = 0.0
+    seconds, total, averaged_steps = [], 0.0, max(1, steps // 10)
     model.train()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -165,16 +148,13 @@ def train(
                 total += mean.item() / averaged_steps
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            result.seconds.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
             after_step(step + 1)
-    result.loss = total
-    return result
+    return TrainingResult(total, seconds)
 
 
 def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> float:
-    """Return the mean loss of a model over all examples of all batches, with the model in evaluation mode; NaN if any
-    loss is NaN.
-    """
+    """Return the mean loss of a model in evaluation mode over all examples of all batches; NaN if any loss is NaN."""
     total, examples, device = 0.0, 0, device_of(model)
     with evaluation_mode(model), torch.no_grad():
         for batch in batches:
@@ -184,9 +164,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> float:
 
 
 def batch_order(number: int, seed: int) -> Iterator[int]:
-    """Yield indices from 0 to `number` - 1 without end: each pass over all of them is in a new random order drawn from
-    the seed.
-    """
+    """Yield indices from 0 to `number` - 1 without end: each pass is in a new random order drawn from the seed."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(number, generator=generator).tolist()
@@ -206,17 +184,30 @@ TrainedCallback = Callable[[nn.Module, Setting, int], None]
 
 
 @dataclass(frozen=True)
+class Corpus:
+    """Data of a study, and its loss.
+
+    Attributes:
+        training: batches to train on.
+        held_out: batches on which the losses of trained models are compared.
+        loss: `(model, batch) -> (batch,)`.
+        labels: labels of a classifier in the order of its classes; empty for other tasks.
+    """
+
+    training: Batches
+    held_out: Batches
+    loss: Loss
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class StudyDefinition:
-    """Everything that defines a study except its budget: the head settings to compare, the function that builds a model
-    for a setting, the batches, loss, training recipe and base seed. It also contains functions that measure a trained
-    model, and a callback that receives each model after its final training, with the best learning rate of its setting.
+    """Everything that defines a study except its budget.
 
     Attributes:
         build_model: returns an untrained model with the heads of a setting.
         settings: settings to compare, in order.
-        training: batches to train on.
-        held_out: batches on which the losses of trained models are compared.
-        loss: `(model, batch) -> (batch,)`.
+        corpus: batches and loss.
         recipe: optimizer and learning-rate schedule.
         measures: additional numbers of each trained model, by name.
         on_trained: called with each trained model that is compared; None to call nothing.
@@ -225,41 +216,40 @@ class StudyDefinition:
 
     build_model: Callable[[Setting], nn.Module]
     settings: tuple[Setting, ...]
-    training: Batches
-    held_out: Batches
-    loss: Loss
+    corpus: Corpus
     recipe: Recipe
     measures: Mapping[str, Measure]
     on_trained: TrainedCallback | None
     seed: int
 
     def build(self, setting: Setting, seed: int) -> nn.Module:
-        """Return an untrained model with the heads of `setting`, whose weights are drawn after torch is seeded with
-        `seed`.
-        """
+        """Return an untrained model with the heads of `setting`, with weights drawn from `seed`."""
         return build_seeded(lambda: self.build_model(setting), seed)
 
+    def train(
+        self, model: nn.Module, steps: int, rate: float, seed: int, after_step: Callable[[int], None]
+    ) -> TrainingResult:
+        """Train a model on the study's batches, with its loss and recipe, as the function `train` does."""
+        options: Any = {"steps": steps, "rate": rate, "seed": seed, "recipe": self.recipe, "after_step": after_step}
+        return train(model, self.corpus.training, self.corpus.loss, **options)
+
     def fingerprint(self, budget: StudyBudget) -> dict[str, Any]:
-        """Return the values that identify a study as plain JSON values by name: the settings, the shapes of the
-        parameters, the contents of the batches, the loss, the recipe, the seed, and the steps and trials of the budget.
-        A stored study can be resumed only if all of them are equal.
-        """
-        parts = [
-            part for batch in (*self.training, {"": None}, *self.held_out) for item in batch.items() for part in item
-        ]
+        """Return the plain JSON values, by name, that must be equal for a stored study to be resumed."""
+        batches = (*self.corpus.training, {"": None}, *self.corpus.held_out)
         models = [self.build(setting, self.seed).named_parameters() for setting in self.settings]
         shapes = ((name, tuple(parameter.shape)) for model in models for name, parameter in model)
         fingerprint: dict[str, Any] = {
             "space": [setting.name for setting in self.settings],
             "model": digest_of(shapes),
-            "data": digest_of(parts),
-            "loss": name_of_loss(self.loss),
+            "data": digest_of(part for batch in batches for item in batch.items() for part in item),
+            "loss": name_of_loss(self.corpus.loss),
+            "loss options": options_of_loss(self.corpus.loss),
             "steps": budget.steps,
             "trials": budget.trials,
             "recipe": asdict(self.recipe),
             "seed": self.seed,
-            "training batches": len(self.training),
-            "held-out batches": len(self.held_out),
+            "training batches": len(self.corpus.training),
+            "held-out batches": len(self.corpus.held_out),
         }
         as_read_back: dict[str, Any] = json.loads(json.dumps(fingerprint))
         return as_read_back
@@ -267,22 +257,9 @@ class StudyDefinition:
     def run_trial(
         self, key: TrialKey, steps: int, after_step: Callable[[], None], trial: Any, rate: float
     ) -> tuple[float, dict[str, Any]]:
-        """Train the model of a trial. Return its held-out loss (infinite if training diverged) and further measurements
-        by name: the trial's seconds and, for a final training, training loss, milliseconds per step and the measures of
-        the study. A model from a final training is also passed to `on_trained`.
-
-        A learning-rate trial is evaluated on some held-out batches at half and at three quarters of its steps; Optuna's
-        pruner may stop it there, and it is stopped if its loss is not finite.
-
-        Args:
-            key: the trial.
-            steps: number of training steps.
-            after_step: called after each training step.
-            trial: the trial as Optuna's object.
-            rate: peak learning rate.
-
-        Raises:
-            optuna.TrialPruned: the trial is stopped early.
+        """Train the model of a trial, and return its held-out loss (infinite if training diverged) and further
+        measurements by name. A learning-rate trial is evaluated on some held-out batches at half and at three quarters
+        of its steps, and raises `optuna.TrialPruned` there if Optuna's pruner stops it, or if its loss is not finite.
         """
         start = time.perf_counter()
         seed = self.seed + (key.number if key.final else 0)
@@ -290,29 +267,20 @@ class StudyDefinition:
         pruning_steps = set() if key.final else {math.ceil(share * steps) for share in PRUNING_POINTS} - {steps}
 
         def after_each_step(step: int) -> None:
-            """Call `after_step`; at some steps of a learning-rate trial, stop the trial if its loss is too high."""
             after_step()
             if step in pruning_steps:
-                loss = evaluate(model, self.held_out[:PRUNING_BATCHES], self.loss)
+                loss = evaluate(model, self.corpus.held_out[:PRUNING_BATCHES], self.corpus.loss)
                 if math.isfinite(loss):
                     trial.report(loss, step)
                 if not math.isfinite(loss) or trial.should_prune():
                     raise require_optuna().TrialPruned
 
-        result = train(
-            model,
-            self.training,
-            self.loss,
-            steps=steps,
-            rate=rate,
-            seed=seed,
-            recipe=self.recipe,
-            after_step=after_each_step,
-        )
-        loss = evaluate(model.eval(), self.held_out, self.loss)
+        result = self.train(model, steps, rate, seed, after_each_step)
+        loss = evaluate(model.eval(), self.corpus.held_out, self.corpus.loss)
         measured: dict[str, Any] = {}
         if key.final:
-            measured["train_loss"] = evaluate(model, self.training[: len(self.held_out)], self.loss)
+            as_many = self.corpus.training[: len(self.corpus.held_out)]
+            measured["train_loss"] = evaluate(model, as_many, self.corpus.loss)
             measured["step_ms"] = 1000 * result.step_seconds
             measured |= {name: float(measure(model)) for name, measure in self.measures.items()}
             if self.on_trained is not None:

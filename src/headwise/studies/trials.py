@@ -65,8 +65,7 @@ class OptunaOptions:
 
 @dataclass(frozen=True)
 class TrialKey:
-    """Identity of a trial, which is one training of a study: its head setting, its stage (learning-rate trial, or final
-    training with the best learning rate), and its number within this setting and stage.
+    """Identity of a trial, which is one training of a study.
 
     Attributes:
         setting: heads of the trained model.
@@ -80,16 +79,13 @@ class TrialKey:
 
     @property
     def name(self) -> str:
-        """Name that distinguishes the trial from others of its head setting: `search NUMBER` for a learning-rate trial,
-        `seed NUMBER` for a final training.
-        """
+        """Name of the trial within its setting: `search NUMBER` for a learning rate, `seed NUMBER` for a final one."""
         return f"{'seed' if self.final else 'search'} {self.number}"
 
 
 @dataclass(frozen=True)
 class FinishedTrial:
-    """Result of a trial (one training of a study) that is complete or was stopped early: its learning rate, held-out
-    loss and further measurements.
+    """Result of a trial that is complete or was stopped early.
 
     Attributes:
         key: identity of the trial.
@@ -108,21 +104,9 @@ class FinishedTrial:
 
 
 class TrialStore:
-    """Trials (trainings) of one study in Optuna's database, which several processes share. The store claims and runs
-    trials in this process, and returns the results of all processes. It also stores what all processes agree on: the
-    plan, which states the number of steps of each training; the number of learning rates tried for each head setting,
-    once no more will be tried; and the working time of each process.
-
-    Args:
-        url: URL of the database, such as sqlite:///study.db.
-        options: name of the study, whose trials of each setting are Optuna's study `name/setting`; and its pruner.
-        settings: settings that are compared.
-        rates: smallest and largest learning rate.
-        force: delete an existing study with the same name.
-
-    Raises:
-        InputError: the database cannot be opened.
-        MissingExtra: optuna is not installed.
+    """Trials of one study in Optuna's database, which several processes share: those of a setting are in Optuna's study
+    `name/setting`. The store also has what all processes agree on: the plan, the number of learning rates of each
+    setting, once no more will be tried, and the working time of each process.
     """
 
     def __init__(
@@ -155,9 +139,7 @@ class TrialStore:
     # -- agreements between processes ---------------------------------------------------------------------------------
 
     def agree_on_plan(self, make_plan: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the plan of the study that is stored in the database, as a dictionary. If none is stored yet, call
-        `make_plan` and store its result; if another process has stored one meanwhile, return that one.
-        """
+        """Return the plan in the database; if there is none, store that of `make_plan`, unless another was faster."""
         if not self._root.get_trials(deepcopy=False):
             trial = self._optuna.trial.create_trial(value=0.0, user_attrs={"plan": make_plan()})
             with quiet():
@@ -167,16 +149,12 @@ class TrialStore:
 
     @property
     def search_sizes(self) -> Mapping[str, int] | None:
-        """Number of learning-rate trials of each head setting, by setting name, if the learning-rate search has been
-        closed for all processes; None while that search may still add trials.
-        """
+        """Number of learning-rate trials by setting name, once the search is closed for all; before, None."""
         sizes: Mapping[str, int] | None = self._root.user_attrs.get(SEARCH_SIZES)
         return sizes
 
     def close_search(self, sizes: Mapping[Setting, int]) -> None:
-        """End the learning-rate search for all processes, by storing `sizes`, the number of learning-rate trials of
-        each setting, in the database.
-        """
+        """End the learning-rate search for all processes: store the number of learning-rate trials of each setting."""
         self._root.set_user_attr(SEARCH_SIZES, {setting.name: number for setting, number in sizes.items()})
 
     # -- working time -------------------------------------------------------------------------------------------------
@@ -192,9 +170,7 @@ class TrialStore:
         self._root.set_user_attr(self._session, [self._start, time.time(), "left"])
 
     def seconds_spent(self) -> float:
-        """Return the seconds during which at least one process worked on the study, by the clocks of the processes;
-        time during which several processes worked is counted once.
-        """
+        """Return the seconds, by the clocks of the processes, during which at least one worked on the study."""
         total, covered_until = 0.0, -math.inf
         for start, end, *_ in sorted(self._sessions()):
             total += max(0.0, end - max(start, covered_until))
@@ -202,29 +178,23 @@ class TrialStore:
         return total
 
     def active_processes(self) -> int:
-        """Return the number of processes, at least 1, that are working on the study now: those that recorded a sign of
-        life in the last 10 seconds and did not record that they have stopped.
-        """
+        """Return the number of processes, at least 1, with a sign of life in the last 10 seconds and no stop."""
         now = time.time()
         active = [session for session in self._sessions() if len(session) == 2 and now - session[1] < 2 * HEARTBEAT]
         return max(1, len(active))
 
     def _sessions(self) -> list[Any]:
-        """Return the working time of each process: `[start, last sign of life]`, followed by "left" if the process has
-        stopped.
-        """
+        """Return the working time of each process: `[start, last sign of life]`, and then "left" if it has stopped."""
         return [value for name, value in self._root.user_attrs.items() if name.startswith(SESSION)]
 
     # -- trials -------------------------------------------------------------------------------------------------------
 
     def running(self) -> set[TrialKey]:
-        """Return the keys of the trials (trainings) that any process is running now."""
+        """Return the keys of the trials that any process is running now."""
         return {key for key, trial in self._living() if not trial.state.is_finished()}
 
     def finished(self) -> list[FinishedTrial]:
-        """Return the results of all trials (trainings) that are complete or were stopped early, in the order of the
-        settings and, within a setting, in the order in which the trials were started.
-        """
+        """Return the results of all trials that are complete or were stopped early, in the order of `_living`."""
         results = []
         for key, trial in self._living():
             if trial.state.is_finished():
@@ -235,17 +205,13 @@ class TrialStore:
         return results
 
     def best_rate(self, setting: Setting) -> float | None:
-        """Return the best learning rate found for a head setting: that of the learning-rate trial with the lowest
-        finite held-out loss, among those that were not stopped early; None if there is none.
-        """
+        """Return the learning rate of a setting's complete search trial with the lowest finite loss, or None."""
         searched = [trial for trial in self.finished() if trial.key.setting == setting and not trial.key.final]
         complete = [trial for trial in searched if math.isfinite(trial.loss) and not trial.pruned]
         return min(complete, key=lambda trial: trial.loss).rate if complete else None
 
     def fail_stale_trials(self) -> None:
-        """Mark each running trial as failed whose process has stopped sending heartbeats, so that the trial can be
-        claimed again.
-        """
+        """Mark each running trial as failed whose process sends no heartbeats, so that it can be claimed again."""
         with quiet():
             for study in self._studies.values():
                 self._optuna.storages.fail_stale_trials(study)
@@ -253,18 +219,9 @@ class TrialStore:
     def run_trial(
         self, key: TrialKey, objective: Callable[["optuna.Trial", float], tuple[float, dict[str, Any]]], seed: int
     ) -> None:
-        """Claim the trial `key` for this process, run `objective`, which trains a model, and store the result. The
-        learning rate is the next one of the search or, for a final training, the best one found. If another process
-        claims the same trial, nothing is run.
-
-        Args:
-            key: trial to run.
-            objective: `(trial, rate) -> (loss, measured)`: trains a model at a learning rate, and returns its loss and
-                further measurements by name; it may raise `optuna.TrialPruned`.
-            seed: seed of the learning-rate search.
-
-        Raises:
-            InputError: a final training of a setting for which every learning rate diverged.
+        """Claim the trial `key` for this process, run `objective`, which trains a model at a learning rate and returns
+        its loss and further measurements by name, and store the result. The learning rate is the next one of the search
+        or, for a final training, the best one found. If another process claims the same trial, nothing is run.
         """
         exceptions, samplers = self._optuna.exceptions, self._optuna.samplers
         if key.final:
@@ -281,9 +238,7 @@ class TrialStore:
         errors: list[BaseException] = []
 
         def claim_and_run(trial: "optuna.Trial") -> float:
-            """Run the training `key`, the argument of the enclosing method, as an Optuna trial, and return its loss; or
-            NaN if another process claims this training, so that Optuna marks the trial as failed.
-            """
+            """Run the trial and return its loss, or NaN if another process claims it: Optuna marks it as failed."""
             trial.set_user_attr(KEY, key.name)
             while others := [
                 other for other_key, other in self._living() if other_key == key and other.number != trial.number
@@ -314,9 +269,7 @@ class TrialStore:
             raise errors[0]
 
     def _living(self) -> Iterator[tuple[TrialKey, Any]]:
-        """Yield the key and the Optuna trial of each trial that is running, complete or was stopped early, in the order
-        of the settings and, within a setting, in the order in which the trials were started.
-        """
+        """Yield key and Optuna trial of each trial that runs or ended without failing, by setting and start."""
         states = self._optuna.trial.TrialState
         for setting, study in self._studies.items():
             for trial in study.get_trials(deepcopy=False, states=(states.RUNNING, states.COMPLETE, states.PRUNED)):
@@ -329,13 +282,8 @@ class TrialStore:
 
 
 def open_storage(url: str) -> Any:
-    """Open the database at a URL as an Optuna storage in which running trials send heartbeats. Missing tables are
-    created. If the database cannot be opened, up to 5 attempts are made, since other processes may be creating the same
-    tables.
-
-    Raises:
-        InputError: the URL is invalid, or the database cannot be used.
-        MissingExtra: optuna is not installed.
+    """Return the database at a URL as an Optuna storage in which running trials send heartbeats. Missing tables are
+    created, in up to 5 attempts, since other processes may be creating the same ones.
     """
     optuna = require_optuna()
     from sqlalchemy.exc import ArgumentError, SQLAlchemyError
@@ -357,12 +305,8 @@ def open_storage(url: str) -> Any:
 
 
 def require_database_url(url: str) -> None:
-    """Raise `InputError` if a URL is not that of a database, or if the Python package that connects to such databases
-    (the driver) is not installed. No connection is made.
-
-    Raises:
-        InputError: the URL cannot be used; the message does not contain its password.
-        MissingExtra: optuna is not installed.
+    """Raise an error, without the password in the URL, if a URL is not that of a database, or if the Python package
+    that connects to such databases (the driver) is not installed. No connection is made.
     """
     require_optuna()
     from sqlalchemy.engine import make_url
@@ -381,9 +325,7 @@ def require_database_url(url: str) -> None:
 
 
 def _unusable(url: str, expected: str, error: BaseException) -> InputError:
-    """Return the error for the URL of a database that cannot be used, with the first line of the reason. The password
-    in the URL is hidden, wherever it occurs.
-    """
+    """Return the error for an unusable database, with the first line of the reason and without the password."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     got = f"{without_passwords(url)!r}: {without_passwords_of(url, reason)}"
     return InputError("storage", expected=expected, got=got)
@@ -396,9 +338,7 @@ def require_optuna() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager in which Optuna's log messages (except critical ones) and its warnings about experimental
-    features are suppressed.
-    """
+    """Context manager in which Optuna logs critical messages alone and does not warn of experimental features."""
     optuna = require_optuna()
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(logging.CRITICAL)

@@ -7,7 +7,7 @@ derivatives of every example: each has gates of its own.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, HeadOutput, SiteKey
 from headwise.intercept.sites import SiteRegistry
+from headwise.runs.checkpoint import storable
 from headwise.runs.data_pass import Pass, SiteProgress
 from headwise.runs.rows import HeadRow, moment_estimates
 from headwise.shapes import Bool, Float
@@ -152,6 +153,7 @@ def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
     gates.warn_of_unread()
 
 
+@storable
 @dataclass
 class GradientProgress(SiteProgress):
     """Partial result of a gradient-based importance method in one process.
@@ -163,13 +165,6 @@ class GradientProgress(SiteProgress):
 
     totals: dict[str, float] = field(default_factory=dict)
     counted: RunningMoments = field(default_factory=lambda: _zeros(torch.zeros(0, dtype=torch.bool), None))
-
-    def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"counted": asdict(self.counted)}
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Any:
-        return super().from_dict(fields | {"counted": RunningMoments.from_dict(fields["counted"])})
 
 
 @dataclass(frozen=True)

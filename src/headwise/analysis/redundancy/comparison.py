@@ -15,6 +15,7 @@ from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation
 from headwise.intercept.output_projection import output_projection
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.streams import PADDED_QUERIES_UNKNOWN
+from headwise.runs.checkpoint import storable
 from headwise.runs.data_pass import SiteProgress
 from headwise.shapes import Float
 
@@ -40,6 +41,7 @@ LARGEST_EXPECTATION = 0.05
 """Largest expected number of pairs of unrelated heads at the threshold that is not named."""
 
 
+@storable
 @dataclass
 class ComparisonProgress(SiteProgress):
     """Partial result of a comparison of heads in one process: running sums of the outputs of every two sites that were
@@ -50,22 +52,6 @@ class ComparisonProgress(SiteProgress):
     products: dict[tuple[SiteKey, SiteKey], OutputProducts] = field(default_factory=dict)
     distances: dict[SiteKey, WeightDistances] = field(default_factory=dict)
     rounding: dict[SiteKey, float] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the progress as plain containers and tensors for a checkpoint."""
-        return super().to_dict() | {
-            "products": [(tuple(a), tuple(b), sums.to_dict()) for (a, b), sums in self.products.items()],
-            "distances": [(tuple(site), sums.to_dict()) for site, sums in self.distances.items()],
-            "rounding": [(tuple(site), rounding) for site, rounding in self.rounding.items()],
-        }
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Any:
-        """Create the progress from the dictionary that `to_dict` returned."""
-        products = {(SiteKey(*a), SiteKey(*b)): OutputProducts.from_dict(sums) for a, b, sums in fields["products"]}
-        distances = {SiteKey(*site): WeightDistances.from_dict(sums) for site, sums in fields["distances"]}
-        rounding = {SiteKey(*site): rounding for site, rounding in fields["rounding"]}
-        return super().from_dict(fields | {"products": products, "distances": distances, "rounding": rounding})
 
 
 class HeadComparison(SiteRegistry):

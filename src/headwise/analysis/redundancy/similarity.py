@@ -10,25 +10,12 @@ from torch import Tensor
 
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.errors import require
+from headwise.runs.checkpoint import storable
 from headwise.shapes import Bool, Float
 
 
-class RunningSums:
-    """Running sums of a pass over data, all attributes of which are numbers, tensors, and lists and tuples of these."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the sums as plain containers and tensors for a checkpoint."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Any:
-        """Create the sums from the dictionary that `to_dict` returned."""
-        sums = cls.__new__(cls)
-        vars(sums).update(fields)
-        return sums
-
-
-class OutputProducts(RunningSums):
+@storable
+class OutputProducts:
     """Running sums over the tokens of several batches, for every head of a first and every head of a second attention
     module. They give, for each such pair of heads, the dependence of the two heads' outputs (the Hilbert-Schmidt
     independence criterion), and the mean cosine between the vectors that the two heads write into the residual stream.
@@ -177,7 +164,8 @@ def chance_of(threshold: float, tokens: int) -> float:
     return float(max(of_many, of_one))
 
 
-class WeightDistances(RunningSums):
+@storable
+class WeightDistances:
     """Running mean, over query rows, of the Jensen-Shannon distance between the attention weights of every two heads of
     an attention site (a module's self- or cross-attention). The whole attention matrix is not needed.
 
