@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import headwise as hw
-from headwise.analysis.head_pass import measure_sequences, pass_data
+from headwise.analysis.head_pass import measure_sequences, pass_data, require_finite_outputs
 from headwise.cli.loading import RunFlags
 from headwise.cli.options import Top
-from headwise.data.batches import call_model
+from headwise.data.batches import call_model, documents_of
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.statistics.columns import Column
@@ -27,14 +27,18 @@ def mean_reach(model, dataset, *, out: str | Path | None = None, force=False, pr
     def measure_batch(batch):
         with hw.watch(data.model) as heads:
             call_model(data.model, batch)
-        of_sites = {record.site: record.latest_tallies()[0].means()["distance"].double() for record in heads.records}
-        return heads.records, {site: {"reach": distances - 1} for site, distances in of_sites.items()}
+        require_finite_outputs(heads.nonfinite, data.model, batch)
+        values = {}
+        for record in heads.records:
+            (tally,) = record.latest_tallies()  # there are several of a module that attends several times
+            values[record.site] = {"reach": tally.means()["distance"].double() - 1}
+        return heads.records, values
 
     def make_table(registry, values, metadata):
-        rows = []
+        rows, documents = [], documents_of(dataset)
         for record, labels in registry.head_labels():
             of_head = values[record.site]["reach"][:, labels["head"]].tolist()
-            rows.append(HeadRow(**labels, statistics={"reach": MeanEstimate.of(of_head)}))
+            rows.append(HeadRow(**labels, statistics={"reach": MeanEstimate.of(of_head, documents)}))
         return Reach(tuple(rows), metadata)
 
     options = {"out": out, "force": force, "progress": progress, "title": title}
