@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import headwise as hw
-from headwise.analysis.head_pass import measure_sequences, pass_data, require_finite_outputs
+from headwise.analysis.head_pass import measure_sequences, pass_data
 from headwise.cli.loading import RunFlags
 from headwise.cli.options import Top
 from headwise.data.batches import call_model, documents_of
@@ -27,7 +27,6 @@ def mean_reach(model, dataset, *, out: str | Path | None = None, force=False, pr
     def measure_batch(batch):
         with hw.watch(data.model) as heads:
             call_model(data.model, batch)
-        require_finite_outputs(heads.nonfinite, data.model, batch)
         values = {}
         for record in heads.records:
             (tally,) = record.latest_tallies()  # there are several of a module that attends several times

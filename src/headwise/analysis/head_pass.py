@@ -1,6 +1,6 @@
 """Passes of a model over data that measure statistics of its heads: what all of them need."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,7 +206,7 @@ class SequenceProgress(SiteProgress):
 
 def measure_sequences(
     data: PassData,
-    measure_batch: Callable[[dict[str, Any]], tuple[Iterable[SiteRecord], dict[SiteKey, SequenceValues]]],
+    measure_batch: Callable[[dict[str, Any]], tuple[Sequence[SiteRecord], dict[SiteKey, SequenceValues]]],
     table_type: type[TableT],
     make_table: Callable[[SiteRegistry, dict[SiteKey, SequenceValues], dict[str, Any]], TableT],
     **options: Any,
@@ -223,7 +223,9 @@ def measure_sequences(
         done = SequenceProgress(records=data_pass.resumed.records, values=data_pass.resumed.values)
 
         def process_batch(batch: dict[str, Any], _clusters: Clusters) -> None:
-            records, values = measure_batch(to_device(batch, device))
+            batch = to_device(batch, device)
+            records, values = measure_batch(batch)
+            require_finite_outputs([each.site.path for each in records if each.nonfinite_rows], data.model, batch)
             registry.merge(SiteRecord(each.site, each.layer, each.heads, each.kv_heads) for each in records)
             done.records, done.values[done.batches] = registry.records, values
 
