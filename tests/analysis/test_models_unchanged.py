@@ -37,7 +37,7 @@ def state_of(model):
         (
             module.training,
             sorted(vars(module)),
-            {name: list(each) for name, each in vars(module).items() if "hook" in name},
+            {name: list(each) for name, each in vars(module).items() if "_hooks" in name},
         )
         for module in model.modules()
     ]
