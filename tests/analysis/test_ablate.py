@@ -1,7 +1,5 @@
 """Ablation effects, compared with gates that are set one by one; interrupted runs that resume."""
 
-import math
-import statistics as numbers
 import sys
 
 import pytest
@@ -12,6 +10,7 @@ import tiny
 from headwise.cli import app as cli
 from headwise.data.batches import NumberedBatches
 from headwise.runs import checkpoint
+from jackknife import jackknife
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -41,10 +40,7 @@ def by_hand(model, loss, values):
 
 
 def same(measured, values):
-    present = [value for value in values if not math.isnan(value)]
-    assert measured.n == len(present)
-    assert measured.value == pytest.approx(numbers.fmean(present), abs=1e-12)
-    assert measured.sem == pytest.approx(numbers.stdev(present) / len(present) ** 0.5, abs=1e-12)
+    assert measured == pytest.approx(jackknife(values), abs=1e-12)
 
 
 def test_costs_of_single_heads_are_those_of_gates():

@@ -290,14 +290,8 @@ def test_inputs_are_checked_before_the_weights_are_loaded(command, more, sentenc
         (("ablate", "--units", "roles"), "roles: expected the folder of a profile if, and only if, --units is roles"),
         (("ablate", "--units", "roles", "--roles", "no"), "profile: expected a folder with a readable profile.parquet"),
         (("ablate", "--units", "head"), "Invalid value for '--units': expected one of heads, layers, groups, roles"),
-        (
-            ("ablate", "--loss", "accuracy"),
-            "Invalid value for '--loss': expected one of next-token, masked",
-        ),
-        (
-            ("ablate", "--replacement", "random"),
-            "Invalid value for '--replacement': expected one of zero, uniform",
-        ),
+        (("ablate", "--loss", "accuracy"), "Invalid value for '--loss': expected one of next-token, masked"),
+        (("ablate", "--replacement", "random"), "Invalid value for '--replacement': expected one of zero, uniform"),
         (
             ("ablate", "--units", "layers", "--html", "page.html"),
             "html: expected --units heads, whose effects a page shows, got --units layers",

@@ -177,7 +177,7 @@ def embedding_product(trace: RunTrace, factors: StreamFactors, *, with_logits: b
         raise NotLinearError(f"embeddings of {vocabulary} tokens, and logits of {len(unembedding)}")
     if factors.of_embedding is None:
         raise NotLinearError("a token embedding that is not added to what the heads read, such as one with a norm")
-    product = torch.zeros((), dtype=torch.float64, device=device)
+    product = torch.zeros(factors.shape[-1], factors.shape[-1], dtype=torch.float64, device=device)
     for start in range(0, vocabulary, TOKENS_AT_ONCE):
         stop = min(start + TOKENS_AT_ONCE, vocabulary)
         ids = torch.arange(start, stop, device=device)[None]
@@ -186,7 +186,10 @@ def embedding_product(trace: RunTrace, factors: StreamFactors, *, with_logits: b
         if not torch.allclose(rows, reversed_rows, rtol=TOLERANCE, atol=TOLERANCE * float(rows.abs().max())):
             raise NotLinearError("a token embedding that depends on the places of the tokens")
         rows = rows * factors.of_embedding
-        product = product + rows.mT @ (rows if unembedding is None else unembedding[start:stop])
+        if unembedding is None:
+            product.addmm_(rows.mT, rows)
+        else:
+            product += rows.mT @ unembedding[start:stop]
     return product
 
 
