@@ -117,8 +117,8 @@ def choose_fastest(problem: Problem) -> Choice:
         lse = "torch's operator for the log-sum-exp is no part of programs" if problem.return_lse else None
         reason = fused.why_not(problem) or lse
         backend: Backend = fused if reason is None else reference
-        candidates = (Candidate(fused.name, reason), Candidate(reference.name, None))
-        return Choice(backend.name, RECORDED, candidates, backend.run)
+        both = (Candidate(fused.name, reason), Candidate(reference.name, None))
+        return Choice(backend.name, RECORDED, both, backend.run)
     if problem.q.device.type == "cuda":
         return _choose_on_gpu(problem)
     reasons = {backend.name: backend.why_not(problem) for backend in (native, fused, blockwise)}

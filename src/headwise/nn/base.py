@@ -20,6 +20,7 @@ from headwise.attention.rotary import Rotary
 from headwise.attention.tensors import Outputs, Queries, QueryPositions, Weights
 from headwise.checks import float_dtype, positions_argument
 from headwise.errors import InputError
+from headwise.nn.linear_engine import reset_linear
 from headwise.nn.options import QKNorm, Scores
 from headwise.shapes import Float, Int
 
@@ -126,8 +127,13 @@ class AttentionLayer(nn.Module):
         for name, shape in (self.scores or PLAIN_SCORES).parameter_shapes(maps).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if shape else None)
 
-    def _reset_score_parameters(self) -> None:
-        """Set learned sink logits to 0, temperatures to 1, and talking-heads matrices to the identity."""
+    def _reset_all(self, stacked: str, widths: tuple[int, ...]) -> None:
+        """Initialise all parameters; `stacked` is the name of a projection with parts of these widths."""
+        for name, module in self.named_children():
+            if isinstance(module, nn.Linear):
+                reset_linear(module, widths if name == stacked else (module.out_features,))
+            elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
+                module.reset_parameters()
         for parameter, initialise in (
             (self.sinks, nn.init.zeros_),
             (self.temperature, nn.init.ones_),
@@ -136,6 +142,12 @@ class AttentionLayer(nn.Module):
         ):
             if parameter is not None:
                 initialise(parameter)
+
+    def _shown(self, *names: str) -> str:
+        """Return the attributes with these names as text, except None and modules, which `repr` adds."""
+        values = {name: getattr(self, name) for name in names}
+        shown = {name: value for name, value in values.items() if not isinstance(value, nn.Module | None)}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
     def _score_parameters(self, head_dim: int) -> ScoreParameters:
         """Return the parameters of the scores for one call. The default scale follows from `head_dim`; the learned

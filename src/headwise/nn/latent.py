@@ -30,7 +30,7 @@ from headwise.checks import finite_number, flag, float_dtype, probability, size_
 from headwise.errors import InputError
 from headwise.nn import layout
 from headwise.nn.base import AttentionLayer, HeadsAndWeights, LayerCall, apply_norm
-from headwise.nn.linear_engine import has_hooks, project, reset_linear
+from headwise.nn.linear_engine import has_hooks, project
 from headwise.nn.options import Scores
 from headwise.shapes import Bool, Float, Int
 
@@ -144,12 +144,7 @@ class LatentAttention(AttentionLayer):
         """Initialise weights uniformly after Glorot and Bengio 2010, biases and sinks with 0, norm weights and
         temperatures with 1, and talking-heads matrices with the identity.
         """
-        for name, module in self.named_children():
-            if isinstance(module, nn.Linear):
-                reset_linear(module, (self.kv_rank, self.rotary_dim) if name == "kv_down" else (module.out_features,))
-            elif isinstance(module, nn.RMSNorm):
-                module.reset_parameters()
-        self._reset_score_parameters()
+        self._reset_all("kv_down", (self.kv_rank, self.rotary_dim))
 
     # -- from x to the output ---------------------------------------------------------------------------------
 
@@ -274,10 +269,5 @@ class LatentAttention(AttentionLayer):
 
     def extra_repr(self) -> str:
         """Return the sizes and options of the layer as text, for `repr`."""
-        sizes: dict[str, Any] = {"num_heads": self.num_heads, "kv_rank": self.kv_rank}
-        if self.q_rank is not None:
-            sizes["q_rank"] = self.q_rank
-        sizes |= {"head_dim": self.head_dim, "rotary_dim": self.rotary_dim, "value_dim": self.value_dim}
-        options = {name: getattr(self, name) for name in ("rotary", "scores", "mask")}
-        sizes |= {name: value for name, value in options.items() if value is not None}
-        return ", ".join(f"{name}={value!r}" for name, value in sizes.items())
+        sizes = ("num_heads", "kv_rank", "q_rank", "head_dim", "rotary_dim", "value_dim")
+        return self._shown(*sizes, "rotary", "scores", "mask")

@@ -37,7 +37,7 @@ from headwise.checks import flag, float_dtype, probability, size_argument
 from headwise.errors import InputError
 from headwise.nn import layout
 from headwise.nn.base import AttentionLayer, HeadsAndWeights, LayerCall, apply_norm
-from headwise.nn.linear_engine import plain_parameters, project, projections, reset_linear
+from headwise.nn.linear_engine import plain_parameters, project, projections
 from headwise.nn.options import OutputGate, QKNorm, Scores
 from headwise.shapes import Bool, Float, Int
 
@@ -207,12 +207,7 @@ class MultiHeadAttention(AttentionLayer):
 
         A `position_bias` may be shared by several layers and is not changed.
         """
-        for name, module in self.named_children():
-            if isinstance(module, nn.Linear):
-                reset_linear(module, self.qkv_widths if name == "qkv_proj" else (module.out_features,))
-            elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
-                module.reset_parameters()
-        self._reset_score_parameters()
+        self._reset_all("qkv_proj", self.qkv_widths)
 
     # -- from x to the output ---------------------------------------------------------------------------------
 
@@ -556,14 +551,10 @@ class MultiHeadAttention(AttentionLayer):
 
     def extra_repr(self) -> str:
         """Return the sizes and options of the layer as text, for `repr`."""
-        sizes = {"num_heads": self.num_heads}
-        if self.num_kv_heads != self.num_heads:
-            sizes["num_kv_heads"] = self.num_kv_heads
-        sizes |= {"head_dim": self.head_dim, "value_dim": self.value_dim}
-        options = {name: getattr(self, name) for name in ("rotary", "position_bias", "scores", "output_gate", "mask")}
-        shown = {name: option for name, option in options.items() if option is not None}
-        shown = {name: option for name, option in shown.items() if not isinstance(option, nn.Module)}
-        return ", ".join(f"{name}={value!r}" for name, value in (sizes | shown).items())
+        sizes = ["num_heads", "num_kv_heads", "head_dim", "value_dim"]
+        if self.num_kv_heads == self.num_heads:
+            sizes.remove("num_kv_heads")
+        return self._shown(*sizes, "rotary", "position_bias", "scores", "output_gate", "mask")
 
 
 def _with_batch(tensor: Float[Tensor, "*batch length width"]) -> Float[Tensor, "batch length width"]:
