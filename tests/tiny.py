@@ -105,3 +105,7 @@ def family(name: str, implementation: str) -> torch.nn.Module:
     return with_distinct_heads(
         transformers.T5EncoderModel(config) if name.startswith("t5") else transformers.AutoModel.from_config(config)
     )
+
+
+FAMILIES = [(name, way) for name in configs() for way in ("sdpa", "eager") if way == "eager" or name not in EAGER_ONLY]
+"""Names of `configs` with each attention implementation that transformers has for them."""

@@ -10,3 +10,12 @@ def kernels_count_as_faster(monkeypatch):
 
     monkeypatch.setattr(accelerated_sdpa, "_why_slower", lambda problem, hides_nothing: None)
     monkeypatch.setattr(accelerated_sdpa, "_reasons", {})
+
+
+@pytest.fixture
+def no_grad():
+    """Record no gradients during a test."""
+    import torch
+
+    with torch.no_grad():
+        yield

@@ -55,7 +55,6 @@ class SelfAttention(nn.Module):
         return self.way(q, k, v)
 
     def forward(self, x):
-        self.x = x
         return self.output(self, *map(split, self.qkv(x).chunk(3, -1)))
 
 

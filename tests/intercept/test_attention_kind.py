@@ -4,14 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from self_attention import merge, split
 from torch import nn
 
 import headwise as hw
 from tiny import TOKENS
 
-
-def split(x, heads=3):
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Attention(nn.Module):
@@ -27,7 +26,7 @@ class Attention(nn.Module):
         q, k = split(self.q(tokens + positions)), split(self.k(others + key_positions))
         v = split(self.v(others if values is None else values))
         heads = (q @ k.mT * 0.3).softmax(-1) @ v if self.softmax else F.scaled_dot_product_attention(q, k, v)
-        return self.out(heads.transpose(1, 2).flatten(2))
+        return self.out(merge(heads))
 
 
 X, Y, P, Z = torch.randn(2, 7, 24), torch.randn(2, 5, 24), torch.randn(2, 7, 24), torch.randn(2, 7, 24)
@@ -65,40 +64,11 @@ class Caller(nn.Module):
 
 @pytest.mark.parametrize("softmax", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-@torch.no_grad()
 def test_the_kind_follows_from_the_sources_of_queries_and_keys(name, softmax):
     call, kind = CALLS[name]
     model = Caller(Attention(softmax=softmax), call)
     with hw.watch(model) as heads:
         model(X, Y, P)
-    assert {row["kind"] for row in heads.rows()} == {kind}
-
-
-class Joint(nn.Module):
-    """Attention over two streams with projections of their own, concatenated on both sides, or only in the keys."""
-
-    def __init__(self, both):
-        super().__init__()
-        self.first, self.second, self.both = nn.Linear(24, 72), nn.Linear(24, 72), both
-
-    def forward(self, x, y):
-        (q, k, v), (q2, k2, v2) = (
-            map(split, project(z).chunk(3, -1)) for project, z in ((self.first, x), (self.second, y))
-        )
-        q = torch.cat([q, q2], 2) if self.both else q
-        return F.scaled_dot_product_attention(q, torch.cat([k, k2], 2), torch.cat([v, v2], 2))
-
-
-class JointAttention(Joint):
-    pass
-
-
-@pytest.mark.parametrize(("both", "kind"), [(True, "self"), (False, "cross")])
-@torch.no_grad()
-def test_joint_attention_of_two_streams_is_self_attention(both, kind):
-    model = JointAttention(both)
-    with hw.watch(model) as heads:
-        model(X, Y)
     assert {row["kind"] for row in heads.rows()} == {kind}
 
 
@@ -119,7 +89,6 @@ class Perceiver(nn.Module):
 
 
 @pytest.mark.parametrize("softmax", [False, True])
-@torch.no_grad()
 def test_latents_that_attend_to_an_input_and_themselves_are_cross_attention(softmax):
     model = Perceiver(softmax)
     with hw.watch(model) as heads:
@@ -129,7 +98,6 @@ def test_latents_that_attend_to_an_input_and_themselves_are_cross_attention(soft
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-@torch.no_grad()
 def test_torchs_transformer_has_cross_attention_also_of_one_input_with_itself(is_same):
     model = nn.Transformer(24, 3, 2, 2, 37, batch_first=True).eval()
     with hw.watch(model) as heads:
@@ -151,7 +119,6 @@ class DetrLayer(nn.Module):
         return x + self.cross(x + positions, memory + memory_positions, memory)[0]
 
 
-@torch.no_grad()
 def test_positions_added_in_front_of_torchs_layer_do_not_change_the_kind():
     class Model(nn.Module):
         def __init__(self):
@@ -173,7 +140,6 @@ def test_positions_added_in_front_of_torchs_layer_do_not_change_the_kind():
     assert kinds == {f"layers.{i}.{name}": name.replace("own", "self") for i in range(2) for name in ("own", "cross")}
 
 
-@torch.no_grad()
 def test_cached_keys_stay_self_attention_and_cached_context_stays_cross_attention():
     sizes = {"d_model": 24, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
     attention = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, "forced_eos_token_id": None}
@@ -195,12 +161,11 @@ class SharedKeys(nn.Module):
 
     def forward(self, x):
         q, k, v = map(split, self.qkv(x).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.out(merge(F.scaled_dot_product_attention(q, k, v)))
         return F.scaled_dot_product_attention(split(self.q(x)), k, v)
 
 
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")
-@torch.no_grad()
 def test_shared_keys_stay_self_attention():
     model = SharedKeys()
     with hw.watch(model) as heads:
@@ -213,7 +178,6 @@ class Core(nn.Module):
         return F.scaled_dot_product_attention(a, b, c)
 
 
-@torch.no_grad()
 def test_a_module_that_gets_projected_queries_and_keys_has_the_kind_of_their_sources():
     class Model(nn.Module):
         def __init__(self):
@@ -230,7 +194,6 @@ def test_a_module_that_gets_projected_queries_and_keys_has_the_kind_of_their_sou
     assert {row["module"]: row["kind"] for row in heads.rows()} == {"core": "self", "cross": "cross"}
 
 
-@torch.no_grad()
 def test_a_kind_that_is_unknown_is_named():
     class Attention(nn.Module):
         def forward(self, _):

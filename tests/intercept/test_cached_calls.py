@@ -16,6 +16,8 @@ from sequences_alone import (
     weights_alone,
 )
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 LENGTH, SLOTS = 11, 17
 UNKNOWN_SEQUENCES = "it is unknown which sequences some calls with cached keys continue"
 CHUNKS = {"steps": (5, *range(6, LENGTH + 1)), "chunks": (3, 7, LENGTH), "at once": (LENGTH,)}
@@ -85,7 +87,6 @@ def run(model, x, chunks):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("kind", ["appended", "preallocated", "cut"])
-@torch.no_grad()
 def test_cached_calls_continue_their_sequences(kind, chunks, fused):
     torch.manual_seed(1)
     model, first, second = Cached(kind, fused), torch.randn(2, LENGTH, WIDTH), torch.randn(1, LENGTH, WIDTH)
@@ -99,7 +100,6 @@ def test_cached_calls_continue_their_sequences(kind, chunks, fused):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@torch.no_grad()
 def test_a_cache_that_drops_old_keys(fused):
     torch.manual_seed(1)
     model, x = Cached("dropping", fused), torch.randn(2, LENGTH, WIDTH)
@@ -113,7 +113,6 @@ def test_a_cache_that_drops_old_keys(fused):
     require_statistics(heads.rows(), mean_statistics(weights))
 
 
-@torch.no_grad()
 def test_sequences_that_move_in_the_batch_as_in_beam_search():
     torch.manual_seed(1)
     model, x = Cached("appended", True), torch.randn(3, LENGTH, WIDTH)
@@ -131,7 +130,6 @@ def test_sequences_that_move_in_the_batch_as_in_beam_search():
     require_statistics(heads.rows(), mean_statistics(weights))
 
 
-@torch.no_grad()
 def test_a_mask_that_starts_at_the_first_key_does_not_fit_appended_keys():
     """The flag `is_causal` of SDPA hides the cached keys from the first new token, so that positions are unclear."""
     torch.manual_seed(1)
@@ -155,7 +153,6 @@ def test_a_mask_that_starts_at_the_first_key_does_not_fit_appended_keys():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@torch.no_grad()
 def test_alternating_caches_are_named(fused):
     torch.manual_seed(1)
     model, first, second = Cached("appended", fused), torch.randn(2, LENGTH, WIDTH), torch.randn(2, LENGTH, WIDTH)
@@ -185,7 +182,6 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")
-@torch.no_grad()
 def test_cross_attention_with_cached_keys_continues_its_sequences():
     torch.manual_seed(1)
     model, x, memory, state = Decoder(), torch.randn(2, LENGTH, WIDTH), torch.randn(2, 5, WIDTH), {}

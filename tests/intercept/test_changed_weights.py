@@ -9,6 +9,8 @@ from torch import nn
 
 import headwise as hw
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 HIDDEN = torch.ones(7, 7).tril() == 0
 
 
@@ -39,7 +41,6 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("change", AVERAGES)
-@torch.no_grad()
 def test_masked_weights_are_observed(change):
     torch.manual_seed(0)
     model, x = nn.Sequential(Block(AVERAGES[change])), torch.randn(2, 7, WIDTH)
@@ -50,7 +51,6 @@ def test_masked_weights_are_observed(change):
 
 
 @pytest.mark.parametrize("change", OTHERS)
-@torch.no_grad()
 def test_weights_that_average_no_keys_are_named(change):
     torch.manual_seed(0)
     model, x = nn.Sequential(Block(OTHERS[change])), torch.randn(2, 7, WIDTH)
@@ -69,7 +69,6 @@ class TwoSteps(Block):
         return self.out_proj(merge(F.scaled_dot_product_attention(q, agents, values)))
 
 
-@torch.no_grad()
 def test_modules_in_which_the_output_of_attention_is_the_values_of_another_are_named():
     torch.manual_seed(0)
     model, x = nn.Sequential(TwoSteps(None)), torch.randn(2, 7, WIDTH)
@@ -90,7 +89,6 @@ class Difference(Block):
 
 
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")
-@torch.no_grad()
 def test_columns_that_two_layers_share_are_not_gated_for_one_of_them():
     torch.manual_seed(0)
     model, x = nn.Sequential(Difference(None)), torch.randn(2, 7, WIDTH)

@@ -1,34 +1,32 @@
 """Activation checkpointing of watched and gated models: gradients and statistics are those without checkpointing."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from self_attention import HEADS, LENGTH, WIDTH, SelfAttention, merge, sdpa, softmax
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from headwise.intercept.heads import Heads
 
-WIDTH, HEADS, LENGTH, BATCH = 33, 3, 7, 2
+BATCH = 2
 
 
-class Attention(nn.Module):
-    """Self-attention by SDPA or by a softmax of its own."""
+class Attention(SelfAttention):
+    """Self-attention, and a sum with its input."""
 
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.qkv, self.out_proj, self.way, self.num_heads = nn.Linear(WIDTH, 99), nn.Linear(WIDTH, WIDTH), way, HEADS
+    num_heads = HEADS
+
+    def __init__(self, way):
+        super().__init__(way, lambda module, q, k, v: module.out_proj(merge(way(q, k, v))))
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        if self.way == "sdpa":
-            out = F.scaled_dot_product_attention(q, k, v)
-        else:
-            out = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
-        return x + self.out_proj(out.transpose(1, 2).flatten(2))
+        return x + super().forward(x)
 
 
 class TorchAttention(nn.Module):
@@ -48,7 +46,8 @@ class Model(nn.Module):
     def __init__(self, way: str, use_reentrant: bool | None) -> None:
         super().__init__()
         kinds = {"torch": TorchAttention, "ours": lambda: hw.MultiHeadAttention(WIDTH, HEADS)}
-        self.layers = nn.ModuleList(kinds.get(way, lambda: Attention(way))() for _ in range(2))
+        kinds |= {"sdpa": lambda: Attention(sdpa), "softmax": lambda: Attention(softmax)}
+        self.layers = nn.ModuleList(kinds[way]() for _ in range(2))
         self.use_reentrant = use_reentrant
 
     def forward(self, x):
@@ -90,6 +89,7 @@ def hooks_of(model: nn.Module) -> list[dict]:
     return [dict(hooks) for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
 
 
+@functools.cache
 def gradients(way: str, use_reentrant: bool | None, backward: str, watched: bool) -> tuple[list, list]:
     """Return all gradients of a run under a gate, those of the gate's values last, and the statistics."""
     model = model_of(way, use_reentrant)

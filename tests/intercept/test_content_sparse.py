@@ -10,6 +10,8 @@ from torch import nn
 import headwise as hw
 from sequences_alone import WIDTH, Attention, mean_statistics, require_statistics
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 LENGTH, SELECTED = 13, 3
 RIGHT = torch.arange(LENGTH) < torch.tensor([[LENGTH], [11]])
 GLOBAL = torch.eye(LENGTH).bool() | (torch.arange(LENGTH) == 4) | (torch.arange(LENGTH) == 4)[:, None]
@@ -64,7 +66,6 @@ def model_and_input(per_head, fused):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("per_head", [True, False])
-@torch.no_grad()
 def test_tokens_whose_keys_no_query_selects_count(per_head, fused):
     model, x = model_and_input(per_head, fused)
     with hw.watch(model) as heads:
@@ -75,7 +76,6 @@ def test_tokens_whose_keys_no_query_selects_count(per_head, fused):
 @pytest.mark.parametrize("name", ["padding_mask", "attention_mask"])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("per_head", [True, False])
-@torch.no_grad()
 def test_padding_among_unselected_keys_is_that_of_the_argument(per_head, fused, name):
     model, x = model_and_input(per_head, fused)
     with hw.watch(model) as heads:
@@ -84,7 +84,6 @@ def test_padding_among_unselected_keys_is_that_of_the_argument(per_head, fused, 
     require_statistics(heads.rows(), mean_statistics(alone))
 
 
-@torch.no_grad()
 def test_padding_that_contradicts_a_content_sparse_mask_is_named():
     model, x = model_and_input(False, True)
     model.forward, forward = lambda x, attention_mask: forward(x), model.forward
@@ -93,7 +92,6 @@ def test_padding_that_contradicts_a_content_sparse_mask_is_named():
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@torch.no_grad()
 def test_padding_of_a_mask_by_position_is_found_without_an_argument(pattern):
     torch.manual_seed(2)
     model, x, visible = Attention(), torch.randn(2, LENGTH, WIDTH), PATTERNS[pattern]
@@ -122,7 +120,6 @@ class ByMask(nn.Module):
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["sdpa", "softmax"])
-@torch.no_grad()
 def test_layers_with_equal_masks_have_the_padding_of_their_own_arguments(fused):
     torch.manual_seed(0)
     model = nn.ModuleList([ByMask(fused), ByMask(fused)])

@@ -10,6 +10,8 @@ from torch import nn
 import headwise as hw
 import tiny
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 ORDER = torch.tensor([2, 0, 1])
 WAYS = {"softmax": softmax, "SDPA": sdpa}
 PLACES = ORDER[None, :, None, None].expand(2, -1, LENGTH, DIM)
@@ -164,7 +166,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("route", ["softmax", "SDPA"])
 @pytest.mark.parametrize("way", REFUSED)
-@torch.no_grad()
 def test_heads_without_columns_of_their_own_are_named(way, route):
     torch.manual_seed(0)
     project, reason = REFUSED[way]
@@ -215,7 +216,6 @@ REACHED = [reordered_back, queries_reordered, minus_a_share, assigned_by_sequenc
 
 @pytest.mark.parametrize("route", ["softmax", "SDPA"])
 @pytest.mark.parametrize("way", REACHED)
-@torch.no_grad()
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")  # its input is not the heads' output
 def test_heads_with_columns_of_their_own_are_reported(way, route):
     torch.manual_seed(0)
@@ -232,7 +232,6 @@ def normed(module, q, k, v):
     return module.out_proj(out * out.square().mean(-1, keepdim=True).rsqrt())
 
 
-@torch.no_grad()
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")
 def test_a_norm_of_all_heads_is_not_a_sum_of_softmaxes():
     torch.manual_seed(0)
@@ -266,7 +265,6 @@ class BothProjected(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")
-@torch.no_grad()
 def test_outputs_of_two_modules_that_share_a_projection_have_columns_of_their_own():
     model, x = BothProjected(), torch.randn(2, LENGTH, WIDTH)
     with hw.watch(model) as heads:
@@ -288,7 +286,6 @@ class Outer(nn.Module):
         return self.out_proj(self.core(q, k, v) - 0.4 * self.core(k, q, v))
 
 
-@torch.no_grad()
 def test_outputs_of_two_calls_of_a_module_that_are_added_are_withdrawn():
     model = nn.Sequential(Outer(), nn.Identity(), SelfAttention())
     x = torch.randn(2, LENGTH, WIDTH)
@@ -319,7 +316,6 @@ REARRANGED = {
 
 
 @pytest.mark.parametrize("way", REARRANGED)
-@torch.no_grad()
 def test_heads_that_a_model_of_transformers_reorders_are_named(way):
     model = tiny.model("decoder")
     attention = model.layers[1].self_attn

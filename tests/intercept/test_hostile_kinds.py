@@ -5,15 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from self_attention import merge, split
 from torch import nn
 
 import headwise as hw
 
 X, Y, Z = torch.randn(2, 7, 24), torch.randn(2, 7, 24), torch.randn(2, 5, 24)
-
-
-def split(x):
-    return x.unflatten(-1, (3, 8)).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -29,7 +26,7 @@ class Attention(nn.Module):
         context = x if context is None else context
         q, k, v = split(self.q(x)), split(self.k(context)), split(self.v(context))
         heads = (q @ k.mT).softmax(-1) @ v if self.softmax else F.scaled_dot_product_attention(q, k, v)
-        return self.out(heads.transpose(1, 2).flatten(2))
+        return self.out(merge(heads))
 
 
 class Case(nn.Module):
@@ -53,7 +50,7 @@ class SumsOfLayers(Case):
         weights = self.weights(x).unflatten(-1, (3, 2)).softmax(-1)
         of_q, of_k, of_v = self.norm(torch.einsum("lbnd,bnvl->vbnd", layers, weights)).unbind(0)
         q, k, v = split(self.b.q(of_q)), split(self.b.k(of_k)), split(self.b.v(of_v))
-        return self.b.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.b.out(merge(F.scaled_dot_product_attention(q, k, v)))
 
 
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")
@@ -187,7 +184,7 @@ class SharedKeys(nn.Module):
     def forward(self, x, shared):
         k, v = shared if self.kv is None else map(split, self.kv(x).chunk(2, -1))
         heads = F.scaled_dot_product_attention(split(self.q(x)), k, v, is_causal=True)
-        return self.out(heads.transpose(1, 2).flatten(2)), (k, v)
+        return self.out(merge(heads)), (k, v)
 
 
 class KeysOfAnEarlierStream(KeysOfAnEarlierLayer):
@@ -253,7 +250,7 @@ class JointAttention(nn.Module):
         (q, k, v), (q2, k2, v2) = (map(split, part) for part in (self.x(x).chunk(3, -1), self.y(y).chunk(3, -1)))
         q = torch.cat([q, q2], 2) if self.both else q
         heads = F.scaled_dot_product_attention(q, torch.cat([k, k2], 2), torch.cat([v, v2], 2))
-        return self.out(heads.transpose(1, 2).flatten(2))
+        return self.out(merge(heads))
 
 
 class ContextBesideTheInput(Case):

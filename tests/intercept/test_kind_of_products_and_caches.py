@@ -5,13 +5,10 @@ selected tokens.
 import pytest
 import torch
 import torch.nn.functional as F
+from self_attention import merge, split
 from torch import nn
 
 import headwise as hw
-
-
-def split(x):
-    return x.unflatten(-1, (3, -1)).transpose(1, 2)
 
 
 def kinds_of(model, *arguments, **options):
@@ -69,7 +66,7 @@ class LatentAttention(nn.Module):
             visible = torch.arange(keys) <= torch.arange(keys - length, keys)[:, None]
         k, v = map(split, self.up(cache["latents"]).chunk(2, -1))
         heads = F.scaled_dot_product_attention(split(self.q(x)), k, v, attn_mask=visible)
-        return self.out(heads.transpose(1, 2).flatten(2))
+        return self.out(merge(heads))
 
 
 @pytest.mark.parametrize("is_static", [False, True])
@@ -109,7 +106,7 @@ class LatentWindow(LatentAttention):
         keys, queries = torch.arange(latents.shape[1]), torch.arange(latents.shape[1])[-x.shape[1] :, None]
         visible = (keys <= queries) & (keys > queries - 5)
         heads = F.scaled_dot_product_attention(split(self.q(x)), k, v, attn_mask=visible)
-        return self.out(heads.transpose(1, 2).flatten(2))
+        return self.out(merge(heads))
 
 
 @torch.no_grad()
@@ -202,7 +199,7 @@ class Routed(nn.Module):
             q = torch.zeros_like(q).index_add(0, order, q)
         k, v = map(split, self.kv(x).chunk(2, -1))
         heads = F.scaled_dot_product_attention(split(q.view_as(x)), k, v)
-        return self.out(heads.transpose(1, 2).flatten(2))
+        return self.out(merge(heads))
 
 
 def test_queries_that_experts_project_are_named_and_their_kind_can_be_stated():

@@ -5,13 +5,14 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from self_attention import DIM, HEADS, require_gate
 from test_watch import require_statistics
 from torch import nn
 
 import headwise as hw
 
-HEADS, VALUE_DIM, LENGTH, WINDOW = 3, 5, 14, 7
-WIDTH, WINDOWS = HEADS * VALUE_DIM, LENGTH // WINDOW
+LENGTH, WINDOW = 14, 7
+WINDOWS = LENGTH // WINDOW
 
 # Axes: b sequences, h heads, w windows, n positions in a window, q queries, k keys, d features of a head.
 LAYOUTS = {
@@ -45,7 +46,7 @@ class Attention(nn.Module):
     def __init__(self, layout: str, route: str, batch: int = 2, heads: int = HEADS, windows: int = WINDOWS):
         super().__init__()
         self.order, self.route, self.sizes = LAYOUTS[layout], route, (batch, heads, windows if "w" in layout else 1)
-        width = heads * VALUE_DIM
+        width = heads * DIM
         self.qkv, self.out_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x):
@@ -53,7 +54,7 @@ class Attention(nn.Module):
         length = x.shape[1] // windows
         parts = [part.reshape(batch, windows, length, heads, -1) for part in self.qkv(x).chunk(3, -1)]  # b w n h d
         q, k, v = parts
-        weights = (torch.einsum("bwnhd,bwmhd->bwhnm", q, k) * VALUE_DIM**-0.5).exp()
+        weights = (torch.einsum("bwnhd,bwmhd->bwhnm", q, k) * DIM**-0.5).exp()
         self.weights = (weights / weights.sum(-1, keepdim=True)).flatten(0, 1).detach()
         self.outputs = torch.einsum("bwhnm,bwmhd->bwhnd", weights / weights.sum(-1, keepdim=True), v).flatten(0, 1)
         order = self.order if windows > 1 or "w" in self.order else self.order.replace("q", "wn")
@@ -62,10 +63,10 @@ class Attention(nn.Module):
             out = F.scaled_dot_product_attention(q, k, v)
         elif self.route == "einsum":
             out = torch.einsum(
-                "...nm,...md->...nd", (torch.einsum("...nd,...md->...nm", q, k) * VALUE_DIM**-0.5).softmax(-1), v
+                "...nm,...md->...nd", (torch.einsum("...nd,...md->...nm", q, k) * DIM**-0.5).softmax(-1), v
             )
         else:
-            out = torch.softmax(q @ k.transpose(-1, -2) * VALUE_DIM**-0.5, dim=-1) @ v
+            out = torch.softmax(q @ k.transpose(-1, -2) * DIM**-0.5, dim=-1) @ v
         return self.out_proj(self.merged(out, order))
 
     def merged(self, out, order):
@@ -73,8 +74,8 @@ class Attention(nn.Module):
         batch, heads, windows = self.sizes
         sizes = {"b": batch, "h": heads, "w": windows, "n": out.shape[-2] // (windows if "wn" in order else 1)}
         letters = order.replace(" ", "")
-        out = out.reshape(*(sizes[letter] for letter in letters), VALUE_DIM)
-        return out.permute(*(letters.index(letter) for letter in "bwnh"), -1).reshape(batch, -1, heads * VALUE_DIM)
+        out = out.reshape(*(sizes[letter] for letter in letters), DIM)
+        return out.permute(*(letters.index(letter) for letter in "bwnh"), -1).reshape(batch, -1, heads * DIM)
 
 
 def require_right(attention: Attention, batch: int) -> None:
@@ -83,18 +84,14 @@ def require_right(attention: Attention, batch: int) -> None:
     model, heads = nn.Sequential(attention).eval(), attention.sizes[1]
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
-    x = torch.randn(batch, LENGTH, heads * VALUE_DIM)
+    x = torch.randn(batch, LENGTH, heads * DIM)
     plain = model(x)
     with hw.watch(model) as watched:
         assert torch.equal(model(x), plain)
     require_statistics(watched, [attention.weights])
     norms = attention.outputs.norm(dim=-1).mean(-1).mean(0)
     assert [row["output_norm"] for row in watched.rows()] == pytest.approx(norms.tolist(), rel=1e-5)
-    with hw.gate(model, {("0", heads - 1): 0.0}):
-        gated = model(x)
-    weight = attention.out_proj.weight
-    weight[:, (heads - 1) * VALUE_DIM :] = 0.0
-    torch.testing.assert_close(gated, model(x))
+    require_gate(model, x, head=heads - 1)
 
 
 @torch.no_grad()

@@ -9,6 +9,8 @@ from torch import nn
 import headwise as hw
 from oracles import statistics_of
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 HEADS, WIDTH = 3, 21
 LENGTHS = (11, 7)
 REAL = torch.arange(11) < torch.tensor(LENGTHS)[:, None]
@@ -60,7 +62,6 @@ def require_statistics(rows, expected, tolerance=1e-4):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("hidden", [-1e4, -1e9, "smallest"])
-@torch.no_grad()
 def test_finite_numbers_hide_padding(hidden, dtype):
     model, x = made(dtype)
     number = torch.finfo(dtype).min if hidden == "smallest" else hidden
@@ -71,7 +72,6 @@ def test_finite_numbers_hide_padding(hidden, dtype):
     require_statistics(heads.rows(), statistics_of_each_alone(model, x), tolerance)
 
 
-@torch.no_grad()
 def test_a_sequence_whose_rows_are_all_hidden_does_not_count():
     """The causal mask and the mask of padding on the left are added, so that the first rows hide every key."""
     model, x = made()
@@ -89,7 +89,6 @@ def test_a_sequence_whose_rows_are_all_hidden_does_not_count():
         assert row == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-@torch.no_grad()
 def test_a_bias_that_grows_with_the_distance_hides_nothing():
     model, x = made()
     at = torch.arange(11)
@@ -100,7 +99,6 @@ def test_a_bias_that_grows_with_the_distance_hides_nothing():
     assert row["evenness"] == pytest.approx(row["entropy"] / math.log(11), abs=1e-6)
 
 
-@torch.no_grad()
 def test_a_mask_that_multiplies_the_weights_hides_keys():
     model, x = made()
     with hw.watch(model) as heads:
@@ -124,7 +122,6 @@ class Flattened(Attention):
         return self.out(heads.transpose(1, 2).flatten(2))
 
 
-@torch.no_grad()
 def test_weights_that_are_filled_with_zeros_may_be_viewed():
     torch.manual_seed(3)
     model, x = Flattened(), torch.randn(2, 11, WIDTH)
@@ -136,7 +133,6 @@ def test_weights_that_are_filled_with_zeros_may_be_viewed():
         assert row["confidence"] == pytest.approx(float(sum(found)) / 2, rel=1e-4)
 
 
-@torch.no_grad()
 def test_a_weight_that_underflows_is_visible():
     """In float16, some weights are 0 although no mask hides their keys."""
     model, x = made()

@@ -39,6 +39,8 @@ CONTEXTS = {
 @pytest.mark.parametrize("kind", LAYER_KINDS)
 @torch.no_grad()
 def test_nothing_of_a_layer_stays_in_memory_after_it(kind, context):
+    gc.collect()
+    gc.freeze()  # leaves the objects of all modules and earlier tests out of what follows
     torch.manual_seed(0)
     model = nn.Sequential(*(LAYER_KINDS[kind]() for _ in range(LAYERS))).train()
     counts = []

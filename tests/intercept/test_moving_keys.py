@@ -8,6 +8,8 @@ from torch import nn
 import headwise as hw
 from sequences_alone import COMMON_POSITIONS, WIDTH, Attention, mean_statistics, require_statistics, weights_alone
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 LENGTH = 11
 SELF = [hw.Site("", kind="self")]
 NO_POSITIONS = "positions of queries among the keys could not be established"
@@ -77,7 +79,6 @@ def run(model, sequences):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@torch.no_grad()
 def test_the_last_keys_have_positions(fused):
     torch.manual_seed(4)
     model, sequences = Cached(last, fused), (torch.randn(2, LENGTH, WIDTH), torch.randn(2, 7, WIDTH))
@@ -90,7 +91,6 @@ def test_the_last_keys_have_positions(fused):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("places", [ring, sink, front])
-@torch.no_grad()
 def test_steps_with_moved_keys_continue_their_sequences(places, fused):
     torch.manual_seed(4)
     model, sequences = Cached(places, fused), (torch.randn(2, LENGTH, WIDTH), torch.randn(2, 7, WIDTH))
@@ -101,7 +101,6 @@ def test_steps_with_moved_keys_continue_their_sequences(places, fused):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@torch.no_grad()
 def test_new_sequences_after_the_same_cached_keys_are_sequences_of_their_own(fused):
     torch.manual_seed(4)
     model, prompt, x = Cached(in_order, fused), torch.randn(1, 1, WIDTH), torch.randn(3, 1, 1, WIDTH)

@@ -7,6 +7,8 @@ from torch import nn
 
 import headwise as hw
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 HEADS, DIM, BLOCK, LENGTH = 3, 5, 4, 11
 WIDTH = HEADS * DIM
 
@@ -65,7 +67,6 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("route", ["SDPA", "softmax", "shared"])
-@torch.no_grad()
 def test_blocks_with_the_keys_of_the_block_before_are_one_sequence(route):
     torch.manual_seed(0)
     whole, parts, x = Recurrent(route, True), Recurrent(route, False), torch.randn(2, LENGTH, 7)
@@ -92,7 +93,6 @@ class WithContext(Recurrent):
         return second
 
 
-@torch.no_grad()
 def test_keys_of_other_tokens_are_no_recurrence():
     model = WithContext("SDPA", False)
     with hw.watch(model) as heads:
@@ -109,7 +109,6 @@ class Deepened(Recurrent):
         return self.layers[0](first, kept, visible)[0]
 
 
-@torch.no_grad()
 def test_keys_of_the_same_tokens_in_a_layer_before_are_no_recurrence():
     model = Deepened("SDPA", False)
     with hw.watch(model) as heads:

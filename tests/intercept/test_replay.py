@@ -9,11 +9,12 @@ from headwise.intercept.replay import Replay
 from headwise.intercept.survey import survey
 from tiny import TOKENS, family
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 FAMILIES = ("bert", "gpt2", "llama", "t5 encoder")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@torch.no_grad()
 def test_layers_below_a_gate_are_reused(name):
     model = family(name, "sdpa").double()
 
@@ -55,7 +56,6 @@ class Writes(nn.Module):
         return x
 
 
-@torch.no_grad()
 def test_outputs_that_were_written_into_are_computed_again():
     model, x = Writes().double(), torch.randn(2, 7, 12, dtype=torch.float64)
     replay = Replay(model, [f"layers.{number}" for number in range(4)])
@@ -81,7 +81,6 @@ class Shares(nn.Module):
         return self.above(self.shared(x))
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("path", ["below", "shared", "above"])
 def test_a_layer_that_is_called_twice_is_reused_call_by_call(path):
     model, x = Shares().double(), torch.randn(2, 7, 12, dtype=torch.float64)
@@ -94,7 +93,6 @@ def test_a_layer_that_is_called_twice_is_reused_call_by_call(path):
             assert torch.equal(model(x), wanted)
 
 
-@torch.no_grad()
 def test_forward_and_hooks_are_restored():
     model, x = Shares().double(), torch.randn(2, 7, 12, dtype=torch.float64)
     own = lambda x: x * 2  # noqa: E731

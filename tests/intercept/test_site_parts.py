@@ -8,6 +8,8 @@ from torch import nn
 import headwise as hw
 from oracles import statistics_of
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 class Loop(nn.Module):
     """Three layers of 3 heads, computed in one `forward` from stacked or listed weights, in two chunks of queries."""
@@ -35,7 +37,6 @@ UNKNOWN_POSITIONS = "^positions of queries among the keys could not be establish
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-@torch.no_grad()
 def test_layers_of_one_module_have_rows_of_their_own(stacked):
     torch.manual_seed(0)
     model = nn.ModuleDict({"blocks": Loop(stacked)})
@@ -50,7 +51,6 @@ def test_layers_of_one_module_have_rows_of_their_own(stacked):
     assert list(heads.details) == ["blocks", "blocks[1]", "blocks[2]"]
 
 
-@torch.no_grad()
 def test_statistics_of_layers_of_one_module_are_not_merged():
     torch.manual_seed(0)
     model, x = nn.Sequential(Loop(True)), torch.randn(2, 14, 24)
@@ -62,7 +62,6 @@ def test_statistics_of_layers_of_one_module_are_not_merged():
         assert row["entropy"] == pytest.approx(entropy, rel=1e-5)
 
 
-@torch.no_grad()
 def test_a_gate_changes_one_layer_of_a_module():
     torch.manual_seed(0)
     model, x = nn.Sequential(Loop(True)), torch.randn(2, 14, 24)
@@ -100,7 +99,6 @@ class Projections(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")
-@torch.no_grad()
 def test_a_gate_numbers_layers_as_watch_does():
     torch.manual_seed(0)
     model, x, y = Projections(), torch.randn(2, 7, 24), torch.randn(2, 7, 24) * 9
@@ -115,7 +113,6 @@ def test_a_gate_numbers_layers_as_watch_does():
         assert are_equal == [index != changed for index in range(2)]
 
 
-@torch.no_grad()
 def test_a_gate_of_a_layer_that_did_not_run_is_refused():
     model = nn.Sequential(Loop(True))
     sentence = r"expected modules in which attention is seen, got none in 0\[3\]"
@@ -123,7 +120,6 @@ def test_a_gate_of_a_layer_that_did_not_run_is_refused():
         model(torch.randn(2, 14, 24))
 
 
-@torch.no_grad()
 def test_a_module_that_is_called_again_stays_one_layer():
     class Twice(nn.Module):
         def __init__(self):

@@ -5,33 +5,23 @@ named.
 import pytest
 import torch
 import torch.nn.functional as F
+from self_attention import HEADS, LENGTH, WIDTH, SelfAttention, merge, sdpa, softmax, split
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 
-WIDTH, HEADS, LENGTH = 15, 3, 7
 X = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def merged(out):
-    return out.transpose(1, 2).flatten(2)
-
-
-class Attention(nn.Module):
-    """Attention whose output is that of a function of queries, keys and values."""
+class Attention(SelfAttention):
+    """Attention in float64 by a function of queries, keys and values."""
 
     def __init__(self, function):
-        super().__init__()
         torch.manual_seed(1)
-        self.function = function
-        self.qkv, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        super().__init__(function, lambda module, *qkv: module.out_proj(merge(function(*qkv))))
         self.double()
-
-    def forward(self, x):
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.out_proj(merged(self.function(q, k, v)))
 
 
 def rows_of(model):
@@ -63,7 +53,7 @@ def test_a_causal_mask_aligned_with_the_last_key_keeps_the_output():
     expected = model(X)
     with torch.no_grad(), hw.watch(model) as heads:
         torch.testing.assert_close(model(X), expected, rtol=1e-12, atol=1e-12)
-    q, k, _ = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in model.qkv(X).chunk(3, -1))
+    q, k, _ = map(split, model.qkv(X).chunk(3, -1))
     visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[4:]
     weights = (q[:, :, 4:] @ k.mT / (WIDTH // HEADS) ** 0.5).masked_fill(~visible, -torch.inf).softmax(-1)
     entropy = torch.special.entr(weights).sum(-1).mean((0, 2))
@@ -124,31 +114,7 @@ def test_tensors_that_are_changed_before_they_are_read_are_named(function):
     assert {row["module"] for row in heads.rows()} == {"good"}
 
 
-# -- modules with two names, and compilers ----------------------------------------------------------------------------
-
-
-class Merge(nn.Module):
-    def forward(self, out):
-        return merged(out)
-
-
-class TwoNames(Attention):
-    """Attention whose output projection is `last` and `out.1`."""
-
-    def __init__(self):
-        super().__init__(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
-        self.last = self.out_proj
-        del self.out_proj
-        self.out = nn.Sequential(Merge(), self.last)
-
-    def forward(self, x):
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.out(self.function(q, k, v))
-
-
-def test_a_projection_with_two_names():
-    with pytest.warns(UserWarning, match="written_norm is left out: TwoNames"):
-        assert len(rows_of(TwoNames())) == HEADS
+# -- compilers ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_function_that_is_compiled_under_watch_is_named():
@@ -164,19 +130,10 @@ def test_a_function_that_is_compiled_under_watch_is_named():
 # -- gates of outputs that are used in ways that are not seen ---------------------------------------------------------
 
 
-class VmappedProjection(Attention):
-    def forward(self, x):
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return torch.vmap(self.out_proj)(merged(self.function(q, k, v)))
-
-
-def softmax_attention(q, k, v):
-    return (q @ k.mT).softmax(-1) @ v
-
-
-@pytest.mark.parametrize("function", [F.scaled_dot_product_attention, softmax_attention], ids=["sdpa", "softmax"])
-def test_a_gate_that_has_no_effect_is_an_error(function):
-    model = nn.Sequential(VmappedProjection(function))
+@pytest.mark.parametrize("way", [sdpa, softmax])
+def test_a_gate_that_has_no_effect_is_an_error(way):
+    projected = lambda module, *qkv: torch.vmap(module.out_proj)(merge(way(*qkv)))  # noqa: E731
+    model = nn.Sequential(SelfAttention(way, projected).double())
     error = pytest.raises(hw.InputError, match="outputs of the heads of these modules cannot be changed, .* seen")
     with torch.no_grad(), error, hw.gate(model, {("0", 1): 0.0}):
         model(X)

@@ -6,6 +6,8 @@ from torch import nn
 
 import headwise as hw
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 X = torch.randn(2, 7, 24)
 SPLITS = {
     "b h q k": lambda x: x.unflatten(-1, (3, 8)).transpose(1, 2),
@@ -38,7 +40,6 @@ def by_head(model, tensor):
 
 
 @pytest.mark.parametrize("layout", SPLITS)
-@torch.no_grad()
 def test_a_stated_layout_says_which_axis_is_the_heads(layout):
     torch.manual_seed(0)
     model = nn.Sequential(Mixer(layout))
@@ -50,7 +51,6 @@ def test_a_stated_layout_says_which_axis_is_the_heads(layout):
 
 
 @pytest.mark.parametrize("layout", SPLITS)
-@torch.no_grad()
 def test_heads_of_a_stated_layout_are_gated(layout):
     torch.manual_seed(0)
     model = nn.Sequential(Mixer(layout))
@@ -61,7 +61,6 @@ def test_heads_of_a_stated_layout_are_gated(layout):
     torch.testing.assert_close(gated, model(X))
 
 
-@torch.no_grad()
 def test_without_a_statement_the_module_is_named():
     model = nn.Sequential(Mixer("(h b) q k"))
     with pytest.raises(hw.InputError, match="attention of these modules is left out"), hw.watch(model):
@@ -78,7 +77,6 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-@torch.no_grad()
 def test_a_layout_that_contradicts_the_model_is_refused(name):
     statement, sentence = CONTRADICTIONS[name]
     model = nn.Sequential(Mixer("b h q k", merges=True))

@@ -8,6 +8,8 @@ from torch import nn
 
 import headwise as hw
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 OF_POSITIONS = {"distance", "self", "previous", "next", "first"}
 ORDER = torch.tensor([3, 1, 0, 2, 6, 5, 4])
 
@@ -54,7 +56,6 @@ class WithNullKey(Attention):
 
 
 @pytest.mark.parametrize("attend", ATTENTIONS[:3])
-@torch.no_grad()
 def test_first_is_left_out_if_a_learned_key_is_in_front_of_the_context(attend):
     torch.manual_seed(0)
     x, context = torch.randn(2, 7, 15), torch.randn(2, 11, 15)
@@ -118,7 +119,6 @@ REORDERINGS = {
 
 @pytest.mark.parametrize("attend", ATTENTIONS)
 @pytest.mark.parametrize("name", REORDERINGS)
-@torch.no_grad()
 def test_positions_are_left_out_where_keys_are_other_tokens(name, attend):
     model = Attention(attend, REORDERINGS[name])
     with pytest.warns(UserWarning, match="positions of queries among the keys .*: Attention"), hw.watch(model) as heads:
@@ -161,7 +161,6 @@ SAME_ORDER = {
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("attend", ATTENTIONS)
 @pytest.mark.parametrize("name", SAME_ORDER)
-@torch.no_grad()
 def test_positions_are_reported_where_queries_and_keys_have_one_order(name, attend):
     model = Attention(attend, SAME_ORDER[name])
     with hw.watch(model) as heads:

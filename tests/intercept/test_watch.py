@@ -13,7 +13,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import headwise as hw
 from oracles import statistics_of
-from tiny import EAGER_ONLY, PADDED, TOKENS, configs, family
+from tiny import FAMILIES, PADDED, TOKENS, family
 
 SDPA = F.scaled_dot_product_attention
 
@@ -40,10 +40,7 @@ def require_statistics(heads, weights, real=None, tokens=None):
 
 
 @pytest.mark.parametrize("padding", PADDED)
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [(name, way) for name in configs() for way in ("sdpa", "eager") if way == "eager" or name not in EAGER_ONLY],
-)
+@pytest.mark.parametrize(("name", "implementation"), FAMILIES)
 @torch.no_grad()
 def test_statistics_of_a_transformers_model_are_those_of_eager_weights(name, implementation, padding):
     inputs = {"input_ids": TOKENS, "attention_mask": PADDED[padding]}

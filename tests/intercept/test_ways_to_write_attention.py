@@ -3,13 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from self_attention import DIM, HEADS, WIDTH, merge, require_gate, split
 from test_watch import require_statistics
 from torch import nn
 
 import headwise as hw
 
-HEADS, VALUE_DIM, LENGTH = 3, 5, 11
-WIDTH = HEADS * VALUE_DIM
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+LENGTH = 11
 
 
 def product(q, k, v):
@@ -27,7 +29,7 @@ def weights_on_the_right(q, k, v):
 
 
 def rows_of_all_heads(q, k, v):
-    rows = q.reshape(2, HEADS * LENGTH, VALUE_DIM)  # keys and values are shared
+    rows = q.reshape(2, HEADS * LENGTH, DIM)  # keys and values are shared
     return (torch.bmm(rows, k[:, 0].mT).softmax(-1) @ v[:, 0]).view(2, HEADS, LENGTH, -1).transpose(1, 2).flatten(2)
 
 
@@ -67,7 +69,7 @@ class Attention(nn.Module):
         self.way, self.projection = way, projection
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (HEADS, VALUE_DIM)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = map(split, self.qkv(x).chunk(3, -1))
         one = slice(1) if self.way in SHARED else slice(None)
         weights = torch.einsum("bhqd,bhkd->bhqk", q, k[:, one].expand_as(k)).exp()
         self.weights = weights / weights.sum(-1, keepdim=True)
@@ -93,20 +95,15 @@ def require_right(attention):
     require_statistics(heads, [attention.weights])
     norms = attention.outputs.norm(dim=-1).mean(-1).mean(0)
     assert [row["output_norm"] for row in heads.rows()] == pytest.approx(norms.tolist(), rel=1e-5)
-    with hw.gate(model, {("0", 1): 0.0}):
-        gated = model(x)
-    attention.out_proj.weight[:, VALUE_DIM : 2 * VALUE_DIM] = 0.0
-    torch.testing.assert_close(gated, model(x))
+    require_gate(model, x)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("way", [*WAYS, *SHARED])
 def test_softmax_and_product_are_found_however_they_are_written(way):
     require_right(Attention(way).eval())
 
 
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")  # it is a function
-@torch.no_grad()
 @pytest.mark.parametrize("projection", ["einsum", "convolution", "addmm", "matmul"])
 def test_any_linear_map_is_an_output_projection(projection):
     require_right(Attention(by_position, projection))
@@ -116,15 +113,14 @@ class TwoProducts(Attention):
     """Weights that multiply values and a function of the keys, added before or after the projection."""
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (HEADS, VALUE_DIM)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = map(split, self.qkv(x).chunk(3, -1))
         weights = (q @ k.mT).softmax(-1)
         first, second = weights @ v, weights @ k.sin()
         if self.way == "before":
-            return self.out_proj((first + second).transpose(1, 2).flatten(2))
-        return self.out_proj(first.transpose(1, 2).flatten(2)) + self.out_proj(second.transpose(1, 2).flatten(2))
+            return self.out_proj(merge(first + second))
+        return self.out_proj(merge(first)) + self.out_proj(merge(second))
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("way", ["before", "after"])
 def test_weights_used_in_two_products_are_observed_once_and_gated_in_both(way):
     model, x = nn.Sequential(TwoProducts(way)), torch.randn(2, LENGTH, WIDTH)
@@ -134,7 +130,4 @@ def test_weights_used_in_two_products_are_observed_once_and_gated_in_both(way):
     (record,) = heads.records
     assert record.statistics["entropy"].count.tolist() == [2, 2, 2]
     assert "output_norm" not in record.statistics
-    with hw.gate(model, {("0", 1): 0.0}):
-        gated = model(x)
-    model[0].out_proj.weight[:, VALUE_DIM : 2 * VALUE_DIM] = 0.0
-    torch.testing.assert_close(gated, model(x))
+    require_gate(model, x)

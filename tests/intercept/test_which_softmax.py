@@ -9,6 +9,8 @@ from torch import nn
 
 import headwise as hw
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 def weights_of(q, k):
     return torch.softmax(q @ k.mT * DIM**-0.5, -1)
@@ -91,7 +93,6 @@ NAMED |= {"heads first": heads_first, "one by one": one_by_one, "stacked": one_b
 @pytest.mark.parametrize("kind", [Block, SelfAttention])
 @pytest.mark.parametrize("mix", NAMED)
 @pytest.mark.parametrize("length", [8, 12])
-@torch.no_grad()
 def test_what_is_not_attention_of_heads_is_never_reported(kind, mix, length):
     torch.manual_seed(0)
     model = nn.Sequential(kind(NAMED[mix]), nn.LayerNorm(WIDTH), kind(NAMED[mix]))
@@ -126,7 +127,6 @@ class HeadByHead(nn.Module):
         return y
 
 
-@torch.no_grad()
 def test_heads_of_one_layer_are_not_averaged():
     model = nn.Sequential(HeadByHead(False))
     match = "they compute it in several calls, each of which may be one head"
@@ -135,7 +135,6 @@ def test_heads_of_one_layer_are_not_averaged():
 
 
 @pytest.mark.filterwarnings("ignore:the output projection was not seen")
-@torch.no_grad()
 def test_heads_with_matrices_of_their_own_have_rows_of_their_own():
     torch.manual_seed(0)
     model, x = nn.Sequential(HeadByHead(True)), torch.randn(2, 7, WIDTH)
@@ -161,7 +160,6 @@ class Pooling(nn.Module):
         return self.score(x).softmax(1).mT @ x
 
 
-@torch.no_grad()
 def test_pooling_by_a_linear_score_is_not_reported():
     model = Pooling()
     with hw.watch(model) as heads:
@@ -169,7 +167,6 @@ def test_pooling_by_a_linear_score_is_not_reported():
     assert {row["module"] for row in heads.rows()} == {"block"}
 
 
-@torch.no_grad()
 def test_queries_in_parts_are_one_head():
     """Two calls of one head with the same values."""
 
@@ -185,7 +182,6 @@ def test_queries_in_parts_are_one_head():
 
 
 @pytest.mark.parametrize("route", ["matmul", "einsum"])
-@torch.no_grad()
 def test_query_heads_that_share_keys_and_values_are_heads(route):
     """Six heads of queries for two of keys, or for one: the values have no axis of the query heads."""
 
