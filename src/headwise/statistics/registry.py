@@ -97,7 +97,9 @@ def _written_norm(row_block: RowBlock) -> RowValues | None:
 def _largest_logit(
     name: str, meaning: str, definition: str, scores: Callable[[RowBlock], Float[Tensor, "kv stacked 1"] | None]
 ) -> FromSums:
-    """Return the definition of the largest number that `scores` returns for the rows that count; None if unknown."""
+    """Return the definition of a statistic: the largest of the numbers that `scores` returns for the rows that are not
+    padding and have a visible key.
+    """
 
     def contribute(row_block: RowBlock) -> Sums | None:
         of_rows = scores(row_block)
@@ -118,8 +120,8 @@ def _largest_logit(
 
 
 def _received_sums(row_block: RowBlock) -> Sums:
-    """Return two sums over the rows of a block that count, `(batch, heads, keys)` in float64: of the weight that each
-    key received, and of the rows that may attend to it.
+    """Return two sums over the rows of a block that are not padding and have a visible key, `(batch, heads, keys)` in
+    float64: the weight that each key received, and the number of rows that may attend to it.
     """
     totals = []
     for columns in row_block.received:
