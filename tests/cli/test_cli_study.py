@@ -101,7 +101,6 @@ def test_study_writes_table_plot_database_and_models(finished_study):
 def test_a_finished_study_prints_the_same_again_without_training(finished_study, texts, monkeypatch):
     out, printed, _ = finished_study
     monkeypatch.setattr("headwise.studies.training.train", None)
-    monkeypatch.setattr("headwise.studies.scheduler.train", None)
     before = {path: path.read_bytes() for path in (out / "models").rglob("*") if path.is_file()}
     again = call("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
     assert again[:2] == (0, printed)
