@@ -87,7 +87,6 @@ def test_study_prints_and_saves_the_table_and_the_recommendation(finished_study)
 def test_a_finished_study_prints_the_same_again_without_training(finished_study, texts, monkeypatch):
     out, printed, _ = finished_study
     monkeypatch.setattr("headwise.studies.training.train", None)
-    monkeypatch.setattr("headwise.studies.scheduler.train", None)
     before = files_in(out / "models")
     again = call("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
     assert again[:2] == (0, printed)
