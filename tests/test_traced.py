@@ -71,7 +71,8 @@ def test_code_generated_by_inductor_computes_the_same(run):
 
 
 def test_one_exported_program_serves_every_batch_size_and_length(run):
-    run(*(f"exports({name!r})" for name in ("mask rule", "scores")))  # others are in the test below
+    # `first_calls_export_without_headwise` compares layers without these options at two sizes.
+    run(*(f"exports({name!r})" for name in ("mask rule", "scores")))
 
 
 def test_the_first_exported_call_contains_no_operator_of_headwise(run):
