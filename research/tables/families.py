@@ -139,6 +139,11 @@ def _circuits(model: Any) -> str:
     return matrices if circuits.has_linear_stream else f"{matrices} of each module"
 
 
+def _dependent() -> str:
+    """Return the architectures whose heads depend on each other, with the reason."""
+    return ", ".join(f"{each.name} ({each.why_not_removed})" for each in FAMILIES if each.why_not_removed is not None)
+
+
 def main() -> None:
     """Write docs/reports/families.md."""
     transformers.logging.set_verbosity_error()
@@ -154,10 +159,12 @@ def main() -> None:
     )
     columns = (
         "- **convert**: `hw.from_transformers` and `hw.to_transformers` ([converting weights](../convert.md)).\n"
-        "- **remove heads**: `hw.prune` removes half of the heads of each layer ([pruning](../prune.md)). A model is "
+        "- **remove heads**: `hw.prune` removes half of the heads of each layer ([pruning](../prune.md)). It refuses "
+        f"heads that depend on each other: {_dependent()}. A model is "
         "loaded by `transformers` if the fields of its configuration can state the remaining heads, and otherwise by "
         "`hw.load` from a record in its configuration.\n"
-        "- **merge key/value heads**: `hw.merge_kv` ([merging](../prune.md)).\n"
+        "- **merge key/value heads**: `hw.merge_kv` ([merging](../prune.md)). It needs a configuration that can state "
+        "a number of key/value heads, and heads that can be removed.\n"
         "- **circuits**: matrices that `hw.circuits` reads ([circuits](../circuits.md)): OV and QK in the residual "
         "stream, OV alone where scores are no product of two linear maps, or those of each module alone where the "
         "residual stream is not linear.\n"

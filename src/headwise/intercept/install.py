@@ -67,12 +67,18 @@ def require_uncompiled(model: nn.Module) -> None:
     """Raise `InputError` if a module of a model is compiled or scripted, so that its calls do not pass through
     Python.
     """
-    for module in model.modules():
+    for path, module in model.named_modules():
+        place = f" at {path}" if path else ""
         if isinstance(module, torch.jit.ScriptModule):
-            raise InputError("model", expected="modules that run in Python", got="a scripted one")
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            remedy = "give the module before it is compiled, model._orig_mod"
-            raise InputError("model", expected="modules that run in Python", got="a compiled one", remedy=remedy)
+            raise InputError("model", expected="modules that run in Python", got=f"a scripted one{place}")
+        is_wrapper = hasattr(module, "_orig_mod")
+        if is_wrapper or getattr(module, "_compiled_call_impl", None) is not None:
+            original = f"{path or 'model'}._orig_mod"
+            remedy = f"put {original} in its place" if path else f"pass {original}, and call that"
+            remedy = remedy if is_wrapper else "pass a model on which compile() was not called"
+            raise InputError(
+                "model", expected="modules that run in Python", got=f"a compiled one{place}", remedy=remedy
+            )
 
 
 class HooksAndPatches:

@@ -135,8 +135,15 @@ def mergeable_modules(model: nn.Module, num_kv_heads: int) -> dict[str, HeadModu
     names = {path: type(module).__name__ for path, module in model.named_modules()}
     modules = {path: head_module(model, path) for path, name in names.items() if name in MERGEABLE}
     if not modules:
-        others = [name for name in names.values() if "Attention" in name] or [type(model).__name__]
-        raise InputError("model", expected=f"attention modules of {', '.join(MERGEABLE)}", got=others[0])
+        known = [module for module in model.modules() if family_of(module) is not None]
+        named = [module for module in model.modules() if "Attention" in type(module).__name__]
+        other = (known or named or [model])[0]
+        family, reason = family_of(other), ""
+        if family is not None:
+            reason = f" with {family.why_not_removed or 'no number of key/value heads in its configuration'}"
+        raise InputError(
+            "model", expected=f"attention modules of {', '.join(MERGEABLE)}", got=f"{type(other).__name__}{reason}"
+        )
     for path, module in modules.items():
         present = module.num_kv_heads
         if num_kv_heads >= present or present % num_kv_heads:
