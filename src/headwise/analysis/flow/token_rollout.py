@@ -31,7 +31,8 @@ KEPT_BYTES = 2**26
 
 @dataclass(frozen=True)
 class TokenRollout:
-    """Attention rollout of some query tokens of one text: the share of each token of the text in them.
+    """Attention rollout (attention multiplied over layers) of some query tokens of one text: for each query, the share
+    of each token of the text in what the query reads from the input.
 
     Attributes:
         tokens: the tokens of the text, for display.
@@ -85,8 +86,9 @@ def token_rollout(
     residual: float = ROLLOUT_RESIDUAL,
     truncate: bool = False,
 ) -> TokenRollout:
-    """Compute the attention rollout of some tokens of one text: the share of each token of the text in what they read
-    from the input, if attention is multiplied over layers (Abnar and Zuidema 2020).
+    """Compute the attention rollout of some tokens of one text (Abnar and Zuidema 2020): attention matrices are
+    multiplied over layers. The result states for each of these tokens which share of what it reads comes from each
+    token of the input.
 
         hw.token_rollout(model, tokenizer, "The keys to the cabinet are").table()
 
@@ -143,7 +145,9 @@ def token_rollout(
 
 
 def _indices(queries: Any, count: int) -> tuple[int, ...]:
-    """Return the indices of the query tokens, counted from the start."""
+    """Return the indices of the query tokens as non-negative numbers. Raise `InputError` if an index is not in the text
+    of `count` tokens, or if there is none.
+    """
     indices: list[int] = []
     for query in collection_of("queries", queries, of="indices of tokens"):
         try:
@@ -159,9 +163,9 @@ def _indices(queries: Any, count: int) -> tuple[int, ...]:
 
 
 class _RowPass(LayerReader):
-    """Interceptor that passes rows of the rollout, `shares`, through the layers with these numbers, from the output of
-    the last one to the input of the first one. Through one layer they pass block by block; the mean weights of several
-    layers are kept.
+    """Multiplies rows of the rollout (`shares`) by the attention matrices of the layers `numbers`, from the last of
+    these layers to the first, with one run of the model. For a single layer, the product is computed block by block;
+    for several layers, their mean attention matrices are stored.
     """
 
     def __init__(
@@ -174,7 +178,9 @@ class _RowPass(LayerReader):
         self._eps = 0.0
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation | None:
-        """Return an observation of a layer; None if the rows do not pass through it."""
+        """Return an observation that reads the attention of layer `number`; None if the layer is not one of those to
+        multiply by.
+        """
         if number not in self._numbers:
             return None
         # The product of these rows with the mean weights: of all rows, these are the weights themselves.
@@ -197,7 +203,9 @@ class _RowPass(LayerReader):
         return Observation(observer, CallContext(), lambda: None)
 
     def passed(self) -> list[Float[Tensor, "queries tokens"]]:
-        """Return the shares of the positions of the input of each layer, those of the last layer first."""
+        """Return the shares of the tokens at the input of each layer, from the last layer to the first. Each tensor is
+        the shares after the layer, multiplied by the layer's mean attention and mixed with the residual connection.
+        """
         shares, found = self._shares, []
         for number in reversed(self._numbers):
             read = self._read[number]
