@@ -108,8 +108,8 @@ class CompositionSummary(HeadTable[HeadRow]):
 
 
 class Composition(Table[HeadPair]):
-    """Table of composition scores: how strongly one head (head 2) reads what a head of an earlier layer (head 1) writes
-    into the residual stream. It has one row per pair of heads.
+    """Table of composition scores, one row per pair of heads. A score states how strongly one head (head 2) reads what
+    a head of an earlier layer (head 1) writes into the residual stream.
 
     The scores are, with |.| for the Frobenius norm:
 

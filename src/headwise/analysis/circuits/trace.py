@@ -118,7 +118,7 @@ class AttentionTrace(SiteRegistry):
         self.outputs: dict[str, Float[Tensor, "heads queries value_dim"]] = {}
 
     def observe(self, call: Call) -> Observation:
-        """Return an observation that records the attention weights of an attention call in float64."""
+        """Return an `Observation` that stores the attention weights of a call in float64."""
         self.register(call)
         path, grid = call.site.path, call.grid
         if call.site.cross:

@@ -43,8 +43,9 @@ class LayerReader(SiteRegistry):
         self._contexts.on_model_call()
 
     def observe(self, call: Call) -> Observation | None:
-        """Return the observation of the next layer's attention call. Raise `InputError` unless the call is
-        self-attention over as many sequences and tokens as in earlier layers, and the only call of its module.
+        """Return an `Observation`, which receives the attention weights, for the next layer's attention call. Raise
+        `InputError` unless the call is self-attention over as many sequences and tokens as in earlier layers, and the
+        only call of its module.
         """
         grid, path = call.grid, call.site.label
         if call.is_recomputation:
@@ -70,8 +71,8 @@ class LayerReader(SiteRegistry):
         return self.read_layer(number, call, observed)
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation | None:
-        """Return the observation of the attention call of layer `number`, in the order of the run; None if its
-        attention is not needed. Subclasses override this method.
+        """Return an `Observation`, which receives the attention weights of layer `number` in the order of the run.
+        Return None if they are not needed. Subclasses override this method.
         """
         return None
 

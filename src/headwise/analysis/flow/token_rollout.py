@@ -178,8 +178,8 @@ class _RowPass(LayerReader):
         self._eps = 0.0
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation | None:
-        """Return an observation that reads the attention of layer `number`; None if the layer is not one of those to
-        multiply by.
+        """Return an `Observation` that reads the attention weights of layer `number`. Return None if the rollout is not
+        multiplied by this layer.
         """
         if number not in self._numbers:
             return None
