@@ -221,8 +221,8 @@ class Circuits:
 
     @property
     def has_linear_stream(self) -> bool:
-        """True if the model has a linear residual stream: each head adds its output to a sum, and every later head
-        reads this sum, directly or through one norm.
+        """True if the model has a linear residual stream. Then each head adds its output to a sum, which every later
+        head reads directly or through one norm.
         """
         return isinstance(self._stream, StreamFactors)
 
@@ -376,9 +376,8 @@ class Circuits:
         return Composition(tuple(rows), {**self.metadata, "settings": settings, "measured": measured})
 
     def _available(self, argument: str, names: Sequence[str], known: Sequence[str], plural: str) -> tuple[str, ...]:
-        """Return the names of the scores to compute: `names`, or if `names` is empty all of `known` that can be
-        computed for the model, with a warning that names the rest. Raise `InputError` for a requested score that cannot
-        be computed.
+        """Check and return the requested scores, `names`. If `names` is empty, return all of `known` that can be
+        computed for the model, and warn of the rest. Raise `InputError` for a requested score that cannot be computed.
         """
         for name in names:
             if name not in known:

@@ -60,9 +60,8 @@ def head_weights(model: nn.Module, path: str) -> tuple[dict[str, Tensor], str]:
 
 @dataclass(frozen=True, eq=False)
 class ModuleMaps:
-    """Linear maps of the heads of one attention module, from and to the residual stream. Norms before and after
-    attention are multiplied into the maps, except for their division by a size: each map includes the norm's weight and
-    its subtraction of the mean.
+    """Linear maps of the heads of one attention module, from and to the residual stream. They include the weight and
+    the mean subtraction of norms before and after attention, but not the division of these norms by a size.
 
     Attributes:
         path: path of the module.
@@ -170,9 +169,9 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 def _scores(
     trace: RunTrace, weights: Mapping[str, Tensor], call: ModuleCall
 ) -> tuple[Float[Tensor, " heads"], Rotation, str | None]:
-    """Return three things about the attention scores of a module: the scale of each head, the rotation of queries and
-    keys by position, and None if scale times rotated queries and keys reproduce the recorded attention weights.
-    Otherwise the third is the reason why they do not.
+    """Determine how attention scores follow from queries and keys: return each head's scale and the rotation by
+    position. The third result is None if scale times rotated queries and keys reproduce the recorded attention weights,
+    otherwise the reason why they do not.
     """
     assert call.input is not None
     path, ones, rotation = call.path, torch.ones(len(weights["query"])), _rotation(trace, call)

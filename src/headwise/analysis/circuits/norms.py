@@ -27,15 +27,15 @@ class NormMap(NamedTuple):
     is_centred: bool
 
     def after(self, matrix: Float[Tensor, "*heads rows width"]) -> Float[Tensor, "*heads rows width"]:
-        """Return `matrix @ N`, where N is the linear part of the norm: a matrix that is applied to the output of the
-        norm becomes one that is applied to the input of the norm.
+        """Return `matrix @ N`, where N is the linear part of the norm. If `matrix` is applied to the output of the
+        norm, the product is applied to its input.
         """
         product = matrix * self.weight
         return product - product.mean(-1, keepdim=True) if self.is_centred else product
 
     def before(self, matrix: Float[Tensor, "*heads width columns"]) -> Float[Tensor, "*heads width columns"]:
-        """Return `N @ matrix`, where N is the linear part of the norm: a matrix whose result is the input of the norm
-        becomes one whose result is the output of the norm.
+        """Return `N @ matrix`, where N is the linear part of the norm. If `matrix` computes the input of the norm, the
+        product computes its output.
         """
         centred = matrix - matrix.mean(-2, keepdim=True) if self.is_centred else matrix
         return centred * self.weight[:, None]

@@ -164,8 +164,8 @@ class Composition(Table[HeadPair]):
         return sorted(scored, key=lambda row: -row.statistics[name].value)[:top]
 
     def summary(self) -> CompositionSummary:
-        """Return a table with one row per head: the largest composition score of the head with any earlier head
-        (columns such as `k_in`), and with any later head (columns such as `k_out`).
+        """Return a table with one row per head and its largest composition scores. Columns such as `k_in` are the
+        largest score with any earlier head, and columns such as `k_out` with any later head.
         """
         largest: dict[tuple[int, int, str], float] = {}
         for row in self.rows:
@@ -244,8 +244,8 @@ class Composition(Table[HeadPair]):
 def reading_factor(
     left: Float[Tensor, "heads width rank"], right: Float[Tensor, "heads rank width"]
 ) -> Float[Tensor, "heads rank width"]:
-    """Return a smaller matrix F for each head's matrix M = `left @ right`: F has `rank` rows, and F @ X has the same
-    Frobenius norm as M @ X for every X.
+    """Return a smaller matrix F for each head's matrix M = `left @ right`, with `rank` rows. For every matrix X, F @ X
+    has the same Frobenius norm as M @ X.
     """
     factor: Tensor = torch.linalg.qr(left, mode="r").R @ right
     return factor
@@ -254,8 +254,8 @@ def reading_factor(
 def writing_factor(
     left: Float[Tensor, "heads width rank"], right: Float[Tensor, "heads rank width"]
 ) -> Float[Tensor, "heads width rank"]:
-    """Return a smaller matrix F for each head's matrix M = `left @ right`: F has `rank` columns, and X @ F has the same
-    Frobenius norm as X @ M for every X.
+    """Return a smaller matrix F for each head's matrix M = `left @ right`, with `rank` columns. For every matrix X, X @
+    F has the same Frobenius norm as X @ M.
     """
     factor: Tensor = left @ torch.linalg.qr(right.mT, mode="r").R.mT
     return factor

@@ -30,7 +30,7 @@ TOKENS_AT_ONCE = 4096
 
 @dataclass(frozen=True, eq=False)
 class StreamFactors:
-    """Constant factors by which a model multiplies vectors before it adds them to the residual stream: one factor for
+    """Constant factors by which a model multiplies vectors before it adds them to the residual stream. There is one for
     the output of each attention module, and one for the token embedding.
 
     Attributes:
@@ -124,8 +124,8 @@ def _only(factors: Tensor) -> float:
 
 
 def _tensor_like(trace: RunTrace, second: RunTrace, end: Tensor) -> Tensor:
-    """Return the tensor in the second run that corresponds to the tensor `end` of the first run: the input or result of
-    the same call of a module. Raise `NotLinearError` if there is none.
+    """Return the tensor in the second run that corresponds to the tensor `end` of the first run. It is the input or the
+    result of the same module call. Raise `NotLinearError` if there is none.
     """
     for call, other in zip(trace.calls, second.calls, strict=True):
         for one, counterpart in ((call.input, other.input), (call.result, other.result)):
@@ -152,9 +152,9 @@ def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> 
 
 
 def _stream_end(trace: RunTrace, shape: torch.Size) -> tuple[Tensor, ModuleCall | None, ModuleCall | None] | None:
-    """Return the tensor at the end of a residual stream with the given shape, and the calls of the final norm and of
-    the output embedding (None for a call that is missing). The tensor is what enters the final norm, or the output
-    embedding if there is no norm. Return None if no such tensor is found.
+    """Return the tensor at the end of a residual stream of this shape: the input of the final norm, or of the output
+    embedding without such a norm. Also return the calls of the final norm and of the output embedding; None for a
+    missing call. Return None if no such tensor is found.
 
     If the model does not name its output embedding, the tensor is derived from the output of the model, or else from
     the input of the last norm.

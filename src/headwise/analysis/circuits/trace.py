@@ -104,8 +104,8 @@ class ModuleCall(NamedTuple):
 
 
 class AttentionTrace(SiteRegistry):
-    """Records the attention weights and head outputs of every attention module while a model runs once on one sequence.
-    Both are dictionaries by the path of the module, in the order of the calls.
+    """Interceptor that records the attention weights and head outputs of every attention module while a model runs once
+    on one sequence. Both are dictionaries by the path of the module, in the order of the calls.
 
     Attributes:
         weights: attention weights.
@@ -147,8 +147,8 @@ class AttentionTrace(SiteRegistry):
 
 
 class RunTrace:
-    """Run of a model on a batch with everything recorded: the attention weights and head outputs of attention modules,
-    and the arguments and output of each module call.
+    """Recorded run of a model on a batch. The record has the attention weights and head outputs of attention modules,
+    and the arguments and the output of each module call.
 
     Attributes:
         attention: attention weights and head outputs.

@@ -74,8 +74,8 @@ class DistanceCurve(HeadCurves[DistanceRow]):
         return row.distance + 1
 
     def _drawn(self, statistic: str) -> list[tuple[int, int]]:
-        """Return the heads that are drawn by default: 6 heads at equal steps in the ranking of all heads by their mean
-        share of attention over the distances.
+        """Return the heads that are drawn by default. All heads are sorted by their mean share of attention over the
+        distances, and 6 heads at equal steps are selected.
         """
         sums: dict[tuple[int, int], float] = {}
         for row in self.rows:
@@ -88,8 +88,8 @@ class DistanceCurve(HeadCurves[DistanceRow]):
 
 @dataclass(frozen=True, repr=False)
 class AttentionDistances(HeadTable[HeadRow]):
-    """Table of how far each head attends, one row per head. Each column is for a given share of attention: the smallest
-    distance d such that at least this share is on keys at most d tokens from the query. Distances are means over
+    """Table of how far each head attends, one row per head. A column such as `distance_90` is the smallest distance
+    such that 90 % of the attention is on keys at most this many tokens from the query. Distances are means over
     sequences, with standard errors over documents.
 
     The column `distance_90` is for a share of 0.9. In `distance_90_with_first`, attention on the first tokens of a

@@ -96,8 +96,8 @@ class RolloutLayers(Table[LayerRow]):
 
 @dataclass(frozen=True, repr=False)
 class Rollout(HeadTable[HeadRow]):
-    """Table of rolled-out attention (Abnar and Zuidema 2020), one row per head: the head's attention to input tokens,
-    computed as its attention weights times the attention rollout of the layers below.
+    """Table of rolled-out attention (Abnar and Zuidema 2020), one row per head. It is the attention of a head to the
+    input tokens of the model: its attention weights times the attention rollout of the layers below.
 
     With A_h the weights of a head in layer l, H heads, and r the share of the residual connection (0.5 in the paper),
 
@@ -272,8 +272,11 @@ class LayerSums:
 
 
 class RolloutRun(LayerReader):
-    """Computes the attention rollout of a batch in one run of the model, for the range of tokens from `start` on that
-    fits into memory. For these tokens, the run adds to the sums of the statistics in `sums`.
+    """Interceptor that computes the attention rollout of a batch in one run of the model, for as many tokens from
+    `start` on as fit into memory. The run adds to the sums of the statistics in `sums`.
+
+    For the entropy, these tokens are the attended ones. For attention on the query itself and for distances, they are
+    the queries.
 
     For the entropy, the tokens are those that are attended to. For attention on the query itself and for distances,
     they are the queries.

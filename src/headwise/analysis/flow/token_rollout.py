@@ -31,8 +31,8 @@ KEPT_BYTES = 2**26
 
 @dataclass(frozen=True)
 class TokenRollout:
-    """Attention rollout (attention multiplied over layers) of some query tokens of one text: for each query, the share
-    of each token of the text in what the query reads from the input.
+    """Attention rollout (attention multiplied over layers) of some query tokens of one text. For each query, it is the
+    share of each token of the text in what the query reads from the input.
 
     Attributes:
         tokens: the tokens of the text, for display.
@@ -49,8 +49,9 @@ class TokenRollout:
     residual: float
 
     def table(self) -> Any:
-        """Return a pandas DataFrame with one row for each query and token: `query` and `token` (indices), `query_text`,
-        `token_text`, and `weight`, the share of the token in the rollout of the query.
+        """Return a pandas DataFrame with one row for each query and token. The columns are the indices `query` and
+        `token`, the texts `query_text` and `token_text`, and `weight`, the share of the token in the rollout of the
+        query.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -163,9 +164,9 @@ def _indices(queries: Any, count: int) -> tuple[int, ...]:
 
 
 class _RowPass(LayerReader):
-    """Multiplies rows of the rollout (`shares`) by the attention matrices of the layers `numbers`, from the last of
-    these layers to the first, with one run of the model. For a single layer, the product is computed block by block;
-    for several layers, their mean attention matrices are stored.
+    """Interceptor that multiplies rows of the rollout (`shares`) by the attention matrices of the layers `numbers`,
+    from the last of these layers to the first. For a single layer, the product is computed block by block; for several
+    layers, their mean attention matrices are stored.
     """
 
     def __init__(

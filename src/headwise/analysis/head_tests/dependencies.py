@@ -38,8 +38,8 @@ DIRECTIONS = ("to governor", "to dependent")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DependencyRow(HeadRow):
-    """Table row: how often one head attends from the word at one end of a syntactic relation to the word at the other
-    end, compared with a fixed offset.
+    """Table row with the dependency accuracy of one head for one syntactic relation and direction. It is the share of
+    words from which the head attends most to the word at the other end of the relation.
 
     Attributes:
         relation: relation of the dependent to its governor, such as `nsubj`.
@@ -71,9 +71,9 @@ class _GainTable(Table[DependencyRow]):
 
 
 class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
-    """Table of dependency accuracy with one row per head, for one syntactic relation and direction of attention: those
-    with the largest gain over a fixed offset in the selection half of the documents. The column `gain` is measured in
-    the other half, the test half, so the selection does not bias it.
+    """Table of dependency accuracy with one row per head, for the head's best syntactic relation and direction of
+    attention. These have the largest gain over a fixed offset in one half of the documents. The column `gain` is
+    measured in the other half, so that the selection does not bias it.
 
     The columns are those of `DependencyAccuracy`. `gain_q` is adjusted for the number of heads.
     """
@@ -83,9 +83,9 @@ class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
 
 
 class DependencyAccuracy(_GainTable):
-    """Table of dependency accuracy (Clark et al. 2019, section 4.2): how often a head attends most to the word that a
-    syntactic relation joins to the attending word. It has one row per head, relation and direction (to the governor or
-    to the dependent).
+    """Table of dependency accuracy, one row per head, relation and direction (Clark et al. 2019, section 4.2). It
+    states how often a head attends most from a word to the word at the other end of a syntactic relation. The direction
+    is from the dependent to its governor, or the reverse.
 
         accuracy         share of pairs in which the head's most attended word is the other word of the pair
         offset_accuracy  share in which the word at the best fixed offset is
@@ -105,8 +105,9 @@ class DependencyAccuracy(_GainTable):
     UNIT = "head, relation and direction"
 
     def best(self) -> DependencyHeads:
-        """Return a table with one row per head: the relation and direction in which the head has the largest gain over
-        a fixed offset in the selection half of the documents (`selection_gain`).
+        """Return a table with one row per head, for the syntactic relation and direction with the largest
+        `selection_gain`. This is the head's gain over a fixed offset in the half of the documents that is used for
+        selection.
         """
         best: dict[tuple[int, int, str], DependencyRow] = {}
         for row in self.rows:
@@ -248,8 +249,8 @@ attend from one word to the other.
 
 
 class _Pair(NamedTuple):
-    """Two words of a sentence that a syntactic relation joins, in one direction of attention: the word that attends
-    (source), and the word that it is to attend to (target).
+    """Two words of a sentence that a syntactic relation joins, in one direction of attention. The source is the word
+    that attends, and the target is the word that it is to attend to.
 
     Attributes:
         relation: the dependency, and which of the two words is its head.
@@ -352,8 +353,8 @@ NO_WORD = -1
 
 
 class MostAttendedWords(WeightReader):
-    """Finds for each head and each word of one sentence the other word that receives most attention from it, while the
-    model runs.
+    """Interceptor that finds, for each head and each word of one sentence, the other word that receives most attention
+    from it while the model runs.
 
     The attention between two words is the sum over the tokens of the attended word and the mean over the tokens of the
     attending one (Clark et al. 2019, section 4.1). Tokens of no word, such as [CLS], do not compete. The row blocks of

@@ -79,8 +79,8 @@ def draw_needles(count: int, seed: int) -> list[Needle]:
 
 
 def read_haystack(source: str | Path | None, column: str = "text") -> str:
-    """Return the long text in which sentences are hidden: all documents of a file or folder, or by default the help
-    topics that are included in Python (`pydoc_data.topics`).
+    """Return the long text in which sentences are hidden. It consists of all documents of a file or folder, or by
+    default of the help topics that are included in Python (`pydoc_data.topics`).
     """
     if source is None:
         from pydoc_data.topics import topics
@@ -99,6 +99,8 @@ def haystacks(
 ) -> Iterator[Haystack]:
     """Yield one text for each combination of a hidden sentence (needle), a length in tokens, and a depth (the share of
     the text before the needle). The needle is inserted at the last end of a sentence or paragraph before this depth.
+
+    For each needle, the long text starts at a random paragraph.
 
     For each needle, the long text starts at another random paragraph.
     """

@@ -38,9 +38,10 @@ from headwise.statistics.columns import Column
 
 
 class NameMovers(HeadTable[HeadRow]):
-    """Table of the name-mover test (Wang et al. 2022, sections 3.1 and 3.3), one row per head: how much the head
-    attends from the end of a prompt to the name that follows, and how it changes the logit of this name. Columns are
-    means over prompts, with standard errors clustered by template; `n` counts templates.
+    """Table of the name-mover test (Wang et al. 2022, sections 3.1 and 3.3), one row per head. It states how much the
+    head attends from the end of a prompt to the name that follows, and how it changes the logit of this name.
+
+    All columns are means over prompts, with standard errors clustered by template; `n` counts templates.
 
         attention_indirect  weight from the last token to the name of the indirect object, which follows the prompt
         attention_subject   sum of the weights from the last token to both occurrences of the subject's name
@@ -134,9 +135,8 @@ def name_movers(
     progress: bool = False,
     title: str | None = None,
 ) -> NameMovers:
-    """Test for each head whether it is a name mover: whether it attends from the end of a prompt to the name that
-    follows the prompt, and raises the logit of this name (Wang et al. 2022). `NameMovers` defines the columns and the
-    tests.
+    """Test which heads are name movers (Wang et al. 2022). A name mover attends from the end of a prompt to the name
+    that must follow the prompt, and raises the logit of this name. `NameMovers` defines the columns and the tests.
 
     The model reads prompts such as "When Mary and John walked home from the bakery, John handed a warm loaf to". A name
     mover attends from the last token to the name that follows (Mary) more than to the other one, and raises its logit.
@@ -252,9 +252,8 @@ OF_MODEL = "logit_of_model"
 
 
 class _EndAttention(WeightReader):
-    """Reads the attention weights from the last token of each prompt to the names in it, while the model runs. `places`
-    are the positions of the names, `(prompts, roles)`. The weights of each attention module are `(prompts, heads,
-    roles)`.
+    """Interceptor that reads the attention weights from the last token of each prompt to the names in it. `places` are
+    the positions of the names, `(prompts, roles)`. The weights of each attention module are `(prompts, heads, roles)`.
     """
 
     places: Int[Tensor, "prompts roles"]
@@ -286,9 +285,9 @@ of a head produces.
 
 
 def name_copying(model: nn.Module, prompts: Sequence[NamePrompt]) -> tuple[dict[str, Copying], str | None]:
-    """Test whether each head copies names: whether its OV matrix, applied at a name, ranks the name's logit among the
-    highest or lowest. Return the results by path of the attention module, without the first module, and None; or an
-    empty dictionary and the reason why the test is impossible.
+    """Test whether each head copies names: whether its OV matrix, applied at a name, makes the name's logit one of the
+    highest or lowest. Return the results by path of the attention module (the first module is left out), and None. If
+    the test is impossible, return an empty dictionary and the reason.
 
     The state x of the residual stream at each name is that before the second attention module, which contains the first
     MLP. The logits are `U OV x`, with the OV matrices and the output embedding U of `hw.circuits`: without biases, and

@@ -72,8 +72,8 @@ def name_prompts(
     names: Collection[str] = NAMES,
     templates: Collection[str] = TEMPLATES,
 ) -> list[NamePrompt]:
-    """Draw `count` prompts with random names from the templates, each template equally often. The indirect object's
-    name comes first in half of the prompts (ABBA), and the subject's name in the others (BABA).
+    """Draw `count` prompts with random names, using the templates in turn. The name of the indirect object comes first
+    in one round over the templates (ABBA), and the name of the subject in the next (BABA).
     """
     whole_number("prompts", count, least=2)
     whole_number("seed", seed, least=0)

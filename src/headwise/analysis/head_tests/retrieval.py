@@ -44,8 +44,8 @@ SCORE, RECALLED = "score", "recall"
 
 
 class Retrieval(HeadTable[HeadRow]):
-    """Table of the retrieval score of each head (Wu et al. 2024, section 2), one row per head: the share of a hidden
-    answer's tokens that the head copies when the model repeats the answer.
+    """Table of the retrieval score of each head (Wu et al. 2024, section 2), one row per head. The score is the share
+    of a hidden answer's tokens that the head copies while the model repeats the answer.
 
     A text hides a needle, whose answer consists of the tokens at the places N. The model repeats it after a question.
     At the step that produces token w, a head copies place j of N if j is the key with the largest attention weight of
@@ -98,8 +98,9 @@ def retrieval_score(
     progress: bool = False,
     title: str | None = None,
 ) -> Retrieval:
-    """Measure for each head which share of a sentence's answer it copies, if the sentence is hidden in a long text and
-    the model is asked for it (needle in a haystack; Wu et al. 2024). `Retrieval` defines the score and its test.
+    """Measure the retrieval score of each head (Wu et al. 2024). A sentence is hidden in a long text, and the model is
+    asked for it. The score is the share of the answer's tokens that the head copies from the sentence. `Retrieval`
+    defines the score and its test.
 
         model, tokenizer = hw.load("smollm2", lm_head="causal")
         retrieval = hw.retrieval_score(model, tokenizer)
@@ -251,8 +252,8 @@ def _share(value: Any) -> float:
 
 
 class _TopKeys(WeightReader):
-    """Finds the key with the largest attention weight for each head in the query rows `rows` of one sequence, while the
-    model runs. Other rows are skipped. The result of each attention module is `(heads, rows)`.
+    """Interceptor that finds, for each head, the key with the largest attention weight in the query rows `rows` of one
+    sequence. Other rows are skipped. The result of each attention module is `(heads, rows)`.
     """
 
     rows = range(0)

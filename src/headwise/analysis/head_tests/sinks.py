@@ -28,8 +28,8 @@ ROUNDING = 1e-4
 
 
 class SinkRate(HeadTable[HeadRow]):
-    """Table of the sink rate of each head, one row per head: the share of sequences in which a token such as the first
-    one receives more attention than a threshold (Gu et al. 2024, equation 7 and the metric `Sink_k`).
+    """Table of the sink rate of each head (Gu et al. 2024, equation 7 and the metric `Sink_k`), one row per head. The
+    rate is the share of sequences in which a token, such as the first one, receives more attention than a threshold.
 
     The importance of token k of a sequence for a head is the mean weight on it over the queries that may attend to it:
 
@@ -63,8 +63,9 @@ def sink_rate(
     progress: bool = False,
     title: str | None = None,
 ) -> SinkRate:
-    """Measure for each head the share of sequences in which its mean attention on the first token (or on the tokens at
-    `positions`) exceeds the threshold `epsilon` (Gu et al. 2024). `SinkRate` has the definition.
+    """Measure the sink rate of each head (Gu et al. 2024). This is the share of sequences in which the mean attention
+    on the first token, or on another one in `positions`, exceeds the threshold `epsilon`. `SinkRate` has the
+    definition.
 
     Gu et al. use 100 sequences of 64 tokens. The rate depends on the length, so compare rates of the same length:
 
@@ -143,8 +144,8 @@ def _exceeds(importance: Float[Tensor, "..."], epsilon: float) -> Float[Tensor, 
 
 
 def _importance(record: SiteRecord, sequences: int, places: list[int]) -> Float[Tensor, "sequences heads positions"]:
-    """Return for each sequence and head the importance of the tokens at `places`: the mean attention weight on the
-    token over the queries that may attend to it. Return NaN for places after the end of a sequence.
+    """Return the importance of the tokens at `places` for each sequence and head. It is the mean attention weight on
+    the token over the queries that may attend to it. Return NaN for places after the end of a sequence.
     """
     path, tallies = record.site.label, record.latest_tallies()
     if record.site.cross:

@@ -17,8 +17,8 @@ SUFFIX = ".conllu"
 
 
 class TreeWord(NamedTuple):
-    """Word of a sentence in a treebank, with its place in the text, its governor (the word that it depends on), and its
-    syntactic relation to the governor.
+    """Word of a sentence in a treebank, with its place in the text and its syntactic relation to its governor, the word
+    that it depends on.
 
     Attributes:
         span: start and stop of its characters in the text of the sentence; None if it has none of its own, such as a
@@ -169,8 +169,8 @@ def aligned_tokens(
     tokenizer: Any, text: str, spans: Sequence[tuple[int, int] | None], start_token: int | None = None
 ) -> AlignedTokens:
     """Tokenize a text, and assign tokens to words by overlapping characters. `spans` are the start and stop characters
-    of each word; None for a word without characters. A word that shares a token with another word, or has no token, is
-    not aligned.
+    of each word; None for a word without characters. A word is not aligned if it has no token, or if a token also
+    contains other characters than blanks.
 
     `start_token` is put before the text and the special tokens of the tokenizer.
     """

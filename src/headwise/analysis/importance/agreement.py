@@ -73,9 +73,9 @@ class Agreement:
     def interval(
         self, correlation: str = "spearman", *, level: float = 0.95, samples: int = 10_000
     ) -> tuple[float, float]:
-        """Return the lower and upper end of a bootstrap confidence interval for the correlation over heads: quantiles
-        of the correlation over random samples of the heads (Efron and Tibshirani 1993, chapter 13). Both are NaN if the
-        correlation is NaN.
+        """Return the lower and upper end of a confidence interval for the correlation over heads. The ends are
+        quantiles of the correlation over random samples of the heads (bootstrap; Efron and Tibshirani 1993, chapter
+        13). Both are NaN if the correlation is NaN.
 
         The interval covers the choice of heads. It does not cover the choice of examples: a correlation of estimates
         with large standard errors is smaller than that of the values without noise. The samples have a fixed seed.

@@ -139,8 +139,8 @@ class GateTensors(SiteRegistry):
 
 
 def gate_dtype(out: Tensor) -> torch.dtype:
-    """Return the dtype of gates for head outputs `out`: at least float32, since the gradient of a gate is a sum over
-    all queries and features of its head.
+    """Return the dtype of gates for head outputs `out`. It is at least float32, since the gradient of a gate is a sum
+    over all queries and features of its head.
     """
     return torch.promote_types(out.dtype, torch.float32)
 
@@ -193,8 +193,7 @@ class GradientMethod:
         raise NotImplementedError
 
     def measure(self, task: ImportanceTask, data_pass: Pass[GradientProgress]) -> GradientProgress:
-        """Measure the scores of all heads on the batches of this process, and return their running means over examples.
-        """
+        """Measure the scores of all heads on the batches of this process, and return running means over examples."""
         resumed, progress = data_pass.resumed, GradientProgress()
         with differentiable_gates(task) as gates:
             gates.merge(resumed.records)
@@ -280,7 +279,7 @@ def _zeros(is_counted: Bool[Tensor, " examples"], clusters: Clusters | None) -> 
 
 def _missing(counted: RunningMoments, measured: RunningMoments | None, heads: int) -> RunningMoments:
     """Return running moments of the value 0 for each head, once for each example that is in `counted` but not in
-    `measured`: examples in which the head did not run.
+    `measured`. These are the examples in which the head did not run.
     """
     none = torch.zeros(heads, dtype=torch.float64)
     alone, clusters = counted.alone.count + none, counted.clustered.counts + none
@@ -293,9 +292,9 @@ def _missing(counted: RunningMoments, measured: RunningMoments | None, heads: in
 
 @dataclass(frozen=True)
 class Gradient(GradientMethod):
-    """Importance method: the mean over examples of |dL/dg|, the absolute derivative of the loss L with respect to a
-    head's gate g (Michel, Levy and Neubig 2019, equation 5). A second score is the mean of -dL/dg, a first-order
-    estimate of the ablation effect.
+    """Importance method by the derivative dL/dg of the loss L with respect to a head's gate g. The first score is the
+    mean over examples of |dL/dg| (Michel, Levy and Neubig 2019, equation 5). The second is the mean of -dL/dg, a
+    first-order estimate of the ablation effect.
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
@@ -304,8 +303,9 @@ class Gradient(GradientMethod):
 
 @dataclass(frozen=True)
 class Square(GradientMethod):
-    """Importance method: the mean over examples of (dL/dg)^2, the squared derivative of the loss L with respect to a
-    head's gate g. This is the empirical Fisher information of the gate (Theis et al. 2018; Molchanov et al. 2019).
+    """Importance method by the derivative dL/dg of the loss L with respect to a head's gate g. The score is the mean
+    over examples of its square, the empirical Fisher information of the gate (Theis et al. 2018; Molchanov et al.
+    2019).
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
@@ -314,17 +314,14 @@ class Square(GradientMethod):
 
 @dataclass(frozen=True)
 class Integrated(GradientMethod):
-    """Importance method by integrated gradients (Sundararajan, Taly and Yan 2017): the integral of -dL/dg, for the loss
-    L and a head's gate g, while all gates rise together from 0 to 1. For each example, the scores of all heads add up
-    to the effect of removing all heads, up to the error of numerical integration.
+    """Importance method by integrated gradients (Sundararajan, Taly and Yan 2017). With the loss L and a head's gate g,
+    the score is -dL/dg, integrated while all gates rise together from 0 to 1. For each example, the scores of all heads
+    add up to the effect of removing all heads, up to the error of numerical integration.
 
-    The completeness gap is the sum over examples of the absolute difference between the sum of the scores and this
-    effect, divided by the sum of the absolute effects. So errors of opposite sign do not cancel.
-
-    The completeness gap is the sum over examples of the absolute difference between the two, divided by the sum of the
-    absolute effects. So errors of opposite sign do not cancel. For each batch, the number of points is doubled until
-    the gap is at most 5 %. In some models the loss varies so fast along this path that no affordable number of points
-    is enough: the gap is in the metadata of the table, and a warning names one above 5 %.
+    The completeness gap is the sum over examples of the absolute difference between this sum of scores and the effect,
+    divided by the sum of the absolute effects. So errors of opposite sign do not cancel. For each batch, the number of
+    points is doubled until the gap is at most 5 %. In some models the loss varies so fast along this path that no
+    affordable number of points is enough: the gap is in the metadata of the table, and a warning names one above 5 %.
 
     Attributes:
         steps: number of points of the Gauss-Legendre quadrature at first.
@@ -363,9 +360,9 @@ class Integrated(GradientMethod):
         return gradients, has_loss
 
     def report(self, task: ImportanceTask, parts: Sequence[GradientProgress]) -> dict[str, Any]:
-        """Return how well the scores add up to the effect of removing all heads: means over examples of both, the
-        completeness gap (relative absolute difference), the relative difference of the means, and the largest number of
-        integration steps.
+        """Return how well the scores of all heads add up to the effect of removing all heads. The entries are the means
+        of both over examples, their relative differences (for each example, and of the means), and the largest number
+        of integration steps.
         """
         examples = sum(int(part.counted.count) for part in parts)
         scores, effect, effects, differences = (
@@ -401,6 +398,7 @@ def gauss_legendre(steps: int) -> list[tuple[float, float]]:
 
 
 def _relative(difference: float, effect: float) -> float:
-    """Return `difference / effect` for two non-negative numbers; infinity if only the effect is 0, and 0 if both are 0.
+    """Return `difference / effect` for two non-negative numbers. Return infinity if only the effect is 0, and 0 if both
+    are.
     """
     return difference / effect if effect else float("inf") if difference else 0.0

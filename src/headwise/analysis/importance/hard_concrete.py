@@ -121,8 +121,8 @@ class HardConcrete:
 
 
 def _stretched(gates: Tensor) -> Tensor:
-    """Stretch gates from the range 0 to 1 to the range -0.1 to 1.1, and clip the result to [0, 1], so that a gate can
-    be exactly 0 or 1.
+    """Stretch gates from the range [0, 1] to [-0.1, 1.1], and clip the result to [0, 1]. So a gate can be exactly 0 or
+    1.
     """
     return (gates * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
 

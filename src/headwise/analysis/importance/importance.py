@@ -95,8 +95,7 @@ class Importance(HeadTable[HeadRow]):
 
 @dataclass(frozen=True)
 class AblationMethod:
-    """Importance method that measures the ablation effect of each head: the increase of the mean loss without the head.
-    """
+    """Importance method that measures the ablation effect of each head: the increase of the loss without the head."""
 
     progress_type: ClassVar[type[Any]] = AblationProgress
 
@@ -201,8 +200,8 @@ def importance(
 
 
 def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalise: bool) -> Any:
-    """Create the importance method called `name` with the given options. Raise `InputError` if the name or an option
-    does not exist, if the method cannot use the loss, or if `normalise` is set for a method whose statistics are
+    """Create the importance method called `name` with the given options. Raise `InputError` for an unknown name or
+    option, or if the method cannot use the loss. Also raise it if `normalise` is set for a method whose statistics are
     probabilities.
     """
     if not isinstance(name, str) or name not in METHODS:
@@ -222,8 +221,8 @@ def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalis
 
 
 def _normalised_per_layer(rows: Iterable[HeadRow]) -> Iterator[HeadRow]:
-    """Yield the row of each head with every statistic and its standard error divided by a norm: the l2 norm of the
-    statistic over the heads of the layer. A norm of 0 is replaced by 1.
+    """Yield the row of each head with every statistic, and its standard error, divided by the l2 norm of the statistic
+    over the heads of the layer. A norm of 0 is replaced by 1.
     """
     for _, rows_of_layer in groupby(rows, key=lambda row: row.layer):
         layer = list(rows_of_layer)

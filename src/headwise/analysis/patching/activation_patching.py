@@ -41,9 +41,9 @@ class Patching(HeadTable[HeadRow]):
     SAMPLES = "prompt pair"
 
     def column(self, name: str) -> Column:
-        """Return the description of the column `name`, with the value that the column has if patching a head changes
-        nothing: the value of the corrupted run for the direction "denoise" (0 for `recovered`), of the clean run for
-        "noise" (1 for `recovered`).
+        """Return the description of the column `name`, including its value if patching a head changes nothing. For the
+        direction "denoise", this is the value in the corrupted run (0 for `recovered`), for "noise" in the clean run (1
+        for `recovered`).
         """
         is_noise = self.metadata.get("settings", {}).get("direction") == "noise"
         null = float(is_noise)
@@ -64,8 +64,8 @@ def activation_patching(
     direction: str = "denoise",
     progress: bool = False,
 ) -> Patching:
-    """Measure the effect of one head at a time: replace its output in the run on the corrupted prompts by its output in
-    the run on the clean prompts (or the reverse, for the direction "noise"). The table states how much of the logit
+    """Patch one head at a time: replace its output in the run on the corrupted prompts by its output in the run on the
+    clean prompts. With the direction "noise", the two runs change places. The table states how much of the logit
     difference between the right and the wrong answer each patch recovers.
 
     With d the logit of the right answer minus that of the wrong one, each pair of prompts has
@@ -126,9 +126,9 @@ def patch_together(
     at: Any = -1,
     direction: str = "denoise",
 ) -> dict[str, MeanEstimate]:
-    """Replace the outputs of several heads at once, in the run on the corrupted prompts, by their outputs in the run on
-    the clean prompts (or the reverse, for the direction "noise"). Return two means over prompt pairs, `difference` and
-    `recovered`.
+    """Patch several heads at once: replace their outputs in the run on the corrupted prompts by their outputs in the
+    run on the clean prompts. With the direction "noise", the two runs change places. Return two means over prompt
+    pairs, `difference` and `recovered`.
 
     `difference` is the logit of the right answer minus that of the wrong one in the patched run. `recovered` states
     where it lies between the corrupted run (0) and the clean run (1) without patches.
@@ -148,8 +148,8 @@ def _patched_runs(
     pairs: PromptPairs, *, reuse: bool
 ) -> Iterator[tuple[RepeatedRuns, Callable[[Collection[SiteHead]], dict[str, MeanEstimate]]]]:
     """Run the model without patches on the destination batch (the one that is patched). Yield the object that repeats
-    this run, and a function: it patches the given heads with their outputs in the source run, and returns
-    `PromptPairs.estimates` of the patched run.
+    this run, and a function. It patches the given heads with their outputs in the source run, and returns the two means
+    of `PromptPairs.estimates` for the patched run.
     """
     gates = GateInterceptor({})
     runs = RepeatedRuns(pairs.model, pairs.paths, reuse=reuse)

@@ -65,10 +65,10 @@ def attribution_patching(
     steps: int | None = None,
     progress: bool = False,
 ) -> AttributionPatching:
-    """Estimate from derivatives, without a run per head, what `activation_patching` measures. For each head, its output
-    in the run on the corrupted prompts is replaced by that in the run on the clean prompts (or the reverse, for the
-    direction "noise"). The result is the share of the logit difference between right and wrong answer that is
-    recovered.
+    """Estimate from derivatives what `activation_patching` measures with one run per head. A patch replaces a head's
+    output in the run on the corrupted prompts by its output in the run on the clean prompts. With the direction
+    "noise", the two runs change places. The table states how much of the logit difference between the right and the
+    wrong answer each patch recovers.
 
     `AttributionPatching` has the formulas (Nanda 2023; Syed, Rager and Conmy 2023, arXiv 2310.10348). `hw.agreement`
     compares the estimates with measured effects:
@@ -198,9 +198,9 @@ class _OutputGradients(SiteRegistry):
     def products(
         self, result: Float[Tensor, " pairs"], sites: Collection[SiteKey]
     ) -> dict[SiteKey, Float[Tensor, "pairs heads"]]:
-        """Return for each prompt pair and head of some attention modules a first-order estimate of the effect of
-        patching. This is the derivative of `result` with respect to the head's output, times the change of the output
-        (source run minus destination run), summed over queries and features.
+        """Return a first-order estimate of the effect of patching for each prompt pair and each head of some attention
+        modules. It is the derivative of `result` with respect to the head's output, times the change of this output
+        from the destination run to the source run. The product is summed over queries and features.
         """
         if not result.requires_grad:
             got = "none" if self._inputs else "none, as heads could not be changed"

@@ -85,9 +85,9 @@ def path_patching(
     mlps: str = "recompute",
     progress: bool = False,
 ) -> PathPatching:
-    """Measure the effect of the direct paths from one head at a time (the sender) to the receivers: the final logits,
-    or the queries, keys or values of other heads. Paths that pass through any other head are left out. `PathPatching`
-    has the steps (Wang et al. 2022).
+    """Measure the effect of the direct paths from one head at a time (the sender) to the receivers. These are the final
+    logits, or the queries, keys or values of other heads. Paths that pass through any other head are left out.
+    `PathPatching` has the steps (Wang et al. 2022).
 
     The table states for each sender how much of the logit difference is recovered if the run on the corrupted prompts
     has these paths from the run on the clean prompts (or the reverse, for the direction "noise"). All receivers are
@@ -144,7 +144,7 @@ def path_patching(
 
 
 class _PathRuns:
-    """Runs a model on the destination batch (the one that is patched) with patched paths from senders to receivers.
+    """Runs of a model on the destination batch (the one that is patched) with patched paths from senders to receivers.
     `names` are the inputs of the receiving heads that are patched (q, k or v); empty if the receivers are the logits.
     At creation, the model runs without patches.
 
@@ -228,7 +228,7 @@ class _PathRuns:
             raise InputError("model", expected=expected, got=got)
 
     def _require_frozen_mlps(self) -> None:
-        """Raise `InputError` unless frozen MLPs leave only direct paths: if all head outputs are changed, the end of
+        """Raise `InputError` unless frozen MLPs leave only direct paths. If all head outputs are changed, the end of
         the residual stream must change by the output projections of these changes, and by nothing else.
         """
         stream = ResidualStream(self._model)

@@ -171,8 +171,8 @@ class PromptPairs:
         return self._tokens.logit_difference(self.model, copied(self._destination))
 
     def difference_in_other_context(self) -> Float[Tensor, " pairs"]:
-        """Return the logit differences of the destination batch with foreign context: all tokens are replaced by those
-        of the source batch, except the tokens that the answers follow.
+        """Run the model on the destination batch in another context, and return the logit differences. Only the tokens
+        that the answers follow are those of the destination batch; all others are those of the source batch.
         """
         batch = dict(self._destination)
         for name, own in self._destination.items():
@@ -211,9 +211,9 @@ class PromptPairs:
         return both if self._direction == "denoise" else both[::-1]
 
     def estimates(self, difference: Float[Tensor, " pairs"]) -> dict[str, MeanEstimate]:
-        """Return two means over prompt pairs: `difference`, the mean of the logit differences, and `recovered`, the
-        mean of their places on a scale from 0 (corrupted run) to 1 (clean run). Pairs with the same logit difference in
-        both runs have no place and are left out.
+        """Return two means over prompt pairs. `difference` is the mean of the given logit differences. `recovered` is
+        the mean of their places on a scale from 0 (corrupted run) to 1 (clean run). It leaves out pairs with the same
+        logit difference in both runs.
         """
         if not bool(difference.isfinite().all()):
             raise InputError("model", expected="finite logits in each patched run", got="NaN or infinity")

@@ -44,9 +44,9 @@ LARGEST_EXPECTATION = 0.05
 @storable
 @dataclass
 class ComparisonProgress(SiteProgress):
-    """Results of comparing heads that one process has so far. They are running sums over head outputs for each pair of
-    attention modules, running distances between attention weights within each module, and each module's bound for
-    differences of outputs that count as rounding (relative, squared).
+    """Results of comparing heads that one process has so far. `products` are running sums over the head outputs of
+    pairs of attention modules. `distances` are running means of the distances between attention weights in each module.
+    `rounding` is the squared relative difference up to which outputs of a module count as equal.
     """
 
     products: dict[tuple[SiteKey, SiteKey], OutputProducts] = field(default_factory=dict)
@@ -118,8 +118,7 @@ class HeadComparison(SiteRegistry):
         return compare_or_store
 
     def _call_context(self, call: Call) -> CallContext:
-        """Return the tokens and padding of an attention call. They are read once per call, and the last result is kept.
-        """
+        """Return the tokens and padding of an attention call. They are read once per call."""
         if self._latest[0] is not call:
             self._latest = call, self._contexts.read(call).context
         return self._latest[1]

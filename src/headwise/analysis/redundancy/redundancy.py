@@ -117,8 +117,8 @@ class Redundancy(Table[HeadRow]):
         return tuple(row.name for row in self.rows)
 
     def table(self) -> Any:
-        """Return a pandas DataFrame with one row per compared pair of heads: the names of the two heads, `a` and `b`,
-        and the three measures of their similarity, `cosine`, `cka` and `distance`.
+        """Return a pandas DataFrame with one row per compared pair of heads. The columns are the names of the two
+        heads, `a` and `b`, and the measures of their similarity, `cosine`, `cka` and `distance`.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -156,8 +156,8 @@ class Redundancy(Table[HeadRow]):
         )
 
     def _samples(self) -> tuple[list[Any], str]:
-        """Return the data to store in a file: for each head, its rows of the three similarity matrices, one after the
-        other; and the clusters with their ablation effects as JSON.
+        """Return the data to store in a file. The first part has for each head its rows of the three similarity
+        matrices, one after the other. The second is the clusters and their ablation effects as JSON.
         """
         matrices = torch.cat([getattr(self, name) for name in MEASURES], 1)
         return matrices.tolist(), json.dumps({"clusters": self.clusters, "cluster_costs": self.cluster_costs})

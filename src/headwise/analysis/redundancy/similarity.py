@@ -16,9 +16,9 @@ from headwise.shapes import Bool, Float
 
 @storable
 class OutputProducts:
-    """Running sums over tokens for comparing every head of one attention module with every head of another. From them
-    follow two measures for each pair of heads: the dependence of their outputs (Hilbert-Schmidt independence
-    criterion), and the mean cosine of the vectors that they write into the residual stream.
+    """Running sums over tokens for comparing every head of one attention module with every head of another. They yield
+    the dependence of two heads' outputs (Hilbert-Schmidt independence criterion), and the mean cosine of the vectors
+    that the two heads write into the residual stream.
 
     The outputs are shifted by their mean over the first tokens, `outs`, which changes no result: sums of large numbers
     would lose digits.
@@ -195,9 +195,9 @@ class WeightDistances:
         self._tiles: list[tuple[slice, Tensor, Tensor]] = []
 
     def add(self, rows: RowBlock) -> None:
-        """Add the distances between every two heads for a block of query rows: heads within this block, and heads of
-        this block with those of earlier blocks of the same rows. Padding rows and rows without a visible key are left
-        out.
+        """Add the distances between every two heads for a block of query rows. Heads of the block are compared with
+        each other, and with those in earlier blocks of the same rows. Padding rows and rows without a visible key are
+        left out.
         """
         tile = rows.tile
         current_rows = (tile.block.rows, tuple(tile.block.spans), tile.sequences.start, tile.sequences.stop)
