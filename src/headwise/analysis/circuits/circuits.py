@@ -149,11 +149,11 @@ class FactoredMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of rows and columns of the product."""
+        """Numbers of rows and columns of the matrix `left @ right`."""
         return self.left.shape[-2], self.right.shape[-1]
 
     def transposed(self) -> "FactoredMatrix":
-        """Return the transposed matrix, with the same factors in reverse order."""
+        """Return the transposed matrix. Its factors are those of this matrix, transposed and in reverse order."""
         return FactoredMatrix(self.right.mT, self.left.mT)
 
     def matrix(self) -> Float[Tensor, "*matrices rows columns"]:
@@ -259,8 +259,8 @@ class Circuits:
         return FactoredMatrix(query[index], key[index])
 
     def why_not(self, score: str) -> str | None:
-        """Return the reason why a score cannot be computed for this model; None if it can. `score` is the name of a
-        score of single heads, such as "copying", or of a kind of composition, such as "q".
+        """Return the reason why a score cannot be computed for this model, or None if it can be computed. `score` is
+        the name of a score of single heads, such as "copying", or of a kind of composition, such as "q".
 
         Raises:
             InputError: the name is none of a score, such as "copying", or of a kind of composition, such as "q".

@@ -30,8 +30,8 @@ LEAST_SIGNAL = 20.0
 
 def head_weights(model: nn.Module, path: str) -> tuple[dict[str, Tensor], str]:
     """Return the query, key, value and output weights of the attention module at `path`, split by head, and the path of
-    its output projection. `model` is a copy made by `double_copy`. Query head h uses key/value head `h * kv_heads //
-    heads`.
+    its output projection. `model` is a copy made by `double_copy`. Query head h uses key/value head
+    `h * kv_heads // heads`.
 
         query  (heads, head_dim, width)         from the module's input to each head's query
         key    (kv_heads, head_dim, width)
@@ -61,7 +61,7 @@ def head_weights(model: nn.Module, path: str) -> tuple[dict[str, Tensor], str]:
 @dataclass(frozen=True, eq=False)
 class ModuleMaps:
     """Linear maps of the heads of one attention module, from and to the residual stream. They include the weight and
-    the mean subtraction of norms before and after attention, but not the division of these norms by a size.
+    the mean subtraction of norms before and after attention, but not their division by the root mean square.
 
     Attributes:
         path: path of the module.
@@ -157,8 +157,8 @@ def _require_values(
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors are equal up to rounding. The difference of every vector (last axis) may be at most
-    `TOLERANCE` times the largest norm along the axis before it.
+    """Return True if two tensors of vectors are equal up to rounding. The norm of each difference may be at most
+    `TOLERANCE` times the largest norm of the vectors of the same head (or sequence) in `other`.
     """
     if one.shape != other.shape:
         return False

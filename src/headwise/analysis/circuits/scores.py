@@ -73,7 +73,7 @@ class CircuitScores(HeadTable[HeadRow]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class HeadPair(Row):
-    """Row of a composition table: a head, a head of an earlier layer whose output it reads, and their scores.
+    """Row of a table of composition scores: a head, a head of an earlier layer, and the scores of this pair.
 
     Attributes:
         layer: layer of the later head, zero-based.
@@ -89,7 +89,7 @@ class HeadPair(Row):
 
     @property
     def name(self) -> str:
-        """Names of both heads, the earlier one first, such as `1.3>5.0`."""
+        """Names of the two heads of the pair as "layer.head", the earlier one first, such as `1.3>5.0`."""
         return f"{self.earlier_layer}.{self.earlier_head}>{self.layer}.{self.head}"
 
     def _described(self) -> list[str]:
@@ -98,8 +98,9 @@ class HeadPair(Row):
 
 class CompositionSummary(HeadTable[HeadRow]):
     """Table of the largest composition scores of each head, one row per head. `k_in` is the head's largest
-    K-composition with an earlier head, and `k_out` that with a later head; so are the columns of `q` and `v`. The
-    number is NaN for heads of the first layer (`_in`) and of the last layer (`_out`), and for a head whose matrix is 0.
+    K-composition score with an earlier head, and `k_out` its largest one with a later head. The columns of `q` and `v`
+    have the same form. The score is NaN for the first layer (`_in`), the last layer (`_out`), and for a head whose
+    matrix is 0.
     """
 
     NAME = "composition-summary"

@@ -85,7 +85,7 @@ def stream_factors(trace: RunTrace, batch: Any, modules: Sequence[PlacedModule])
 def _factors(paths: Sequence[str], shifts: Sequence[Tensor], changes: Sequence[Tensor]) -> StreamFactors:
     """Return the factors by which random vectors (`shifts`), added to module outputs, appear in the changes of the
     residual stream, fitted by least squares. `changes` is the change at the input of each module in `paths`, and at the
-    end of the stream. A shift more than there are paths is that of the token embedding, and comes first.
+    end of the stream. If there is one shift more than paths, the first one is that of the token embedding.
     """
     offset, size = len(shifts) - len(paths), float(shifts[0].norm())
     table = torch.full((len(changes), len(shifts)), torch.nan, dtype=torch.float64)
@@ -152,8 +152,8 @@ def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> 
 
 
 def _stream_end(trace: RunTrace, shape: torch.Size) -> tuple[Tensor, ModuleCall | None, ModuleCall | None] | None:
-    """Return the tensor at the end of a residual stream of this shape: the input of the final norm, or of the output
-    embedding without such a norm. Also return the calls of the final norm and of the output embedding; None for a
+    """Return the tensor at the end of a residual stream of this shape: the input of the final norm or, without such a
+    norm, of the output embedding. Also return the calls of the final norm and of the output embedding; None for a
     missing call. Return None if no such tensor is found.
 
     If the model does not name its output embedding, the tensor is derived from the output of the model, or else from

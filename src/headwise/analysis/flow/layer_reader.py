@@ -104,8 +104,9 @@ class LayerReader(SiteRegistry):
 
 
 def require_whole(sums: Float[Tensor, "*queries"], path: str, eps: float) -> None:
-    """Raise `InputError` unless the shares of input tokens in the rollout have the sum 1 for each query, up to rounding
-    (`eps`). The sum is smaller if a learned sink receives attention, or if an attended token attends to nothing itself.
+    """Raise `InputError` unless the shares of input tokens in the rollout (attention multiplied over layers) have the
+    sum 1 for each query, up to rounding. The sum is smaller if a learned sink receives attention, or if an attended
+    token attends to nothing itself. `eps` is the machine epsilon of the model's dtype.
     """
     loss = (sums - 1).abs()
     if bool((loss > max(LARGEST_LOSS, 4 * eps)).any()):  # NaN is reported elsewhere

@@ -277,9 +277,6 @@ class RolloutRun(LayerReader):
 
     For the entropy, these tokens are the attended ones. For attention on the query itself and for distances, they are
     the queries.
-
-    For the entropy, the tokens are those that are attended to. For attention on the query itself and for distances,
-    they are the queries.
     """
 
     def __init__(
@@ -306,9 +303,9 @@ class RolloutRun(LayerReader):
 
 @dataclass
 class _Columns:
-    """State of the rollout during a run: the rollout matrix of the layers so far, times fixed matrices. For the columns
-    `tokens`, these are the identity and the distances between tokens. Three more columns mark first tokens, special
-    tokens and all tokens with 1.
+    """State of the attention rollout during a run: the rollout matrix of the layers so far, multiplied by some columns.
+    For each of the tokens `tokens`, these are a column of the identity and a column of distances to the token. Three
+    more columns are 1 at first tokens, at special tokens, and at all tokens.
     """
 
     tokens: range
@@ -317,7 +314,7 @@ class _Columns:
 
     @staticmethod
     def of(row_block: RowBlock, context: CallContext, start: int) -> "_Columns":
-        """Return the state before the first layer, where the rollout matrix is the identity, for as many tokens from
+        """Return the columns before the first layer, where the rollout matrix is the identity, for as many tokens from
         `start` on as fit into memory.
         """
         grid, powers = row_block.grid, row_block.powers

@@ -65,7 +65,8 @@ class TokenRollout:
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows, columns=columns)
 
     def plot(self, ax: Any = None) -> "Axes":
-        """Draw the shares as a matrix, with queries down and tokens across, and return the matplotlib axes.
+        """Draw the shares of the tokens in the rollout as a matrix, with one row per query and one column per token,
+        and return the matplotlib axes.
 
         Args:
             ax: matplotlib axes to draw on; those of a new figure by default.
@@ -204,8 +205,8 @@ class _RowPass(LayerReader):
         return Observation(observer, CallContext(), lambda: None)
 
     def passed(self) -> list[Float[Tensor, "queries tokens"]]:
-        """Return the shares of the tokens at the input of each layer, from the last layer to the first. Each tensor is
-        the shares after the layer, multiplied by the layer's mean attention and mixed with the residual connection.
+        """Return the shares of the tokens at the input of each layer, from the last layer to the first. For each layer,
+        the shares at its output are multiplied by its mean attention matrix and mixed with the residual connection.
         """
         shares, found = self._shares, []
         for number in reversed(self._numbers):

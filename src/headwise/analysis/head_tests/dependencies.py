@@ -71,9 +71,9 @@ class _GainTable(Table[DependencyRow]):
 
 
 class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
-    """Table of dependency accuracy with one row per head, for the head's best syntactic relation and direction of
-    attention. These have the largest gain over a fixed offset in one half of the documents. The column `gain` is
-    measured in the other half, so that the selection does not bias it.
+    """Table with one row per head: its dependency accuracy for the syntactic relation and direction of attention in
+    which the head is best. They are chosen by the largest gain over a fixed offset in one half of the documents. The
+    column `gain` is measured in the other half, so that the choice does not bias it.
 
     The columns are those of `DependencyAccuracy`. `gain_q` is adjusted for the number of heads.
     """

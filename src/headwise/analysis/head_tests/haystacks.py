@@ -27,7 +27,8 @@ WORDS = 5
 
 
 class Needle(NamedTuple):
-    """Sentence that is hidden in a long text, with the question that asks for a part of the sentence, its answer.
+    """Sentence that is hidden in a long text, with a question about it. The answer to the question is a part of the
+    sentence.
 
     Attributes:
         before: the sentence up to the answer.
@@ -101,8 +102,6 @@ def haystacks(
     the text before the needle). The needle is inserted at the last end of a sentence or paragraph before this depth.
 
     For each needle, the long text starts at a random paragraph.
-
-    For each needle, the long text starts at another random paragraph.
     """
     draws = Random(seed)
     starts = [0, *(index + 2 for index in range(len(text) - 1) if text.startswith("\n\n", index))]

@@ -122,7 +122,7 @@ def _fits(tokenizer: Any, text: str, name: str) -> bool:
 
 def _tokens(tokenizer: Any, template: str, pair: tuple[str, str], again: str) -> tuple[list[int], list[list[int]]]:
     """Return the token ids of a prompt with three names, including the special tokens before it, and the token
-    positions of each name. Return no positions if a token contains characters of a name and others.
+    positions of each name. Return no positions if a token contains characters of a name and other characters.
     """
     text, spans = "", []
     for part, name in zip(re.split("{[ABC]}", template), (*pair, again, ""), strict=True):

@@ -44,8 +44,9 @@ SCORE, RECALLED = "score", "recall"
 
 
 class Retrieval(HeadTable[HeadRow]):
-    """Table of the retrieval score of each head (Wu et al. 2024, section 2), one row per head. The score is the share
-    of a hidden answer's tokens that the head copies while the model repeats the answer.
+    """Table of the retrieval score of each head (Wu et al. 2024, section 2), one row per head. A long text contains the
+    answer to a question. The score is the share of the answer's tokens that the head copies from the text while the
+    model repeats the answer.
 
     A text hides a needle, whose answer consists of the tokens at the places N. The model repeats it after a question.
     At the step that produces token w, a head copies place j of N if j is the key with the largest attention weight of
@@ -98,8 +99,8 @@ def retrieval_score(
     progress: bool = False,
     title: str | None = None,
 ) -> Retrieval:
-    """Measure the retrieval score of each head (Wu et al. 2024). A sentence is hidden in a long text, and the model is
-    asked for it. The score is the share of the answer's tokens that the head copies from the sentence. `Retrieval`
+    """Measure the retrieval score of each head (Wu et al. 2024). A sentence is hidden in a long text, and a question
+    about it follows. The score is the share of the answer's tokens that the head copies from the sentence. `Retrieval`
     defines the score and its test.
 
         model, tokenizer = hw.load("smollm2", lm_head="causal")

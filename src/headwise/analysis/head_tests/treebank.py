@@ -102,7 +102,7 @@ def _texts(source: Any) -> Iterator[str]:
 
 def _sentence(tokens: list[Any], text: str | None, document: int, name: str, subtypes: bool) -> TreeSentence:
     """Convert the parsed tokens of one sentence in CoNLL-U format to a `TreeSentence`. Raise `InputError` if its words
-    do not occur in its text, or a word has no governor and relation.
+    do not occur in its text, or the governor or relation of a word is missing or invalid.
     """
     words = [token for token in tokens if isinstance(token["id"], int)]
     if [token["id"] for token in words] != list(range(1, len(words) + 1)):
@@ -169,8 +169,8 @@ def aligned_tokens(
     tokenizer: Any, text: str, spans: Sequence[tuple[int, int] | None], start_token: int | None = None
 ) -> AlignedTokens:
     """Tokenize a text, and assign tokens to words by overlapping characters. `spans` are the start and stop characters
-    of each word; None for a word without characters. A word is not aligned if it has no token, or if a token also
-    contains other characters than blanks.
+    of each word; None for a word without characters. A word is not aligned if it has no token, or if one of its tokens
+    also contains characters of something else (blanks aside).
 
     `start_token` is put before the text and the special tokens of the tokenizer.
     """

@@ -152,9 +152,9 @@ class _OutputGradients(SiteRegistry):
     zeros, which requires gradients, to the head outputs of each attention call. Derivatives include the effect through
     all later layers.
 
-    After `reset` with a site, the outputs of all heads of this site are replaced by points on the straight line from
-    their own values in the destination run, the last one without such a site, to those in the run `source`, and only
-    these outputs have derivatives.
+    After `reset` with an attention module, its head outputs are replaced by points on the straight line from their
+    values in the destination run to those in the run `source`, and only these outputs have derivatives. The
+    destination run is the last run before such a `reset`.
     """
 
     def __init__(self, model: nn.Module, source: RecordedOutputs) -> None:

@@ -50,14 +50,16 @@ HeadInputs = Mapping[str, Float[Tensor, "batch receivers length features"]]
 
 class PathPatching(Patching):
     """Table of the effect of patching the direct paths from one head (the sender) to the receivers, which are other
-    heads or the logits. It has one row per sender, with the columns of activation patching.
+    heads or the logits. It has one row per sender. The columns `difference` and `recovered` are those of activation
+    patching.
 
     The steps are those of Wang et al. (2022, appendix B, algorithm 1):
 
     1. Run the model on both batches, and record the outputs of all heads.
     2. Run it on the batch that is patched, with the output of the sender from the other run, and all other heads frozen
        at their outputs in the unpatched run. Norms and MLPs are computed again.
-    3. Record what the receivers get in this run. If these are the logits, their difference is the result.
+    3. Record the inputs of the receivers in this run. If the receivers are the logits, the logit difference of this
+       run is the result.
     4. Run the model on the batch that is patched, with these inputs of the receivers, and everything after the
        receivers computed as usual.
 

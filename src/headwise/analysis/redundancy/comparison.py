@@ -191,7 +191,7 @@ class HeadComparison(SiteRegistry):
 
     def name_few_tokens(self, threshold: float) -> None:
         """Record a warning for each module whose number of tokens is so small that unrelated heads may have a
-        similarity `cka` of `threshold` or more by chance.
+        similarity `cka` of `threshold` or more by chance, or that `cka` is undefined.
         """
         heads, pairs = {site: record.heads for site, record in self._records.items()}, 0
         for site, other in self.progress.products:

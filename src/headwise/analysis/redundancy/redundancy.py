@@ -186,9 +186,9 @@ def redundancy(
     progress: bool = False,
     title: str | None = None,
 ) -> Redundancy:
-    """Measure the similarity of every two heads of each layer (or of the whole model, with `pairs="model"`), and group
-    similar heads into clusters. With a loss, also measure its increase without each head of a cluster, and without all
-    heads of the cluster.
+    """Measure the similarity of every two heads of each layer, and group similar heads into clusters. With
+    `pairs="all"`, also compare the outputs of heads in different layers. With a loss, also measure its increase without
+    each head of a cluster, and without all heads of the cluster.
 
     The measures over tokens are the cosine and the centred kernel alignment (`cka`) of two heads' outputs, and the
     Jensen-Shannon distance of their attention weights; `Redundancy` has the definitions. Clusters are complete-linkage

@@ -142,8 +142,8 @@ class OutputProducts:
 
 def _translation(difference: Float[Tensor, "heads value_dim"]) -> Float[Tensor, "features features"]:
     """Return a matrix that shifts the head outputs x of a module to x + a, for the vector a of each head
-    (`difference`). It maps the concatenation of features, squared norms of heads and the number 1 for x to that for x +
-    a.
+    (`difference`). It maps the concatenation of features, squared norms of heads and the number 1 for x to that for
+    x + a.
 
     The squared norm of a head becomes `|x|^2 + 2 a.x + |a|^2`.
     """
@@ -158,14 +158,14 @@ def _translation(difference: Float[Tensor, "heads value_dim"]) -> Float[Tensor, 
 
 def chance_of(threshold: float, tokens: int) -> float:
     """Return approximately the probability that two unrelated heads have a similarity `cka` (debiased centred kernel
-    alignment) of at least `threshold` by chance, for independent tokens. The larger of the probabilities for outputs of
-    one and of many features is returned.
+    alignment) of at least `threshold` by chance, for independent tokens. It is the larger one of the probabilities for
+    outputs of one feature and of many features.
 
     The standard deviation of the `cka` of unrelated heads is sqrt(2 / (n (n - 3))) for n tokens.
 
     With m = n (n - 3) / 2, the alignment r of outputs of many features has sqrt(m - 1) r / sqrt(1 - r^2) distributed as
     Student's t with m - 1 degrees of freedom (Szekely and Rizzo 2013). Outputs of one feature have about the square of
-    the correlation coefficient, with a beta distribution. The larger probability is returned.
+    the correlation coefficient, with a beta distribution.
     """
     if threshold >= 1.0:
         return 0.0
