@@ -42,9 +42,9 @@ class NormMap(NamedTuple):
 
 
 def norm_map(call: ModuleCall) -> NormMap:
-    """Return the linear part of a norm that the model called, in float64. The factor of each feature is `weight`, `1 +
-    weight` (Gemma) or 1: the choice that reproduces the output of the norm for random inputs. Raise `InputError` if
-    none does.
+    """Return the linear part of a norm that the model called, in float64. The factor of each feature is `weight`,
+    `1 + weight` (Gemma) or 1: the choice that reproduces the output of the norm for random inputs. Raise `InputError`
+    if none does.
     """
     assert call.of_norm is not None
     norm, (read, returned) = call.module, call.of_norm

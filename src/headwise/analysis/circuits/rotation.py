@@ -69,8 +69,8 @@ class ModuleRotation(Rotation):
         return not torch.allclose(alone, with_far, rtol=0.0, atol=1e-6)
 
     def _cosines_and_sines(self, positions: Int[Tensor, " columns"]) -> tuple[Tensor, Tensor]:
-        """Return the cosines and the sines of the rotary angles at some positions: two float64 tensors `(columns,
-        rotated features)`, with one row per position.
+        """Return the cosines and the sines of the rotary angles at some positions: two float64 tensors
+        `(columns, rotated features)`, with one row per position.
         """
         device = next((buffer.device for buffer in self.module.buffers()), positions.device)
         arguments = {**self.arguments, self.place: positions[None].to(device)}

@@ -44,7 +44,7 @@ CreateGates = Callable[[Call, Tensor], Float[Tensor, "#examples heads"]]
 
 
 class ImportanceTask(NamedTuple):
-    """Model, data and loss for which the importance of heads is measured.
+    """Inputs of an importance method: the model and data, the loss, and a list to which warnings are added.
 
     Attributes:
         warnings: messages about the measurement, which are issued at its end.
@@ -292,8 +292,8 @@ def _missing(counted: RunningMoments, measured: RunningMoments | None, heads: in
 
 @dataclass(frozen=True)
 class Gradient(GradientMethod):
-    """Importance method by the derivative dL/dg of the loss L with respect to a head's gate g. The first score is the
-    mean over examples of |dL/dg| (Michel, Levy and Neubig 2019, equation 5). The second is the mean of -dL/dg, a
+    """Importance method that uses the derivative dL/dg of the loss L with respect to a head's gate g. The first score
+    is the mean over examples of |dL/dg| (Michel, Levy and Neubig 2019, equation 5). The second is the mean of -dL/dg, a
     first-order estimate of the ablation effect.
     """
 
@@ -303,8 +303,8 @@ class Gradient(GradientMethod):
 
 @dataclass(frozen=True)
 class Square(GradientMethod):
-    """Importance method by the derivative dL/dg of the loss L with respect to a head's gate g. The score is the mean
-    over examples of its square, the empirical Fisher information of the gate (Theis et al. 2018; Molchanov et al.
+    """Importance method that uses the derivative dL/dg of the loss L with respect to a head's gate g. The score is the
+    mean over examples of (dL/dg)^2, the empirical Fisher information of the gate (Theis et al. 2018; Molchanov et al.
     2019).
     """
 
@@ -314,9 +314,9 @@ class Square(GradientMethod):
 
 @dataclass(frozen=True)
 class Integrated(GradientMethod):
-    """Importance method by integrated gradients (Sundararajan, Taly and Yan 2017). With the loss L and a head's gate g,
-    the score is -dL/dg, integrated while all gates rise together from 0 to 1. For each example, the scores of all heads
-    add up to the effect of removing all heads, up to the error of numerical integration.
+    """Importance method that uses integrated gradients (Sundararajan, Taly and Yan 2017). With the loss L and a head's
+    gate g, the score is -dL/dg, integrated while all gates rise together from 0 to 1. For each example, the scores of
+    all heads add up to the effect of removing all heads, up to the error of numerical integration.
 
     The completeness gap is the sum over examples of the absolute difference between this sum of scores and the effect,
     divided by the sum of the absolute effects. So errors of opposite sign do not cancel. For each batch, the number of

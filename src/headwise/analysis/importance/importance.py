@@ -85,8 +85,8 @@ class Importance(HeadTable[HeadRow]):
     SAMPLES = "sample"
 
     def ranking(self) -> list[tuple[int, int]]:
-        """Return every head as `(layer, head)`, sorted by the first statistic of the table, largest (most important)
-        first; NaN comes last.
+        """Return every head as `(layer, head)`, the most important one first. Heads are sorted by the first statistic
+        of the table in descending order; those with NaN come last.
         """
         first = self.statistics[0]
         values = {(head.layer, head.head): head.statistics[first].value for head in self.heads}

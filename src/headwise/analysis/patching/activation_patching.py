@@ -41,9 +41,9 @@ class Patching(HeadTable[HeadRow]):
     SAMPLES = "prompt pair"
 
     def column(self, name: str) -> Column:
-        """Return the description of the column `name`, including its value if patching a head changes nothing. For the
-        direction "denoise", this is the value in the corrupted run (0 for `recovered`), for "noise" in the clean run (1
-        for `recovered`).
+        """Return the description of the column `name`. It includes the value of the column for a patch that changes
+        nothing: that of the corrupted run for the direction "denoise" (0 for `recovered`), and that of the clean run
+        for "noise" (1 for `recovered`).
         """
         is_noise = self.metadata.get("settings", {}).get("direction") == "noise"
         null = float(is_noise)
@@ -148,8 +148,8 @@ def _patched_runs(
     pairs: PromptPairs, *, reuse: bool
 ) -> Iterator[tuple[RepeatedRuns, Callable[[Collection[SiteHead]], dict[str, MeanEstimate]]]]:
     """Run the model without patches on the destination batch (the one that is patched). Yield the object that repeats
-    this run, and a function. It patches the given heads with their outputs in the source run, and returns the two means
-    of `PromptPairs.estimates` for the patched run.
+    this run, and a function. The function patches the given heads with their outputs in the source run, and returns the
+    two means of `PromptPairs.estimates` for the patched run.
     """
     gates = GateInterceptor({})
     runs = RepeatedRuns(pairs.model, pairs.paths, reuse=reuse)

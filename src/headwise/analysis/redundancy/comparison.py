@@ -190,8 +190,8 @@ class HeadComparison(SiteRegistry):
         return nn.functional.normalize(written, dim=-1, eps=SMALLEST_NORM)
 
     def name_few_tokens(self, threshold: float) -> None:
-        """Record a warning for each module whose number of tokens is so small that unrelated heads may have a
-        similarity `cka` of `threshold` or more by chance, or that `cka` is undefined.
+        """Record a warning for each module with too few tokens. Either `cka` is undefined for its heads, or unrelated
+        heads may have a `cka` of `threshold` or more by chance.
         """
         heads, pairs = {site: record.heads for site, record in self._records.items()}, 0
         for site, other in self.progress.products:
