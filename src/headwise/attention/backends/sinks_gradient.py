@@ -12,13 +12,13 @@ from headwise.attention.tensors import PerHead, PerRow
 
 
 class OnlyFirstDerivative(torch.autograd.Function):
-    """Base class of gradients of attention that are autograd functions themselves, so that differentiating them raises
-    `RuntimeError`; otherwise a second derivative would silently be 0.
+    """Base class for the backward passes of attention. They are autograd functions themselves, so that differentiating
+    them again raises `RuntimeError`. Otherwise, a second derivative would silently be 0.
     """
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save no tensors."""
+        """Save no tensors, since `backward` only raises an error."""
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
@@ -27,7 +27,9 @@ class OnlyFirstDerivative(torch.autograd.Function):
 
 
 def refuse_second_derivative(attention: str) -> NoReturn:
-    """Raise `RuntimeError`, in the words of torch, for the gradient of the gradient of a kind of attention."""
+    """Raise `RuntimeError`: the second derivative of `attention`, a kind of attention such as "native attention", is
+    not implemented. The message has torch's wording.
+    """
     raise RuntimeError(
         f"the derivative for the gradient of {attention} is not implemented; backend='reference' has one"
     )
@@ -49,10 +51,12 @@ class SinksGradient(OnlyFirstDerivative):
     def forward(
         deltas: PerRow, lse_gradient: PerRow | None, lse: PerRow, shifts: PerRow, inverse_sums: PerRow, sinks: PerHead
     ) -> PerHead:
-        """Return the gradient, from numbers of each row: `deltas`, the product of the output and its gradient; the
-        gradient of the log-sum-exp and itself; the number that was subtracted from the scores, in units of ln 2; and
-        the inverse of the sum of 2 to the power of each shifted score, the sink's included. The output must not be
-        rounded to half precision: its rounding error would be one of this gradient.
+        """Return the gradient of the sink logits, from numbers of each query row: `deltas`, the dot product of the
+        output and the output's gradient; the gradient of the log-sum-exp; `lse`, the log-sum-exp; `shifts`, the number
+        that was subtracted from the scores, in units of ln 2; and `inverse_sums`, the inverse of the sum of 2^(shifted
+        score), sink included.
+
+        The output must not be rounded to half precision: its rounding error would be one of this gradient.
         """
         upstream = -deltas.double() if lse_gradient is None else lse_gradient.double() - deltas
         inverse = inverse_sums.double()
