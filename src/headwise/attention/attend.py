@@ -243,8 +243,8 @@ def backend_named(backend: str | Backend) -> Backend:
 
 
 def uniform_output(problem: Problem) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return each head's output under uniform attention: the mean of the values of all visible keys. If it replaces the
-    head's real output, only the effect of the head's choice between keys is removed.
+    """Return each head's output under uniform attention: the mean of the values of all visible keys. An ablation that
+    replaces a head's output by it removes only the head's choice between keys.
 
     A key is visible unless the mask or a bias of -inf hides it. Sinks, talking heads, gate and dropout are left out.
     """

@@ -130,7 +130,9 @@ def first_tokens(length: int, tensors: CachedTensors) -> CachedTensors:
 
 
 def reordered(tensors: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
-    """Return copies of the tensors, whose first axis is the batch, in which sequence b is sequence `index[b]`."""
+    """Return copies of the tensors with their sequences, along the first axis, in another order: sequence b of a copy
+    is sequence `index[b]` of the original.
+    """
     sequences = whole_numbers("index", index, dimensions=(1,), shape="one for each sequence")
     batch = tensors[0].shape[0]
     if has_readable_values(sequences) and ((sequences < 0) | (sequences >= batch)).any():
@@ -153,7 +155,8 @@ MIN_SPARE_TOKENS = 64
 
 
 class GrowingCache(Cache):
-    """Base class of caches to which every call appends the same number of tokens for every sequence.
+    """Base class of caches in which all sequences have the same length: every call appends the same number of tokens to
+    each.
 
     Under `torch.no_grad()` tokens are written into preallocated buffers that have half as much memory to spare, so
     that appending one token copies one token. `tensors` are then views of the buffers: a token that is written after
@@ -400,7 +403,7 @@ class StaticCache(Cache):
         return self._slots_of(range(self.capacity))
 
     def _slots_of(self, positions: range) -> CachedTensors:
-        """Return views of the slots for the tokens at consecutive positions."""
+        """Return views of the slots for the tokens at the given consecutive positions."""
         return tuple(slots.narrow(2, 1 + positions.start, len(positions)) for slots in self.slots)
 
     @property

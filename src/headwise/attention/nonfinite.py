@@ -51,9 +51,9 @@ def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
 
 
 def may_have_leaked(out: Tensor, k: Tensor, v: Tensor, *, to_gradients: bool) -> bool:
-    """Return True if NaN or infinity in hidden keys or values may have changed other rows of a call on the CPU. For the
-    output, that is the case if it contains NaN. With `to_gradients`, it is the case if any key or value is not finite,
-    since the backward pass multiplies more of these numbers by 0.
+    """Return True if NaN or infinity in keys or values may have changed query rows that may not attend to them, in a
+    call on the CPU. For the output, that is the case if it contains NaN. With `to_gradients`, it is the case if any key
+    or value is not finite, since the backward pass multiplies more of these numbers by 0.
     """
     return not all_finite(k, v) if to_gradients else may_have_nan(out)
 

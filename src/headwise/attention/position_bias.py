@@ -71,8 +71,8 @@ LARGEST_DISTANCE = 2**24
 
 
 class RelativeBias(nn.Module):
-    """Learned bias of T5: one number for each head and each bucket, a range of distances between query and key (Raffel
-    et al. 2020, section 2.1).
+    """Learned bias of T5: one number for each head and each bucket. A bucket is a range of distances between query and
+    key (Raffel et al. 2020, section 2.1).
 
     Half the buckets of a direction contain one distance each, from 0 on. The widths of the other half grow
     geometrically up to `max_distance`, and the last one contains all larger distances. Several layers may share one
@@ -120,7 +120,7 @@ class RelativeBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the table of biases with random numbers from the uniform distribution of Glorot and Bengio 2010."""
+        """Fill the learned biases with random numbers from the uniform distribution of Glorot and Bengio 2010."""
         nn.init.xavier_uniform_(self.weight)
 
     def values(

@@ -46,8 +46,8 @@ Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor | tuple[Tensor, T
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCall:
-    """Cached preparation of a call of `attend`, with the chosen backend, the mask and the options. It can run on other
-    values of q, k, v and the bias of the same sizes.
+    """Cached preparation of a call of `attend`, with the chosen backend, the mask and the options. It can run on the q,
+    k, v and bias of any call with the same signature, such as the same sizes and options.
 
     Attributes:
         run: function that computes the output, or output and weights, as the chosen backend does.
@@ -149,9 +149,9 @@ def signature(
 
 
 def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Run the prepared call of the signature `key`, and return its output, or output and weights. Return None if there
-    is none, if its operator refuses the tensors, or if its mask has changed. Also return None if the results may be
-    wrong because of NaN or infinity. `attend` then computes the call in the normal way.
+    """Run the prepared call that is cached for the signature `key`, and return its output, or output and weights.
+    Return None if there is none, if its operator refuses the tensors, or if its mask has changed. Also return None if
+    the results may be wrong because of NaN or infinity. `attend` then computes the call in the normal way.
     """
     try:
         call = _calls.get(key)
@@ -175,8 +175,8 @@ def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> 
 
 
 def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) -> None:
-    """Prepare the calls of the signature `key` when this signature is seen for the second time. `mask` is the caller's
-    mask; the mask of `problem` is None if it hides nothing.
+    """Cache a prepared call for the signature `key` when the signature is seen for the second time. Later calls with
+    this signature are run by `run`. `mask` is the caller's mask; the mask of `problem` is None if it hides nothing.
     """
     try:
         known = _calls.get(key, False)

@@ -150,8 +150,8 @@ class Problem:
         return_lse: bool = False,
         return_weights: bool = False,
     ) -> "Problem":
-        """Check the arguments of `attend`, and return them in the one form that backends read, with defaults filled in;
-        raise `InputError` for the first one that is unusable or does not fit the others.
+        """Check the arguments of `attend`, and return them as a `Problem`, in the one form that backends read, with
+        defaults filled in. Raise `InputError` for the first argument that is unusable or does not fit the others.
         """
         _check_tensors(q, k, v)
         mask, bias = mask_and_bias(mask, bias)
@@ -295,8 +295,8 @@ def _one_per_head(name: str, values: Any, q: Tensor) -> PerHead:
 
 
 def gate_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
-    """Check the caller's gate, and return it in the dtype of q. Axes of size 1 are added, so that it multiplies head
-    outputs `(batch, heads, queries, value_dim)`.
+    """Check the caller's gate, a factor of each head's output, and return it in the dtype of q. Axes of size 1 are
+    added, so that it multiplies head outputs `(batch, heads, queries, value_dim)`.
     """
     factor = float_tensor("gate", gate, like=q)
     batch, heads, queries, _ = q.shape

@@ -451,7 +451,8 @@ def _rotated(
     interleaved: bool,
 ) -> Float[Tensor, "batch heads length width"]:
     """Return `x` with each pair of features rotated: each feature times `cos`, plus the other feature of its pair times
-    `sin`. `sin` is negated for the first feature of a pair. The product is computed in the dtype of `cos`.
+    `sin`. `sin` already has a negative sign for the first feature of a pair. The product is computed in the dtype of
+    `cos`.
     """
     width = x.shape[-1]
     partners = x.reshape(*x.shape[:-1], width // 2, 2).flip(-1).flatten(-2) if interleaved else x.roll(width // 2, -1)

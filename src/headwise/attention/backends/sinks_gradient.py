@@ -36,8 +36,8 @@ def refuse_second_derivative(attention: str) -> NoReturn:
 
 
 class SinksGradient(OnlyFirstDerivative):
-    """Gradient of the sink logits. A sink takes a part of the weights of a row but has no value vector, so it makes the
-    output smaller. Its logit is a term of the log-sum-exp.
+    """Gradient of the sink logits. A head's sink is one more score in the softmax, without a value vector: it takes a
+    part of the weights of each row, and so makes the output smaller. Its logit is a term of the log-sum-exp.
 
     The rounding error of a log-sum-exp would be one of the weight, so shifts and sums are used. Where the inverse of
     the sum is tiny, the sink has all weight of the row, and the log-sum-exp equals its logit.

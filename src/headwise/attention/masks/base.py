@@ -32,7 +32,8 @@ from headwise.shapes import Bool, Int
 
 
 class Mask(ABC):
-    """Rule that states for each query the keys it attends to; it is evaluated for one block of scores at a time.
+    """Rule that states for each query the keys it attends to. It is evaluated for one block of the score matrix at a
+    time.
 
     A new mask must define the rule `allows`. The other methods have defaults that are correct for every mask.
 
@@ -79,8 +80,9 @@ class Mask(ABC):
         return None if ranges is None or len(ranges) > MOST_RANGES else ranges
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some of the query-key pairs of a block. PARTIAL
-        also stands for unknown, since the block is not evaluated. The base class returns PARTIAL for every block.
+        """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some of the pairs of a query row in `rows` and a
+        key in `columns`. PARTIAL also stands for unknown, since the pairs are not evaluated. The base class always
+        returns PARTIAL.
 
         EMPTY and FULL are always right. Masks that go by positions
         decide only on a grid with default positions, where a range of rows or columns is a range of positions.

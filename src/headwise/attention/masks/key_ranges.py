@@ -55,15 +55,15 @@ class Part(NamedTuple):
     columns: range
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of the part."""
+        """Return the queries, keys and values that belong to this rectangle of the score matrix."""
         return self.rows_of(q), self.columns_of(k), self.columns_of(v)
 
     def rows_of(self, tensor: Float[Tensor, "batch heads queries *_"]) -> Float[Tensor, "batch heads rows *_"]:
-        """Return the rows of the part on the third axis of a tensor."""
+        """Return the query rows of this rectangle of the score matrix, from the third axis of a tensor."""
         return tensor[:, :, self.rows.start : self.rows.stop]
 
     def columns_of(self, tensor: Float[Tensor, "batch heads keys *_"]) -> Float[Tensor, "batch heads columns *_"]:
-        """Return the keys of the part on the third axis of a tensor."""
+        """Return the keys of this rectangle of the score matrix, from the third axis of a tensor."""
         return tensor[:, :, self.columns.start : self.columns.stop]
 
 

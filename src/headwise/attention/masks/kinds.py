@@ -234,8 +234,8 @@ class Padding(Mask):
 
     @property
     def _extremes(self) -> tuple[int, int] | None:
-        """Smallest and largest of `lengths`, the numbers of real keys of the sequences; None if they are unknown, since
-        the lengths cannot be read, as on a GPU.
+        """Smallest and largest of `lengths`, the numbers of real keys of the sequences. None if the lengths cannot be
+        read, as on a GPU.
         """
         if torch.compiler.is_compiling():
             return None  # a comparison with the number of keys would fix it
@@ -418,8 +418,8 @@ class Segments(Mask):
 
 
 def extremes_of(lengths: Int[Tensor, " batch"]) -> tuple[int, int]:
-    """Return the smallest and the largest of the given lengths; (0, 0) if there are none. The values of the tensor are
-    read.
+    """Return the smallest and the largest of the given lengths; (0, 0) if there are none. Reading them from a GPU waits
+    for the GPU.
     """
     if not lengths.numel():
         return 0, 0
@@ -428,7 +428,7 @@ def extremes_of(lengths: Int[Tensor, " batch"]) -> tuple[int, int]:
 
 
 def are_one_piece_each(ids: Int[Tensor, "batch keys"]) -> bool:
-    """Return True if the keys of every document are adjacent. The values of the document ids are read."""
+    """Return True if the keys of every document are adjacent. Reading the document ids from a GPU waits for the GPU."""
     if ids.is_cpu and bool((ids.diff(dim=1) >= 0).all()):
         return ids.shape[1] > 0  # ascending ids, as is usual, need no sorting
     pieces, documents = ((values.diff(dim=1) != 0).sum(1) for values in (ids, ids.sort(1).values))

@@ -35,9 +35,9 @@ PARTIAL_SUMS = 64
 
 
 class Observation(NamedTuple):
-    """Function that is called with the attention weights of each tile (rectangle of the score matrix) while they are in
-    the CPU cache. The other fields are data of the same attention call for this function: tokens and padding, sizes and
-    positions, and values.
+    """Function that observes one attention call, and the data of the call that it needs: tokens and padding, sizes and
+    positions, and values. The function is called with the weights of each tile (rectangle of the score matrix) while
+    these are in the CPU cache.
     """
 
     observer: Observer
@@ -98,8 +98,8 @@ class CallOptions(NamedTuple):
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """Differentiable attention that computes only the blocks of the score matrix that a plan lists. Each block is
-    computed in tiles: some sequences and heads at a time, so that the scores fit the cache.
+    """Differentiable attention that computes only the planned blocks of the score matrix, those with a visible key.
+    Each block is computed in tiles: some sequences and heads at a time, so that the scores fit the cache.
     """
 
     @staticmethod
@@ -109,7 +109,7 @@ class BlockwiseAttention(torch.autograd.Function):
         """Return the output, the log-sum-exp of each query row (None with bfloat16 scores), and two numbers of each row
         that the backward pass needs: its shift and its sum. The shift is subtracted from the row's scores; with
         bfloat16 scores, it is subtracted before the scale is applied. The sum is that of 2^(shifted score) over the
-        keys and the head's sink logit.
+        keys and the head's sink logit, with scores divided by ln 2.
         """
         out = _empty_rows(q, v.shape[-1], options.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))

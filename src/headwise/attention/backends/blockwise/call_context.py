@@ -148,7 +148,7 @@ class TileVisibility:
         return self.query_positions[..., None] - self.key_positions[:, None]
 
     def has_key_at_lag(self, lag: int) -> Bool[Tensor, "#batch 1 rows"]:
-        """Return True at each query row for which a key exists `lag` positions before the query, is not padding, and
+        """Return True at each query row for which the key `lag` positions before the query exists, is not padding, and
         belongs to the same document. A negative `lag` stands for positions after the query.
         """
         wanted = self.query_positions - lag

@@ -97,9 +97,9 @@ def _call_of(
     first_query: int = 0,
     _first_key: int = 0,
 ) -> tuple[Tensors, Tensor | None, CallOptions]:
-    """Convert the arguments of an operator to those of blockwise attention. Return q, k and v in float32, with bias and
-    sinks; the factors of single heads, which are multiplied into q, or None; and the options with the blocks to
-    compute. A part of a larger call begins at query `first_query`, and gets a dropout seed of its own.
+    """Convert the arguments of a torch operator to those of blockwise attention. Return q, k and v in float32, with
+    bias and sinks; the scale factors of single heads, which are multiplied into q, or None; and the options with the
+    blocks to compute. A part of a larger call begins at query `first_query`, and gets a dropout seed of its own.
     """
     batch, heads, queries, _ = q.shape
     grid = Grid(batch, heads, queries, k.shape[2], q.device)

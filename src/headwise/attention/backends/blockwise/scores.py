@@ -242,8 +242,8 @@ class BFloat16Scores:
         return self._magnitude(self.shifts)
 
     def _magnitude(self, shift: Float[Tensor, "*axes 1"]) -> float:
-        """Return the largest absolute value of the given row shifts, in nats. Shifts are stored without the scale, so
-        it is multiplied by the scale.
+        """Return the largest absolute value of the given row shifts, in nats. Shifts are stored before the scale is
+        applied, so the value is multiplied by the scale.
         """
         lowest, highest = torch.aminmax(shift)
         return max(-float(lowest), float(highest)) * self.scale

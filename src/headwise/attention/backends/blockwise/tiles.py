@@ -88,9 +88,9 @@ BlockwisePlan = tuple[MaskGroup, ...]
 def plan_of(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
 ) -> BlockwisePlan:
-    """Return a plan: the blocks of the score matrix with a key that the mask shows, of `rows` query rows each. By
-    default `rows_of` chooses their number, up to `most_rows`. Sequences are planned together or separately, and so are
-    heads, whichever has the lowest cost. The cost is the number of scores, plus `overhead` for each block.
+    """Return a plan: the blocks of the score matrix that contain a visible key, of `rows` query rows each. By default
+    `rows_of` chooses their number, up to `most_rows`. Sequences are planned together or separately, and so are heads,
+    whichever has the lowest cost. The cost is the number of scores, plus `overhead` for each block.
     """
     separations = [(False, False)]
     if mask is not None and grid.uses_default_positions:
@@ -291,8 +291,8 @@ class Tile(NamedTuple):
     def select_keys(
         self, tensor: Float[Tensor, "batch kv_heads all width"], keys: range
     ) -> Float[Tensor, "kv keys width"]:
-        """Return the keys `keys` of a tensor such as k or v, for the tile's sequences and key/value heads, which are
-        joined to one axis.
+        """Return the range `keys` of the keys in a tensor such as k or v, for the tile's sequences and key/value heads,
+        which are joined to one axis.
         """
         return tensor[self.sequences, self.kv_heads, keys.start : keys.stop].flatten(0, 1)
 
@@ -327,7 +327,9 @@ class Tile(NamedTuple):
 
 def score_of_hidden_key(dtype: torch.dtype) -> float:
     """Return the score that hidden keys get: a quarter of the most negative finite number of `dtype`. It must be
-    finite, since statistics multiply it by the key's weight of 0. It is below every score whose differences are finite.
+    finite, since statistics multiply it by the key's weight of 0.
+
+    It is below every score whose differences are finite.
     """
     return torch.finfo(dtype).min / 4
 

@@ -333,7 +333,7 @@ def add_tile(
     ranges: tl.constexpr,
 ) -> "RowSums":
     """Return the sums of each query row with a tile, a block of further keys, added. If the tile has a larger score
-    than the keys before, the earlier sums are scaled down to it.
+    than the keys before, the earlier sums are rescaled to it.
     """
     row, column = rows.row[:, None], key[None, :]
     visible = is_visible(call, head, row, column, ranges)
@@ -455,7 +455,7 @@ MAX_LOGIT, UNCAPPED, VISIBLE = (
 class Results(NamedTuple):
     """Tensors that the kernel writes for each query row: the log-sum-exp, `(batch, heads, queries)`, and the statistics
     in the order of `plain_statistics.ROWS`, `(numbers, batch, heads, queries)`. `plane` is the number of rows of all
-    heads and sequences.
+    heads and sequences, the stride of the first axis of the statistics.
     """
 
     lse: Any
@@ -511,7 +511,9 @@ def row_kernel(
 
 @triton.jit
 def _rows(call: "Call", tokens: "Tokens", head: "Head", row: "tl.tensor") -> "Rows":
-    """Return the `Rows` with the indices `row`: their positions, first keys and tokens are read from memory."""
+    """Return the data of the query rows with the indices `row`: their positions, first keys and tokens, which are read
+    from memory.
+    """
     at = head.sequence * call.queries + row
     position = tl.load(tokens.positions + at, row < call.queries, other=0)
     first_key = tl.load(tokens.first_key + at, row < call.queries, other=-1)

@@ -38,8 +38,9 @@ def state() -> str:
 
 
 def why_no_library() -> str | None:
-    """Return the reason that this installation has no library of native kernels to load, with the command that compiles
-    it where that helps. Return None if there is one. The library may also be switched off by an environment variable.
+    """Return the reason that the native kernels cannot be loaded: they are switched off, not compiled, or compiled from
+    other sources. It includes the command that compiles them, where that helps. Return None if there is a library to
+    load.
     """
     if os.environ.get(VARIABLE) == "off":
         return f"the native kernels are switched off by {VARIABLE}=off"
@@ -52,8 +53,8 @@ def why_no_library() -> str | None:
 
 
 def why_no_instructions() -> str:
-    """Return the sentence that `HEADWISE_NATIVE`, an environment variable, names an instruction set that the native
-    kernels cannot use on this processor. It lists the possible values.
+    """Return an error message: the environment variable `HEADWISE_NATIVE` names an instruction set that the native
+    kernels cannot use on this processor. The message lists the possible values.
     """
     choices = ", ".join([*supported_instruction_sets(), "off"])
     return (

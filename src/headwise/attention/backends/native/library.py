@@ -24,7 +24,7 @@ def why_not_loaded() -> str | None:
 @cache
 def load() -> str | None:
     """Load the library of native kernels at the first call, and return None, or the reason that it is not available.
-    Later calls return the same result. If a library exists and cannot be used, print a warning.
+    Later calls return the same result. If a library exists and cannot be used, issue a warning.
     """
     reason = installed.why_no_library()
     if reason is None:
@@ -42,8 +42,8 @@ def load() -> str | None:
 
 @cache
 def operator(name: str) -> Any:
-    """Return the native operator called `name`, such as "all_finite". It is cached, since looking it up takes as long
-    as a short call of it.
+    """Return the operator of the native kernels called `name`, such as "all_finite". It is cached, since looking it up
+    takes as long as a short call of it.
     """
     return getattr(torch.ops.headwise, name).default
 

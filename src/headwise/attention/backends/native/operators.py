@@ -88,8 +88,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(
     ctx: Any, out_gradient: Outputs | None, lse_gradient: PerRow | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k, v, the sinks and the bias, given the gradients of the output and the log-
-    sum-exp.
+    """Return the gradients of q, k, v, the sinks and the bias, given the gradients of the output and the
+    log-sum-exp.
     """
     q, k, v, head_scale, sinks, ranges, matrix, bias, seed, out, lse, normalizers = ctx.saved_tensors
     out_gradient, lse_gradient = with_usual_strides(out_gradient, lse_gradient, out)
