@@ -267,7 +267,7 @@ class DynamicCache(GrowingCache):
 
 
 class SlidingCache(GrowingCache):
-    """Cache whose memory stops growing: a query attends to the last `window` tokens, its own included, and to the first
+    """Cache whose memory stops growing. A query attends to the last `window` tokens, its own included, and to the first
     `sinks` tokens of the text (attention sinks, Xiao et al. 2023). Tokens that no later query attends to are dropped.
 
     A layer with this cache attends as under the mask `window(window) | causal() & prefix(sinks)`. The output is the
@@ -347,7 +347,7 @@ MOST_LISTED = 16
 
 class StaticCache(Cache):
     """Cache with preallocated slots for `capacity` tokens of each sequence. The slots never change their shape or their
-    address, so decoding compiles once, and a step of decoding on a GPU can be captured in a CUDA graph.
+    address. So decoding compiles once, and a step of decoding on a GPU can be captured in a CUDA graph.
 
     Each sequence has its own length. Prompts of different lengths are padded on the right and come with `lengths`;
     later tokens are appended to each sequence at its end. Tokens are written in place, so they take no gradient.
@@ -408,8 +408,8 @@ class StaticCache(Cache):
 
     @property
     def can_omit_empty_slots(self) -> bool:
-        """True if the lengths of the sequences can be read, so that `prepare_update` leaves out the slots beyond the
-        longest sequence: on a CPU, and not while compiling or under `torch.func`.
+        """True if the lengths of the sequences can be read: on a CPU, and not while compiling or under `torch.func`.
+        Then `prepare_update` may leave out the slots beyond the longest sequence.
         """
         return has_readable_values(self.lengths)
 

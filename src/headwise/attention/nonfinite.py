@@ -93,9 +93,9 @@ def _visible_to_rows(
     bad_keys: Bool[Tensor, "batch kv_heads keys 1"],
     bad_values: Bool[Tensor, "batch kv_heads keys value_dim"],
 ) -> tuple[Bool[Tensor, "batch #heads queries value_dim"], Bool[Tensor, "batch #heads queries"]]:
-    """Return where NaN or infinity ("bad" numbers) may reach. The first result is True for each output feature of a
-    query row that may attend to a bad key, or to a value that is bad in this feature. The second is True for each row
-    that may attend to a bad key. With talking heads, a row may attend to the keys of all heads.
+    """Return where NaN or infinity ("bad" numbers) may reach. The first result is True for an output feature of a query
+    row if the row may attend to a bad key, or to a value that is bad in this feature. The second is True for a row that
+    may attend to a bad key. With talking heads, a row may attend to the keys of all heads.
     """
     dtype = problem.score_dtype
     indicators = torch.cat([bad_values | bad_keys, bad_keys], -1).to(dtype)

@@ -37,8 +37,8 @@ class PositionBias(Protocol):
 
 @dataclass(frozen=True)
 class ALiBi:
-    """ALiBi, attention with linear biases: the bias of a score is minus the distance between query and key, multiplied
-    by the slope of the head (Press et al. 2022, section 3).
+    """ALiBi, attention with linear biases (Press et al. 2022, section 3). The bias of a score is minus the distance
+    between query and key, multiplied by the slope of the head.
 
     The distance has no sign: a key after the query gets the same bias as one equally far before it.
     """

@@ -216,7 +216,7 @@ def _prepared(
     parts: tuple[Any, ...], tensors: tuple[Tensor, ...], problem: Problem, choice: Choice
 ) -> PreparedCall | None:
     """Return the prepared call of an attention problem. Return None if its backend cannot be prepared for it, as where
-    the backend has to change q, k or v, or if its mask has too many elements.
+    the backend has to change q, k or v. Also return None if the mask has too many elements.
     """
     needs_gradient = problem.needs_grad
     # The prepared tensors serve later calls, which may save them for a backward pass.

@@ -75,7 +75,7 @@ class Scaling(Protocol):
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
         """Return the frequency of each of `width / 2` feature pairs in radians per position, for a text of `length`
-        tokens, and the attention factor, whose square multiplies the scores.
+        tokens. Also return the attention factor, whose square multiplies the scores.
         """
 
 
@@ -396,7 +396,7 @@ class Rotary:
 
     def _check_input(self, x: Any, positions: Any) -> None:
         """Raise `InputError` unless `x` is a float tensor `(batch, heads, length, head_dim)` whose head_dim can be
-        rotated, and `positions` has a whole number for each of its tokens.
+        rotated. Also raise it unless `positions` has a whole number for each token of `x`.
         """
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 4:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

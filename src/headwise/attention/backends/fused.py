@@ -162,9 +162,8 @@ def _needs_lse(problem: Problem) -> bool:
 
 
 def _has_few_keys(problem: Problem) -> bool:
-    """Return True if there are so few keys that torch's kernel on a CPU would return 0 instead of NaN for a row of NaN
-    scores, unless it gets a mask tensor. Return False on other devices, in recorded programs, and if the number of keys
-    is unknown.
+    """Return True if there are so few keys that torch's kernel on a CPU returns 0 for a row of NaN scores. With a mask
+    tensor, it returns NaN. Return False on other devices, in recorded programs, and if the number of keys is unknown.
     """
     if problem.q.device.type != "cpu" or records_program():
         return False

@@ -118,9 +118,8 @@ def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
 def output_norms(
     out: Float[Tensor, "batch heads rows value_dim"], gram: Float[Tensor, "heads value_dim value_dim"] | None
 ) -> Float[Tensor, "2 batch heads rows"]:
-    """Return two norms for each query row. The first is the norm of the head's output o. The second is its norm after
-    the head's slice of the output projection: the root of `o G o`, where G is the matrix `gram` of the head; 0 if
-    `gram` is None.
+    """Return two norms for each query row: of the head's output o, and of o after the head's slice of the output
+    projection. The second is the root of `o G o`, where G is the matrix `gram` of the head. It is 0 if `gram` is None.
     """
     out = out.to(score_dtype(out))
     norms = out.norm(dim=-1)

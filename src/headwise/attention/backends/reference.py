@@ -50,8 +50,8 @@ def run(problem: Problem) -> Answer:
 
 
 def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, "batch heads rows keys"]:
-    """Return the scores of some query rows (by default all) in float32 at least, as they enter the softmax: with scale,
-    softcap, talking heads and bias, and -inf at hidden keys.
+    """Return the scores of some query rows (by default all) as they enter the softmax, in float32 at least. They
+    include scale, softcap, talking heads and bias, and are -inf at hidden keys.
     """
     part = slice(None) if rows is None else slice(rows.start, rows.stop)
     scores = scaled_products(problem, rows)

@@ -51,10 +51,9 @@ class SinksGradient(OnlyFirstDerivative):
     def forward(
         deltas: PerRow, lse_gradient: PerRow | None, lse: PerRow, shifts: PerRow, inverse_sums: PerRow, sinks: PerHead
     ) -> PerHead:
-        """Return the gradient of the sink logits, from numbers of each query row: `deltas`, the dot product of the
-        output and the output's gradient; the gradient of the log-sum-exp; `lse`, the log-sum-exp; `shifts`, the number
-        that was subtracted from the scores, in units of ln 2; and `inverse_sums`, the inverse of the sum of 2^(shifted
-        score), sink included.
+        """Return the gradient of the sink logits, from numbers of each query row. `deltas` is the dot product of the
+        output and the output's gradient, and `lse` is the log-sum-exp. `shifts` is the number that was subtracted from
+        the scores, in units of ln 2. `inverse_sums` is the inverse of the sum of 2^(shifted score), sink included.
 
         The output must not be rounded to half precision: its rounding error would be one of this gradient.
         """

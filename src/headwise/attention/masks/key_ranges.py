@@ -240,8 +240,8 @@ def _split(mask: Mask, grid: Grid) -> tuple[Ranges | None, tuple[Mask, ...]]:
 
 
 def _requires_positions(mask: Mask) -> bool:
-    """Return True if a mask is known to hide all keys at position -1 (padding and empty slots of a cache): one of the
-    masks that it joins by `&` is `HasPosition`.
+    """Return True if a mask is known to hide all keys at position -1: padding and empty slots of a cache. That is known
+    if the mask is `HasPosition`, or joins it with other masks by `&`.
     """
     if isinstance(mask, And):
         return any(map(_requires_positions, mask.parts))

@@ -84,9 +84,9 @@ class ByPosition(Mask):
 
 @dataclass(frozen=True)
 class Band(ByPosition):
-    """Causal or sliding-window mask: the query at position p attends to the keys `{p - width + 1, ..., p + ahead}`; if
-    `width` is None, to all keys up to `p + ahead`. With a dilation d above 1, it attends to
-    `{p - (width - 1) d, ..., p - d, p, p + d, ..., p + ahead d}` instead.
+    """Causal or sliding-window mask. The query at position p attends to the keys `{p - width + 1, ..., p + ahead}` or,
+    if `width` is None, to all keys up to `p + ahead`. With a dilation d above 1, it attends to `{p - (width - 1) d,
+    ..., p - d, p, p + d, ..., p + ahead d}` instead.
 
     Attributes:
         width: number of keys up to the query's own, which is among them; None for all keys before the query.
@@ -576,7 +576,7 @@ class InRanges(Mask):
         return inside
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY if no key of a block is in the ranges of its rows, and FULL if each row has a range that
+        """Return EMPTY if no key of a block is in the ranges of its rows. Return FULL if each row has a range that
         contains all keys of the block. Return PARTIAL otherwise, or if the ranges cannot be read, as on a GPU.
         """
         if not has_readable_values(self.key_ranges):

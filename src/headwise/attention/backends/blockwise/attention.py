@@ -47,8 +47,8 @@ class Observation(NamedTuple):
 
 
 class CallOptions(NamedTuple):
-    """Options of one blockwise attention call, which the forward and the backward pass both read: the blocks of the
-    score matrix to compute, scale, softcap, dropout and its seed, and the function that observes the weights.
+    """Options of one blockwise attention call, which the forward and the backward pass both read. They are the blocks
+    of the score matrix to compute, scale, softcap, dropout with its seed, and the function that observes the weights.
 
     Attributes:
         bfloat16_scores: True for scores in bfloat16, False for scores in the dtype of q.

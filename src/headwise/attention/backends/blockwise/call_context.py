@@ -25,9 +25,9 @@ CACHED_CELLS = 2**22
 
 @dataclass(frozen=True, eq=False)
 class TileVisibility:
-    """Data about one tile (rectangle of the score matrix) that depend on mask, positions and tokens, not on scores: the
-    keys that each row may attend to, the rows that statistics include, positions, and numbers for each key, such as its
-    position. Each property is computed on first use.
+    """Data about one tile (rectangle of the score matrix) that depend on mask, positions and tokens, not on scores.
+    They are the keys that each row may attend to, the rows that statistics include, positions, and numbers for each
+    key, such as its position. Each property is computed on first use.
 
     A key is visible to a row if the mask lets the row attend to it. A row counts in statistics if it is not padding
     and at least one key is visible to it.
@@ -252,8 +252,8 @@ class TileVisibility:
 
 
 def key_indices(block: PlannedBlock, device: torch.device) -> Int[Tensor, " columns"]:
-    """Return the index of the key in each column of a block (some query rows of the score matrix, with the ranges of
-    keys that these rows attend to).
+    """Return the index of the key in each column of a block. A block is some query rows of the score matrix, with the
+    ranges of keys that these rows attend to.
     """
     return torch.cat([torch.arange(keys.start, keys.stop, device=device) for keys in block.spans])
 

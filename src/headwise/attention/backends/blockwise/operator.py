@@ -97,9 +97,9 @@ def _call_of(
     first_query: int = 0,
     _first_key: int = 0,
 ) -> tuple[Tensors, Tensor | None, CallOptions]:
-    """Convert the arguments of a torch operator to those of blockwise attention. Return q, k and v in float32, with
-    bias and sinks; the scale factors of single heads, which are multiplied into q, or None; and the options with the
-    blocks to compute. A part of a larger call begins at query `first_query`, and gets a dropout seed of its own.
+    """Convert the arguments of a torch operator to those of blockwise attention. Return the tensors q, k, v, bias and
+    sinks, with q, k and v in float32; the scale factors of single heads, which are multiplied into q, or None; and the
+    options. A part of a larger call begins at query `first_query`, and gets a dropout seed of its own.
     """
     batch, heads, queries, _ = q.shape
     grid = Grid(batch, heads, queries, k.shape[2], q.device)
@@ -126,8 +126,8 @@ def _call_of(
 
 
 def _attend_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the log-sum-exp, and two numbers of each row for the backward pass: its shift, which is
-    subtracted from its scores, and the inverse of its sum of 2^(shifted score).
+    """Return the output, the log-sum-exp, and two numbers of each row for the backward pass. These are its shift, which
+    is subtracted from its scores, and the inverse of its sum of 2^(shifted score).
     """
     tensors, _, options = _call_of(*arguments)
     results: Any = BlockwiseAttention.forward(*tensors, options)
@@ -136,8 +136,8 @@ def _attend_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v and, with sinks, the dot product of each row's output and the gradient of this
-    output (without sinks, an empty tensor).
+    """Return the gradients of q, k and v, and the dot product of each row's output and the gradient of this output.
+    Without sinks, the last one is not needed and is an empty tensor.
     """
     has_sinks = arguments[10] is not None
     *gradients, _, deltas = _gradients(*arguments, bias_needs_grad=False, needs_exact_output=has_sinks)

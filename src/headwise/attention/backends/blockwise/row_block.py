@@ -128,8 +128,8 @@ class RowBlock:
     def weighted_sums(
         self, features: Float[Tensor, "#batch columns features"]
     ) -> Float[Tensor, "batch heads rows features"]:
-        """Return for each query row and each column of `features` (one number for each key) the sum over keys of
-        attention weight times the number of the key.
+        """Return the sum over keys of attention weight times feature, for each query row and each feature. A feature is
+        a column of `features`: one number for each key.
         """
         sequences, heads, rows = self.tile.shape
         if len(features) == 1:
@@ -223,8 +223,8 @@ class RowBlock:
         return dict(zip(self.visibility.key_features, sums.unbind(-1), strict=False))
 
     def _by_head(self, column: StackedColumn) -> RowsByHead:
-        """Rearrange one number for each query row from the stacked layout of `powers`, in which query heads with the
-        same key/value head are joined, to `(batch, heads, rows)`.
+        """Return one number for each query row as `(batch, heads, rows)`. The argument has the stacked layout of
+        `powers`, in which query heads with the same key/value head are joined.
         """
         return self.tile.by_head(column)[..., 0]
 

@@ -81,9 +81,9 @@ class Float32Scores:
         return scores.sub_(tile.stack_rows(self.shifts))
 
     def start_backward(self, v: Values, upstream: Outputs, delta: RowColumn, grad_bias: Bias | None) -> None:
-        """Store the tensors that `score_gradient` reads: the values `v`; `upstream`, the output's gradient divided by
-        each row's sum of unnormalized weights; `delta`, the number that the softmax's gradient subtracts in each row;
-        and `grad_bias`, to which the gradient of the bias is added, or None.
+        """Store the tensors that `score_gradient` reads. `v` are the values, and `upstream` is the output's gradient
+        divided by each row's sum of unnormalized weights. `delta` is the number that the softmax's gradient subtracts
+        in each row. The gradient of the bias is added to `grad_bias`, unless it is None.
         """
         self._v, self._upstream, self._delta, self._grad_bias = v, upstream, delta, grad_bias
 
@@ -104,7 +104,7 @@ class Float32Scores:
         return grad
 
     def _scores(self, tile: Tile) -> tuple[Stacked, Stacked | None]:
-        """Return two tensors: the scores of a tile with softcap and bias, divided by ln 2; and tanh(scaled product /
+        """Return the scores of a tile with softcap and bias, divided by ln 2. Also return tanh(scaled product /
         softcap), which the backward pass needs, or None without a softcap.
         """
         rows, tanh = tile.stack_rows(self.q), None
@@ -169,8 +169,8 @@ class BFloat16Scores:
     def shifted_scores(self, tile: Tile) -> Stacked:
         """Return the scores of a tile (rectangle of the score matrix) minus one shift for each row, and write the
         shifts to `self.shifts`. Shifts are subtracted before the scale is applied. They are predicted from the queries
-        and from the mean and variance of the keys, then corrected until the largest shifted score of every row is near
-        zero.
+        and from the mean and variance of the keys. Then they are corrected until the largest shifted score of every row
+        is near zero.
         """
         mean, deviation = (tile.stack_rows(moment) for moment in self._moments)
         highest = NormalDist().inv_cdf(max(1 - 1 / tile.block.width, 0.5))

@@ -43,8 +43,8 @@ class KeyRange(NamedTuple):
 
 
 class PlannedBlock(NamedTuple):
-    """Block of the score matrix to compute: a range of query rows, and the ranges of key columns, in order, that
-    contain every key that any of these rows may attend to.
+    """Block of the score matrix to compute: a range of query rows, and ranges of key columns. These contain, in order,
+    every key that any of the rows may attend to.
     """
 
     rows: range
@@ -291,8 +291,8 @@ class Tile(NamedTuple):
     def select_keys(
         self, tensor: Float[Tensor, "batch kv_heads all width"], keys: range
     ) -> Float[Tensor, "kv keys width"]:
-        """Return the range `keys` of the keys in a tensor such as k or v, for the tile's sequences and key/value heads,
-        which are joined to one axis.
+        """Return the range `keys` of the keys in a tensor such as k or v, for the tile's sequences and key/value heads.
+        These two axes are joined to one.
         """
         return tensor[self.sequences, self.kv_heads, keys.start : keys.stop].flatten(0, 1)
 

@@ -324,8 +324,8 @@ def block_mask_of(mask: Mask, grid: Grid) -> "BlockMask":
 
 def _block_mask(mask: Mask, grid: Grid) -> "BlockMask":
     """Return FlexAttention's block mask for a mask, without a matrix of queries x keys in memory. A block of the score
-    matrix is left out if no query may attend to any of its keys, and full if every query may attend to all of them. In
-    other blocks, FlexAttention evaluates the mask for each query and key.
+    matrix is left out if no query may attend to any of its keys. It is full if every query may attend to all of them.
+    In other blocks, FlexAttention evaluates the mask for each query and key.
     """
     from torch.nn.attention.flex_attention import BlockMask  # takes long to import
 
@@ -344,9 +344,9 @@ _constant_block_mask = lru_cache(maxsize=32)(_block_mask)
 
 
 def visible_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks]:
-    """Return two boolean tensors with one element for each block of the score matrix: True where some query-key pair
-    may be visible, and True where every pair is. The second is False for a last block that the queries or keys do not
-    fill.
+    """Return two boolean tensors with one element for each block of the score matrix. The first is True where some
+    query-key pair may be visible, the second where every pair is. The second is False for a last block that the queries
+    or keys do not fill.
     """
     grid = visible.grid
     row_blocks, key_blocks = -(-grid.queries // BLOCK), -(-grid.keys // BLOCK)
@@ -366,8 +366,9 @@ def visible_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks]:
 
 
 def _blocks_of_ranges(ranges: KeyRanges, keys: int) -> tuple[Blocks, Blocks]:
-    """Return two boolean tensors with one element for each block of the score matrix: True where some query may have a
-    key of the block in its ranges, and True where one range contains the whole block for every query.
+    """Return two boolean tensors with one element for each block of the score matrix. The first is True where some
+    query may have a key of the block in its ranges. The second is True where one range contains the whole block for
+    every query.
     """
     key_blocks = -(-keys // BLOCK)
     block = torch.arange(key_blocks, device=ranges.device)
@@ -383,8 +384,8 @@ def _blocks_of_ranges(ranges: KeyRanges, keys: int) -> tuple[Blocks, Blocks]:
 
 def _evaluated_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks] | None:
     """Evaluate the masks that are not given as ranges. Return two boolean tensors with one element for each block of
-    the score matrix: True where these masks allow some query-key pair, and True where they allow every pair. Return
-    None while compiling, or if evaluating them would take long.
+    the score matrix. The first is True where these masks allow some query-key pair, the second where they allow every
+    pair. Return None while compiling, or if evaluating the masks would take long.
     """
     grid = visible.grid
     first = visible.evaluate(range(min(2, grid.queries)))

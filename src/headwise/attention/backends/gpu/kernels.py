@@ -216,8 +216,8 @@ def finish_scores(
 
 @triton.jit
 def _offsets(strides: "tl.tensor", head: "Head", row: "tl.tensor", key: "tl.tensor") -> "tl.tensor":
-    """Return the memory offset of each pair of a query row and a key, for one head, in a tensor `(batch, heads,
-    queries, keys)` with the given strides.
+    """Return the memory offset of each pair of a query row and a key in a tensor `(batch, heads, queries, keys)`, for
+    one head. `strides` are the strides of the tensor.
     """
     of_head = head.sequence * strides[0] + head.head * strides[1]
     return of_head + row.to(tl.int64) * strides[2] + key.to(tl.int64) * strides[3]
@@ -268,8 +268,8 @@ class Tokens(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Query rows of one program (instance of a kernel), with four numbers each: its index, the index of the key at its
-    position, the index of the key of the first token, and the number of its token (0 where tokens are unknown).
+    """Query rows of one program (instance of a kernel), with four numbers each. They are its index, the index of the
+    key at its position, the index of the key of the first token, and the number of its token (0 if unknown).
     """
 
     row: Any
@@ -421,8 +421,8 @@ def _content(
 def _copy_sums(
     call: "Call", tokens: "Tokens", head: "Head", rows: "Rows", key: "tl.tensor", powers: "tl.tensor"
 ) -> "tuple[tl.tensor, tl.tensor]":
-    """Return two sums of unnormalized weights for each row of a tile: over the keys that are earlier copies of the
-    row's token, and over the keys that directly follow such a copy.
+    """Return two sums of unnormalized weights for each row of a tile. The first is over the keys that are earlier
+    copies of the row's token, the second over the keys that directly follow such a copy.
     """
     duplicates, inductions = 0.0, 0.0
     if tokens.key_tokens is not None:
@@ -631,9 +631,9 @@ def key_kernel(
     block_keys: tl.constexpr,
     features: tl.constexpr,
 ) -> None:
-    """Write two sums for each of `block_keys` keys of one head: the attention weights of all counted rows on the key,
-    and the number of counted rows that may attend to it. The kernel reads `block_rows` rows and `features` features at
-    a time.
+    """Write two sums for each of `block_keys` keys of one head, over the query rows that count in statistics. The first
+    adds up their attention weights on the key, the second counts the rows that may attend to it. The kernel reads
+    `block_rows` rows and `features` features at a time.
     """
     program, head = block_and_head(call, tl.cdiv(call.keys, block_keys))
     key = program * block_keys + tl.arange(0, block_keys)

@@ -38,8 +38,8 @@ OUTPUTS_AT_ONCE = 2**21
 
 class Tiles(NamedTuple):
     """Sizes of the work that one program (instance of a GPU kernel) does at a time: numbers of query rows, of keys, and
-    of features of a head, and the number of warps (groups of 32 threads). A head with more features is read in several
-    steps.
+    of features of a head. A head with more features is read in several steps. `warps` is the number of groups of 32
+    threads.
     """
 
     rows: int
@@ -101,8 +101,8 @@ def tiles_of(head_dim: int, dtype: torch.dtype, *, reads_matrix: bool, has_softc
 
 
 def weight_statistics(call: StatisticsCall, out: Outputs) -> WeightStatistics:
-    """Return statistics of the attention weights of a call, and the norms of its head outputs `out`, computed on a GPU
-    for each query row and each key.
+    """Return statistics of the attention weights of a call for each query row and each key, computed on a GPU. They
+    include the norms of the head outputs `out`.
     """
     reads_matrix = call.dense is not None or call.bias is not None
     tiles = tiles_of(call.q.shape[-1], call.q.dtype, reads_matrix=reads_matrix, has_softcap=bool(call.softcap))
@@ -122,9 +122,9 @@ def weight_statistics(call: StatisticsCall, out: Outputs) -> WeightStatistics:
 
 
 def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, received: Tensor, seen_by: Tensor) -> None:
-    """Run the two GPU kernels on a call. They write their results to the last four arguments: the log-sum-exp and the
-    statistics of each query row, and for each key the sum of the weights on it and the number of rows that may attend
-    to it.
+    """Run the two GPU kernels on a call. They write their results to the last four arguments. Each query row gets its
+    log-sum-exp and its statistics. Each key gets the sum of the weights on it and the number of rows that may attend to
+    it.
     """
     from headwise.attention.backends.gpu.kernels import Call, KeySums, Results, Spans, Tokens, key_kernel, row_kernel
 

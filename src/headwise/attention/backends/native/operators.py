@@ -31,7 +31,7 @@ def register_rules(names: Iterable[str]) -> None:
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors without meaningful values, in the shapes and dtypes of the results of `attend_forward`, for
-    tracing: the output, the log-sum-exp, and two numbers of each row for the backward pass.
+    tracing. The results are the output, the log-sum-exp, and two numbers of each row for the backward pass.
     """
     batch, heads, queries, _head_dim = q.shape
     out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
@@ -41,7 +41,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return tensors without meaningful values, in the shapes and dtypes of the results of `attend_backward`, for
-    tracing: the gradients of q, k and v and, with sinks, one number of each row.
+    tracing. The results are the gradients of q, k and v and, with sinks, one number of each row.
     """
     q, k, v, sinks = *arguments[4:7], arguments[10]
     deltas = q.new_empty(0 if sinks is None else q.shape[:3], dtype=torch.float32)
@@ -50,7 +50,7 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
     """Return tensors without meaningful values, in the shapes and dtypes of the results of `attend_statistics`, for
-    tracing: the output, the log-sum-exp, and the statistics of rows and keys.
+    tracing. The results are the output, the log-sum-exp, and the statistics of rows and keys.
     """
     batch, heads, queries, _head_dim = q.shape
     sums = (batch, heads, k.shape[2])
