@@ -42,7 +42,7 @@ class SinksGradient(OnlyFirstDerivative):
     The rounding error of a log-sum-exp would be one of the weight, so shifts and sums are used. Where the inverse of
     the sum is tiny, the sink has all weight of the row, and the log-sum-exp equals its logit.
 
-    Its own gradient would lack what shifts and sums depend on.
+    Differentiating this gradient raises an error: shifts and sums, on which it depends, have no gradient here.
     """
 
     attention = "sinks"

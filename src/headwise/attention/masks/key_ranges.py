@@ -69,8 +69,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
-    """Keys that each query attends to, in the form that kernels read: the keys in the query's ranges, as far as further
-    masks, which are not ranges, allow them.
+    """Keys that each query attends to, in the form that kernels read: ranges of keys and further masks. A query attends
+    to a key if the key is in one of its ranges and all further masks allow it.
 
     Attributes:
         ranges: starts and stops, int32; None if the ranges exclude no key.
@@ -84,8 +84,8 @@ class VisibleKeys:
 
     @property
     def stores_matrix(self) -> bool:
-        """True if no boolean matrix has to be evaluated: there is no further mask, or the only one stores its
-        matrix.
+        """True if no boolean matrix has to be computed: all visible keys are stated as ranges, or the only further mask
+        stores its matrix.
         """
         # torch cannot compile a truth test of a tuple.
         return len(self.others) == 0 or (len(self.others) == 1 and isinstance(self.others[0], Dense))
@@ -121,8 +121,8 @@ class VisibleKeys:
         return ranges, None if len(self.others) == 0 else self._evaluate_in_pieces(part)
 
     def matrix(self) -> Matrix | None:
-        """Return the boolean matrix of the further masks, those that are not ranges. It may be True at keys that the
-        ranges hide. Return None without such masks.
+        """Return the boolean matrix of the masks that are not stated as ranges. It may be True at keys that the ranges
+        hide. Return None if there are no such masks.
         """
         if len(self.others) == 0:
             return None
@@ -136,8 +136,8 @@ class VisibleKeys:
         return self._evaluate_in_pieces(Part(range(self.grid.queries), range(self.grid.keys)))
 
     def _part(self, rows: range) -> Part:
-        """Return the rectangle of the score matrix that consists of the query rows `rows` and the keys in their
-        ranges.
+        """Return the rectangle of the score matrix that consists of the query rows `rows` and the keys in the ranges of
+        these rows.
         """
         first, stop = 0, self.grid.keys
         if self.ranges is not None and has_readable_values(self.ranges):
@@ -150,14 +150,15 @@ class VisibleKeys:
         return Part(rows, range(first, max(stop, first)))
 
     def evaluate(self, rows: range | None, columns: range | None = None) -> Matrix:
-        """Return the boolean matrix of the further masks, those that are not ranges, for some rows and columns. An axis
-        that `expand` would repeat has size 1.
+        """Return the boolean matrix of the masks that are not stated as ranges, for some rows and columns. An axis that
+        `expand` would repeat has size 1.
         """
         return reduce(torch.logical_and, (unexpanded(mask.block(self.grid, rows, columns)) for mask in self.others))
 
     def _evaluate_in_pieces(self, part: Part) -> Matrix:
-        """Return the boolean matrix of the further masks (those that are not ranges) for a part of the score matrix. To
-        save memory, they are evaluated for few rows at a time, and only for the keys in the ranges of these rows.
+        """Return the boolean matrix of the masks that are not stated as ranges, for a part (rectangle) of the score
+        matrix. To save memory, they are evaluated for few rows at a time, and only for the keys in the ranges of these
+        rows.
         """
         if not _can_evaluate(self.grid) or 0 in (self.grid.batch, self.grid.heads):
             return self.evaluate(*part)
@@ -179,8 +180,8 @@ class VisibleKeys:
 
 
 def visible_keys(mask: Mask | None, grid: Grid) -> VisibleKeys:
-    """Return the keys that a mask lets each query attend to, as ranges as far as possible, and otherwise as further
-    masks. The result is cached for masks that are made of numbers alone.
+    """Return the keys that a mask lets each query attend to: as ranges of keys as far as possible, and otherwise as
+    further masks. The result is cached for masks that are made of numbers alone.
     """
     if mask is None:
         return VisibleKeys(None, (), grid)
@@ -200,8 +201,8 @@ def _constant_matrix(masks: tuple[Mask, ...], grid: Grid) -> Matrix:
 
 
 def _visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
-    """Return the result of `visible_keys`, without its cache: the ranges of a mask, and the masks that are not
-    ranges.
+    """Return the result of `visible_keys` without its cache: the ranges of a mask, and the masks that cannot be stated
+    as ranges.
     """
     runs = None if grid.key_positions is None else _ascending_runs(grid.key_positions)
     if grid.key_positions is not None and (runs is None or not _requires_positions(mask)):

@@ -58,7 +58,9 @@ class Float32Scores:
         *,
         finds_uncapped: bool = False,
     ) -> None:
-        """Store the tensors and options of a call; `finds_uncapped` asks for the largest scores before the softcap."""
+        """Store the tensors and options of a call. With `finds_uncapped`, the largest scores before the softcap are
+        computed too.
+        """
         self.q, self.k, self.bias, self.shifts = q, k, bias, shifts
         self.scale, self.softcap, self.bias_hides, self.pool = scale, softcap, bias_hides, pool
         self.largest_uncapped: StackedColumn | None = None
