@@ -46,9 +46,9 @@ def attend(
     return_weights: bool = False,
     backend: str | Backend | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"] | tuple[Tensor, ...]:
-    """Return the scaled dot-product attention of each head for queries q, keys k and values v (Vaswani et al. 2017,
-    equation 1). With `return_lse`, `return_weights` or both, return a tuple instead: the output, then the log-sum-exp
-    of each row of scores, then the attention weights, as far as requested.
+    """Return the output of scaled dot-product attention for each head (Vaswani et al. 2017, equation 1). With
+    `return_lse` or `return_weights`, return a tuple: the output, then the log-sum-exp of each row of scores if
+    requested, then the attention weights if requested.
 
     The output of a head is `softmax(scale * q k^T + bias) v` over the keys that the mask allows. Memory grows with
     length, not with its square, unless you ask for the weights. The output has the dtype of q; scores are accumulated
@@ -214,12 +214,16 @@ def explain(
 
 
 def _choice(problem: Problem, backend: str | Backend | None) -> Choice:
-    """Return the `Choice` of the backend that the caller named, by default of the one expected to be fastest."""
+    """Return a `Choice` (a backend and the reason for choosing it) for an attention problem, the tensors and options of
+    one call. It is the backend that the caller named or, if `backend` is None, the one that is expected to be fastest.
+    """
     return choose_fastest(problem) if backend is None else choose_named(backend_named(backend), problem)
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
-    """Return q, k and v; float16, bfloat16 and float32 tensors are cast to the dtype of autocast, where that is on."""
+    """Return q, k and v, cast to the dtype of torch's autocast where autocast is on. Only float16, bfloat16 and float32
+    tensors are cast; all others are returned unchanged.
+    """
     dtype = autocast_dtype(tensors[0].device) if isinstance(tensors[0], Tensor) else None
     if dtype is None:
         return tensors
@@ -228,7 +232,9 @@ def _cast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def backend_named(backend: str | Backend) -> Backend:
-    """Return the backend with a name such as "fused", or the given object that is a backend, such as a `Blockwise`."""
+    """Return the backend with the given name, such as "fused". An argument that is a backend object itself, such as a
+    `Blockwise`, is returned unchanged.
+    """
     if isinstance(backend, Backend):
         return backend
     if not isinstance(backend, str) or backend not in BACKENDS:
@@ -237,8 +243,8 @@ def backend_named(backend: str | Backend) -> Backend:
 
 
 def uniform_output(problem: Problem) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return each head's output if every visible key had the same weight: the mean of the visible keys' values. As a
-    replacement of a head's output, it shows what the head would compute if it could not choose between keys.
+    """Return each head's output under uniform attention: the mean of the values of all visible keys. An ablation that
+    replaces a head's output by it removes only the head's choice between keys.
 
     A key is visible unless the mask or a bias of -inf hides it. Sinks, talking heads, gate and dropout are left out.
     """

@@ -10,7 +10,9 @@ AUTOCAST_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype that autocast casts to on a device; None if autocast is off or does not exist there."""
+    """Return the dtype that torch's autocast casts to on a device; None if autocast is off or not available for the
+    device.
+    """
     if not torch._C._is_any_autocast_enabled():
         return None
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
@@ -19,7 +21,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which autocast is off on a device, so that a backend's scores stay in float32 at least."""
+    """Return a context manager that turns autocast off on a device, so that a backend computes scores in float32 at
+    least.
+    """
     if autocast_dtype(device) is None:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -67,7 +67,8 @@ FEW_QUERIES = 8
 
 
 class Candidate(NamedTuple):
-    """One backend that was considered for an attention problem.
+    """One backend that was considered for an attention problem (one call of `attend`): the reason that it cannot
+    compute the problem or, if costs were compared, its expected cost.
 
     Attributes:
         name: name of the backend.
@@ -88,7 +89,8 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Choice of a backend for an attention problem, and its reason. `print` shows a `Choice` as readable text.
+    """Backend that is chosen to compute an attention problem (one call of `attend`), with the reason for the choice.
+    `print` shows a `Choice` as readable text.
 
     Attributes:
         backend: name of the chosen backend.
@@ -109,8 +111,9 @@ class Choice(NamedTuple):
 
 
 def choose_fastest(problem: Problem) -> Choice:
-    """Return the `Choice` of the backend that is expected to be fastest for a problem, by the rules of this module.
-    Raise `InputError` with the reasons of all backends if none can compute it.
+    """Return a `Choice`: the backend that the rules of this module expect to be fastest for an attention problem (one
+    call of `attend`), and why. If no backend can compute the problem, raise `InputError` with the reason of each
+    backend.
     """
     if records_program():
         # Programs cannot store the operator for the log-sum-exp, or other runtimes do not have it.
@@ -141,7 +144,9 @@ def choose_fastest(problem: Problem) -> Choice:
 
 
 def _choose_on_gpu(problem: Problem) -> Choice:
-    """Return the `Choice` between `fused`, `flex` and `blockwise` on a GPU; raise `InputError` if all refuse."""
+    """Return the `Choice` between the backends `fused`, `flex` and `blockwise` for an attention problem on a GPU. Raise
+    `InputError` if none of them can compute it.
+    """
     backends = (fused, flex, blockwise)
     candidates = tuple(Candidate(backend.name, backend.why_not(problem)) for backend in backends)
     reasons = {candidate.name: candidate.reason for candidate in candidates}
@@ -159,7 +164,9 @@ def _choose_on_gpu(problem: Problem) -> Choice:
 
 
 def _why_fused_on_gpu(problem: Problem) -> str | None:
-    """Return the reason to choose torch's kernels on a GPU where FlexAttention could compute the problem, or None."""
+    """Return the reason to prefer torch's fused kernels to FlexAttention for an attention problem on a GPU; None if
+    FlexAttention is preferred.
+    """
     if problem.return_weights:
         return MATRIX
     hides_nothing = problem.mask is None or fused.uses_is_causal(problem)
@@ -171,7 +178,9 @@ def _why_fused_on_gpu(problem: Problem) -> str | None:
 
 
 def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, ...]) -> Choice:
-    """Return the `Choice` between `fused` and `blockwise` by their expected costs, in scores of torch's kernel."""
+    """Return a `Choice`: whichever of the backends `fused` and `blockwise` has the lower expected cost for an attention
+    problem. The unit of cost is the time in which torch's fused kernel computes one score.
+    """
     kernels, torch_kernel, blocks = candidates
     width, value_dim = problem.q.shape[-1], problem.v.shape[-1]
     score_cost = 2 * max(width, value_dim) / (width + value_dim)  # the narrower one is padded
@@ -194,7 +203,9 @@ def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, ...]) -> Choi
 
 
 def _why_not_native(problem: Problem) -> str | None:
-    """Return the reason to choose torch's kernel where the native kernels could compute the problem, or None."""
+    """Return the reason to prefer torch's fused kernel to the native kernels, for an attention problem that both can
+    compute; None if the native kernels are preferred.
+    """
     if problem.return_weights:
         return MATRIX
     if not torch.compiler.is_compiling() and not all(map(has_own_class, (problem.q, problem.k, problem.v))):
@@ -203,8 +214,8 @@ def _why_not_native(problem: Problem) -> str | None:
 
 
 def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
-    """Return the reason to expect that torch's fused kernel computes a problem faster than the native kernels; None if
-    it does not. `hides_nothing` is True if it computes no score that the mask hides.
+    """Return the reason that the native kernels are expected to be slower than torch's fused kernel for an attention
+    problem; None if they are not. `hides_nothing` is True if torch's kernel computes no score that the mask hides.
 
     In the measurements (docs/lab-notes.md) the native kernels took at most about 1.1 times as long as torch's on every
     instruction set, and mostly less, with two exceptions. A block of the native kernels has 64 rows, which few queries
@@ -230,7 +241,9 @@ def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
 
 
 def choose_named(backend: Backend, problem: Problem) -> Choice:
-    """Return the `Choice` of the backend that the caller named; raise `InputError` with its reason if it refuses."""
+    """Return a `Choice` of the backend that the caller named. Raise `InputError` with the backend's reason if it cannot
+    compute the attention problem.
+    """
     reason = backend.why_not(problem)
     if reason is not None:
         raise _refusal({backend.name: reason})
@@ -238,7 +251,9 @@ def choose_named(backend: Backend, problem: Problem) -> Choice:
 
 
 def _refusal(reasons: dict[str, str | None]) -> InputError:
-    """Return (not raise) the `InputError` for a problem that no considered backend can compute, with all reasons."""
+    """Return (not raise) the `InputError` for an attention problem that none of the considered backends can compute.
+    Its message has the reason of each backend; `reasons` maps the name of a backend to its reason.
+    """
     return InputError(
         "backend",
         expected="one that can do this",
@@ -248,7 +263,9 @@ def _refusal(reasons: dict[str, str | None]) -> InputError:
 
 
 def _why_unplanned(problem: Problem) -> str | None:
-    """Return the reason to choose `fused` without comparing its cost with that of `blockwise`; None to compare them."""
+    """Return the reason to choose the backend `fused` at once, where comparing its cost with that of `blockwise` is
+    impossible or does not pay. Return None if the two costs are to be compared.
+    """
     hides_nothing = problem.mask is None or fused.uses_is_causal(problem)
     reason = None
     if problem.q.device.type != "cpu":

@@ -39,8 +39,8 @@ CachedTensors = tuple[Float[Tensor, "_ _ _ _"], ...]
 
 
 class CacheUpdate(NamedTuple):
-    """Tensors of the cached tokens followed by the new tokens of one call, with key positions and the number of tokens
-    of each sequence. `Cache.commit` makes these tokens the content of the cache.
+    """Result of `Cache.prepare_update`: the tensors of the cached tokens followed by the new tokens of one call, with
+    key positions and the number of tokens of each sequence. `Cache.commit` makes these tokens the content of the cache.
 
     Attributes:
         tensors: stored and new tokens, `(batch, kv_heads, keys, width)` each; the layer attends to them.
@@ -104,11 +104,13 @@ class Cache(ABC):
 
     @abstractmethod
     def commit(self, update: CacheUpdate) -> None:
-        """Make the tokens of an update, stored and new, the content of the cache: the last step of a forward pass."""
+        """Make the tokens of an update, stored and new, the content of the cache. This is the last step of a forward
+        pass.
+        """
 
     @abstractmethod
     def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
-        """Replace sequence b by sequence `index[b]`, as after a step of beam search."""
+        """Replace sequence b of the cache by sequence `index[b]`, as after a step of beam search."""
 
     @abstractmethod
     def crop(self, length: int) -> None:
@@ -128,7 +130,9 @@ def first_tokens(length: int, tensors: CachedTensors) -> CachedTensors:
 
 
 def reordered(tensors: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
-    """Return copies of the tensors, whose first axis is the batch, in which sequence b is sequence `index[b]`."""
+    """Return copies of the tensors with their sequences, along the first axis, in another order: sequence b of a copy
+    is sequence `index[b]` of the original.
+    """
     sequences = whole_numbers("index", index, dimensions=(1,), shape="one for each sequence")
     batch = tensors[0].shape[0]
     if has_readable_values(sequences) and ((sequences < 0) | (sequences >= batch)).any():
@@ -151,7 +155,8 @@ MIN_SPARE_TOKENS = 64
 
 
 class GrowingCache(Cache):
-    """Base class of caches to which every call appends the same number of tokens for every sequence.
+    """Base class of caches in which all sequences have the same length: every call appends the same number of tokens to
+    each.
 
     Under `torch.no_grad()` tokens are written into preallocated buffers that have half as much memory to spare, so
     that appending one token copies one token. `tensors` are then views of the buffers: a token that is written after
@@ -178,8 +183,9 @@ class GrowingCache(Cache):
     def next_positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "1 new"]:
-        """Return the positions of the next `new` tokens, the same for every sequence: with n tokens received so far, n
-        to n + new - 1. `lengths` are refused.
+        """Return the positions of the next `new` tokens, which are the same for every sequence: n to n + new - 1, if
+        the cache has received n tokens. Raise `InputError` if `lengths` are passed, since all sequences have the same
+        length.
         """
         if lengths is not None:
             expected = "a StaticCache, where each sequence may have its own length"
@@ -212,9 +218,9 @@ class GrowingCache(Cache):
         self.tensors, self.token_count = first_tokens(length, self.tensors), length
 
     def _append(self, new: CachedTensors) -> tuple[CachedTensors, CachedTensors | None]:
-        """Return the stored tokens followed by the new ones, and the preallocated buffers that contain both; None as
-        buffers in the first call and where tensors may not be written in place. The attributes of the cache stay
-        unchanged, so that the call may still fail.
+        """Return the stored tokens followed by the new ones, and the preallocated buffers that contain both. The
+        buffers are None in the first call, and where tensors may not be written in place. The attributes of the cache
+        stay unchanged, so that a call that fails later can be repeated.
         """
         if self.tensors is None:
             return tuple(new), None
@@ -261,7 +267,7 @@ class DynamicCache(GrowingCache):
 
 
 class SlidingCache(GrowingCache):
-    """Cache whose memory stops growing: a query attends to the last `window` tokens, its own included, and to the first
+    """Cache whose memory stops growing. A query attends to the last `window` tokens, its own included, and to the first
     `sinks` tokens of the text (attention sinks, Xiao et al. 2023). Tokens that no later query attends to are dropped.
 
     A layer with this cache attends as under the mask `window(window) | causal() & prefix(sinks)`. The output is the
@@ -285,8 +291,9 @@ class SlidingCache(GrowingCache):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Return the stored tokens (the first `sinks` tokens and the most recent ones) followed by the new ones, with
-        their positions, or None if no token has been dropped. Only `commit` drops tokens. `full_capacity` is ignored.
+        """Return the stored tokens (the first `sinks` tokens and the most recent ones) followed by the new ones, as a
+        `CacheUpdate`. Its key positions are None if no token has been dropped. Only `commit` drops tokens.
+        `full_capacity` is ignored.
         """
         tensors, buffers = self._append(new)
         token_count = self.token_count + positions.shape[1]
@@ -298,8 +305,8 @@ class SlidingCache(GrowingCache):
         return CacheUpdate(tensors, key_positions, token_count, buffers)
 
     def commit(self, update: CacheUpdate) -> None:
-        """Store the first `sinks` and the last `window - 1` tokens of an update, and drop those between. The next query
-        attends to these and to its own key.
+        """Store the first `sinks` and the last `window - 1` tokens of an update, and drop the tokens between them. The
+        next query attends to the stored tokens and to its own key.
         """
         keys = update.tensors[0].shape[2]
         sinks = min(self.sinks, keys)
@@ -340,7 +347,7 @@ MOST_LISTED = 16
 
 class StaticCache(Cache):
     """Cache with preallocated slots for `capacity` tokens of each sequence. The slots never change their shape or their
-    address, so decoding compiles once, and a step of decoding on a GPU can be captured in a CUDA graph.
+    address. So decoding compiles once, and a step of decoding on a GPU can be captured in a CUDA graph.
 
     Each sequence has its own length. Prompts of different lengths are padded on the right and come with `lengths`;
     later tokens are appended to each sequence at its end. Tokens are written in place, so they take no gradient.
@@ -390,26 +397,29 @@ class StaticCache(Cache):
 
     @property
     def tensors(self) -> CachedTensors:
-        """Views of the slots for tokens, `(batch, kv_heads, capacity, width)` each, without the first slot."""
+        """Views of the slots for tokens, `(batch, kv_heads, capacity, width)` each, without the additional first slot,
+        which receives padding.
+        """
         return self._slots_of(range(self.capacity))
 
     def _slots_of(self, positions: range) -> CachedTensors:
-        """Return views of the slots for the tokens at consecutive positions."""
+        """Return views of the slots for the tokens at the given consecutive positions."""
         return tuple(slots.narrow(2, 1 + positions.start, len(positions)) for slots in self.slots)
 
     @property
     def can_omit_empty_slots(self) -> bool:
-        """True if `prepare_update` may read the lengths, and so leave out the slots beyond the longest sequence: on a
-        CPU, and not while compiling or under `torch.func`.
+        """True if the lengths of the sequences can be read: on a CPU, and not while compiling or under `torch.func`.
+        Then `prepare_update` may leave out the slots beyond the longest sequence.
         """
         return has_readable_values(self.lengths)
 
     def next_positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "#batch new"]:
-        """Return the positions of the next `new` tokens of each sequence, after its cached tokens; `(1, new)` if they
-        are known to be the same for all sequences. A token beyond the capacity raises `InputError`, on a CPU and not
-        while compiling. On a GPU `lengths` are not read: numbers out of range count as 0 or as `new`.
+        """Return the positions of the next `new` tokens of each sequence, after its cached tokens. The shape is `(1,
+        new)` if the positions are known to be the same for all sequences. On a CPU, except while compiling, a token
+        beyond the capacity raises `InputError`. On a GPU `lengths` are not read: a negative number counts as 0, and one
+        above `new` as `new`.
         """
         require_same_batch(self.slots, batch)
         if lengths is None and new and self.can_omit_empty_slots:
@@ -427,15 +437,15 @@ class StaticCache(Cache):
         return positions
 
     def _require_room(self, tokens: int) -> None:
-        """Raise `InputError` if a sequence of so many tokens has no room in the cache."""
+        """Raise `InputError` if a sequence of `tokens` tokens is longer than the capacity of the cache."""
         if tokens > self.capacity:
             raise InputError("cache", expected=f"room for {tokens} tokens", got=f"a capacity of {self.capacity}")
 
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Write the new tokens of each sequence into the slots after its cached tokens, and return all slots with their
-        key positions, -1 for empty slots. On a CPU outside of compiling, slots beyond the longest sequence are left out
+        """Write the new tokens of each sequence into the slots after its cached tokens. Return all slots with their key
+        positions, -1 for empty slots. On a CPU, except while compiling, slots beyond the longest sequence are left out
         unless `full_capacity` is True.
 
         The written slots count as empty until `commit` sets the new lengths. If `commit` is never called, because the
@@ -470,8 +480,8 @@ class StaticCache(Cache):
         return CacheUpdate(tensors, key_positions, token_counts)
 
     def _check_new(self, new: CachedTensors) -> None:
-        """Raise `InputError` unless new tensors have the heads, width, dtype and device of the slots, and need no
-        gradient, which writing in place would lose.
+        """Raise `InputError` unless the new tensors have the heads, width, dtype and device of the slots. Also raise it
+        if they need a gradient, which would be lost when they are written in place.
         """
         slot_sizes, new_sizes = ([tensor.shape[1::2] for tensor in tensors] for tensors in (self.slots, new))
         if slot_sizes != new_sizes:
@@ -491,7 +501,9 @@ class StaticCache(Cache):
                 )
 
     def commit(self, update: CacheUpdate) -> None:
-        """Set the length of each sequence to that of the update, so that its written tokens count as cached."""
+        """Set the length of each sequence to its number of tokens in the update, so that the tokens that
+        `prepare_update` has written count as cached.
+        """
         if isinstance(update.token_counts, Tensor):
             self.lengths.copy_(update.token_counts)
         else:
@@ -527,7 +539,9 @@ class StaticCache(Cache):
         self._crop_to(torch.zeros_like(self.lengths))
 
     def _crop_to(self, lengths: Int[Tensor, " batch"]) -> None:
-        """Set the length of each sequence to a number not above the present one, and clear the removed tokens."""
+        """Set the length of each sequence to the given length, which is at most its present one, and clear the removed
+        tokens.
+        """
         removed = slice(None)
         if self.can_omit_empty_slots and not self._has_uncommitted_writes:
             removed = slice(int(lengths.min()), int(self.lengths.max()))
@@ -536,8 +550,8 @@ class StaticCache(Cache):
         self._has_uncommitted_writes = False
 
     def _clear_empty_slots(self, positions: slice) -> None:
-        """Fill slots beyond the length of their sequence with zeros, at some positions: attention multiplies the value
-        of an empty slot by a weight of 0, which leaves NaN and infinity.
+        """Fill the slots beyond the length of their sequence with zeros, in the range `positions`. Attention multiplies
+        the value of an empty slot by a weight of 0, which does not remove NaN and infinity.
         """
         is_empty = torch.arange(self.capacity, device=self.lengths.device)[positions] >= self.lengths[:, None]
         for tensor in self.tensors:
@@ -548,8 +562,8 @@ class StaticCache(Cache):
 
 
 def keep_addresses(tensors: Sequence[Tensor]) -> None:
-    """Tell the compiler that these tensors stay at their addresses. Only then it captures a CUDA graph of a step of
-    decoding with `mode="reduce-overhead"`, since the step writes to them.
+    """Mark tensors for `torch.compile` as tensors that stay at their memory addresses. Without the mark, a step of
+    decoding, which writes to them, is not captured in a CUDA graph with `mode="reduce-overhead"`.
     """
     import torch._dynamo  # takes long to import
 
@@ -558,7 +572,9 @@ def keep_addresses(tensors: Sequence[Tensor]) -> None:
 
 
 def _extremes(positions: Int[Tensor, "batch new"]) -> tuple[int, int]:
-    """Return the smallest and the largest of some positions. Few of them are compared in Python, which is faster."""
+    """Return the smallest and the largest of the given positions. If there are few, they are compared in Python, which
+    is faster.
+    """
     if positions.numel() <= MOST_LISTED:
         numbers = [position for row in positions.tolist() for position in row]
         return min(numbers), max(numbers)

@@ -23,8 +23,9 @@ MOST_COMPARED = 2**13
 
 
 def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Return the result of `run(problem)`, with NaN and infinity in keys and values kept from query rows that may not
-    attend to them: if such rows may have changed, `run` computes the problem again with zeros in their place.
+    """Return the result of `run(problem)`, in which NaN or infinity in a key or value changes only the query rows that
+    may attend to it. If other rows may have changed, `run` computes the problem again with zeros in place of these
+    numbers.
 
     Nothing is checked while compiling or tracing, inside a transform of `torch.func`, or on other devices than a CPU,
     where reading a sum would wait for the device: there a hidden NaN or infinity can reach every row.
@@ -50,21 +51,24 @@ def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
 
 
 def may_have_leaked(out: Tensor, k: Tensor, v: Tensor, *, to_gradients: bool) -> bool:
-    """Return True if a hidden NaN or infinity may have changed rows of a call on the CPU: if there is NaN in the
-    output; or, as gradients multiply 0 by more than the output shows, if a key or a value is not finite.
+    """Return True if NaN or infinity in keys or values may have changed query rows that may not attend to them, in a
+    call on the CPU. For the output, that is the case if it contains NaN. With `to_gradients`, it is the case if any key
+    or value is not finite, since the backward pass multiplies more of these numbers by 0.
     """
     return not all_finite(k, v) if to_gradients else may_have_nan(out)
 
 
 def may_have_nan(x: Tensor) -> bool:
-    """Return True if there is NaN in a tensor on a CPU, and perhaps if there is infinity."""
+    """Return True if a tensor on a CPU contains NaN. If it contains infinity, the result may be True as well."""
     if x.numel() <= MOST_COMPARED:
         return not torch.equal(x, x)
     return math.isnan(x.detach().sum())
 
 
 def has_nonfinite_keys_or_values(problem: Problem) -> bool:
-    """Return True if a key or value of the problem is NaN or infinite; False where values are not read."""
+    """Return True if a key or value of an attention problem is NaN or infinite. Return False if the values cannot be
+    read now, as on a GPU or while compiling.
+    """
     tensors = (problem.k, problem.v)
     return all(map(_can_check, tensors)) and not all_finite(*tensors)
 
@@ -77,7 +81,9 @@ def all_finite(x: Tensor, y: Tensor) -> bool:
 
 
 def _can_check(tensor: Tensor) -> bool:
-    """Return True if a tensor can be read without waiting for a device, outside compiling, tracing and transforms."""
+    """Return True if the values of a tensor can be read now: without waiting for a GPU, and outside of compiling,
+    tracing and transforms of `torch.func`.
+    """
     return has_readable_values(tensor) and not torch._C._is_tracing()
 
 
@@ -87,9 +93,9 @@ def _visible_to_rows(
     bad_keys: Bool[Tensor, "batch kv_heads keys 1"],
     bad_values: Bool[Tensor, "batch kv_heads keys value_dim"],
 ) -> tuple[Bool[Tensor, "batch #heads queries value_dim"], Bool[Tensor, "batch #heads queries"]]:
-    """Return where NaN or infinity ("bad" numbers) may reach: True for each output feature of a query row that may
-    attend to a bad key, or to a value that is bad in this feature; and True for each row that may attend to a bad key.
-    With talking heads, a row may attend to the keys of all heads.
+    """Return where NaN or infinity ("bad" numbers) may reach. The first result is True for an output feature of a query
+    row if the row may attend to a bad key, or to a value that is bad in this feature. The second is True for a row that
+    may attend to a bad key. With talking heads, a row may attend to the keys of all heads.
     """
     dtype = problem.score_dtype
     indicators = torch.cat([bad_values | bad_keys, bad_keys], -1).to(dtype)
@@ -104,5 +110,7 @@ def _visible_to_rows(
 def _combine(
     result: Float[Tensor, "*axes"], clean: Float[Tensor, "*axes"], visible: Bool[Tensor, "..."]
 ) -> Float[Tensor, "*axes"]:
-    """Return `result` where `visible` is True, and `clean` elsewhere. The gradient is that of `clean` everywhere."""
+    """Return `result` where `visible` is True, and elsewhere `clean`, which was computed without NaN and infinity. The
+    gradient is that of `clean` everywhere.
+    """
     return clean + torch.where(visible, (result - clean).detach(), 0.0)

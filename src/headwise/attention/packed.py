@@ -13,8 +13,8 @@ from headwise.shapes import Int
 
 
 class Offsets(NamedTuple):
-    """Offsets of the queries and of the keys: index of the first token of each sequence, then the number of tokens.
-    Other libraries call them `cu_seqlens`.
+    """Offsets of packed sequences, for the queries and for the keys. Offsets are the index of the first token of each
+    sequence, followed by the number of all tokens. Other libraries call them `cu_seqlens`.
 
     Attributes:
         queries: offsets among the queries: a list, or a tensor that cannot be read, as on a GPU.
@@ -28,8 +28,9 @@ class Offsets(NamedTuple):
 def checked_offsets(
     name: str, offsets: Tensor | Sequence[int], total: int, device: torch.device
 ) -> list[int] | Int[Tensor, " sequences_and_1"]:
-    """Return the offsets `(sequences + 1,)` of packed sequences as a list. A tensor that cannot be read, as on a GPU,
-    is returned as an int64 tensor on `device`, unchecked. Raise `InputError` unless they rise from 0 to `total`.
+    """Return the offsets `(sequences + 1,)` of packed sequences as a list. Raise `InputError` unless they rise from 0
+    to `total`. A tensor whose values cannot be read, as on a GPU, is not checked, and is returned as an int64 tensor on
+    `device`.
     """
     tensor = whole_numbers(name, offsets, dimensions=(1,), shape="one more than there are sequences")
     if not has_readable_values(tensor) and len(tensor) > 1:
@@ -44,8 +45,9 @@ def checked_offsets(
 def real_lengths(
     lengths: Tensor | Sequence[int], batch: int, tokens: int, device: torch.device
 ) -> Int[Tensor, " batch"]:
-    """Return the number of real tokens, the first ones, of each of `batch` sequences of so many tokens, on a device.
-    Lengths on a GPU are not read: a negative one counts as 0, and one above the number of tokens as that number.
+    """Return the number of real tokens of each sequence as a tensor on `device`. There are `batch` sequences of
+    `tokens` tokens, and padding follows the real tokens. Lengths on a GPU are not read: a negative one counts as 0, and
+    one above `tokens` as `tokens`.
     """
     numbers = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence")
     if len(numbers) != batch:
@@ -56,9 +58,9 @@ def real_lengths(
 
 
 def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the packed tokens `(tokens, width)` and the offsets `(sequences + 1,)` of jagged nested tensors, by
-    argument name ("x", "context", "value_context"). None is left out. Lengths of context and value context are compared
-    where they can be read.
+    """Return the packed tokens `(tokens, width)` and the offsets `(sequences + 1,)` of jagged nested tensors, as two
+    dictionaries by argument name ("x", "context", "value_context"). Arguments that are None are left out. Raise
+    `InputError` if context and value context have other lengths than each other, where these can be read.
     """
     inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     for name, tensor in inputs.items():
@@ -109,7 +111,9 @@ def positions_in_sequences(
 
 
 def sequence_numbers(offsets: Int[Tensor, " sequences_and_1"], tokens: int) -> Int[Tensor, " tokens"]:
-    """Return the number of the sequence of each packed token; tokens after the last offset count to the last one."""
+    """Return for each packed token the index of its sequence. Tokens after the last offset belong to the last
+    sequence.
+    """
     index = torch.arange(tokens, device=offsets.device)
     numbers = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
     return numbers.clamp(max=max(len(offsets) - 2, 0))

@@ -37,8 +37,8 @@ class PositionBias(Protocol):
 
 @dataclass(frozen=True)
 class ALiBi:
-    """ALiBi, attention with linear biases: minus the distance between query and key, multiplied by a slope of each head
-    (Press et al. 2022, section 3).
+    """ALiBi, attention with linear biases (Press et al. 2022, section 3). The bias of a score is minus the distance
+    between query and key, multiplied by the slope of the head.
 
     The distance has no sign: a key after the query gets the same bias as one equally far before it.
     """
@@ -71,8 +71,8 @@ LARGEST_DISTANCE = 2**24
 
 
 class RelativeBias(nn.Module):
-    """Learned bias of T5: one number for each head and each bucket, a range of distances between query and key (Raffel
-    et al. 2020, section 2.1).
+    """Learned bias of T5: one number for each head and each bucket. A bucket is a range of distances between query and
+    key (Raffel et al. 2020, section 2.1).
 
     Half the buckets of a direction contain one distance each, from 0 on. The widths of the other half grow
     geometrically up to `max_distance`, and the last one contains all larger distances. Several layers may share one
@@ -120,7 +120,7 @@ class RelativeBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the table of biases with random numbers from the uniform distribution of Glorot and Bengio 2010."""
+        """Fill the learned biases with random numbers from the uniform distribution of Glorot and Bengio 2010."""
         nn.init.xavier_uniform_(self.weight)
 
     def values(
@@ -156,7 +156,7 @@ class RelativeBias(nn.Module):
         return bucket + (distances > 0) * self._per_direction if self.bidirectional else bucket
 
     def extra_repr(self) -> str:
-        """Return the sizes as text, for `repr`."""
+        """Return the sizes of this module as text, for `repr`."""
         return (
             f"num_heads={self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
             f"bidirectional={self.bidirectional}"
@@ -164,7 +164,8 @@ class RelativeBias(nn.Module):
 
 
 def _first_distances(exact: int, per_direction: int, max_distance: int, device: torch.device) -> Int[Tensor, " edges"]:
-    """Return the smallest distance of each bucket of several distances but the first, which begins at `exact`.
+    """Return the smallest distance of each bucket that contains several distances. The first such bucket, which begins
+    at `exact`, is left out. `per_direction` is the number of all buckets of distances in one direction.
 
     Python computes them: exported programs contain them as constants, which no runtime rounds in another way. A
     distance at the edge of two buckets belongs to the farther one, however the power is rounded.

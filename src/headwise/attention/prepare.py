@@ -19,7 +19,7 @@ from headwise.shapes import Float
 
 
 class AttentionInputs(NamedTuple):
-    """Queries, keys and values of one call in the form that attention uses: rotated if the layer has rotary embeddings,
+    """Queries, keys and values of one call of a layer, ready for attention: rotated if the layer has rotary embeddings,
     with cached keys and values before the new ones.
 
     Attributes:
@@ -78,8 +78,9 @@ def prepare_qkv(
     full_capacity: bool,
     offsets: packed.Offsets | None,
 ) -> AttentionInputs:
-    """Return the inputs of attention. The new tokens do not count as cached yet: pass `cache_update` of the result to
-    `Cache.commit` as the last step of the layer.
+    """Return the queries, keys and values as attention needs them: rotated by `rotary`, with cached keys and values
+    before the new ones. The new tokens do not count as cached yet: pass `cache_update` of the result to `Cache.commit`
+    as the last step of the layer.
 
     Without `v`, as in latent attention, values are computed from the keys: the cache stores keys alone, and `v` of the
     result is `k` before a rotation by length. With `full_capacity` the keys are all slots of a `StaticCache`, empty
@@ -124,8 +125,8 @@ def prepare_qkv(
 
 
 def _rotated_by_length(rotary: Rotary, inputs: AttentionInputs, offsets: packed.Offsets | None) -> AttentionInputs:
-    """Return the inputs rotated by angles that depend on the length of the text, its largest position plus 1: that of
-    each packed sequence or, without `offsets`, of the batch.
+    """Return the inputs with queries and keys rotated by angles that depend on the length of the text. The length is
+    the largest position plus 1, of each packed sequence or, without `offsets`, of the whole batch.
     """
     if offsets is None:
         texts = [(slice(None), slice(None))]

@@ -46,7 +46,8 @@ Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor | tuple[Tensor, T
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCall:
-    """One call of `attend`, ready to run on other values of q, k, v and the bias.
+    """Cached preparation of a call of `attend`, with the chosen backend, the mask and the options. It can run on the q,
+    k, v and bias of any call with the same signature, such as the same sizes and options.
 
     Attributes:
         run: function that computes the output, or output and weights, as the chosen backend does.
@@ -82,8 +83,10 @@ _transform = torch._C._functorch.peek_interpreter_stack
 def signature(
     q: Any, k: Any, v: Any, mask: Any, bias: Any, scale: Any, return_weights: bool, backend: Any
 ) -> Hashable | None:
-    """Return what the preparation of a call of `attend` depends on, as a key; None if the call is not ordinary. All
-    other arguments of `attend` must have their defaults. The operators check the dtypes of k and v.
+    """Return a hashable key of everything that preparing a call of `attend` depends on, such as sizes, mask and
+    options. Return None if the call is not one of the ordinary calls that can be prepared. All arguments of `attend`
+    that are not listed here must have their defaults. The dtypes of k and v are not in the key: the operators check
+    them.
 
     The batch, and the number of keys, are part of the signature only with a mask that is evaluated, and for so few keys
     that torch's kernel gets a mask. So the steps of decoding share one.
@@ -146,8 +149,9 @@ def signature(
 
 
 def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Return the output of a call with this signature, or output and weights; None if it has not been prepared, if its
-    operator refuses the tensors, if its mask was changed, or if NaN or infinity may have other results.
+    """Run the prepared call that is cached for the signature `key`, and return its output, or output and weights.
+    Return None if there is none, if its operator refuses the tensors, or if its mask has changed. Also return None if
+    the results may be wrong because of NaN or infinity. `attend` then computes the call in the normal way.
     """
     try:
         call = _calls.get(key)
@@ -171,8 +175,8 @@ def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> 
 
 
 def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) -> None:
-    """Prepare the calls with a signature when it is seen for the second time. `mask` is that of the caller; that of the
-    problem is None if it hides nothing.
+    """Cache a prepared call for the signature `key` when the signature is seen for the second time. Later calls with
+    this signature are run by `run`. `mask` is the caller's mask; the mask of `problem` is None if it hides nothing.
     """
     try:
         known = _calls.get(key, False)
@@ -204,14 +208,16 @@ def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) 
 
 
 def clear() -> None:
-    """Forget all prepared calls."""
+    """Remove all prepared calls from the cache."""
     _calls.clear()
 
 
 def _prepared(
     parts: tuple[Any, ...], tensors: tuple[Tensor, ...], problem: Problem, choice: Choice
 ) -> PreparedCall | None:
-    """Return the prepared call of a problem; None if its backend cannot be prepared, or changes q, k and v."""
+    """Return the prepared call of an attention problem. Return None if its backend cannot be prepared for it, as where
+    the backend has to change q, k or v. Also return None if the mask has too many elements.
+    """
     needs_gradient = problem.needs_grad
     # The prepared tensors serve later calls, which may save them for a backward pass.
     with torch.inference_mode(False), torch.no_grad():
@@ -236,8 +242,8 @@ def _prepared(
 
 
 def _fused(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
-    """Return the function that computes a problem with torch's kernel, and the number of elements of its mask; None if
-    the kernel needs other tensors than q, k and v themselves.
+    """Return a function that computes an attention problem with torch's fused kernel, and the number of mask elements
+    that it stores. Return None if the kernel needs other tensors than q, k, v and the bias themselves.
     """
     is_grouped = problem.q.shape[1] != problem.k.shape[1]
     if problem.grid.queries == 1 and (is_grouped or problem.q.dtype == torch.bfloat16):
@@ -264,8 +270,9 @@ def _run_fused(
     v: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
-    """Return the output of torch's kernel, by the function that models call too, which may have been replaced. The
-    matrix is added to the scores; with a bias it is True where the bias becomes -inf.
+    """Return the output of `F.scaled_dot_product_attention`, which is looked up at each call, since other code may have
+    replaced it. `matrix` is added to the scores. With a bias, `matrix` is boolean instead, and True where the bias
+    becomes -inf.
     """
     if bias is not None:
         matrix = bias if matrix is None else bias.masked_fill(matrix, -torch.inf)
@@ -273,8 +280,8 @@ def _run_fused(
 
 
 def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
-    """Return the function that computes a problem natively and the size of its mask; None if it is computed in
-    parts.
+    """Return a function that computes an attention problem with the native kernels, and the number of mask elements
+    that it stores. Return None if the mask is so large that the problem is computed in parts.
     """
     visible = visible_keys(problem.mask, problem.grid)
     if visible.parts() is not None:
@@ -288,8 +295,8 @@ def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
 
 
 def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
-    """Return the function that computes output and weights with the operators of the reference, and the number of
-    elements of its mask; None if they compute in another dtype, or for a row without a key.
+    """Return a function that computes output and weights as the reference backend does, and the number of mask elements
+    that it stores. Return None if the dtype of the scores is not that of q, or if the mask hides all keys of some row.
     """
     if problem.q.dtype != problem.score_dtype:
         return None
@@ -314,7 +321,9 @@ def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | N
 
 
 def _key_of(mask: Any) -> Hashable:
-    """Return a key that is equal for equal masks. References compare the masks themselves, and cache their hashes."""
+    """Return a hashable key that is equal for equal masks. It contains weak references, which compare the masks
+    themselves and cache their hashes.
+    """
     kind = type(mask)
     if kind is And or kind is Or:
         left, right = mask.parts
@@ -323,7 +332,9 @@ def _key_of(mask: Any) -> Hashable:
 
 
 def _parts(mask: Any) -> Iterator[Mask]:
-    """Iterate over the masks to which the key of a mask refers."""
+    """Iterate over the masks that the result of `_key_of` refers to: the parts of a mask made by `&` or `|`, otherwise
+    the mask itself.
+    """
     if type(mask) in (And, Or):
         for part in mask.parts:
             yield from _parts(part)
@@ -332,8 +343,8 @@ def _parts(mask: Any) -> Iterator[Mask]:
 
 
 def _stored_tensors(mask: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors that a mask stores, all of them copies; raise `TypeError` for masks whose results may
-    change otherwise: matrices of the caller, functions, and masks of other packages.
+    """Iterate over the tensors that a mask stores, which are copies that belong to the mask. Raise `TypeError` for
+    masks whose results may change in other ways: matrices of the caller, functions, and masks of other packages.
     """
     kind = type(mask)
     if kind in (And, Or, Not, PerHead):

@@ -31,7 +31,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Answer(NamedTuple):
-    """Result of one attention problem: the output, and log-sum-exp and weights, which are None unless asked for."""
+    """Result of one attention call: the output, the log-sum-exp and the weights. The last two are None unless the
+    caller asked for them.
+    """
 
     out: Outputs
     lse: PerRow | None
@@ -49,7 +51,7 @@ class TalkingHeads(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Checked tensors and options of one attention call, in the one form that all backends read; create it with
+    """Tensors and options of one attention call, checked and in the one form that all backends read. Create it with
     `Problem.checked`.
 
     Sinks and a tensor that is the scale have the dtype of the scores.
@@ -91,21 +93,27 @@ class Problem:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors of the problem that may require a gradient."""
+        """Tensors of the problem that may require a gradient: q, k, v and, if they are tensors, bias, sinks and
+        scale.
+        """
         of_problem = (self.q, self.k, self.v, self.bias, self.sinks, self.scale)
         return [each for each in of_problem if isinstance(each, Tensor)]
 
     @property
     def needs_grad(self) -> bool:
-        """True if a gradient of the output may be asked for, with respect to one of the tensors."""
+        """True if gradients are enabled and one of the tensors (q, k, v, bias, sinks or scale) requires one."""
         return torch.is_grad_enabled() and any(each.requires_grad for each in self.tensors)
 
     def without_dropout(self) -> "Problem":
-        """Return the problem without dropout. It requests the output alone."""
+        """Return a copy of the problem without dropout. It requests the output alone, without log-sum-exp and
+        weights.
+        """
         return replace(self, dropout=0.0, return_lse=False, return_weights=False)
 
     def with_uniform_weights(self) -> "Problem":
-        """Return the problem with equal weights on all visible keys, no gate and no dropout, for the output alone."""
+        """Return a copy of the problem with equal weights on all visible keys, without gate and dropout. It requests
+        the output alone, without log-sum-exp and weights.
+        """
         bias = self.bias
         if bias is not None:
             bias = torch.zeros_like(bias).masked_fill(bias == -torch.inf, -torch.inf)
@@ -142,8 +150,8 @@ class Problem:
         return_lse: bool = False,
         return_weights: bool = False,
     ) -> "Problem":
-        """Check the arguments of `attend`, and return them in the one form that backends read, with defaults filled in;
-        raise `InputError` for the first one that is unusable or does not fit the others.
+        """Check the arguments of `attend`, and return them as a `Problem`, in the one form that backends read, with
+        defaults filled in. Raise `InputError` for the first argument that is unusable or does not fit the others.
         """
         _check_tensors(q, k, v)
         mask, bias = mask_and_bias(mask, bias)
@@ -190,14 +198,18 @@ class Problem:
 
 @runtime_checkable
 class Backend(Protocol):
-    """Interface of an attention backend (`fused`, `blockwise`, `reference`), which a module or an object implements."""
+    """Interface of an attention backend, such as `fused`, `blockwise` or `reference`. A module or an object implements
+    it.
+    """
 
     @property
     def name(self) -> str:
         """Name of the backend, as passed to `attend(backend=...)`."""
 
     def why_not(self, problem: Problem) -> str | None:
-        """Return the reason that the backend cannot compute a problem, in one sentence; None if it can."""
+        """Return the reason that the backend cannot compute a problem (the tensors and options of one attention call),
+        in one sentence; None if it can.
+        """
 
     def run(self, problem: Problem) -> Answer:
         """Return the output of an attention problem for which `why_not` returns None, with the log-sum-exp and the
@@ -242,7 +254,9 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
 def _positions(
     of_queries: Any, of_keys: Any, q: Tensor, k: Tensor
 ) -> tuple[QueryPositions | None, KeyPositions | None]:
-    """Return the positions of queries and keys as `(batch or 1, length)`, or None for both."""
+    """Check the caller's positions of queries and of keys, and return both as `(batch or 1, length)`. Return None twice
+    if none were passed.
+    """
     if of_queries is None and of_keys is None:
         return None, None
     if of_queries is None or of_keys is None:
@@ -255,7 +269,9 @@ def _positions(
 
 
 def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
-    """Return the caller's two matrices `(heads, heads)` of talking heads in the dtype of the scores."""
+    """Check the caller's two matrices `(heads, heads)` of talking-heads attention, and return them in the dtype of the
+    scores.
+    """
     heads = q.shape[1]
     if not isinstance(matrices, tuple | list) or len(matrices) != 2:
         got = type(matrices).__name__
@@ -268,7 +284,9 @@ def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
 
 
 def _one_per_head(name: str, values: Any, q: Tensor) -> PerHead:
-    """Return one number for each query head in the dtype of the scores."""
+    """Check that `values`, the argument called `name`, has one number for each query head. Return it in the dtype of
+    the scores.
+    """
     tensor = float_tensor(name, values, like=q)
     if tensor.shape != q.shape[1:2]:
         got = f"shape {tuple(tensor.shape)}"
@@ -277,7 +295,9 @@ def _one_per_head(name: str, values: Any, q: Tensor) -> PerHead:
 
 
 def gate_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
-    """Return a gate in the dtype of q, with axes of size 1 so that it multiplies head outputs."""
+    """Check the caller's gate, a factor of each head's output, and return it in the dtype of q. Axes of size 1 are
+    added, so that it multiplies head outputs `(batch, heads, queries, value_dim)`.
+    """
     factor = float_tensor("gate", gate, like=q)
     batch, heads, queries, _ = q.shape
     forms = ((heads,), (batch, heads), (batch, heads, queries))

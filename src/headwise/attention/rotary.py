@@ -50,7 +50,9 @@ def base_frequencies(
 
 
 def in_program(number: float, device: torch.device | None) -> float | Float[Tensor, ""]:
-    """Return a number, as a tensor while a program is exported: torch's ONNX exporter rounds numbers to float32."""
+    """Return `number` unchanged or, while torch exports a program, as a tensor: torch's ONNX exporter rounds Python
+    numbers to float32.
+    """
     if not torch.compiler.is_exporting():
         return number
     return torch.tensor(number, dtype=most_precise_dtype(device), device=device)
@@ -73,7 +75,7 @@ class Scaling(Protocol):
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
         """Return the frequency of each of `width / 2` feature pairs in radians per position, for a text of `length`
-        tokens, and the attention factor, whose square multiplies the scores.
+        tokens. Also return the attention factor, whose square multiplies the scores.
         """
 
 
@@ -294,8 +296,8 @@ class Rotary:
         return self.scaling is not None and self.scaling.depends_on_length
 
     def check(self, features: int, name: str = "head_dim") -> None:
-        """Raise `InputError` if `features`, the argument called `name`, are fewer than `width`, or odd without a
-        width.
+        """Raise `InputError` if a head of `features` features cannot be rotated: if they are fewer than `width` or,
+        without a width, an odd number. `name` is the name of the argument in the message.
         """
         if self.width is None and features % 2:
             expected = "an even number, since Rotary rotates pairs of features"
@@ -338,7 +340,9 @@ class Rotary:
         query_positions: QueryPositions,
         key_positions: KeyPositions,
     ) -> tuple[Queries, Float[Tensor, "batch kv_heads keys key_dim"]]:
-        """Return queries and keys rotated by their positions, as by `rotate`. Angles of both are computed only once."""
+        """Return queries and keys rotated by their positions, as by `rotate`. If both have the same positions, the
+        angles are computed only once.
+        """
         if self._is_kept and suits_native(q, query_positions) and suits_native(k, key_positions):
             self._check_input(q, query_positions)
             turns, factor = _kept_frequencies(self, q.shape[3] if self.width is None else self.width, q.device)
@@ -358,8 +362,9 @@ class Rotary:
         *,
         length: TextLength = None,
     ) -> Angles:
-        """Return the cosine and the signed sine of each feature's angle at each position, times the attention factor of
-        the scaling: the input of `apply_angles`. They serve every tensor with the width and positions of `x`.
+        """Return the cosine and the signed sine of each feature's angle at each position, both multiplied by the
+        attention factor of the scaling. `apply_angles` rotates by them any tensor with the width and the positions of
+        `x`.
         """
         self._check_input(x, positions)
         if self.depends_on_length and length is None:
@@ -390,7 +395,9 @@ class Rotary:
             return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
     def _check_input(self, x: Any, positions: Any) -> None:
-        """Raise `InputError` unless `x` is a float tensor of four axes that fits, with these positions of tokens."""
+        """Raise `InputError` unless `x` is a float tensor `(batch, heads, length, head_dim)` whose head_dim can be
+        rotated. Also raise it unless `positions` has a whole number for each token of `x`.
+        """
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 4:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise InputError("x", expected="a float tensor (batch, heads, length, head_dim)", got=got)
@@ -400,7 +407,9 @@ class Rotary:
     def apply_angles(
         self, x: Float[Tensor, "batch heads length head_dim"], angles: Angles
     ) -> Float[Tensor, "batch heads length head_dim"]:
-        """Return queries or keys rotated by the result of `angles`. Features beyond `width` stay unchanged."""
+        """Return queries or keys `x` rotated by `angles`, cosines and sines from the method `angles`. Features beyond
+        `width` stay unchanged.
+        """
         width = x.shape[3] if self.width is None else self.width
         # Autocast changes no dtype here, but under it torch.cat fails for some dtypes.
         with without_autocast(x.device):
@@ -410,11 +419,15 @@ class Rotary:
 
     @property
     def _is_kept(self) -> bool:
-        """True if the frequencies may be kept: they follow from the fields of this object alone."""
+        """True if the rotary frequencies may be cached: they depend on the fields of this object alone, not on the
+        length of the text.
+        """
         return type(self) is Rotary and type(self.scaling) in SCALINGS_BY_FIELDS
 
     def _turns_per_position(self, width: int, length: TextLength, device: torch.device) -> Frequencies:
-        """Return the frequency of each pair of features, in turns per position, and the attention factor."""
+        """Return the rotary frequency of each pair of features, in turns per position, and the attention factor, for a
+        text of `length` tokens.
+        """
         if self.scaling is None:
             frequencies, factor = base_frequencies(self.theta, width, device), 1.0
         else:
@@ -424,7 +437,9 @@ class Rotary:
 
 @lru_cache(maxsize=64)
 def _kept_frequencies(rotary: Rotary, width: int, device: torch.device) -> Frequencies:
-    """Return the turns per position and the factor of a rotation of any length of text; they must not be changed."""
+    """Return the cached rotary frequencies, in turns per position, and the attention factor. They are those of a
+    `Rotary` that does not depend on the length of the text. The result must not be changed in place.
+    """
     with torch.inference_mode(False):
         return rotary._turns_per_position(width, None, device)
 
@@ -435,8 +450,9 @@ def _rotated(
     sin: Float[Tensor, "#batch 1 length width"],
     interleaved: bool,
 ) -> Float[Tensor, "batch heads length width"]:
-    """Return `x` with each pair of features rotated: each feature times `cos`, plus the other one of its pair times
-    `sin`, which has the sign. It is computed in the dtype of `cos`.
+    """Return `x` with each pair of features rotated: each feature times `cos`, plus the other feature of its pair times
+    `sin`. `sin` already has a negative sign for the first feature of a pair. The product is computed in the dtype of
+    `cos`.
     """
     width = x.shape[-1]
     partners = x.reshape(*x.shape[:-1], width // 2, 2).flip(-1).flatten(-2) if interleaved else x.roll(width // 2, -1)
@@ -444,7 +460,9 @@ def _rotated(
 
 
 def suits_native(x: Float[Tensor, "batch heads length head_dim"], positions: Int[Tensor, "#batch length"]) -> bool:
-    """Return True if the native operator, without a gradient, can rotate by these positions and is likely faster."""
+    """Return True if the native operator can rotate `x` by these positions, and is likely faster than torch. This
+    requires few tokens on a CPU, and no gradient.
+    """
     return (
         makes_plain_tensors()  # first: while exporting, reading sizes would fix them
         and x.shape[0] * x.shape[2] <= MOST_TOKENS

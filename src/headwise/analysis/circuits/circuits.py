@@ -47,8 +47,8 @@ SCORES = ("copying", "matching", "ov_norm", "ov_largest", "qk_norm", "qk_largest
 
 
 def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None, progress: bool = False) -> "Circuits":
-    """Read the OV and QK matrix of each head from the weights of a model (Elhage et al. 2021), and return an object
-    with these matrices, copying and matching scores, and composition scores of every two heads of different layers.
+    """Read the OV and QK matrices of each head from the weights of a model (Elhage et al. 2021). The returned object
+    has these matrices, scores of each head, and composition scores of pairs of heads in different layers.
 
     With x the residual stream, a head adds `A OV x` to it, where the attention weights A follow from the scores
     `x_i^T QK x_j` of query i and key j. `Circuits` has the definitions.
@@ -107,8 +107,8 @@ def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None, p
 
 
 def _batch(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return the batch on which weights are checked as arguments of the model, in float64 where it consists of
-    floating-point numbers; by default random tokens that are all different.
+    """Return the batch on which the matrices are compared with what the model computes, as a dictionary of the model's
+    arguments. Floating-point tensors are converted to float64. If `batch` is None, use 7 different random tokens.
     """
     if batch is None:
         weight = getattr(input_embeddings(model), "weight", None)
@@ -128,8 +128,8 @@ def _batch(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FactoredMatrix:
-    """A matrix `left @ right` of low rank. All results are computed from the factors, except `matrix()`,
-    which multiplies them.
+    """A matrix of low rank, stored as two factors: `left @ right`. Norm, singular values and eigenvalues are computed
+    from the factors; only `matrix()` multiplies them.
 
     Attributes:
         left: first factor, `(rows, rank)`, or one for each of several matrices, `(..., rows, rank)`.
@@ -149,11 +149,11 @@ class FactoredMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of rows and columns of the product."""
+        """Numbers of rows and columns of the matrix `left @ right`."""
         return self.left.shape[-2], self.right.shape[-1]
 
     def transposed(self) -> "FactoredMatrix":
-        """Return the transposed matrix, with the same factors in reverse order."""
+        """Return the transposed matrix. Its factors are those of this matrix, transposed and in reverse order."""
         return FactoredMatrix(self.right.mT, self.left.mT)
 
     def matrix(self) -> Float[Tensor, "*matrices rows columns"]:
@@ -161,8 +161,8 @@ class FactoredMatrix:
         return self.left @ self.right
 
     def singular_values(self) -> Float[Tensor, "*matrices values"]:
-        """Return the largest singular values in descending order, `rank` of them or as many as the matrix has. All
-        others are 0.
+        """Return the largest singular values in descending order: at most `rank` (columns of `left`) of them. All other
+        singular values of the matrix are 0.
         """
         # With left = Q R and right^T = P S, the product Q (R S^T) P^T has the singular values of R S^T.
         core = torch.linalg.qr(self.left, mode="r").R @ torch.linalg.qr(self.right.mT, mode="r").R.mT
@@ -175,7 +175,8 @@ class FactoredMatrix:
         return norm
 
     def eigenvalues(self) -> Tensor:
-        """Return the complex eigenvalues of a square matrix, `rank` of them; all others are 0.
+        """Return `rank` complex eigenvalues of a square matrix, where `rank` is the number of columns of `left`. All
+        other eigenvalues are 0.
 
         The matrices `left @ right` and `right @ left` have the same eigenvalues other than 0.
         """
@@ -185,8 +186,8 @@ class FactoredMatrix:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Circuits:
-    """OV and QK matrices of all heads of a model, from residual stream to residual stream `(width, width)`, kept as
-    factors of rank head_dim.
+    """OV and QK matrices of all heads of a model. Each matrix is `(width, width)`, for the width of the residual
+    stream, and is stored as two factors of rank head_dim.
 
         OV = f P W_O W_V N          QK = s (R(i) W_Q N)^T (R(j) W_K N)
 
@@ -220,12 +221,14 @@ class Circuits:
 
     @property
     def has_linear_stream(self) -> bool:
-        """True if heads write into a sum that all later heads read, through one norm at most."""
+        """True if the model has a linear residual stream. Then each head adds its output to a sum, which every later
+        head reads directly or through one norm.
+        """
         return isinstance(self._stream, StreamFactors)
 
     def ov(self, layer: int, head: int) -> FactoredMatrix:
-        """Return the OV matrix of a head, by zero-based layer and head: what the head writes into the residual stream,
-        for what it reads from it, with an attention weight of 1.
+        """Return the OV matrix of a head, by zero-based layer and head. It maps the residual stream at a token to what
+        the head writes into the stream if it attends to this token with weight 1.
 
         Raises:
             InputError: there is no such head.
@@ -235,8 +238,8 @@ class Circuits:
         return FactoredMatrix(output[index], value[index])
 
     def qk(self, layer: int, head: int, distance: int = 0) -> FactoredMatrix:
-        """Return the QK matrix of a head, by zero-based layer and head: the score of query i and key j is
-        `x_i^T QK x_j`.
+        """Return the QK matrix of a head, by zero-based layer and head. The attention score of query i and key j is
+        `x_i^T QK x_j`, where x_i is the residual stream at token i.
 
         Args:
             layer: zero-based layer.
@@ -256,7 +259,8 @@ class Circuits:
         return FactoredMatrix(query[index], key[index])
 
     def why_not(self, score: str) -> str | None:
-        """Return the reason why the model has no such score, or no such kind of composition; None if it has it.
+        """Return the reason why a score cannot be computed for this model, or None if it can be computed. `score` is
+        the name of a score of single heads, such as "copying", or of a kind of composition, such as "q".
 
         Raises:
             InputError: the name is none of a score, such as "copying", or of a kind of composition, such as "q".
@@ -273,7 +277,8 @@ class Circuits:
         return None
 
     def scores(self, *names: str, distance: int = 0) -> CircuitScores:
-        """Return a table of scores of each head, one row per head. `CircuitScores` defines them.
+        """Return a table with one row per head and one column per score, such as "copying" or "ov_norm". The class
+        `CircuitScores` defines the scores.
 
         Args:
             names: names of scores, such as "copying"; by default all that the model has, with a warning that names
@@ -298,7 +303,9 @@ class Circuits:
         return CircuitScores(tuple(rows), {**self.metadata, "settings": settings, "measured": {"sequences": 1}})
 
     def _module_scores(self, maps: ModuleMaps, names: Sequence[str], distance: int) -> dict[str, Tensor]:
-        """Return the scores `names` of the heads of one module."""
+        """Return the scores of the heads of one attention module: a tensor with one number per head for each score in
+        `names`.
+        """
         values: dict[str, Tensor] = {}
         for circuit, vocabulary_score in (("ov", "copying"), ("qk", "matching")):
             needed = [name for name in names if name == vocabulary_score or name.startswith(circuit)]
@@ -317,8 +324,8 @@ class Circuits:
         return values
 
     def composition(self, *kinds: str, distance: int = 0) -> Composition:
-        """Return the composition scores of every head with every head of earlier layers, one row per pair.
-        `Composition` defines them.
+        """Return a table with one row for each pair of a head and a head of an earlier layer. Its columns are the
+        composition scores, which the class `Composition` defines.
 
         Args:
             kinds: some of "q", "k" and "v"; by default all that the model has, with a warning that names the others.
@@ -369,7 +376,9 @@ class Circuits:
         return Composition(tuple(rows), {**self.metadata, "settings": settings, "measured": measured})
 
     def _available(self, argument: str, names: Sequence[str], known: Sequence[str], plural: str) -> tuple[str, ...]:
-        """Return the scores that are named, or all `known` ones that a model has. Warn of the others."""
+        """Check and return the requested scores, `names`. If `names` is empty, return all of `known` that can be
+        computed for the model, and warn of the rest. Raise `InputError` for a requested score that cannot be computed.
+        """
         for name in names:
             if name not in known:
                 raise InputError(argument, expected=f"some of {', '.join(known)}", got=repr(name))
@@ -387,15 +396,17 @@ class Circuits:
         return present
 
     def _find(self, layer: int, head: int) -> tuple[ModuleMaps, int]:
-        """Return the maps of the module with a head, and the head's index in it."""
+        """Return the weights of the attention module that a head belongs to (`ModuleMaps`), and the index of the head
+        in this module.
+        """
         for labels in self.heads:
             if (labels["layer"], labels["head"]) == (layer, head):
                 return next(maps for maps in self._modules if maps.path == labels["module"]), labels["head"]
         raise InputError("head", expected="a (layer, head) of the model", got=(layer, head))
 
     def _ov_factors(self, maps: ModuleMaps) -> tuple[Tensor, Tensor]:
-        """Return the factors of the OV matrices of a module, `(heads, width, value_dim)` and `(heads, value_dim,
-        width)`.
+        """Return two tensors whose product is the OV matrix of each head of a module: `(heads, width, value_dim)` and
+        `(heads, value_dim, width)`.
         """
         factor = 1.0
         if isinstance(self._stream, StreamFactors):
@@ -404,8 +415,9 @@ class Circuits:
         return maps.output * factor, maps.value.repeat_interleave(group, 0)
 
     def _qk_factors(self, maps: ModuleMaps, distance: int) -> tuple[Tensor, Tensor]:
-        """Return the factors of the QK matrices of a module, `(heads, width, head_dim)` and `(heads, head_dim, width)`,
-        for queries `distance` tokens after their keys.
+        """Return two tensors whose product is the QK matrix of each head of a module: `(heads, width, head_dim)` and
+        `(heads, head_dim, width)`. With rotary positions, the matrices are those of a query `distance` tokens after the
+        key.
         """
         if maps.why_no_qk is not None:
             expected = "scores that are a bilinear form of the residual stream"

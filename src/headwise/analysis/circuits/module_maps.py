@@ -29,8 +29,9 @@ LEAST_SIGNAL = 20.0
 
 
 def head_weights(model: nn.Module, path: str) -> tuple[dict[str, Tensor], str]:
-    """Return the weights of the heads of the attention module at `path` of a model that was copied by `double_copy`,
-    and the path of the module's output projection. Query head h attends with key/value head `h * kv_heads // heads`.
+    """Return the query, key, value and output weights of the attention module at `path`, split by head, and the path of
+    its output projection. `model` is a copy made by `double_copy`. Query head h uses key/value head
+    `h * kv_heads // heads`.
 
         query  (heads, head_dim, width)         from the module's input to each head's query
         key    (kv_heads, head_dim, width)
@@ -59,8 +60,8 @@ def head_weights(model: nn.Module, path: str) -> tuple[dict[str, Tensor], str]:
 
 @dataclass(frozen=True, eq=False)
 class ModuleMaps:
-    """Linear maps of the heads of one attention module. The norm before attention and, as in Gemma 2, the norm after it
-    are folded in: their weights and centring, without the division.
+    """Linear maps of the heads of one attention module, from and to the residual stream. They include the weight and
+    the mean subtraction of norms before and after attention, but not their division by the root mean square.
 
     Attributes:
         path: path of the module.
@@ -80,12 +81,13 @@ class ModuleMaps:
     why_no_qk: str | None
 
     def kv_head(self, head: int) -> int:
-        """Return the key/value head that a query head attends with."""
+        """Return the index of the key/value head that the query head with index `head` uses."""
         return head * len(self.key) // len(self.query)
 
 
 class PlacedModule(NamedTuple):
-    """Attention module in a recorded run.
+    """Attention module with its linear maps, and with its input and the calls that produced its output in a recorded
+    run of the model.
 
     Attributes:
         maps: its linear maps, with norms folded in.
@@ -103,14 +105,16 @@ class PlacedModule(NamedTuple):
 
 
 def placed_modules(trace: RunTrace) -> list[PlacedModule]:
-    """Read the linear maps of all attention modules of a run from their weights, in the order of the calls, and check
-    that they compute what the modules computed.
+    """Read the linear maps of every attention module from its weights, in the order in which a recorded run called the
+    modules. Raise `InputError` unless the maps reproduce the head outputs and the module outputs of the run.
     """
     return [_placed_module(trace, path) for path in trace.attention.weights]
 
 
 def _placed_module(trace: RunTrace, path: str) -> PlacedModule:
-    """Return the linear maps of the attention module at `path`, after the check."""
+    """Return the attention module at `path` with its linear maps, after checking that the maps reproduce the module's
+    outputs in the recorded run.
+    """
     (weights, output_path), call = head_weights(trace.model, path), trace.call_of(path)
     shape = (1, trace.attention.weights[path].shape[1])
     if call is None or call.input is None or call.input.ndim != 3 or call.input.shape[:2] != shape:
@@ -136,8 +140,8 @@ def _placed_module(trace: RunTrace, path: str) -> PlacedModule:
 def _require_values(
     trace: RunTrace, path: str, weights: Mapping[str, Tensor], inputs: Tensor, projection: ModuleCall
 ) -> None:
-    """Raise `InputError` unless the values and the output projection of a module compute, from its weights, what it
-    computed: head outputs from its attention weights, and the sum that it writes from the head outputs.
+    """Raise `InputError` unless the weights of an attention module reproduce its recorded run. Attention weights times
+    the values must be the recorded head outputs. The output projection of the head outputs must be the recorded result.
     """
     attention, recorded = trace.attention.weights[path], trace.attention.outputs.get(path)
     group = len(weights["query"]) // len(weights["value"])
@@ -153,7 +157,9 @@ def _require_values(
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors of vectors are equal but for rounding, in each head or token."""
+    """Return True if two tensors of vectors are equal up to rounding. The norm of each difference may be at most
+    `TOLERANCE` times the largest norm of the vectors of the same head (or sequence) in `other`.
+    """
     if one.shape != other.shape:
         return False
     limit = TOLERANCE * other.norm(dim=-1).amax(-1, keepdim=True)
@@ -163,8 +169,9 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 def _scores(
     trace: RunTrace, weights: Mapping[str, Tensor], call: ModuleCall
 ) -> tuple[Float[Tensor, " heads"], Rotation, str | None]:
-    """Return the factor of each head's scores, the rotation of queries and keys, and the reason why the scores are no
-    bilinear form of the input. The reason is None if this form predicts the attention weights of the run.
+    """Determine how attention scores follow from queries and keys: return each head's scale and the rotation by
+    position. The third result is None if scale times rotated queries and keys reproduce the recorded attention weights,
+    otherwise the reason why they do not.
     """
     assert call.input is not None
     path, ones, rotation = call.path, torch.ones(len(weights["query"])), _rotation(trace, call)
@@ -188,7 +195,9 @@ def _scores(
 
 
 def _rotation(trace: RunTrace, call: ModuleCall) -> Rotation | None:
-    """Return the rotation of queries and keys in a call of an attention module; None if it cannot be established."""
+    """Return the rotation by position that a call of an attention module applies to its queries and keys. Return None
+    if the module receives cosines and sines whose origin is not found in the recorded run.
+    """
     if isinstance(call.module, MultiHeadAttention):
         return Rotation() if call.module.rotary is None else LayerRotation(call.module.rotary)
     tables = call.kwargs.get("position_embeddings")
@@ -207,9 +216,9 @@ def _scale(
     weights: Float[Tensor, "heads length length"],
     is_zero: Bool[Tensor, " heads"],
 ) -> tuple[Float[Tensor, " heads"], str | None]:
-    """Return the factor of the products of queries and keys in each head's scores, such that the scores have the
-    attention weights of the run, and None; or 1, and the reason why the scores are not known to be such products times
-    a factor.
+    """Return for each head the scale s for which the softmax of s times `products` (of queries and keys) is the
+    recorded attention weights, and None. If there is no such scale, or attention is too uniform to determine it, return
+    ones and the reason.
 
     The factor is fitted to the weights. A number that the module states or its head_dim implies is used instead if the
     weights follow from it. Scores may be capped, c tanh(score / c), as in Gemma 2. The weights of a head whose QK
@@ -219,7 +228,9 @@ def _scale(
     largest = weights.argmax(-1, keepdim=True)
 
     def relative(scores: Tensor) -> Tensor:
-        """Return scores minus that of the key with the largest weight, for keys that a query attends to."""
+        """Subtract from the scores of each query the score of the key with the largest attention weight. Return 0 for
+        keys that the query does not attend to.
+        """
         return torch.where(visible, scores - scores.gather(-1, largest), 0.0).flatten(1)
 
     seen, plain = relative(weights.log()), relative(products)

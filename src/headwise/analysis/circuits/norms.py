@@ -15,8 +15,8 @@ TOLERANCE = 1e-5
 
 
 class NormMap(NamedTuple):
-    """Linear part of a norm, `x -> weight * (x - mean(x))`, or without the mean. The norm divides it by the root mean
-    square of `x - mean(x)` or of `x`, a positive number for each token, and adds its bias.
+    """Linear part of a layer norm, `x -> weight * (x - mean(x))`, or of an RMS norm, `x -> weight * x`. The full norm
+    also divides by the root mean square of each token's (centred) vector, and adds a bias.
 
     Attributes:
         weight: factor of each feature.
@@ -27,19 +27,24 @@ class NormMap(NamedTuple):
     is_centred: bool
 
     def after(self, matrix: Float[Tensor, "*heads rows width"]) -> Float[Tensor, "*heads rows width"]:
-        """Return the product of a matrix that reads the output of the norm with the linear part of the norm."""
+        """Return `matrix @ N`, where N is the linear part of the norm. If `matrix` is applied to the output of the
+        norm, the product is applied to its input.
+        """
         product = matrix * self.weight
         return product - product.mean(-1, keepdim=True) if self.is_centred else product
 
     def before(self, matrix: Float[Tensor, "*heads width columns"]) -> Float[Tensor, "*heads width columns"]:
-        """Return the product of the linear part of the norm with a matrix that writes the input of the norm."""
+        """Return `N @ matrix`, where N is the linear part of the norm. If `matrix` computes the input of the norm, the
+        product computes its output.
+        """
         centred = matrix - matrix.mean(-2, keepdim=True) if self.is_centred else matrix
         return centred * self.weight[:, None]
 
 
 def norm_map(call: ModuleCall) -> NormMap:
-    """Return the linear part of a norm that was called, in float64. The parameters of the norm give its weight, which
-    is `weight`, `1 + weight` (Gemma) or 1; outputs of the norm for random inputs decide.
+    """Return the linear part of a norm that the model called, in float64. The factor of each feature is `weight`,
+    `1 + weight` (Gemma) or 1: the choice that reproduces the output of the norm for random inputs. Raise `InputError`
+    if none does.
     """
     assert call.of_norm is not None
     norm, (read, returned) = call.module, call.of_norm
@@ -62,7 +67,9 @@ def norm_map(call: ModuleCall) -> NormMap:
 
 
 def _output_of(norm: nn.Module, inputs: Float[Tensor, "*axes width"]) -> Tensor | None:
-    """Return the output of a norm for inputs alone; None if it needs other arguments, or returns another shape."""
+    """Return the output of a norm for `inputs` as the only argument. Return None if the call fails, or the output has
+    another shape than `inputs`.
+    """
     try:
         with torch.no_grad():
             output = norm(inputs)
@@ -72,5 +79,5 @@ def _output_of(norm: nn.Module, inputs: Float[Tensor, "*axes width"]) -> Tensor 
 
 
 def _is_close(outputs: Tensor, expected: Tensor) -> bool:
-    """Return True if outputs of a norm are equal to what is expected but for rounding, in each token."""
+    """Return True if the outputs of a norm and the expected outputs are equal up to rounding at every token."""
     return bool(((outputs - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)).all())

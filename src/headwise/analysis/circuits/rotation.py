@@ -15,25 +15,25 @@ FAR = 1_000_000
 
 
 class Rotation:
-    """Rotation of queries and keys by position. This base class rotates nothing, as in a model whose queries and keys
-    do not depend on positions by themselves.
+    """Rotation of queries and keys by position (rotary position embedding). This base class leaves the vectors
+    unchanged, for models without rotary positions.
     """
 
     @property
     def depends_on_length(self) -> bool:
-        """True if the rotation of a position depends on the length of the text, not on the position alone."""
+        """True if the rotation at a position depends on the length of the text in addition to the position."""
         return False
 
     def rotate(
         self, features: Float[Tensor, "heads columns head_dim"], positions: Int[Tensor, " columns"]
     ) -> Float[Tensor, "heads columns head_dim"]:
-        """Return vectors of queries or keys, rotated by the position of each."""
+        """Return queries or keys (`features`), each rotated by the angles of its position."""
         return features
 
 
 @dataclass(frozen=True)
 class LayerRotation(Rotation):
-    """Rotation of headwise's own layer, by its option `rotary`."""
+    """Rotation that headwise's own attention layer applies to queries and keys if it has the option `rotary`."""
 
     rotary: Rotary
 
@@ -49,8 +49,8 @@ class LayerRotation(Rotation):
 
 @dataclass(frozen=True, eq=False)
 class ModuleRotation(Rotation):
-    """Rotation by the cosines and sines that a module of transformers computes from positions, such as
-    `LlamaRotaryEmbedding`. Feature i of the rotated ones forms a pair with feature i plus half of their number.
+    """Rotation with the cosines and sines that a transformers module such as `LlamaRotaryEmbedding` computes from
+    positions. If the first n features are rotated, feature i is rotated together with feature i + n / 2.
 
     Attributes:
         module: the module; its output is a tuple of cosines and sines, `(1, length, rotated features)`.
@@ -69,7 +69,9 @@ class ModuleRotation(Rotation):
         return not torch.allclose(alone, with_far, rtol=0.0, atol=1e-6)
 
     def _cosines_and_sines(self, positions: Int[Tensor, " columns"]) -> tuple[Tensor, Tensor]:
-        """Return the cosines and the sines of the rotary angles, `(columns, rotated features)` each, in float64."""
+        """Return the cosines and the sines of the rotary angles at some positions: two float64 tensors
+        `(columns, rotated features)`, with one row per position.
+        """
         device = next((buffer.device for buffer in self.module.buffers()), positions.device)
         arguments = {**self.arguments, self.place: positions[None].to(device)}
         args = [arguments[index] for index in sorted(key for key in arguments if isinstance(key, int))]
@@ -93,8 +95,8 @@ class ModuleRotation(Rotation):
 def module_rotation(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], length: int
 ) -> ModuleRotation | None:
-    """Return the rotation by the outputs of a module, from the arguments of its call in a model. Return None if the
-    positions 0 to `length - 1` are not exactly one of them.
+    """Return the rotation that uses the cosines and sines of `module`, called with the recorded arguments `args` and
+    `kwargs`. Return None unless exactly one argument contains the positions 0 to `length - 1`.
     """
     arguments: dict[int | str, Any] = dict(enumerate(args))
     arguments.update(kwargs.items())

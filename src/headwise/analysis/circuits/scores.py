@@ -30,7 +30,8 @@ DRAWS = 64
 
 
 class CircuitScores(HeadTable[HeadRow]):
-    """Table of scores of each head from its weights, one row per head.
+    """Table with one row per head: scores that are computed from the head's OV and QK matrices, such as norms and the
+    copying score.
 
     E is what each token adds to the residual stream, U is the output embedding times the linear part of the final norm,
     and l are the eigenvalues of a matrix of vocabulary by vocabulary:
@@ -72,7 +73,7 @@ class CircuitScores(HeadTable[HeadRow]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class HeadPair(Row):
-    """Row of a composition table: a head, a head of an earlier layer whose output it reads, and their scores.
+    """Row of a table of composition scores: a head, a head of an earlier layer, and the scores of this pair.
 
     Attributes:
         layer: layer of the later head, zero-based.
@@ -88,7 +89,7 @@ class HeadPair(Row):
 
     @property
     def name(self) -> str:
-        """Names of both heads, the earlier one first, such as `1.3>5.0`."""
+        """Names of the two heads of the pair as "layer.head", the earlier one first, such as `1.3>5.0`."""
         return f"{self.earlier_layer}.{self.earlier_head}>{self.layer}.{self.head}"
 
     def _described(self) -> list[str]:
@@ -97,8 +98,9 @@ class HeadPair(Row):
 
 class CompositionSummary(HeadTable[HeadRow]):
     """Table of the largest composition scores of each head, one row per head. `k_in` is the head's largest
-    K-composition with an earlier head, and `k_out` that with a later head; so are the columns of `q` and `v`. The
-    number is NaN for heads of the first layer (`_in`) and of the last layer (`_out`), and for a head whose matrix is 0.
+    K-composition score with an earlier head, and `k_out` its largest one with a later head. The columns of `q` and `v`
+    have the same form. The score is NaN for the first layer (`_in`), the last layer (`_out`), and for a head whose
+    matrix is 0.
     """
 
     NAME = "composition-summary"
@@ -107,7 +109,8 @@ class CompositionSummary(HeadTable[HeadRow]):
 
 
 class Composition(Table[HeadPair]):
-    """Table of composition scores, one row per pair of a head (2) and a head of an earlier layer (1).
+    """Table of composition scores, one row per pair of heads. A score states how strongly one head (head 2) reads what
+    a head of an earlier layer (head 1) writes into the residual stream.
 
     The scores are, with |.| for the Frobenius norm:
 
@@ -128,18 +131,18 @@ class Composition(Table[HeadPair]):
 
     @property
     def expected(self) -> float:
-        """Score of random matrices: the root of the mean of their squared scores, 1 / sqrt(width)."""
+        """Composition score to expect of random matrices: the root mean square of their scores, 1 / sqrt(width)."""
         return float(self.metadata["measured"]["expected"])
 
     @property
     def random_sd(self) -> float:
-        """Standard deviation of the score of random Gaussian matrices with the shapes of the model's first layers,
-        estimated from draws.
+        """Standard deviation of the composition scores of random Gaussian matrices, estimated by simulation. The
+        matrices have the shapes of those in the model's first two layers.
         """
         return float(self.metadata["measured"]["random_sd"])
 
     def pair(self, earlier: tuple[int, int], later: tuple[int, int]) -> HeadPair:
-        """Return the row of two heads, each `(layer, head)`, zero-based.
+        """Return the row of the table for the heads `earlier` and `later`, each as `(layer, head)`, zero-based.
 
         Raises:
             InputError: the table has no such pair.
@@ -151,8 +154,8 @@ class Composition(Table[HeadPair]):
         raise InputError("pair", expected="a head of an earlier layer and a later one", got=(earlier, later))
 
     def largest(self, kind: str, top: int = 20) -> list[HeadPair]:
-        """Return the `top` pairs with the largest scores of a kind, "q", "k" or "v", largest first. Pairs without a
-        score, of a head whose matrix is 0, are left out.
+        """Return the `top` rows with the largest scores of a kind of composition ("q", "k" or "v"), largest first.
+        Pairs with a head whose matrix is 0 have no score and are left out.
 
         Raises:
             InputError: the table has no such kind, or `top` is not a whole number of 1 or more.
@@ -162,8 +165,8 @@ class Composition(Table[HeadPair]):
         return sorted(scored, key=lambda row: -row.statistics[name].value)[:top]
 
     def summary(self) -> CompositionSummary:
-        """Return the largest scores of each head, as one row per head: with earlier heads (columns such as `k_in`), and
-        with later ones (`k_out`).
+        """Return a table with one row per head and its largest composition scores. Columns such as `k_in` are the
+        largest score with any earlier head, and columns such as `k_out` with any later head.
         """
         largest: dict[tuple[int, int, str], float] = {}
         for row in self.rows:
@@ -184,7 +187,7 @@ class Composition(Table[HeadPair]):
     def plot(
         self, statistic: str | None = None, *, kind: str = "heatmap", top: int | None = None, ax: Any = None
     ) -> "Axes":
-        """Draw composition scores, and return the matplotlib axes.
+        """Draw the composition scores of all pairs of heads as a heatmap or a ranking, and return the matplotlib axes.
 
         | kind      | plot                                                                                |
         | --------- | ----------------------------------------------------------------------------------- |
@@ -208,12 +211,12 @@ class Composition(Table[HeadPair]):
         return plot_kind(kinds, kind, ax, statistic=statistic, top=top)
 
     def _plotted(self, statistic: str | None) -> str:
-        """Return the name of the score to plot."""
+        """Return the name of the score to plot: `statistic`, or by default "k" if the table has it, else "v"."""
         default = "k" if "k" in self.statistics else "v"
         return require_name("statistic", statistic or default, dict.fromkeys(self.statistics))
 
     def _heatmap(self, statistic: str | None = None, ax: Any = None) -> "Axes":
-        """Draw a matrix of heads by heads."""
+        """Draw a matrix of composition scores, with the later head as the row and the earlier head as the column."""
         name, heads = self._plotted(statistic), self.metadata["measured"]["heads"]
         places = {(labels["layer"], labels["head"]): index for index, labels in enumerate(heads)}
         values = torch.full((len(heads), len(heads)), torch.nan)
@@ -227,7 +230,9 @@ class Composition(Table[HeadPair]):
         return axes
 
     def _ranking(self, statistic: str | None = None, top: int = 10, ax: Any = None) -> "Axes":
-        """Draw the scores of all pairs in descending order."""
+        """Draw the composition scores of all pairs of heads in descending order, with a line at the score to expect of
+        random matrices.
+        """
         name = self._plotted(statistic)
         values = [row.statistics[name].value for row in self.rows]
         numbers = PlottedNumbers(f"{name.upper()}-composition", values, [math.nan] * len(values))
@@ -240,8 +245,8 @@ class Composition(Table[HeadPair]):
 def reading_factor(
     left: Float[Tensor, "heads width rank"], right: Float[Tensor, "heads rank width"]
 ) -> Float[Tensor, "heads rank width"]:
-    """Return a factor of the matrices `left @ right` of heads, such that products of both with a matrix on their right
-    have the same norm.
+    """Return a smaller matrix F for each head's matrix M = `left @ right`, with `rank` rows. For every matrix X, F @ X
+    has the same Frobenius norm as M @ X.
     """
     factor: Tensor = torch.linalg.qr(left, mode="r").R @ right
     return factor
@@ -250,8 +255,8 @@ def reading_factor(
 def writing_factor(
     left: Float[Tensor, "heads width rank"], right: Float[Tensor, "heads rank width"]
 ) -> Float[Tensor, "heads width rank"]:
-    """Return a factor of the matrices `left @ right` of heads, such that products of both with a matrix on their left
-    have the same norm.
+    """Return a smaller matrix F for each head's matrix M = `left @ right`, with `rank` columns. For every matrix X, X @
+    F has the same Frobenius norm as X @ M.
     """
     factor: Tensor = left @ torch.linalg.qr(right.mT, mode="r").R.mT
     return factor
@@ -260,8 +265,8 @@ def writing_factor(
 def composition_scores(
     later: Float[Tensor, "later rank width"], written: Float[Tensor, "earlier width rank"]
 ) -> Float[Tensor, "later earlier"]:
-    """Return the composition score of every later with every earlier head, from their reading and writing factors: the
-    norm of the product, divided by the product of the norms.
+    """Return the composition score of every later head with every earlier head. The score is |R W| / (|R| |W|), with
+    Frobenius norms, for the `reading_factor` R of the later head and the `writing_factor` W of the earlier one.
     """
     flat = later.flatten(0, 1) @ written.movedim(0, 1).flatten(1)
     squares = flat.square().view(*later.shape[:2], written.shape[0], written.shape[2]).sum((1, 3))
@@ -271,8 +276,8 @@ def composition_scores(
 
 
 def random_sd(reading_rank: int, writing_rank: int, width: int) -> float:
-    """Return the standard deviation of the score of two matrices `(width, width)` of these ranks, each a product of
-    factors of independent Gaussian numbers.
+    """Return the standard deviation of the composition score of two random `(width, width)` matrices of ranks
+    `reading_rank` and `writing_rank`. Each matrix is the product of two factors with independent Gaussian entries.
     """
     generator = torch.Generator().manual_seed(0)
 

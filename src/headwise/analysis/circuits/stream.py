@@ -30,8 +30,8 @@ TOKENS_AT_ONCE = 4096
 
 @dataclass(frozen=True, eq=False)
 class StreamFactors:
-    """Factors by which a model multiplies the output of each attention module, and the token embedding, when it adds
-    them to the residual stream.
+    """Constant factors by which a model multiplies vectors before it adds them to the residual stream. There is one for
+    the output of each attention module, and one for the token embedding.
 
     Attributes:
         shape: shape of the stream in the run, `(1, length, width)`.
@@ -45,13 +45,16 @@ class StreamFactors:
 
 
 class NotLinearError(Exception):
-    """Reason why a model has no linear residual stream, or no linear embeddings, in words that state what the
-    model has.
+    """Error whose message states why a model has no linear residual stream, or no linear token embedding or logits. The
+    message completes "the model has ...".
     """
 
 
 def stream_factors(trace: RunTrace, batch: Any, modules: Sequence[PlacedModule]) -> StreamFactors:
-    """Establish in a second run of a model that its residual stream is linear, and return the factors of its parts."""
+    """Run a model a second time with random vectors added to the output of each attention module, and raise
+    `NotLinearError` unless its residual stream is linear. Return the factors by which the model multiplies what is
+    added to the stream.
+    """
     ends = [module.input for module in modules]
     shape = ends[0].shape
     shapes = [end.shape for end in ends] + [getattr(module.written.result, "shape", None) for module in modules]
@@ -80,8 +83,9 @@ def stream_factors(trace: RunTrace, batch: Any, modules: Sequence[PlacedModule])
 
 
 def _factors(paths: Sequence[str], shifts: Sequence[Tensor], changes: Sequence[Tensor]) -> StreamFactors:
-    """Return the factors of the shifts in the changes of the stream at each attention module and at the end. The last
-    shifts are those of the modules at `paths`; one before them is that of the token embedding.
+    """Return the factors by which random vectors (`shifts`), added to module outputs, appear in the changes of the
+    residual stream, fitted by least squares. `changes` is the change at the input of each module in `paths`, and at the
+    end of the stream. If there is one shift more than paths, the first one is that of the token embedding.
     """
     offset, size = len(shifts) - len(paths), float(shifts[0].norm())
     table = torch.full((len(changes), len(shifts)), torch.nan, dtype=torch.float64)
@@ -108,20 +112,20 @@ def _factors(paths: Sequence[str], shifts: Sequence[Tensor], changes: Sequence[T
 
 
 def _is_constant(factors: Tensor) -> bool:
-    """Return True if factors are positive, and equal but for rounding."""
+    """Return True if all numbers of a tensor are positive and equal up to rounding."""
     smallest, largest = float(factors.min()), float(factors.max())
     return smallest > TOLERANCE and largest - smallest <= TOLERANCE * largest
 
 
 def _only(factors: Tensor) -> float:
-    """Return a factor that is the same everywhere: exactly 1 if it is 1 but for rounding."""
+    """Return the first of several equal factors as a float: exactly 1 if it is 1 up to rounding."""
     factor = float(factors[0])
     return 1.0 if abs(factor - 1.0) <= TOLERANCE else factor
 
 
 def _tensor_like(trace: RunTrace, second: RunTrace, end: Tensor) -> Tensor:
-    """Return the tensor in the second run that corresponds to `end`, which a module received or returned in the first
-    run.
+    """Return the tensor in the second run that corresponds to the tensor `end` of the first run. It is the input or the
+    result of the same module call. Raise `NotLinearError` if there is none.
     """
     for call, other in zip(trace.calls, second.calls, strict=True):
         for one, counterpart in ((call.input, other.input), (call.result, other.result)):
@@ -132,8 +136,8 @@ def _tensor_like(trace: RunTrace, second: RunTrace, end: Tensor) -> Tensor:
 
 @contextmanager
 def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> Iterator[None]:
-    """Make all norms of a model return what they returned in a run, in the order of their calls, and the calls in
-    `shifted` what they returned plus a shift, while the context is active.
+    """While the context is active, make each norm of a model return its recorded outputs again, in the order of the
+    calls. The calls in `shifted` return their recorded outputs plus the given tensor.
     """
     outputs: dict[nn.Module, list[Any]] = {}
     for call in trace.calls:
@@ -148,10 +152,12 @@ def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> 
 
 
 def _stream_end(trace: RunTrace, shape: torch.Size) -> tuple[Tensor, ModuleCall | None, ModuleCall | None] | None:
-    """Return the end of a residual stream of this shape in a run: the input of the final norm, or of the output
-    embedding if there is no such norm. If the model does not name its output embedding, it is the output of the model,
-    or else the input of the last norm; None without both. Return also the calls of the final norm and of the output
-    embedding, or None for them.
+    """Return the tensor at the end of a residual stream of this shape: the input of the final norm or, without such a
+    norm, of the output embedding. Also return the calls of the final norm and of the output embedding; None for a
+    missing call. Return None if no such tensor is found.
+
+    If the model does not name its output embedding, the tensor is derived from the output of the model, or else from
+    the input of the last norm.
     """
     module = output_embeddings(trace.model)
     unembedding = None if module is None else next((call for call in trace.calls if call.module is module), None)
@@ -165,8 +171,8 @@ def _stream_end(trace: RunTrace, shape: torch.Size) -> tuple[Tensor, ModuleCall 
 
 
 def embedding_product(trace: RunTrace, factors: StreamFactors, *, with_logits: bool) -> Float[Tensor, "width width"]:
-    """Return `E^T E`, or `E^T U` with logits, where row t of E is what token t adds to the residual stream, and row t
-    of U times the stream is the logit of token t without the division by the final norm, and without bias.
+    """Return `E^T E`, or `E^T U` if `with_logits` is True. Row t of E is the vector that token t adds to the residual
+    stream. Row t of U maps the stream to the logit of token t, without bias and without the division by the final norm.
     """
     unembedding = unembedding_matrix(trace, factors.shape) if with_logits else None
     embedding = input_embeddings(trace.model)
@@ -194,7 +200,9 @@ def embedding_product(trace: RunTrace, factors: StreamFactors, *, with_logits: b
 
 
 def unembedding_matrix(trace: RunTrace, shape: torch.Size) -> Float[Tensor, "vocabulary width"]:
-    """Return the output embedding times the linear part of the final norm, if there is one."""
+    """Return the matrix that maps the residual stream to logits: the output embedding times the linear part of the
+    final norm, if there is one.
+    """
     _, norm, unembedding = _stream_end(trace, shape) or (None, None, None)
     if unembedding is None or unembedding.input is None or unembedding.result is None:
         raise NotLinearError("no output embedding that it names (get_output_embeddings)")

@@ -58,12 +58,14 @@ def double_copy(model: nn.Module) -> nn.Module:
 
 
 def _on_exact_device(tensor: Tensor) -> Tensor:
-    """Return a tensor on a device that computes in float64: its own, or the CPU instead of Apple's GPU."""
+    """Return a tensor on a device that supports float64: the CPU for tensors on Apple's GPU ("mps"), otherwise the
+    device of the tensor.
+    """
     return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
 def _refusal(expected: str, got: str, remedy: str | None = None) -> InputError:
-    """Return the error for a model whose weights do not determine its circuits."""
+    """Return the `InputError` that states why the OV and QK matrices of a model cannot be read from its weights."""
     return InputError("model", expected=expected, got=got, remedy=remedy)
 
 
@@ -73,7 +75,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 class ModuleCall(NamedTuple):
-    """One finished call of a module.
+    """One finished call of a PyTorch module: the module, its arguments and its output.
 
     Attributes:
         path: path of the module in the model.
@@ -90,20 +92,20 @@ class ModuleCall(NamedTuple):
 
     @property
     def input(self) -> Tensor | None:
-        """First argument that is a tensor of floating-point numbers; None if there is none."""
+        """First floating-point tensor among the arguments of the call; None if there is none."""
         arguments = (*self.args, *self.kwargs.values())
         return next((each for each in arguments if isinstance(each, Tensor) and each.is_floating_point()), None)
 
     @property
     def result(self) -> Tensor | None:
-        """Output, or its first element if it is a tuple; None if this is not a tensor."""
+        """Output of the call, or the first element of an output that is a tuple; None if that is not a tensor."""
         first = self.output[0] if isinstance(self.output, tuple) and self.output else self.output
         return first if isinstance(first, Tensor) else None
 
 
 class AttentionTrace(SiteRegistry):
-    """Interceptor that records attention weights and head outputs of every attention module in one run of a model, for
-    one sequence, by the path of the module, in the order of the calls.
+    """Interceptor that records the attention weights and head outputs of every attention module while a model runs once
+    on one sequence. Both are dictionaries by the path of the module, in the order of the calls.
 
     Attributes:
         weights: attention weights.
@@ -116,7 +118,7 @@ class AttentionTrace(SiteRegistry):
         self.outputs: dict[str, Float[Tensor, "heads queries value_dim"]] = {}
 
     def observe(self, call: Call) -> Observation:
-        """Return an observation that records the attention weights of a call."""
+        """Return an `Observation` that stores the attention weights of a call in float64."""
         self.register(call)
         path, grid = call.site.path, call.grid
         if call.site.cross:
@@ -135,7 +137,7 @@ class AttentionTrace(SiteRegistry):
         return Observation(record, CallContext(), lambda: None)
 
     def change(self, call: Call) -> Change:
-        """Return a function that records the head outputs of a call, and returns them unchanged."""
+        """Return a function that records the head outputs of an attention call, and returns them unchanged."""
 
         def record(attended: HeadOutput) -> Tensor:
             self.outputs[call.site.path] = attended.out[0].detach().double()
@@ -145,7 +147,8 @@ class AttentionTrace(SiteRegistry):
 
 
 class RunTrace:
-    """Record of one run of a model on a batch: attention, and all calls of its modules.
+    """Recorded run of a model on a batch. The record has the attention weights and head outputs of attention modules,
+    and the arguments and the output of each module call.
 
     Attributes:
         attention: attention weights and head outputs.
@@ -188,19 +191,19 @@ class RunTrace:
         return calls[0] if len(calls) == 1 else None
 
     def norm_before(self, tensor: Tensor) -> ModuleCall | None:
-        """Return the call of the norm whose output is `tensor`; None if it is the output of no norm."""
+        """Return the recorded call of a norm whose output is the tensor `tensor`; None if no norm returned it."""
         calls = (call for call in self.calls if is_norm(call.module) and is_same(call.output, tensor))
         return next(calls, None)
 
     def norm_after(self, *tensors: Tensor | None) -> ModuleCall | None:
-        """Return the call of the norm whose input is one of `tensors`; None if no norm has it."""
+        """Return the recorded call of a norm whose input is one of `tensors`; None if no norm received one of them."""
         norms = (call for call in self.calls if is_norm(call.module))
         return next((call for call in norms if any(is_same(call.input, tensor) for tensor in tensors)), None)
 
 
 def is_same(one: Any, other: Tensor | None) -> bool:
-    """Return True if both tensors have the same shape and the same memory. Tensors of a recorded run are all kept, so
-    that no memory is used twice.
+    """Return True if both arguments are tensors with the same shape, strides and memory address. All tensors of a
+    recorded run are kept, so that equal addresses mean the same tensor.
     """
     if not isinstance(one, Tensor) or other is None:
         return False

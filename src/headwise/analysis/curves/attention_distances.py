@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DistanceRow(HeadRow):
-    """Row of a table of shares: the share of one head's attention within a distance.
+    """Table row: the share of a head's attention on keys at most `distance` tokens from the query.
 
     Attributes:
         distance: the distance in tokens.
@@ -35,9 +35,9 @@ class DistanceRow(HeadRow):
 
 
 class DistanceCurve(HeadCurves[DistanceRow]):
-    """Table of the share of each head's attention within a distance, one row per head and distance. `within` is the
-    share of the attention on keys at most this far from the query; in `within_with_first`, attention on the first
-    tokens counts too, at any distance.
+    """Table of the share of each head's attention within each of several distances, one row per head and distance.
+    `within` is the share of the attention on keys at most `distance` tokens from the query. `within_with_first` also
+    includes attention on the first tokens of the sequence, at any distance.
     """
 
     NAME = "distance_curve"
@@ -52,8 +52,8 @@ class DistanceCurve(HeadCurves[DistanceRow]):
         errors: float = 1.96,
         ax: Any = None,
     ) -> "Axes":
-        """Draw the share of attention within a distance for some heads, with error bars, and return the matplotlib
-        axes. Distances are drawn plus 1, so that distance 0 fits on the logarithmic axis.
+        """Draw the share of attention within a distance against this distance, for some heads with error bars. Return
+        the matplotlib axes. The x-axis is the logarithm of the distance plus 1, so that distance 0 can be drawn.
 
         Args:
             statistic: "within" or "within_with_first".
@@ -74,7 +74,9 @@ class DistanceCurve(HeadCurves[DistanceRow]):
         return row.distance + 1
 
     def _drawn(self, statistic: str) -> list[tuple[int, int]]:
-        """Return heads at equal steps in the order of their mean share over the distances."""
+        """Return the heads that are drawn by default. All heads are sorted by their mean share of attention over the
+        distances, and 6 heads at equal steps are selected.
+        """
         sums: dict[tuple[int, int], float] = {}
         for row in self.rows:
             if math.isfinite(value := row.statistics[statistic].value):
@@ -86,9 +88,9 @@ class DistanceCurve(HeadCurves[DistanceRow]):
 
 @dataclass(frozen=True, repr=False)
 class AttentionDistances(HeadTable[HeadRow]):
-    """Table of the distances that hold given shares of each head's attention, one row per head: for each sequence the
-    smallest distance d such that at least this share of the attention is on keys at most d tokens from the query,
-    averaged over sequences, with standard errors over documents.
+    """Table of how far each head attends, one row per head. A column such as `distance_90` is the smallest distance
+    such that 90 % of the attention is on keys at most this many tokens from the query. Distances are means over
+    sequences, with standard errors over documents.
 
     The column `distance_90` is for a share of 0.9. In `distance_90_with_first`, attention on the first tokens of a
     sequence counts as within any distance.
@@ -104,7 +106,7 @@ class AttentionDistances(HeadTable[HeadRow]):
     PARTS = (("curve", DistanceCurve),)
 
     def column(self, name: str) -> Column:
-        """Return the description of a distance."""
+        """Return the description of the column `name`, which is a distance in tokens."""
         meaning = "Smallest distance within which the head puts this percentage of its attention."
         distance = Column(name, meaning, "tokens")
         how = "where attention on the first tokens counts at any distance"
@@ -126,8 +128,8 @@ def attention_distances(
     progress: bool = False,
     title: str | None = None,
 ) -> AttentionDistances:
-    """Measure how far every head reaches: the smallest distance within which the head puts a share of its attention,
-    90 % by default, and the whole curve of the share within a distance.
+    """Measure how far each head attends: the smallest distances within which it puts 50 % and 90 % of its attention by
+    default. The result also has the share of attention within each of several distances, as a curve.
 
         distances = hw.attention_distances(model, texts)
         distances.table()           # one row per head: layer, head, ..., distance_90, distance_90_with_first
@@ -189,7 +191,7 @@ def attention_distances(
 
 
 def _quantiles(quantiles: Any) -> tuple[float, ...]:
-    """Return shares after checking that they are between 0 and 1, in ascending order."""
+    """Check that shares of attention are above 0 and below 1, and return them in ascending order."""
     of = "shares above 0 and below 1"
     checked = {finite_number("quantiles", share) for share in collection_of("quantiles", quantiles, of=of)}
     if not checked or any(not 0.0 < share < 1.0 for share in checked):

@@ -19,10 +19,10 @@ DRAWN = 6
 
 
 class HeadCurves(Table[HeadRowT]):
-    """Table of a curve of each head, one row per head and point of the curve."""
+    """Base class of tables that contain a curve for each head: one row per head and point of the curve."""
 
     def curve(self, layer: int, head: int) -> list[HeadRowT]:
-        """Return the rows of one head, in the order of the points.
+        """Return the rows of the table for one head, in the order of the points of its curve.
 
         Raises:
             InputError: the table has no such head.
@@ -33,17 +33,19 @@ class HeadCurves(Table[HeadRowT]):
         return rows
 
     def _place(self, row: HeadRowT) -> float:
-        """Return the place of a row's point on the x-axis."""
+        """Return the x-coordinate of the curve's point that a row contains."""
         raise NotImplementedError
 
     def _drawn(self, statistic: str) -> list[tuple[int, int]]:
-        """Return the heads whose curves are drawn by default."""
+        """Return the heads whose curves of `statistic` are drawn by default, as `(layer, head)`."""
         raise NotImplementedError
 
     def _draw(
         self, statistic: str, heads: Collection[tuple[int, int]] | None, *, x: str, errors: float, ax: Any
     ) -> "Axes":
-        """Draw a statistic of some heads against the logarithm of the place, without points whose mean is unknown."""
+        """Draw the curve of a statistic for some heads, with a logarithmic x-axis, and return the matplotlib axes.
+        Points without a finite value are left out.
+        """
         require_name("statistic", statistic, dict.fromkeys(self.statistics))
         unit = unit_of(statistic)
         y = f"{statistic}, {unit}" if unit in ("nats", "tokens") else statistic

@@ -32,7 +32,7 @@ SLOPE_SUFFIX = "_slope"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PositionRow(HeadRow):
-    """Row of a table of curves: the statistics of one head over the queries in one bin of positions.
+    """Table row: the attention statistics of a head over the queries whose positions are in one bin.
 
     Attributes:
         position_from: first position of the bin, counted from 0 at the first token of a sequence.
@@ -44,7 +44,7 @@ class PositionRow(HeadRow):
 
 
 class PositionSlopes(HeadTable[HeadRow]):
-    """Table of the slopes of statistics on the logarithm of the query's position, one row per head.
+    """Table with one row per head: the slope of each attention statistic against the logarithm of the query's position.
 
     With y_i the value of a statistic in the row of the query at position i, counted from 0, and x_i = ln(i + 1), the
     slope of a sequence is that of the straight line through the points (x_i, y_i) by least squares. Each column is the
@@ -67,9 +67,9 @@ class PositionSlopes(HeadTable[HeadRow]):
 
 @dataclass(frozen=True, repr=False)
 class PositionCurves(HeadCurves[PositionRow]):
-    """Table of the statistics of each head against the position of the query, one row per head and bin of positions:
-    the mean of each statistic over the queries of a sequence in the bin, averaged over the sequences that reach it. The
-    standard errors are over documents.
+    """Table of the attention statistics of each head by the position of the query, one row per head and bin of
+    positions. Each number is the mean over the queries of a sequence in the bin, averaged over the sequences with
+    queries in the bin. Standard errors are over documents.
 
     Attributes:
         slopes: the slope of each statistic on the logarithm of the position, one row per head.
@@ -90,8 +90,8 @@ class PositionCurves(HeadCurves[PositionRow]):
         errors: float = 1.96,
         ax: Any = None,
     ) -> "Axes":
-        """Draw a statistic of some heads against the position, with error bars, and return the matplotlib axes. A point
-        is at the geometric middle of its bin, where positions are counted from 1.
+        """Draw a statistic of some heads against the position of the query, with error bars, and return the matplotlib
+        axes. The x-coordinate of a bin is the geometric mean of its first and last position, counted from 1.
 
         Args:
             statistic: name of a statistic of the table.
@@ -112,8 +112,9 @@ class PositionCurves(HeadCurves[PositionRow]):
         return math.sqrt((row.position_from + 1) * (row.position_to + 1))
 
     def _drawn(self, statistic: str) -> list[tuple[int, int]]:
-        """Return the heads with the largest slopes of a statistic in standard errors; with a single document, by the
-        size of the slope.
+        """Return the heads that are drawn by default, as `(layer, head)`: those with the largest ratio of the
+        statistic's slope to its standard error. With a single document, which has no standard errors, sort by the slope
+        instead. Signs are ignored.
         """
         name = statistic + SLOPE_SUFFIX
         rows = [row for row in self.slopes.rows if math.isfinite(row.statistics[name].value)]
@@ -142,8 +143,9 @@ def position_curves(
     progress: bool = False,
     title: str | None = None,
 ) -> PositionCurves:
-    """Measure the attention statistics of every head against the position of the query in its sequence: their means in
-    bins of positions, and their slopes on the logarithm of the position.
+    """Measure how the attention statistics of each head, such as entropy, depend on the position of the query in its
+    sequence. Return the mean of each statistic in bins of positions, and the slope of each statistic against the
+    logarithm of the position.
 
         curves = hw.position_curves(model, texts)
         curves.table()                          # one row per head and bin: position_from, position_to, entropy, ...
@@ -207,7 +209,9 @@ def position_curves(
 
 
 def _edges(edges: Any) -> tuple[int, ...]:
-    """Return the edges of bins after checking that they ascend."""
+    """Check that the edges of position bins are whole numbers in ascending order, and return them; by default 0 and the
+    powers of two.
+    """
     if edges is None:
         return POWERS_OF_TWO
     of = "positions in ascending order"

@@ -25,9 +25,9 @@ LARGEST_LOSS = 1e-3
 
 
 class LayerReader(SiteRegistry):
-    """Base class of interceptors that multiply the attention of all layers of a model in one run. Each layer must
-    attend once, from all tokens to all, or the model is refused by name: a product of matrices that leaves out a layer,
-    or has one twice, would be a number about another model.
+    """Base class of interceptors that multiply the attention matrices of successive layers during one run of a model.
+    Every layer must run self-attention over all tokens exactly once. Otherwise the product would not be that of the
+    model, and `InputError` is raised.
 
     Attributes:
         sizes: numbers of sequences and tokens of the first layer; None before it.
@@ -43,8 +43,9 @@ class LayerReader(SiteRegistry):
         self._contexts.on_model_call()
 
     def observe(self, call: Call) -> Observation | None:
-        """Return the observation of the next layer, after checking that the call is self-attention over as many
-        sequences and tokens as the calls before it, the first one of its module.
+        """Return an `Observation`, which receives the attention weights, for the next layer's attention call. Raise
+        `InputError` unless the call is self-attention over as many sequences and tokens as in earlier layers, and the
+        only call of its module.
         """
         grid, path = call.grid, call.site.label
         if call.is_recomputation:
@@ -70,13 +71,15 @@ class LayerReader(SiteRegistry):
         return self.read_layer(number, call, observed)
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation | None:
-        """Return the observation of the layer with this number in the order of the run; None if it is not read.
-        Subclasses override this method.
+        """Return an `Observation`, which receives the attention weights of layer `number` in the order of the run.
+        Return None if they are not needed. Subclasses override this method.
         """
         return None
 
     def run(self, batch: dict[str, Any]) -> None:
-        """Run the model on a batch. Raise `InputError` unless every layer attended, in the order of the layers."""
+        """Run the model on a batch. Raise `InputError` unless each layer has one attention module whose attention was
+        observed, and the layers ran in the order of their numbers.
+        """
         with intercepted(self.model, self):
             call_model(self.model, batch)
         self.require_attention()
@@ -101,9 +104,9 @@ class LayerReader(SiteRegistry):
 
 
 def require_whole(sums: Float[Tensor, "*queries"], path: str, eps: float) -> None:
-    """Raise `InputError` unless the shares of each query in the rollout after a layer have the sum 1. They have not
-    where a learned sink takes a part of the attention, or where a token is attended to that attends to nothing itself.
-    `eps` is that of the dtype of the model.
+    """Raise `InputError` unless the shares of input tokens in the rollout (attention multiplied over layers) have the
+    sum 1 for each query, up to rounding. The sum is smaller if a learned sink receives attention, or if an attended
+    token attends to nothing itself. `eps` is the machine epsilon of the model's dtype.
     """
     loss = (sums - 1).abs()
     if bool((loss > max(LARGEST_LOSS, 4 * eps)).any()):  # NaN is reported elsewhere
@@ -112,5 +115,7 @@ def require_whole(sums: Float[Tensor, "*queries"], path: str, eps: float) -> Non
 
 
 def eps_of(row_block: RowBlock) -> float:
-    """Return the epsilon of the dtype of a call, or of that of its weights if the dtype of the call is unknown."""
+    """Return the machine epsilon of the dtype of an attention call: the dtype of its values, or that of its attention
+    weights if the values are unknown.
+    """
     return torch.finfo(row_block.powers.dtype if row_block.values is None else row_block.values.dtype).eps

@@ -20,7 +20,8 @@ NORM_PREFIX = "norm_"
 
 
 class NormWeighted(HeadTable[HeadRow]):
-    """Table of norm-weighted attention (Kobayashi et al. 2020), one row per head.
+    """Table of norm-weighted attention (Kobayashi et al. 2020), one row per head. Attention weights are multiplied by
+    the norms of the vectors that they weight, and compared with the plain weights.
 
     With A_ij the weight of key j for query i and f(x_j) the key's value vector, with its bias, times the head's slice
     of the output projection, let
@@ -66,8 +67,9 @@ def norm_weighted(
     progress: bool = False,
     title: str | None = None,
 ) -> NormWeighted:
-    """Measure where each head reads from by the norms of the vectors that it adds up, |A_ij f(x_j)|, instead of by the
-    attention weights A_ij alone, and how far the two differ (Kobayashi et al. 2020); see `NormWeighted`.
+    """Measure where each head attends if each attention weight A_ij is multiplied by the norm of the vector f(x_j) that
+    it weights (Kobayashi et al. 2020). Also measure how much |A_ij f(x_j)| differs from A_ij alone. `NormWeighted`
+    defines the statistics.
 
         norms = hw.norm_weighted(model, texts)
         norms.table()                   # one row per head: norm_entropy, entropy_change, ..., moved, norm_preference

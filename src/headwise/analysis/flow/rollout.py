@@ -40,7 +40,7 @@ ROLLED_PREFIX = "rolled_"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LayerRow(Row):
-    """Row of a table of layers.
+    """Table row for one layer of a model, with statistics of its attention rollout.
 
     Attributes:
         layer: the layer's number, zero-based.
@@ -52,8 +52,9 @@ class LayerRow(Row):
 
 
 class RolloutLayers(Table[LayerRow]):
-    """Table of the attention rollout of each layer, one row per layer: where the rollout of a query goes, as the mean
-    over the queries of a sequence, averaged over sequences, with standard errors over documents.
+    """Table of attention rollout (attention multiplied over layers), one row per layer. Its statistics state to which
+    input tokens the rollout of a query goes. Each is a mean over the queries of a sequence, averaged over sequences,
+    with standard errors over documents.
 
     The columns `first`, `self` and `special` are shares on the first token, on the query's own token and on special
     tokens; `distance` is the mean distance in tokens, and `entropy` is in nats.
@@ -95,7 +96,8 @@ class RolloutLayers(Table[LayerRow]):
 
 @dataclass(frozen=True, repr=False)
 class Rollout(HeadTable[HeadRow]):
-    """Table of rolled-out attention (Abnar and Zuidema 2020), one row per head.
+    """Table of rolled-out attention (Abnar and Zuidema 2020), one row per head. It is the attention of a head to the
+    input tokens of the model: its attention weights times the attention rollout of the layers below.
 
     With A_h the weights of a head in layer l, H heads, and r the share of the residual connection (0.5 in the paper),
 
@@ -134,8 +136,8 @@ def rollout(
     progress: bool = False,
     title: str | None = None,
 ) -> Rollout:
-    """Measure where the attention of each layer and head goes in the input, if attention is multiplied over layers
-    (attention rollout, Abnar and Zuidema 2020); `Rollout` has the definitions.
+    """Measure to which input tokens the attention of each layer and head goes if attention matrices are multiplied over
+    layers (attention rollout, Abnar and Zuidema 2020). `Rollout` defines the statistics.
 
         rollout = hw.rollout(model, texts)
         rollout.layers.table()          # one row per layer: first, self, special, distance, entropy
@@ -193,7 +195,9 @@ def rollout(
 
 
 def residual_share(residual: Any) -> float:
-    """Return the share of the residual connection after checking that it is at least 0 and below 1."""
+    """Return `residual`, the weight of the residual connection in the rollout, as a float. Raise `InputError` unless it
+    is at least 0 and below 1.
+    """
     share = finite_number("residual", residual)
     if not 0.0 <= share < 1.0:
         raise InputError("residual", expected="a share of at least 0 and below 1", got=residual)
@@ -203,8 +207,9 @@ def residual_share(residual: Any) -> float:
 def rolled_out(
     model: nn.Module, batch: dict[str, Any], special: Collection[int], residual: float
 ) -> "tuple[RolloutRun, dict[SiteKey, LayerSums]]":
-    """Roll out the attention of a batch, in as many runs of the model as its columns need. Return the interceptor of
-    the last run, and the sums over the queries of each sequence by site.
+    """Compute the attention rollout of a batch. The model runs several times if the columns of the rollout do not fit
+    into the memory limit of one run. Return the interceptor of the last run, and for each attention module the sums of
+    the statistics over the queries of each sequence.
     """
     sums: dict[SiteKey, LayerSums] = {}
     start, length = 0, 1
@@ -222,8 +227,9 @@ def rolled_out(
 
 
 def _means(sums: "LayerSums", site: SiteKey, sequences: int) -> SequenceValues:
-    """Return the means over the queries of each sequence, on the CPU: of the rollout of a layer, by the names of
-    `LAYER_STATISTICS`, and of its heads, by their names in the table.
+    """Divide the sums of an attention module's statistics by the numbers of queries, and return the mean for each
+    sequence, on the CPU. The names are those of `LAYER_STATISTICS` for the layer, and those of the table's columns for
+    its heads.
     """
     assert sums.rows is not None
     if len(sums.rows) != sequences:
@@ -249,7 +255,8 @@ LAYER_STATISTICS = (*ROLLOUT_STATISTICS, "entropy")
 
 @dataclass
 class LayerSums:
-    """Sums over the queries of each sequence, in float64, from all runs over a batch, by the name of a statistic.
+    """Sums of the statistics of one layer and its heads over the queries of each sequence, in float64. Each attribute
+    maps the name of a statistic to its sums.
 
     Attributes:
         of_layer: sums of the statistics of the rollout of the layer.
@@ -265,9 +272,11 @@ class LayerSums:
 
 
 class RolloutRun(LayerReader):
-    """Interceptor that rolls out attention in one run over a batch, for some of the tokens from `start` on: as tokens
-    that are attended to for the entropy, and as queries for the shares on the query itself and for distances. The run
-    adds to `sums`.
+    """Interceptor that computes the attention rollout of a batch in one run of the model, for as many tokens from
+    `start` on as fit into memory. The run adds to the sums of the statistics in `sums`.
+
+    For the entropy, these tokens are the attended ones. For attention on the query itself and for distances, they are
+    the queries.
     """
 
     def __init__(
@@ -294,8 +303,9 @@ class RolloutRun(LayerReader):
 
 @dataclass
 class _Columns:
-    """Columns of the products of the rollout with fixed matrices, for the tokens `tokens`: those of the identity, those
-    of the distances between tokens, and columns that are 1 at first tokens, at special tokens, and at all tokens.
+    """State of the attention rollout during a run: the rollout matrix of the layers so far, multiplied by some columns.
+    For each of the tokens `tokens`, these are a column of the identity and a column of distances to the token. Three
+    more columns are 1 at first tokens, at special tokens, and at all tokens.
     """
 
     tokens: range
@@ -304,7 +314,9 @@ class _Columns:
 
     @staticmethod
     def of(row_block: RowBlock, context: CallContext, start: int) -> "_Columns":
-        """Return the columns before the first layer."""
+        """Return the columns before the first layer, where the rollout matrix is the identity, for as many tokens from
+        `start` on as fit into memory.
+        """
         grid, powers = row_block.grid, row_block.powers
         token_bytes = 2 * 2 * powers.element_size() * grid.batch * grid.queries  # with the columns of the next layer
         room = STATE_BYTES // token_bytes
@@ -323,7 +335,9 @@ class _Columns:
 
 
 def _is_first(grid: Grid, context: CallContext, positions: Int[Tensor, "batch tokens"]) -> Bool[Tensor, "batch tokens"]:
-    """Return True at the first token of each sequence, or of each of its documents, without padding."""
+    """Return True at the first token that is not padding, of each sequence or, if documents are packed into a sequence,
+    of each document.
+    """
     everything = torch.arange(grid.queries, device=grid.device)[None]
     if context.first_keys is not None:
         return (context.first_keys == everything).expand(grid.batch, -1)
@@ -335,7 +349,9 @@ def _is_first(grid: Grid, context: CallContext, positions: Int[Tensor, "batch to
 
 
 class _Layer:
-    """One layer in a run: the mean over heads of the products of its weights with the columns so far."""
+    """One layer during a run: collects the products of its attention weights with the rollout columns of the layers
+    below, as a mean over heads.
+    """
 
     def __init__(self) -> None:
         self._product: Tensor | None = None
@@ -343,7 +359,9 @@ class _Layer:
         self._eps = 0.0
 
     def add(self, row_block: RowBlock, columns: _Columns, sums: LayerSums) -> None:
-        """Add the weights of some query rows of some heads."""
+        """Multiply the attention weights of some query rows of some heads with the rollout columns of the layers below.
+        Add the products to the layer's mean, and the statistics of the heads to `sums`.
+        """
         grid, tile, before = row_block.grid, row_block.tile, columns.values
         if self._product is None or self._counted is None:
             self._product = torch.zeros_like(before)
@@ -369,7 +387,7 @@ class _Layer:
         counted_own = counted[..., own.start - row_block.rows.start :][..., : len(own)]
 
         def add(totals: dict[str, Tensor], name: str, of_rows: Tensor, is_counted: Tensor = counted) -> None:
-            """Add the values of the query rows that count to the sums of each sequence and head."""
+            """Add to `totals[name]` the sum of a statistic over the counted query rows, for each sequence and head."""
             if name not in totals:
                 totals[name] = torch.zeros(grid.batch, grid.heads, dtype=torch.float64, device=grid.device)
             of_sequences = of_rows.double().masked_fill(~is_counted, 0.0).sum(-1)
@@ -388,7 +406,9 @@ class _Layer:
                 add(sums.direct, "special", row_block.feature_sums["special"])
 
     def finish(self, columns: _Columns, residual: float, sums: LayerSums, path: str) -> None:
-        """Replace the columns by those after the layer, and add the statistics of its rollout."""
+        """Replace the rollout columns of the layers below by those that include this layer, and add the statistics of
+        the layer's rollout to `sums`.
+        """
         assert self._product is not None
         assert self._counted is not None
         columns.values.mul_(residual).add_(self._product, alpha=1 - residual)

@@ -31,7 +31,8 @@ KEPT_BYTES = 2**26
 
 @dataclass(frozen=True)
 class TokenRollout:
-    """Attention rollout of some query tokens of one text: the share of each token of the text in them.
+    """Attention rollout (attention multiplied over layers) of some query tokens of one text. For each query, it is the
+    share of each token of the text in what the query reads from the input.
 
     Attributes:
         tokens: the tokens of the text, for display.
@@ -48,8 +49,9 @@ class TokenRollout:
     residual: float
 
     def table(self) -> Any:
-        """Return a pandas DataFrame with one row for each query and token: `query` and `token` (indices), `query_text`,
-        `token_text`, and `weight`, the share of the token in the rollout of the query.
+        """Return a pandas DataFrame with one row for each query and token. The columns are the indices `query` and
+        `token`, the texts `query_text` and `token_text`, and `weight`, the share of the token in the rollout of the
+        query.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -63,7 +65,8 @@ class TokenRollout:
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows, columns=columns)
 
     def plot(self, ax: Any = None) -> "Axes":
-        """Draw the shares as a matrix, with queries down and tokens across, and return the matplotlib axes.
+        """Draw the shares of the tokens in the rollout as a matrix, with one row per query and one column per token,
+        and return the matplotlib axes.
 
         Args:
             ax: matplotlib axes to draw on; those of a new figure by default.
@@ -85,8 +88,9 @@ def token_rollout(
     residual: float = ROLLOUT_RESIDUAL,
     truncate: bool = False,
 ) -> TokenRollout:
-    """Compute the attention rollout of some tokens of one text: the share of each token of the text in what they read
-    from the input, if attention is multiplied over layers (Abnar and Zuidema 2020).
+    """Compute the attention rollout of some tokens of one text (Abnar and Zuidema 2020): attention matrices are
+    multiplied over layers. The result states for each of these tokens which share of what it reads comes from each
+    token of the input.
 
         hw.token_rollout(model, tokenizer, "The keys to the cabinet are").table()
 
@@ -143,7 +147,9 @@ def token_rollout(
 
 
 def _indices(queries: Any, count: int) -> tuple[int, ...]:
-    """Return the indices of the query tokens, counted from the start."""
+    """Return the indices of the query tokens as non-negative numbers. Raise `InputError` if an index is not in the text
+    of `count` tokens, or if there is none.
+    """
     indices: list[int] = []
     for query in collection_of("queries", queries, of="indices of tokens"):
         try:
@@ -159,9 +165,9 @@ def _indices(queries: Any, count: int) -> tuple[int, ...]:
 
 
 class _RowPass(LayerReader):
-    """Interceptor that passes rows of the rollout, `shares`, through the layers with these numbers, from the output of
-    the last one to the input of the first one. Through one layer they pass block by block; the mean weights of several
-    layers are kept.
+    """Interceptor that multiplies rows of the rollout (`shares`) by the attention matrices of the layers `numbers`,
+    from the last of these layers to the first. For a single layer, the product is computed block by block; for several
+    layers, their mean attention matrices are stored.
     """
 
     def __init__(
@@ -174,7 +180,9 @@ class _RowPass(LayerReader):
         self._eps = 0.0
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation | None:
-        """Return an observation of a layer; None if the rows do not pass through it."""
+        """Return an `Observation` that reads the attention weights of layer `number`. Return None if the rollout is not
+        multiplied by this layer.
+        """
         if number not in self._numbers:
             return None
         # The product of these rows with the mean weights: of all rows, these are the weights themselves.
@@ -197,7 +205,9 @@ class _RowPass(LayerReader):
         return Observation(observer, CallContext(), lambda: None)
 
     def passed(self) -> list[Float[Tensor, "queries tokens"]]:
-        """Return the shares of the positions of the input of each layer, those of the last layer first."""
+        """Return the shares of the tokens at the input of each layer, from the last layer to the first. For each layer,
+        the shares at its output are multiplied by its mean attention matrix and mixed with the residual connection.
+        """
         shares, found = self._shares, []
         for number in reversed(self._numbers):
             read = self._read[number]

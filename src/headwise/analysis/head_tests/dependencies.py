@@ -38,7 +38,8 @@ DIRECTIONS = ("to governor", "to dependent")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DependencyRow(HeadRow):
-    """Row of a table of dependency accuracy.
+    """Table row with the dependency accuracy of one head for one syntactic relation and direction. It is the share of
+    words from which the head attends most to the word at the other end of the relation.
 
     Attributes:
         relation: relation of the dependent to its governor, such as `nsubj`.
@@ -55,7 +56,9 @@ class DependencyRow(HeadRow):
 
 
 class _GainTable(Table[DependencyRow]):
-    """Table whose gains are tested against zero."""
+    """Base class of tables of dependency accuracy. Its column `gain` is the accuracy of a head minus that of a fixed
+    offset, and is tested against zero.
+    """
 
     ROW_TYPE = DependencyRow
     SAMPLES = "document"
@@ -68,9 +71,11 @@ class _GainTable(Table[DependencyRow]):
 
 
 class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
-    """Table with one row per head: the relation and the direction with the largest gain in the selection half. The
-    columns are those of `DependencyAccuracy`. As the test half does not choose, `gain` has no bias from the choice.
-    `gain_q` is adjusted for the number of heads.
+    """Table with one row per head: its dependency accuracy for the syntactic relation and direction of attention in
+    which the head is best. They are chosen by the largest gain over a fixed offset in one half of the documents. The
+    column `gain` is measured in the other half, so that the choice does not bias it.
+
+    The columns are those of `DependencyAccuracy`. `gain_q` is adjusted for the number of heads.
     """
 
     NAME = "dependency_heads"
@@ -78,7 +83,9 @@ class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
 
 
 class DependencyAccuracy(_GainTable):
-    """Table of dependency accuracy (Clark et al. 2019, section 4.2), one row per head, relation and direction.
+    """Table of dependency accuracy, one row per head, relation and direction (Clark et al. 2019, section 4.2). It
+    states how often a head attends most from a word to the word at the other end of a syntactic relation. The direction
+    is from the dependent to its governor, or the reverse.
 
         accuracy         share of pairs in which the head's most attended word is the other word of the pair
         offset_accuracy  share in which the word at the best fixed offset is
@@ -98,7 +105,10 @@ class DependencyAccuracy(_GainTable):
     UNIT = "head, relation and direction"
 
     def best(self) -> DependencyHeads:
-        """Return a table with one row per head: the relation and direction with the largest `selection_gain`."""
+        """Return a table with one row per head, for the syntactic relation and direction with the largest
+        `selection_gain`. This is the head's gain over a fixed offset in the half of the documents that is used for
+        selection.
+        """
         best: dict[tuple[int, int, str], DependencyRow] = {}
         for row in self.rows:
             key = row.layer, row.head, row.module
@@ -107,7 +117,8 @@ class DependencyAccuracy(_GainTable):
         return DependencyHeads(tuple(best.values()), self.metadata)
 
     def plot(self, statistic: str = "gain", *, kind: str = "heatmap", **options: Any) -> "Axes":
-        """Draw a plot of the table `best`, and return its matplotlib axes. `HeadTable.plot` has the arguments.
+        """Draw one number per head, for the relation and direction that `best()` selects, and return the matplotlib
+        axes. The options are those of `HeadTable.plot`.
 
         Raises:
             InputError: there is no such statistic or kind.
@@ -117,7 +128,7 @@ class DependencyAccuracy(_GainTable):
 
 
 def _selection_gain(row: DependencyRow) -> float:
-    """Return the gain in the selection half; minus infinity where there is none."""
+    """Return a row's gain over a fixed offset in the selection half of the documents; minus infinity if it is NaN."""
     value = row.statistics["selection_gain"].value
     return -math.inf if math.isnan(value) else value
 
@@ -145,9 +156,9 @@ def dependency_accuracy(
     progress: bool = False,
     title: str | None = None,
 ) -> DependencyAccuracy:
-    """Measure how often the word to which a head attends most, from a dependent, is its governor, and the reverse, and
-    compare this with the best fixed offset (Clark et al. 2019, section 4.2; Voita et al. 2019, section 5.2).
-    `DependencyAccuracy` defines the columns and the tests.
+    """Measure how often each head attends most from a word to its syntactic governor, and from a governor to its
+    dependent (Clark et al. 2019, section 4.2). Compare this with the best fixed offset in words (Voita et al. 2019,
+    section 5.2). `DependencyAccuracy` defines the columns and the tests.
 
         accuracy = hw.dependency_accuracy(model, tokenizer, "en_ewt-ud-test.conllu")
         accuracy.best()                     # one row per head: the relation at which it is best
@@ -238,7 +249,8 @@ attend from one word to the other.
 
 
 class _Pair(NamedTuple):
-    """Two words of a sentence that a syntactic dependency joins: the word that may attend, and the other word.
+    """Two words of a sentence that a syntactic relation joins, in one direction of attention. The source is the word
+    that attends, and the target is the word that it is to attend to.
 
     Attributes:
         relation: the dependency, and which of the two words is its head.
@@ -260,8 +272,8 @@ def _aligned(
     longest: int | None,
     ignored: Collection[str],
 ) -> tuple[list[tuple[int, AlignedTokens, list[_Pair]]], Counter[str]]:
-    """Return the document, the tokens and the pairs of words of each sentence that the model can read, and the numbers
-    of sentences, words and pairs that are left out, by reason.
+    """Return the document, tokens and word pairs of each sentence that the model can read. Also return counts of the
+    sentences, words and pairs that are left out, by reason.
     """
     read, left_out = [], Counter[str]()
     for sentence in sentences:
@@ -296,7 +308,9 @@ def _rows(
     selection: set[int],
     fewest: int,
 ) -> Iterator[DependencyRow]:
-    """Yield a row for each head, relation and direction with enough pairs in each half, by head."""
+    """Yield the rows of the table: for each head, one row per relation and direction. Leave out those with fewer than
+    `fewest` word pairs in the selection half or in the test half of the documents.
+    """
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, pair in enumerate(pairs):
         members[pair.relation].append(index)
@@ -316,7 +330,9 @@ def _rows(
 def _columns(
     pairs: Sequence[_Pair], correct: Float[Tensor, "pairs heads"], selection: Sequence[int], test: Sequence[int]
 ) -> tuple[int, dict[str, list[MeanEstimate]]]:
-    """Return the best offset on some pairs of a relation, and the columns of the table on these and on other pairs."""
+    """Return the fixed offset in words that is most often right in the selection half, and the columns of the table for
+    one relation and direction. `selection` and `test` are the indices of the word pairs in each half of the documents.
+    """
     offsets = [pair.target - pair.source for pair in pairs]
     counts = Counter(offsets[index] for index in selection if abs(offsets[index]) <= FARTHEST)
     offset = min(counts, key=lambda each: (-counts[each], abs(each), each)) if counts else 1
@@ -337,7 +353,8 @@ NO_WORD = -1
 
 
 class MostAttendedWords(WeightReader):
-    """Interceptor that finds for each head and word of one sentence the other word that gets most attention.
+    """Interceptor that finds, for each head and each word of one sentence, the other word that receives most attention
+    from it while the model runs.
 
     The attention between two words is the sum over the tokens of the attended word and the mean over the tokens of the
     attending one (Clark et al. 2019, section 4.1). Tokens of no word, such as [CLS], do not compete. The row blocks of
@@ -350,7 +367,7 @@ class MostAttendedWords(WeightReader):
     """
 
     def run_sentence(self, tokens: AlignedTokens) -> None:
-        """Run the model on one sentence, and find the words."""
+        """Run the model on one sentence, and store in `found` the most attended word of each word for each head."""
         words = len(tokens.is_aligned)
         self._word_of = tokens.word_of
         self._last_row = {word: row for row, word in enumerate(tokens.word_of.tolist()) if word != NO_WORD}
@@ -361,11 +378,15 @@ class MostAttendedWords(WeightReader):
         self.run(tokens.ids[None])
 
     def start(self, call: Call) -> Int[Tensor, "heads words"]:
-        """Return the words that are attended to, which are -1 until they are found."""
+        """Return the tensor for the most attended words of one attention module: -1 for every head and word before the
+        weights are read.
+        """
         return torch.full((call.grid.heads, len(self._eligible)), NO_WORD)
 
     def read(self, site: SiteKey, block: RowBlock) -> None:
-        """Add the weights of some query rows, and find the most attended word of each word whose rows are complete."""
+        """Add the attention weights of some query rows to the sums over the tokens of each word. For words whose rows
+        are all read, store the most attended other word.
+        """
         heads, rows, words = block.tile.heads, block.rows, len(self._eligible)
         if site not in self._unfinished:
             sums_of_heads = block.weights.new_zeros(block.grid.heads, words, device="cpu")

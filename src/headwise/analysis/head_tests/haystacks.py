@@ -27,7 +27,8 @@ WORDS = 5
 
 
 class Needle(NamedTuple):
-    """Sentence that is hidden in a text.
+    """Sentence that is hidden in a long text, with a question about it. The answer to the question is a part of the
+    sentence.
 
     Attributes:
         before: the sentence up to the answer.
@@ -43,7 +44,7 @@ class Needle(NamedTuple):
 
 
 class Haystack(NamedTuple):
-    """Text that contains a needle, and ends with a question about it.
+    """Long text in which a sentence (the needle) is hidden, followed by a question about this sentence.
 
     Attributes:
         text: the text, up to the answer.
@@ -63,7 +64,9 @@ class Haystack(NamedTuple):
 
 
 def draw_needles(count: int, seed: int) -> list[Needle]:
-    """Draw needles with different questions, such as "The motto of Oslo is amber falcon river candle winter"."""
+    """Draw `count` random sentences with different questions, such as "The motto of Oslo is amber falcon river candle
+    winter".
+    """
     draws = Random(seed)
     subjects = [(thing, place) for thing in THINGS for place in PLACES]
     if count > len(subjects):
@@ -77,8 +80,8 @@ def draw_needles(count: int, seed: int) -> list[Needle]:
 
 
 def read_haystack(source: str | Path | None, column: str = "text") -> str:
-    """Return the text in which needles are hidden: the documents of a file or folder, or by default the help topics
-    that are part of Python (`pydoc_data.topics`).
+    """Return the long text in which sentences are hidden. It consists of all documents of a file or folder, or by
+    default of the help topics that are included in Python (`pydoc_data.topics`).
     """
     if source is None:
         from pydoc_data.topics import topics
@@ -95,8 +98,10 @@ def read_haystack(source: str | Path | None, column: str = "text") -> str:
 def haystacks(
     tokenizer: Any, text: str, needles: Sequence[Needle], lengths: Sequence[int], depths: Sequence[float], seed: int
 ) -> Iterator[Haystack]:
-    """Yield a text for each needle, length and depth. Each needle has a part of the long text of its own, which starts
-    at a random paragraph. The needle is put after the last paragraph or sentence that ends before its depth.
+    """Yield one text for each combination of a hidden sentence (needle), a length in tokens, and a depth (the share of
+    the text before the needle). The needle is inserted at the last end of a sentence or paragraph before this depth.
+
+    For each needle, the long text starts at a random paragraph.
     """
     draws = Random(seed)
     starts = [0, *(index + 2 for index in range(len(text) - 1) if text.startswith("\n\n", index))]

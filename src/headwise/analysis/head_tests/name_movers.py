@@ -38,8 +38,10 @@ from headwise.statistics.columns import Column
 
 
 class NameMovers(HeadTable[HeadRow]):
-    """Table of the name-mover test (Wang et al. 2022, sections 3.1 and 3.3), one row per head. All columns are means
-    over prompts, with standard errors clustered by template; `n` counts templates.
+    """Table of the name-mover test (Wang et al. 2022, sections 3.1 and 3.3), one row per head. It states how much the
+    head attends from the end of a prompt to the name that follows, and how it changes the logit of this name.
+
+    All columns are means over prompts, with standard errors clustered by template; `n` counts templates.
 
         attention_indirect  weight from the last token to the name of the indirect object, which follows the prompt
         attention_subject   sum of the weights from the last token to both occurrences of the subject's name
@@ -79,7 +81,8 @@ class NameMovers(HeadTable[HeadRow]):
     PLOTTED = "logit"
 
     def tests(self) -> dict[str, list[float]]:
-        """Return the columns of tests, each with one number per head: those of `preference` and `logit`, and of both.
+        """Return p-values and adjusted p-values by column name, with one number per head. They test the columns
+        `preference` and `logit` separately, and both together for name movers and negative name movers.
 
         Raises:
             MissingExtra: scipy is not installed.
@@ -97,8 +100,8 @@ class NameMovers(HeadTable[HeadRow]):
         return tests
 
     def found(self, kind: str = "name_mover", rate: float = FALSE_DISCOVERY_RATE) -> list[HeadRow]:
-        """Return the heads that pass the test at a false discovery rate, those with the largest effect on the logits
-        first.
+        """Return the rows of the heads that are name movers (or negative name movers) at a false discovery rate of
+        `rate`. Heads with the largest absolute effect on the logits come first.
 
         Args:
             kind: "name_mover" or "negative".
@@ -132,8 +135,8 @@ def name_movers(
     progress: bool = False,
     title: str | None = None,
 ) -> NameMovers:
-    """Test for each head whether it moves the name of the indirect object to the end of a prompt (Wang et al. 2022).
-    `NameMovers` defines the columns and the tests.
+    """Test which heads are name movers (Wang et al. 2022). A name mover attends from the end of a prompt to the name
+    that must follow the prompt, and raises the logit of this name. `NameMovers` defines the columns and the tests.
 
     The model reads prompts such as "When Mary and John walked home from the bakery, John handed a warm loaf to". A name
     mover attends from the last token to the name that follows (Mary) more than to the other one, and raises its logit.
@@ -249,18 +252,20 @@ OF_MODEL = "logit_of_model"
 
 
 class _EndAttention(WeightReader):
-    """Interceptor that reads the attention weights of the last token of prompts for the names in them, at the positions
-    `places`, `(prompts, roles)`. The weights at a site are `(prompts, heads, roles)`.
+    """Interceptor that reads the attention weights from the last token of each prompt to the names in it. `places` are
+    the positions of the names, `(prompts, roles)`. The weights of each attention module are `(prompts, heads, roles)`.
     """
 
     places: Int[Tensor, "prompts roles"]
 
     def start(self, call: Call) -> Float[Tensor, "prompts heads roles"]:
-        """Return the weights, which are 0 until they are read."""
+        """Return a tensor of zeros for the attention weights of one attention module, which `read` fills."""
         return torch.zeros(call.grid.batch, call.grid.heads, len(ROLES), dtype=torch.float64)
 
     def read(self, site: SiteKey, block: RowBlock) -> None:
-        """Store the weights of the last row for the tokens of names."""
+        """Add the attention weights from the last token to the names, if the block contains the query row of this
+        token.
+        """
         last = block.grid.queries - 1
         if last not in block.rows:
             return
@@ -280,8 +285,9 @@ of a head produces.
 
 
 def name_copying(model: nn.Module, prompts: Sequence[NamePrompt]) -> tuple[dict[str, Copying], str | None]:
-    """Return whether the heads of each attention module but the first copy both names of each prompt, by the path of
-    the module; and the reason why that is unknown, or None.
+    """Test whether each head copies names: whether its OV matrix, applied at a name, makes the name's logit one of the
+    highest or lowest. Return the results by path of the attention module (the first module is left out), and None. If
+    the test is impossible, return an empty dictionary and the reason.
 
     The state x of the residual stream at each name is that before the second attention module, which contains the first
     MLP. The logits are `U OV x`, with the OV matrices and the output embedding U of `hw.circuits`: without biases, and
@@ -302,7 +308,9 @@ def name_copying(model: nn.Module, prompts: Sequence[NamePrompt]) -> tuple[dict[
 
 
 def _copying(copy: nn.Module, prompts: Sequence[NamePrompt]) -> dict[str, Copying]:
-    """Return whether the heads of a model in float64 copy the names of prompts, by the path of the module."""
+    """Return for each attention module but the first, by path, whether its heads copy the names of the prompts. `copy`
+    is the model in float64.
+    """
     batch = batch_of_ids(copy, prompts[0].ids[None])
     trace = RunTrace(copy, batch)
     placed = placed_modules(trace)

@@ -50,7 +50,7 @@ ROLES = ("indirect", "subject", "subject_again")
 
 
 class NamePrompt(NamedTuple):
-    """Tokens of a prompt, which the name of the indirect object continues.
+    """Token ids of a prompt with two names, whose correct continuation is the name of the indirect object.
 
     Attributes:
         places: positions of the indirect object's name and of both occurrences of the subject's name.
@@ -72,8 +72,8 @@ def name_prompts(
     names: Collection[str] = NAMES,
     templates: Collection[str] = TEMPLATES,
 ) -> list[NamePrompt]:
-    """Draw prompts from templates, each as often as the others. In half of them the indirect object's name comes first
-    (ABBA), in half the subject's (BABA).
+    """Draw `count` prompts with random names, using the templates in turn. The name of the indirect object comes first
+    in one round over the templates (ABBA), and the name of the subject in the next (BABA).
     """
     whole_number("prompts", count, least=2)
     whole_number("seed", seed, least=0)
@@ -108,7 +108,9 @@ def name_prompts(
 
 
 def _fits(tokenizer: Any, text: str, name: str) -> bool:
-    """Return True if a name is one token, the same one, at each place of a template and after it."""
+    """Return True if a name is a single token, with the same id at each of the three places of a template and as its
+    continuation.
+    """
     if not name or "{" in name:
         return False
     ids, places = _tokens(tokenizer, f"{text} {name}", (name, name), name)
@@ -119,8 +121,8 @@ def _fits(tokenizer: Any, text: str, name: str) -> bool:
 
 
 def _tokens(tokenizer: Any, template: str, pair: tuple[str, str], again: str) -> tuple[list[int], list[list[int]]]:
-    """Return the token ids of a prompt, after the tokens that the tokenizer puts before a text, and the positions of
-    the tokens of each of its three names; no positions if a token of a name also contains other characters.
+    """Return the token ids of a prompt with three names, including the special tokens before it, and the token
+    positions of each name. Return no positions if a token contains characters of a name and other characters.
     """
     text, spans = "", []
     for part, name in zip(re.split("{[ABC]}", template), (*pair, again, ""), strict=True):

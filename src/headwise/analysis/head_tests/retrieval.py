@@ -44,7 +44,9 @@ SCORE, RECALLED = "score", "recall"
 
 
 class Retrieval(HeadTable[HeadRow]):
-    """Table of the retrieval score of each head (Wu et al. 2024, section 2), one row per head.
+    """Table of the retrieval score of each head (Wu et al. 2024, section 2), one row per head. A long text contains the
+    answer to a question. The score is the share of the answer's tokens that the head copies from the text while the
+    model repeats the answer.
 
     A text hides a needle, whose answer consists of the tokens at the places N. The model repeats it after a question.
     At the step that produces token w, a head copies place j of N if j is the key with the largest attention weight of
@@ -70,7 +72,8 @@ class Retrieval(HeadTable[HeadRow]):
     SAMPLES = "text"
 
     def tests(self) -> dict[str, list[float]]:
-        """Return the p-value of each score, and its adjusted value.
+        """Return the p-value of each head for a retrieval score above 0.1 (`score_p`), and the p-value adjusted for the
+        number of heads (`score_q`).
 
         Raises:
             MissingExtra: scipy is not installed.
@@ -96,8 +99,9 @@ def retrieval_score(
     progress: bool = False,
     title: str | None = None,
 ) -> Retrieval:
-    """Measure for each head how much of a needle in a haystack it copies (Wu et al. 2024). `Retrieval` defines the
-    score and its test.
+    """Measure the retrieval score of each head (Wu et al. 2024). A sentence is hidden in a long text, and a question
+    about it follows. The score is the share of the answer's tokens that the head copies from the sentence. `Retrieval`
+    defines the score and its test.
 
         model, tokenizer = hw.load("smollm2", lm_head="causal")
         retrieval = hw.retrieval_score(model, tokenizer)
@@ -223,7 +227,7 @@ def _texts(
     needles: int | Collection[Needle],
     seed: int,
 ) -> Sequence[Haystack]:
-    """Return the texts with needles, after checking the arguments."""
+    """Check the arguments of `retrieval_score`, and return the long texts with hidden sentences."""
     sizes = sorted({whole_number("lengths", each, least=1) for each in collection_of("lengths", lengths, of="numbers")})
     shares = sorted({_share(each) for each in collection_of("depths", depths, of="shares")})
     if not sizes or not shares:
@@ -239,7 +243,9 @@ def _texts(
 
 
 def _share(value: Any) -> float:
-    """Return a depth as a float; raise `InputError` unless it is from 0 to 1."""
+    """Return a depth (the share of the text before a hidden sentence) as a float; raise `InputError` unless it is from
+    0 to 1.
+    """
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
     if not 0.0 <= number <= 1.0:
         raise InputError("depths", expected="numbers from 0 to 1", got=repr(value))
@@ -247,18 +253,20 @@ def _share(value: Any) -> float:
 
 
 class _TopKeys(WeightReader):
-    """Interceptor that finds the key with the largest attention weight in the query rows `rows` of one sequence. The
-    keys of a site are `(heads, rows)`. Weights of other rows are not computed.
+    """Interceptor that finds, for each head, the key with the largest attention weight in the query rows `rows` of one
+    sequence. Other rows are skipped. The result of each attention module is `(heads, rows)`.
     """
 
     rows = range(0)
 
     def start(self, call: Call) -> Int[Tensor, "heads rows"]:
-        """Return the keys, which are -1 until they are found."""
+        """Return the tensor for the key indices of one attention module, filled with -1 before the weights are read."""
         return torch.full((call.grid.heads, len(self.rows)), -1)
 
     def read(self, site: SiteKey, block: RowBlock) -> None:
-        """Store the key with the largest power of each row: a row's weights are its powers, divided by one number."""
+        """Store the index of the key with the largest attention weight for the query rows of a block. Unnormalised
+        weights (`powers`) are compared, since all weights of a row have the same divisor.
+        """
         start, stop = max(block.rows.start, self.rows.start), min(block.rows.stop, self.rows.stop)
         if start >= stop:
             return
@@ -274,7 +282,7 @@ MORE = 4
 
 @dataclass(frozen=True, eq=False)
 class Answered:
-    """Text with a needle, a question and an answer, as tokens.
+    """Token ids of a long text with a hidden sentence, of a question about it, and of an answer to the question.
 
     Attributes:
         needle: places of the tokens of the needle's answer.
@@ -288,9 +296,9 @@ class Answered:
     is_generated: bool = False
 
     def require_same_tokens(self, output: Any) -> None:
-        """Raise `InputError` if the tokens of a generated answer are not those with the largest logits in one call of
-        the model for all tokens, but for rounding. Attention during generation was different then, or the model did not
-        take the tokens with the largest logits.
+        """Raise `InputError` unless each token of a generated answer has the largest logit when the model reads text
+        and answer in one call (`output`), up to rounding. Otherwise the attention in this call may differ from that
+        during generation.
         """
         if not self.is_generated:
             return
@@ -307,7 +315,7 @@ class Answered:
 
 
 def forced_answer(tokenizer: Any, text: Haystack) -> Answered:
-    """Return a text with the right answer."""
+    """Return a long text with its question and the correct answer, as tokens."""
     prompt, spans = prompt_with_spans(tokenizer, text.text)
     whole, _ = prompt_with_spans(tokenizer, text.text + text.continuation)
     first = len(prompt)
@@ -322,7 +330,9 @@ def forced_answer(tokenizer: Any, text: Haystack) -> Answered:
 
 
 def generated_answer(model: Any, tokenizer: Any, text: Haystack, forced: Answered) -> Answered:
-    """Return a text with the answer that the model generates, up to a few tokens more than the right answer has."""
+    """Return a long text with its question and the answer that the model generates, as tokens. The answer has at most 4
+    tokens more than the correct one.
+    """
     if not (hasattr(model, "can_generate") and model.can_generate()):
         remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
         raise InputError("model", expected="a model that generates text", got=type(model).__name__, remedy=remedy)

@@ -28,7 +28,8 @@ ROUNDING = 1e-4
 
 
 class SinkRate(HeadTable[HeadRow]):
-    """Table of the sink rate of each head (Gu et al. 2024, equation 7 and the metric `Sink_k`), one row per head.
+    """Table of the sink rate of each head (Gu et al. 2024, equation 7 and the metric `Sink_k`), one row per head. The
+    rate is the share of sequences in which a token, such as the first one, receives more attention than a threshold.
 
     The importance of token k of a sequence for a head is the mean weight on it over the queries that may attend to it:
 
@@ -62,8 +63,9 @@ def sink_rate(
     progress: bool = False,
     title: str | None = None,
 ) -> SinkRate:
-    """Measure for each head in which share of sequences its mean attention on the first token exceeds a threshold (Gu
-    et al. 2024). `SinkRate` has the definition.
+    """Measure the sink rate of each head (Gu et al. 2024). This is the share of sequences in which the mean attention
+    on the first token, or on another one in `positions`, exceeds the threshold `epsilon`. `SinkRate` has the
+    definition.
 
     Gu et al. use 100 sequences of 64 tokens. The rate depends on the length, so compare rates of the same length:
 
@@ -127,7 +129,7 @@ def sink_rate(
 
 
 def sink_threshold(epsilon: Any) -> float:
-    """Return the threshold as a float after checking that it is above 0 and below 1."""
+    """Return the threshold of the sink rate as a float. Raise `InputError` unless it is above 0 and below 1."""
     threshold = finite_number("epsilon", epsilon)
     if not 0.0 < threshold < 1.0:
         raise InputError("epsilon", expected="a share of the attention above 0 and below 1", got=epsilon)
@@ -135,13 +137,15 @@ def sink_threshold(epsilon: Any) -> float:
 
 
 def _exceeds(importance: Float[Tensor, "..."], epsilon: float) -> Float[Tensor, "..."]:
-    """Return 1 where the importance of a token exceeds a threshold, 0 where it does not, and NaN without a token."""
+    """Return 1 where a token's importance (the mean attention on it) is above `epsilon`, 0 where it is not, and NaN
+    where the importance is NaN.
+    """
     return (importance > epsilon).double().masked_fill(importance.isnan(), torch.nan)
 
 
 def _importance(record: SiteRecord, sequences: int, places: list[int]) -> Float[Tensor, "sequences heads positions"]:
-    """Return the importance of some tokens of each sequence in one run of the model, in float64; NaN where a sequence
-    has no such token.
+    """Return the importance of the tokens at `places` for each sequence and head. It is the mean attention weight on
+    the token over the queries that may attend to it. Return NaN for places after the end of a sequence.
     """
     path, tallies = record.site.label, record.latest_tallies()
     if record.site.cross:

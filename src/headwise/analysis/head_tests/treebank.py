@@ -17,7 +17,8 @@ SUFFIX = ".conllu"
 
 
 class TreeWord(NamedTuple):
-    """Word of a dependency tree.
+    """Word of a sentence in a treebank, with its place in the text and its syntactic relation to its governor, the word
+    that it depends on.
 
     Attributes:
         span: start and stop of its characters in the text of the sentence; None if it has none of its own, such as a
@@ -32,7 +33,7 @@ class TreeWord(NamedTuple):
 
 
 class TreeSentence(NamedTuple):
-    """Sentence of a treebank.
+    """Sentence of a treebank: its text, its words with their syntactic relations, and the number of its document.
 
     Attributes:
         document: number of its document; its own number if the treebank states no documents.
@@ -46,7 +47,8 @@ class TreeSentence(NamedTuple):
 
 
 def read_treebank(source: Any, *, subtypes: bool = False) -> list[TreeSentence]:
-    """Read the sentences of a treebank, in the CoNLL-U format of Universal Dependencies.
+    """Read the sentences of a treebank (texts with syntactic dependencies) in the CoNLL-U format of Universal
+    Dependencies.
 
     The characters of a word follow from the text of the sentence, in which all words must occur in their order. The
     parts of a contraction have characters if these make up the contraction, as in "do" and "n't"; otherwise, as in
@@ -76,7 +78,9 @@ def read_treebank(source: Any, *, subtypes: bool = False) -> list[TreeSentence]:
 
 
 def _texts(source: Any) -> Iterator[str]:
-    """Yield the contents of the files of a treebank."""
+    """Yield the text of each file of a treebank. `source` is a file, a folder of `.conllu` files, or the text of one
+    file.
+    """
     if isinstance(source, str) and "\n" in source:
         yield source
         return
@@ -97,7 +101,9 @@ def _texts(source: Any) -> Iterator[str]:
 
 
 def _sentence(tokens: list[Any], text: str | None, document: int, name: str, subtypes: bool) -> TreeSentence:
-    """Return a sentence from the lines of a treebank."""
+    """Convert the parsed tokens of one sentence in CoNLL-U format to a `TreeSentence`. Raise `InputError` if its words
+    do not occur in its text, or the governor or relation of a word is missing or invalid.
+    """
     words = [token for token in tokens if isinstance(token["id"], int)]
     if [token["id"] for token in words] != list(range(1, len(words) + 1)):
         raise InputError("treebank", expected=f"words numbered from 1 in sentence {name}", got="other numbers")
@@ -129,8 +135,8 @@ def _sentence(tokens: list[Any], text: str | None, document: int, name: str, sub
 
 
 def _surface_forms(tokens: list[Any]) -> Iterator[tuple[str, list[int], bool]]:
-    """Yield the forms that the text of a sentence consists of, each with the numbers of its words, and True if a blank
-    follows it.
+    """Yield each form that is written in the text of a sentence: a word, or a contraction of several words. Yield with
+    it the numbers of these words, and True if a blank follows.
     """
     covered = 0
     for token in tokens:
@@ -146,7 +152,7 @@ def _surface_forms(tokens: list[Any]) -> Iterator[tuple[str, list[int], bool]]:
 
 
 class AlignedTokens(NamedTuple):
-    """Tokens of a text, and the word of each.
+    """Token ids of a text, with the word to which each token belongs.
 
     Attributes:
         ids: token ids, with the tokenizer's special tokens.
@@ -162,9 +168,11 @@ class AlignedTokens(NamedTuple):
 def aligned_tokens(
     tokenizer: Any, text: str, spans: Sequence[tuple[int, int] | None], start_token: int | None = None
 ) -> AlignedTokens:
-    """Tokenize a text, and find the tokens of each word, which has the characters of its span, or None. A token belongs
-    to the words with whose characters it overlaps, blanks aside. Words that share a token, and those without a token,
-    are not aligned. `start_token` is put before the text and the special tokens of the tokenizer.
+    """Tokenize a text, and assign tokens to words by overlapping characters. `spans` are the start and stop characters
+    of each word; None for a word without characters. A word is not aligned if it has no token, or if one of its tokens
+    also contains characters of something else (blanks aside).
+
+    `start_token` is put before the text and the special tokens of the tokenizer.
     """
     require_fast(tokenizer)
     special = SpecialTokens.of(tokenizer)

@@ -18,14 +18,17 @@ from headwise.shapes import Int
 
 
 def batch_of_ids(model: nn.Module, ids: Int[Tensor, "batch length"]) -> dict[str, Any]:
-    """Return the arguments of a model, on its device, for sequences without padding."""
+    """Return token ids as the arguments of a model, on its device: `input_ids`, and an attention mask of ones, as the
+    sequences have no padding.
+    """
     ids = ids.to(device_of(model))
     return with_cache_disabled(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
 class WeightReader(SiteRegistry):
-    """Base class of interceptors that read attention weights over sequences of the same length, block by block. Each
-    attention module must attend once, from all tokens of these sequences to all, or the model is refused by name.
+    """Base class of interceptors that read the attention weights of a model, one block of query rows at a time, for
+    sequences of equal length. Each attention module must run self-attention over all tokens exactly once; otherwise
+    `InputError` names the module.
 
     Attributes:
         found: for each site, what `read` stored in the last run.
@@ -38,7 +41,9 @@ class WeightReader(SiteRegistry):
         self._context = CallContext()
 
     def run(self, ids: Int[Tensor, "batch length"]) -> Any:
-        """Run the model on sequences without padding, whose weights are read, and return its output."""
+        """Run the model on sequences of token ids without padding, pass the attention weights of every module to
+        `read`, and return the model's output.
+        """
         model = self._modules[""]
         self._shape = len(ids), ids.shape[1], ids.shape[1]
         self._context, self.found = CallContext(), {}
@@ -50,8 +55,8 @@ class WeightReader(SiteRegistry):
         return output
 
     def observe(self, call: Call) -> Observation:
-        """Return an observation that passes the row blocks of an attention call to `read`, and compares the observed
-        weights times the values with the outputs of the heads.
+        """Return an `Observation` that passes each block of attention weights of a call to `read`. It also checks that
+        these weights times the values are the outputs that the model computes.
         """
         if call.is_recomputation:
             return NO_EFFECT
@@ -71,15 +76,21 @@ class WeightReader(SiteRegistry):
         return Observation(partial(self.read, call.site), self._context, lambda: None, partial(require_agreement, path))
 
     def start(self, call: Call) -> Tensor:
-        """Return the tensor of a site in which `read` stores what it finds."""
+        """Return the tensor in which `read` stores the results for one attention module. Subclasses override this
+        method.
+        """
         raise NotImplementedError
 
     def read(self, site: SiteKey, block: RowBlock) -> None:
-        """Read some query rows of some heads of a site. The tensors of the block are overwritten later."""
+        """Read the attention weights of a block of query rows, for some heads of one attention module. Copy what is
+        kept, as the tensors of the block are overwritten later. Subclasses override this method.
+        """
         raise NotImplementedError
 
 
 def require_finite_weights(site: SiteKey, weights: Tensor) -> None:
-    """Raise `InputError` if attention weights, or their powers, are NaN or infinite."""
+    """Raise `InputError`, with the name of the attention module, if attention weights are NaN or infinite. The weights
+    may be unnormalised.
+    """
     if not bool(weights.isfinite().all()):
         raise InputError("model", expected="finite attention weights", got=f"NaN or infinity in {site.label}")

@@ -33,7 +33,8 @@ SAMPLES_AT_ONCE = 1_000_000
 
 @dataclass(frozen=True)
 class Agreement:
-    """Values of a predicted and of a measured statistic, paired by head, with their correlations over heads.
+    """Predicted and measured values of a statistic for the same heads, such as estimated and measured ablation effects.
+    Its methods compute correlations over heads.
 
     Attributes:
         names: names of the predicted and the measured statistic.
@@ -52,7 +53,7 @@ class Agreement:
 
     @property
     def pearson(self) -> float:
-        """Pearson correlation of predicted with measured values over heads; NaN for fewer than two heads, or if all
+        """Pearson correlation of predicted with measured values over heads. NaN for fewer than two heads, or if all
         predicted or all measured values are equal.
         """
         x, y = self._values
@@ -60,8 +61,8 @@ class Agreement:
 
     @property
     def spearman(self) -> float:
-        """Spearman rank correlation of predicted with measured values over heads, where equal values share their mean
-        rank; NaN for fewer than two heads, or if all predicted or all measured values are equal.
+        """Spearman rank correlation of predicted with measured values over heads; equal values have the mean of their
+        ranks. NaN for fewer than two heads, or if all predicted or all measured values are equal.
 
         Raises:
             MissingExtra: scipy is not installed.
@@ -72,9 +73,9 @@ class Agreement:
     def interval(
         self, correlation: str = "spearman", *, level: float = 0.95, samples: int = 10_000
     ) -> tuple[float, float]:
-        """Return both ends of a confidence interval of a correlation over heads, by the percentile bootstrap: the
-        quantiles of the correlation over random samples of the heads (Efron and Tibshirani 1993, chapter 13). NaN if
-        the correlation is.
+        """Return the lower and upper end of a confidence interval for the correlation over heads. The ends are
+        quantiles of the correlation over random samples of the heads (bootstrap; Efron and Tibshirani 1993, chapter
+        13). Both are NaN if the correlation is NaN.
 
         The interval covers the choice of heads. It does not cover the choice of examples: a correlation of estimates
         with large standard errors is smaller than that of the values without noise. The samples have a fixed seed.
@@ -113,8 +114,8 @@ class Agreement:
 
     def overlap(self, top: int) -> float:
         """Return the share of the `top` heads with the largest measured effects that are also among the `top` heads
-        with the largest predicted effects: 1 if both sets are the same. The expected share of random sets is `top`
-        divided by the number of heads.
+        with the largest predicted effects. It is 1 if both sets are equal, and on average `top` divided by the number
+        of heads for random sets.
 
         An effect is the absolute difference of a value from `no_effect`. For the direction "noise" of patching, that
         is the distance of `recovered` from 1.
@@ -133,7 +134,9 @@ class Agreement:
 
     @property
     def _effects(self) -> tuple[list[float], list[float]]:
-        """Absolute predicted and measured effects of all heads."""
+        """Absolute predicted effects and absolute measured effects of all heads, where an effect is a value minus the
+        value without effect (`no_effect`).
+        """
         predicted, measured = (
             [abs(value - no_effect) for value in values]
             for values, no_effect in zip(self._values, self.no_effect, strict=True)
@@ -142,13 +145,13 @@ class Agreement:
 
     @property
     def _values(self) -> tuple[list[float], list[float]]:
-        """Predicted values of all heads, and measured values of the same heads, without their standard errors."""
+        """Predicted values and measured values of all heads as two lists of numbers, without standard errors."""
         return [estimate.value for estimate in self.predicted], [estimate.value for estimate in self.measured]
 
     @property
     def _is_constant(self) -> bool:
-        """True if all predicted values or all measured values are equal, as for a single head; their correlation is
-        undefined then.
+        """True if the correlation is undefined because all predicted values or all measured values are equal, or there
+        is only one head.
         """
         return any(len(set(values)) < 2 for values in self._values)
 
@@ -157,9 +160,9 @@ class Agreement:
         return f"Agreement({counted(len(self.heads), 'head')}, {names}, Pearson {number(self.pearson, '.3f')})"
 
     def plot(self, *, errors: float = 1.0, top: int = LABELLED_HEADS, ax: Any = None) -> "Axes":
-        """Draw the measured against the predicted importance of each head, and return the matplotlib axes: one point
-        per head with standard errors, coloured by layer, the line of equal values, and the Spearman and Pearson
-        correlations in the title.
+        """Draw the measured value of each head against its predicted value, one point per head, and return the
+        matplotlib axes. The plot has error bars of standard errors, colours by layer, the line of equal values, and the
+        correlations in its title.
 
         Args:
             errors: length of the error bars to each side, in standard errors; 0 draws none.
@@ -190,9 +193,9 @@ class Agreement:
 def agreement(
     predicted: HeadTable[Any], measured: HeadTable[Any], statistics: tuple[str, str] | None = None
 ) -> Agreement:
-    """Pair a statistic of the table `predicted` with a statistic of the table `measured`, head by head, and return the
-    pairs as an `Agreement`, which computes their correlations. `statistics` names the two statistics. Heads for which
-    either value is missing or NaN are left out.
+    """Compare a statistic of the heads in the table `predicted` with a statistic of the same heads in the table
+    `measured`. Return the pairs of values as an `Agreement`, which computes correlations. Heads with a missing or NaN
+    value are left out.
 
         scores = hw.importance(model, texts, hw.next_token_loss)
         effects = hw.ablate(model, texts, hw.next_token_loss)
@@ -233,7 +236,9 @@ def agreement(
 
 
 def _correlations(x: Float[Tensor, "samples pairs"], y: Float[Tensor, "samples pairs"]) -> Float[Tensor, " samples"]:
-    """Return the Pearson correlation of each row of x with the same row of y; NaN for a constant row."""
+    """Return the Pearson correlation of each row of x with the same row of y. It is NaN if all numbers of one of the
+    two rows are equal.
+    """
     is_constant = ((x == x[:, :1]).all(1)) | ((y == y[:, :1]).all(1))
     x, y = (each - each.mean(1, keepdim=True) for each in (x, y))
     result = (x * y).sum(1) / (x.square().sum(1) * y.square().sum(1)).sqrt()
@@ -241,7 +246,7 @@ def _correlations(x: Float[Tensor, "samples pairs"], y: Float[Tensor, "samples p
 
 
 def _ranks(values: Float[Tensor, "samples pairs"]) -> Float[Tensor, "samples pairs"]:
-    """Return the rank of each value in its row, from 1; equal values share their mean rank."""
+    """Return the rank of each value in its row, from 1 for the smallest. Equal values have the mean of their ranks."""
     ordered, values = values.sort(1).values.contiguous(), values.contiguous()
     smaller, not_larger = (torch.searchsorted(ordered, values, right=right) for right in (False, True))
     return (smaller + not_larger + 1).double() / 2

@@ -44,7 +44,7 @@ CreateGates = Callable[[Call, Tensor], Float[Tensor, "#examples heads"]]
 
 
 class ImportanceTask(NamedTuple):
-    """Model, data and loss for which the importance of heads is measured.
+    """Inputs of an importance method: the model and data, the loss, and a list to which warnings are added.
 
     Attributes:
         warnings: messages about the measurement, which are issued at its end.
@@ -56,14 +56,14 @@ class ImportanceTask(NamedTuple):
 
     @property
     def model(self) -> nn.Module:
-        """The model."""
+        """The model whose heads are measured."""
         return self.data.model
 
 
 class GateTensors(SiteRegistry):
-    """Interceptor that multiplies head outputs by gates, tensors with respect to which the loss of a task can be
-    differentiated. An attention site has one gate per head, for each example or for all. All calls of a site in a run
-    use the same gates.
+    """Interceptor that multiplies the output of every head by a gate, so that a loss can be differentiated with respect
+    to the gates. Each attention module (in self- or cross-attention) has one gate per head, separate for each example
+    or common to all. If it is called several times in a run, the gates are the same.
 
     Attributes:
         by_site: gates of each site that was called in the last run.
@@ -79,7 +79,9 @@ class GateTensors(SiteRegistry):
         self._lock = threading.Lock()
 
     def start_batch(self, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Return a batch on the model's device and its number of examples, after the loss's `prepare` without gates."""
+        """Prepare a batch: move it to the model's device, and call the loss's `prepare` while heads have no gates.
+        Return the moved batch and its number of examples.
+        """
         batch = to_device(batch, device_of(self._task.model))
         self.by_site, self._create = {}, None
         prepare_loss(self._task.loss, self._task.model, batch)
@@ -87,7 +89,9 @@ class GateTensors(SiteRegistry):
         return batch, count_sequences_and_tokens(batch)[0]
 
     def losses(self, create: CreateGates, batch: dict[str, Any]) -> Float[Tensor, " examples"]:
-        """Return the loss of each example with new gates on all heads, made by `create` at a site's first call."""
+        """Run the model with new gates on all heads, and return the loss of each example. The function `create` makes
+        the gates of an attention module at its first call.
+        """
         self.by_site, self._create = {}, create
         losses = finite_loss_per_example(self._task.loss, self._task.model, batch)
         if self.by_site and not losses.requires_grad:
@@ -96,7 +100,9 @@ class GateTensors(SiteRegistry):
         return losses
 
     def losses_at(self, value: float, batch: dict[str, Any], examples: int) -> Float[Tensor, " examples"]:
-        """Return `losses` with a gate of this value for each head and each of the `examples`."""
+        """Run the model with all gates set to `value`, one gate per head and example, and return the loss of each
+        example.
+        """
 
         def create(call: Call, out: Tensor) -> Float[Tensor, "examples heads"]:
             size = (examples, call.grid.heads)
@@ -105,7 +111,9 @@ class GateTensors(SiteRegistry):
         return self.losses(create, batch)
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that multiplies a call's head outputs by the gates of its site; None without gates."""
+        """Return the function that multiplies the head outputs of an attention call by the gates of its module. Return
+        None while no gates are in use.
+        """
         self.register(call)
         site, create = call.site, self._create
         if create is None:
@@ -131,16 +139,16 @@ class GateTensors(SiteRegistry):
 
 
 def gate_dtype(out: Tensor) -> torch.dtype:
-    """Return the dtype of gates for head outputs `out`: float32 at least, since the gradient of a gate is a sum over
-    all queries and features of the head.
+    """Return the dtype of gates for head outputs `out`. It is at least float32, since the gradient of a gate is a sum
+    over all queries and features of its head.
     """
     return torch.promote_types(out.dtype, torch.float32)
 
 
 @contextmanager
 def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
-    """Yield the interceptor that multiplies the head outputs of a model by gates. While the context is active, the
-    model is in evaluation mode and its parameters are frozen.
+    """Multiply head outputs of the model by gates while the context is active, and yield the object that sets the
+    gates. The model is in evaluation mode, and its parameters are frozen.
     """
     model, gates = task.model, GateTensors(task)
     # Leaving inference mode also turns gradients on.
@@ -156,7 +164,7 @@ def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
 @storable
 @dataclass
 class GradientProgress(SiteProgress):
-    """Partial result of a gradient-based importance method in one process.
+    """Statistics that one process has measured so far for a gradient-based importance method.
 
     Attributes:
         counted: moments of a 0 for each example whose loss is not NaN.
@@ -169,7 +177,9 @@ class GradientProgress(SiteProgress):
 
 @dataclass(frozen=True)
 class GradientMethod:
-    """Base class of importance methods that score heads by the derivatives of a loss with respect to gates."""
+    """Base class of importance methods that compute a score per head from the derivatives of the loss with respect to
+    gates (factors of the head outputs).
+    """
 
     only_at_one: ClassVar[bool] = True
     """True if the derivative is taken only where all gates are 1, in the unchanged model."""
@@ -177,13 +187,13 @@ class GradientMethod:
     progress_type: ClassVar[type[Any]] = GradientProgress
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """Return the statistics of the method by name, from the derivatives of the loss with respect to the gates. All
-        statistics are 0 where the derivative is 0.
+        """Return the scores of the method, by name, for each example and head: functions of the derivative of the loss
+        with respect to the head's gate. Every score is 0 where the derivative is 0.
         """
         raise NotImplementedError
 
     def measure(self, task: ImportanceTask, data_pass: Pass[GradientProgress]) -> GradientProgress:
-        """Return the statistics of the derivatives of the loss of each example of this process's batches."""
+        """Measure the scores of all heads on the batches of this process, and return running means over examples."""
         resumed, progress = data_pass.resumed, GradientProgress()
         with differentiable_gates(task) as gates:
             gates.merge(resumed.records)
@@ -205,8 +215,8 @@ class GradientMethod:
     def rows(
         self, task: ImportanceTask, parts: Sequence[GradientProgress], _metadata: dict[str, Any]
     ) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Return a row per head with means over the examples of all processes, and further entries for the metadata. A
-        head that did not run for an example counts with a derivative of 0.
+        """Return one table row per head, with means of the scores over the examples of all processes, and additional
+        entries for the table's metadata. For an example in which a head did not run, the derivative counts as 0.
         """
         registry, counted = merged_registry(task.model, parts), _zeros(torch.zeros(0, dtype=torch.bool), None)
         for part in parts:
@@ -226,17 +236,21 @@ class GradientMethod:
         return rows, self.report(task, parts)
 
     def differentiate(self, gates: GateTensors, batch: dict[str, Any], progress: GradientProgress) -> Derivatives:
-        """Return the derivatives of a batch, by default those in the unchanged model. `progress` may store more."""
+        """Return the derivatives of each example's loss with respect to the gates, by default with all gates at 1.
+        Subclasses may store further sums in `progress`.
+        """
         return self.gradients_at(gates, batch, [(1.0, 1.0)])
 
     def report(self, task: ImportanceTask, parts: Sequence[GradientProgress]) -> dict[str, Any]:
-        """Return further entries for the metadata of the table, by name."""
+        """Return additional entries for the metadata of the table, by name; by default none."""
         return {}
 
     def gradients_at(
         self, gates: GateTensors, batch: dict[str, Any], values: Sequence[tuple[float, float]]
     ) -> Derivatives:
-        """Return the sum of the derivatives of a batch at several values of all gates, each times its weight."""
+        """Return a weighted sum of the derivatives of each example's loss with respect to the gates. `values` are pairs
+        of a gate value, which all gates have, and the weight of the derivatives at this value.
+        """
         batch, examples = gates.start_batch(batch)
         sums: dict[SiteKey, Tensor] = {}
         has_loss = torch.zeros(examples, dtype=torch.bool)
@@ -257,12 +271,16 @@ class GradientMethod:
 
 
 def _zeros(is_counted: Bool[Tensor, " examples"], clusters: Clusters | None) -> RunningMoments:
-    """Return the moments of a 0 for each example at which `is_counted` is True."""
+    """Return running moments (count, mean, squared deviations) of the value 0, once for each example at which
+    `is_counted` is True.
+    """
     return RunningMoments.from_values(is_counted[:, None].double() * 0.0, is_counted[:, None], clusters)
 
 
 def _missing(counted: RunningMoments, measured: RunningMoments | None, heads: int) -> RunningMoments:
-    """Return the moments of a 0 for each head and counted example that is not among the measured ones."""
+    """Return running moments of the value 0 for each head, once for each example that is in `counted` but not in
+    `measured`. These are the examples in which the head did not run.
+    """
     none = torch.zeros(heads, dtype=torch.float64)
     alone, clusters = counted.alone.count + none, counted.clustered.counts + none
     if measured is not None:
@@ -274,8 +292,9 @@ def _missing(counted: RunningMoments, measured: RunningMoments | None, heads: in
 
 @dataclass(frozen=True)
 class Gradient(GradientMethod):
-    """Importance method: the mean over examples of the absolute derivative of the loss with respect to a head's gate, E
-    |dL/dg| (Michel, Levy and Neubig 2019, equation 5), and E[-dL/dg], the ablation effect to first order.
+    """Importance method that uses the derivative dL/dg of the loss L with respect to a head's gate g. The first score
+    is the mean over examples of |dL/dg| (Michel, Levy and Neubig 2019, equation 5). The second is the mean of -dL/dg, a
+    first-order estimate of the ablation effect.
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
@@ -284,8 +303,9 @@ class Gradient(GradientMethod):
 
 @dataclass(frozen=True)
 class Square(GradientMethod):
-    """Importance method: the mean over examples of the squared derivative of the loss with respect to a head's gate, E
-    (dL/dg)^2, the empirical Fisher information of the gate (Theis et al. 2018; Molchanov et al. 2019).
+    """Importance method that uses the derivative dL/dg of the loss L with respect to a head's gate g. The score is the
+    mean over examples of (dL/dg)^2, the empirical Fisher information of the gate (Theis et al. 2018; Molchanov et al.
+    2019).
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
@@ -294,14 +314,14 @@ class Square(GradientMethod):
 
 @dataclass(frozen=True)
 class Integrated(GradientMethod):
-    """Importance method: integrated gradients (Sundararajan, Taly and Yan 2017), -dL/dg of a head's gate g, integrated
-    over the common value of all gates from 0 to 1. For each example, the scores of all heads add up to the effect of
-    removing all heads, up to the error of the quadrature (the axiom of completeness).
+    """Importance method that uses integrated gradients (Sundararajan, Taly and Yan 2017). With the loss L and a head's
+    gate g, the score is -dL/dg, integrated while all gates rise together from 0 to 1. For each example, the scores of
+    all heads add up to the effect of removing all heads, up to the error of numerical integration.
 
-    The completeness gap is the sum over examples of the absolute difference between the two, divided by the sum of the
-    absolute effects. So errors of opposite sign do not cancel. For each batch, the number of points is doubled until
-    the gap is at most 5 %. In some models the loss varies so fast along this path that no affordable number of points
-    is enough: the gap is in the metadata of the table, and a warning names one above 5 %.
+    The completeness gap is the sum over examples of the absolute difference between this sum of scores and the effect,
+    divided by the sum of the absolute effects. So errors of opposite sign do not cancel. For each batch, the number of
+    points is doubled until the gap is at most 5 %. In some models the loss varies so fast along this path that no
+    affordable number of points is enough: the gap is in the metadata of the table, and a warning names one above 5 %.
 
     Attributes:
         steps: number of points of the Gauss-Legendre quadrature at first.
@@ -318,9 +338,8 @@ class Integrated(GradientMethod):
             whole_number("most_steps", self.most_steps, least=self.steps)
 
     def differentiate(self, gates: GateTensors, batch: dict[str, Any], progress: GradientProgress) -> Derivatives:
-        """Return the derivatives of a batch, integrated over gate values from 0 to 1. `progress` gets sums over
-        examples of the scores, of the effects of removing all heads, of absolute effects, and of absolute differences
-        between scores and effects.
+        """Return the derivatives of each example's loss, integrated over gate values from 0 to 1. Add to `progress`
+        sums over examples of the scores, of the effects of removing all heads, and of their differences.
         """
         moved, examples = gates.start_batch(batch)
         without, whole = (gates.losses_at(value, moved, examples).detach().double().cpu() for value in (0.0, 1.0))
@@ -341,8 +360,9 @@ class Integrated(GradientMethod):
         return gradients, has_loss
 
     def report(self, task: ImportanceTask, parts: Sequence[GradientProgress]) -> dict[str, Any]:
-        """Return the completeness of the scores: means over examples of the sum of all scores and of the effect of
-        removing all heads, the relative difference of these means, the gap, and the largest number of steps.
+        """Return how well the scores of all heads add up to the effect of removing all heads. The entries are the means
+        of both over examples, their relative differences (for each example, and of the means), and the largest number
+        of integration steps.
         """
         examples = sum(int(part.counted.count) for part in parts)
         scores, effect, effects, differences = (
@@ -365,7 +385,8 @@ class Integrated(GradientMethod):
 
 
 def gauss_legendre(steps: int) -> list[tuple[float, float]]:
-    """Return the `steps` points and weights of Gauss-Legendre quadrature between 0 and 1, as pairs.
+    """Return pairs (point, weight) for numerical integration from 0 to 1 with `steps` points by Gauss-Legendre
+    quadrature.
 
     The points are eigenvalues of the Jacobi matrix (Golub and Welsch 1969). Polynomials of degree up to
     `2 * steps - 1` are integrated exactly.
@@ -377,5 +398,7 @@ def gauss_legendre(steps: int) -> list[tuple[float, float]]:
 
 
 def _relative(difference: float, effect: float) -> float:
-    """Return a difference divided by an effect, neither of them negative; infinite if the effect alone is 0."""
+    """Return `difference / effect` for two non-negative numbers. Return infinity if only the effect is 0, and 0 if both
+    are.
+    """
     return difference / effect if effect else float("inf") if difference else 0.0

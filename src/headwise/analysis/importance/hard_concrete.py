@@ -67,12 +67,14 @@ class HardConcrete:
             raise InputError("seeds", expected="at least one", got="none")
 
     def open_probability(self, log_alpha: Tensor) -> Tensor:
-        """Return the probability that a gate is not 0 (Louizos et al. 2018, equation 12)."""
+        """Return the probability that a gate with the learned parameter `log_alpha` is not 0 (Louizos et al. 2018,
+        equation 12).
+        """
         return torch.sigmoid(log_alpha - self.temperature * math.log(-LOW / HIGH))
 
     def measure(self, task: ImportanceTask, data_pass: Pass[SequenceProgress]) -> SequenceProgress:
-        """Fit the gates of all heads once per seed, and return the learned parameters at each site by the number of the
-        fit. Each process does so, and there are no checkpoints.
+        """Learn the gates of all heads once per seed, and return the learned parameters of each attention module for
+        each of these fits. With several processes, each one runs every fit on all data. There are no checkpoints.
         """
         assert isinstance(self.seeds, list)
         dataset, progress = task.data.dataset, SequenceProgress()
@@ -105,8 +107,8 @@ class HardConcrete:
     def rows(
         self, task: ImportanceTask, parts: Sequence[SequenceProgress], _metadata: dict[str, Any]
     ) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Return a row per head with two means over the fits of the first process: `open`, the probability that the
-        head's gate is not 0, and `gate`, its value without noise (Louizos et al. 2018, equation 13).
+        """Return one table row per head with two means over the fits of the first process. `open` is the probability
+        that the head's gate is not 0, and `gate` is the gate's value without noise (Louizos et al. 2018, equation 13).
         """
         rows: list[HeadRow] = []
         fits = parts[0].values.values()
@@ -119,12 +121,14 @@ class HardConcrete:
 
 
 def _stretched(gates: Tensor) -> Tensor:
-    """Return numbers between 0 and 1 stretched to a larger range, and clipped to [0, 1]."""
+    """Stretch gates from the range [0, 1] to [-0.1, 1.1], and clip the result to [0, 1]. So a gate can be exactly 0 or
+    1.
+    """
     return (gates * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
 
 
 class _GateFit:
-    """One fit of the gates of all heads, with one seed of the noise.
+    """One fit of the random gates of all heads, with one seed of the noise and its own Adam optimiser.
 
     Attributes:
         log_alpha: the learned parameter of each head's gate, by site.
@@ -136,8 +140,8 @@ class _GateFit:
         self._adam = torch.optim.Adam([{"params": []}], lr=method.learning_rate)
 
     def step(self, gates: GateTensors, batch: dict[str, Any]) -> None:
-        """Run the model on a batch with random gates, and update their parameters by one step of Adam, unless no
-        example has a loss, or no attention call was intercepted so far.
+        """Run the model on a batch with random gates, and make one step of Adam on the learned parameters of the gates.
+        Skip the step if no example has a loss, or no attention call has been intercepted.
         """
         batch, examples = gates.start_batch(batch)
 

@@ -52,8 +52,8 @@ _SCORES = (
 
 
 class Importance(HeadTable[HeadRow]):
-    """Table of the importance of each head for a loss, one row per head. A larger value of the first statistic means a
-    more important head.
+    """Table of how much a loss depends on each head, one row per head. The head with the largest value in the first
+    column is the most important one.
 
     The columns are the statistics of the method: means over examples, with standard errors. With g the gate of a head,
     1 in the unchanged model, and L the loss of an example:
@@ -85,8 +85,8 @@ class Importance(HeadTable[HeadRow]):
     SAMPLES = "sample"
 
     def ranking(self) -> list[tuple[int, int]]:
-        """Return every head as `(layer, head)`, sorted by the first statistic of the table, largest (most important)
-        first; NaN comes last.
+        """Return every head as `(layer, head)`, the most important one first. Heads are sorted by the first statistic
+        of the table in descending order; those with NaN come last.
         """
         first = self.statistics[0]
         values = {(head.layer, head.head): head.statistics[first].value for head in self.heads}
@@ -95,7 +95,7 @@ class Importance(HeadTable[HeadRow]):
 
 @dataclass(frozen=True)
 class AblationMethod:
-    """Importance method: the ablation effect of a head, as measured by `ablate`."""
+    """Importance method that measures the ablation effect of each head: the increase of the loss without the head."""
 
     progress_type: ClassVar[type[Any]] = AblationProgress
 
@@ -200,8 +200,9 @@ def importance(
 
 
 def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalise: bool) -> Any:
-    """Create the importance method called `name`, after checking that the name and the options exist, that the method
-    can use the loss, and with `normalise`, that its statistics can be normalised.
+    """Create the importance method called `name` with the given options. Raise `InputError` for an unknown name or
+    option, or if the method cannot use the loss. Also raise it if `normalise` is set for a method whose statistics are
+    probabilities.
     """
     if not isinstance(name, str) or name not in METHODS:
         raise InputError("method", expected=f"one of {', '.join(METHODS)}", got=repr(name))
@@ -220,8 +221,8 @@ def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalis
 
 
 def _normalised_per_layer(rows: Iterable[HeadRow]) -> Iterator[HeadRow]:
-    """Yield each head's row with every statistic and its standard error divided by the l2 norm of the statistic over
-    the heads of the layer, unless that is 0.
+    """Yield the row of each head with every statistic, and its standard error, divided by the l2 norm of the statistic
+    over the heads of the layer. A norm of 0 is replaced by 1.
     """
     for _, rows_of_layer in groupby(rows, key=lambda row: row.layer):
         layer = list(rows_of_layer)

@@ -27,9 +27,9 @@ from headwise.statistics.columns import Column
 
 
 class Patching(HeadTable[HeadRow]):
-    """Table of the effect of patching each head, one row per head, as means over prompt pairs. `difference` is the
-    logit of the right answer minus that of the wrong one in the patched run. `recovered` is the place of `difference`
-    on a scale from 0 (`difference` in the corrupted run) to 1 (`difference` in the clean run).
+    """Table of the effect of patching each head, one row per head. `difference` is the logit of the right answer minus
+    that of the wrong one in the patched run. `recovered` states where it lies between the corrupted run (0) and the
+    clean run (1) without patches. Both are means over prompt pairs.
     """
 
     NAME = "patching"
@@ -41,8 +41,9 @@ class Patching(HeadTable[HeadRow]):
     SAMPLES = "prompt pair"
 
     def column(self, name: str) -> Column:
-        """Return the description of a statistic. If patching a head changes nothing, its value is that of the corrupted
-        run for the direction "denoise" (0 for `recovered`), and that of the clean run for "noise" (1 for `recovered`).
+        """Return the description of the column `name`. It includes the value of the column for a patch that changes
+        nothing: that of the corrupted run for the direction "denoise" (0 for `recovered`), and that of the clean run
+        for "noise" (1 for `recovered`).
         """
         is_noise = self.metadata.get("settings", {}).get("direction") == "noise"
         null = float(is_noise)
@@ -63,9 +64,9 @@ def activation_patching(
     direction: str = "denoise",
     progress: bool = False,
 ) -> Patching:
-    """Replace the output of one head at a time, in the run on the corrupted prompts, by its output in the run on the
-    clean prompts (or the other way round, depending on `direction`). Measure for each head how much of the logit
-    difference between the right and the wrong answer is recovered.
+    """Patch one head at a time: replace its output in the run on the corrupted prompts by its output in the run on the
+    clean prompts. With the direction "noise", the two runs change places. The table states how much of the logit
+    difference between the right and the wrong answer each patch recovers.
 
     With d the logit of the right answer minus that of the wrong one, each pair of prompts has
 
@@ -125,10 +126,12 @@ def patch_together(
     at: Any = -1,
     direction: str = "denoise",
 ) -> dict[str, MeanEstimate]:
-    """Replace the outputs of several heads at once, in the run on the corrupted prompts, by their outputs in the run on
-    the clean prompts (or the other way round, depending on `direction`). Return two means over prompt pairs.
-    `difference` is the logit of the right answer minus that of the wrong one in this patched run. `recovered` is the
-    place of `difference` on a scale from 0 (corrupted run) to 1 (clean run).
+    """Patch several heads at once: replace their outputs in the run on the corrupted prompts by their outputs in the
+    run on the clean prompts. With the direction "noise", the two runs change places. Return two means over prompt
+    pairs, `difference` and `recovered`.
+
+    `difference` is the logit of the right answer minus that of the wrong one in the patched run. `recovered` states
+    where it lies between the corrupted run (0) and the clean run (1) without patches.
 
     Definitions, arguments and errors are those of `activation_patching`.
 
@@ -144,8 +147,9 @@ def patch_together(
 def _patched_runs(
     pairs: PromptPairs, *, reuse: bool
 ) -> Iterator[tuple[RepeatedRuns, Callable[[Collection[SiteHead]], dict[str, MeanEstimate]]]]:
-    """Run the model on the destination batch. Yield its further runs on this batch, and a function that makes one, with
-    the outputs of some heads from the source run, and returns `PromptPairs.estimates` of it.
+    """Run the model without patches on the destination batch (the one that is patched). Yield the object that repeats
+    this run, and a function. The function patches the given heads with their outputs in the source run, and returns the
+    two means of `PromptPairs.estimates` for the patched run.
     """
     gates = GateInterceptor({})
     runs = RepeatedRuns(pairs.model, pairs.paths, reuse=reuse)

@@ -30,8 +30,8 @@ from headwise.shapes import Float
 
 
 class AttributionPatching(Patching):
-    """Table of the estimated effect of patching each head, one row per head, from derivatives. Its columns have the
-    definitions of activation patching, with an estimate in place of the difference in the patched run.
+    """Table of the estimated effect of patching each head, one row per head. The columns are those of activation
+    patching, but the logit difference after patching is estimated from derivatives.
 
     With d the logit of the right answer minus that of the wrong one, o the output of the head in the run that is
     patched, and o' its output in the other run, each pair of prompts has
@@ -65,9 +65,10 @@ def attribution_patching(
     steps: int | None = None,
     progress: bool = False,
 ) -> AttributionPatching:
-    """Estimate the results of `activation_patching` for all heads from derivatives: how much of the logit difference
-    between the right and the wrong answer is recovered if one head's output in the run on the corrupted prompts is
-    replaced by its output in the run on the clean prompts (or the other way round, depending on `direction`).
+    """Estimate from derivatives what `activation_patching` measures with one run per head. A patch replaces a head's
+    output in the run on the corrupted prompts by its output in the run on the clean prompts. With the direction
+    "noise", the two runs change places. The table states how much of the logit difference between the right and the
+    wrong answer each patch recovers.
 
     `AttributionPatching` has the formulas (Nanda 2023; Syed, Rager and Conmy 2023, arXiv 2310.10348). `hw.agreement`
     compares the estimates with measured effects:
@@ -128,9 +129,9 @@ def attribution_patching(
 def _integrated_effects(
     pairs: PromptPairs, gradients: "_OutputGradients", runs: RepeatedRuns, site: SiteKey, steps: int
 ) -> tuple[Float[Tensor, "pairs heads"], float]:
-    """Return the effect of patching each head of a site on the difference of logits, by integrated gradients along the
-    straight line from the head's output in the unpatched run to that in the source run; and the largest absolute
-    difference, over prompt pairs, between the sum of these effects and the effect of patching all heads of the site.
+    """Estimate the effect on the logit difference of patching each head of one attention module, by integrated
+    gradients from the unpatched to the patched head outputs. Also return the largest absolute error over prompt pairs:
+    the sum of the estimates minus the measured effect of patching all heads of the module together.
     """
 
     def products() -> Tensor:
@@ -147,13 +148,13 @@ def _integrated_effects(
 
 
 class _OutputGradients(SiteRegistry):
-    """Interceptor that adds a tensor of zeros to the head outputs of each attention call, with respect to which a
-    result of the run can be differentiated, with all that depends on the outputs computed again (later heads, MLPs and
-    norms).
+    """Interceptor for the derivatives of a logit difference with respect to the head outputs. It adds a tensor of
+    zeros, which requires gradients, to the head outputs of each attention call. Derivatives include the effect through
+    all later layers.
 
-    After `reset` with a site, the outputs of all heads of this site are replaced by points on the straight line from
-    their own values in the destination run, the last one without such a site, to those in the run `source`, and only
-    these outputs have derivatives.
+    After `reset` with an attention module, its head outputs are replaced by points on the straight line from their
+    values in the destination run to those in the run `source`, and only these outputs have derivatives. The
+    destination run is the last run before such a `reset`.
     """
 
     def __init__(self, model: nn.Module, source: RecordedOutputs) -> None:
@@ -165,14 +166,15 @@ class _OutputGradients(SiteRegistry):
         self._share = 0.0
 
     def reset(self, moved: SiteKey | None = None, share: float = 0.0) -> None:
-        """In the next run, put the outputs of the heads of the site `moved` at the place `share` of the line: 0 in the
-        destination run, 1 in the source run. None moves no head.
+        """Prepare the next run: set the outputs of all heads of the attention module `moved` to a point on the straight
+        line between two runs. `share` is 0 at the destination run and 1 at the source run. With None, no outputs are
+        changed.
         """
         self._inputs, self._moved, self._share = {}, moved, share
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that makes the head outputs of a call depend on a tensor that requires gradients; None if
-        another site is moved.
+        """Return the function that makes the head outputs of an attention call depend on a tensor that requires
+        gradients. Return None if `reset` selected another attention module.
         """
         if not call.is_recomputation:
             self.register(call)
@@ -196,8 +198,9 @@ class _OutputGradients(SiteRegistry):
     def products(
         self, result: Float[Tensor, " pairs"], sites: Collection[SiteKey]
     ) -> dict[SiteKey, Float[Tensor, "pairs heads"]]:
-        """Return for each site, prompt pair and head the product of the derivative of the `result` of the last run with
-        the output in the source run minus that in the destination run, summed over queries and features, in float64.
+        """Return a first-order estimate of the effect of patching for each prompt pair and each head of some attention
+        modules. It is the derivative of `result` with respect to the head's output, times the change of this output
+        from the destination run to the source run. The product is summed over queries and features.
         """
         if not result.requires_grad:
             got = "none" if self._inputs else "none, as heads could not be changed"

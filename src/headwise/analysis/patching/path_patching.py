@@ -49,15 +49,17 @@ HeadInputs = Mapping[str, Float[Tensor, "batch receivers length features"]]
 
 
 class PathPatching(Patching):
-    """Table of the effect of patching the direct paths from each sender head to the receivers, one row per sender. Its
-    columns have the definitions of activation patching, where only these paths are patched.
+    """Table of the effect of patching the direct paths from one head (the sender) to the receivers, which are other
+    heads or the logits. It has one row per sender. The columns `difference` and `recovered` are those of activation
+    patching.
 
     The steps are those of Wang et al. (2022, appendix B, algorithm 1):
 
     1. Run the model on both batches, and record the outputs of all heads.
     2. Run it on the batch that is patched, with the output of the sender from the other run, and all other heads frozen
        at their outputs in the unpatched run. Norms and MLPs are computed again.
-    3. Record what the receivers get in this run. If these are the logits, their difference is the result.
+    3. Record the inputs of the receivers in this run. If the receivers are the logits, the logit difference of this
+       run is the result.
     4. Run the model on the batch that is patched, with these inputs of the receivers, and everything after the
        receivers computed as usual.
 
@@ -85,10 +87,13 @@ def path_patching(
     mlps: str = "recompute",
     progress: bool = False,
 ) -> PathPatching:
-    """Measure the effect of the direct paths from one sender head at a time to `receivers`: the final logits, or the
-    queries, keys or values of other heads, all patched together. Paths through any third head are left out. For each
-    sender, measure how much of the logit difference is recovered if the run on the corrupted prompts has these paths
-    from the run on the clean prompts (or the other way round). `PathPatching` has the steps (Wang et al. 2022).
+    """Measure the effect of the direct paths from one head at a time (the sender) to the receivers. These are the final
+    logits, or the queries, keys or values of other heads. Paths that pass through any other head are left out.
+    `PathPatching` has the steps (Wang et al. 2022).
+
+    The table states for each sender how much of the logit difference is recovered if the run on the corrupted prompts
+    has these paths from the run on the clean prompts (or the reverse, for the direction "noise"). All receivers are
+    patched together.
 
         through = hw.path_patching(model, clean, corrupted, answer=mary, wrong=john, receivers=[(9, 9)], input="q")
 
@@ -141,8 +146,9 @@ def path_patching(
 
 
 class _PathRuns:
-    """Runs of a model on the destination batch of `pairs` with patched paths from senders to the inputs `names` (q, k
-    or v) of receivers, or to the logits without names. The model runs on that batch at creation, without patches.
+    """Runs of a model on the destination batch (the one that is patched) with patched paths from senders to receivers.
+    `names` are the inputs of the receiving heads that are patched (q, k or v); empty if the receivers are the logits.
+    At creation, the model runs without patches.
 
     Attributes:
         interceptor: interceptor that patches paths, which must be active for `difference`.
@@ -186,7 +192,9 @@ class _PathRuns:
                 self._require_frozen_mlps()
 
     def difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
-        """Return the differences of logits with the direct paths from all `senders` to the receivers patched."""
+        """Patch the direct paths from all `senders` to the receivers, and return the logit difference of each prompt
+        pair in this run.
+        """
         difference = self._frozen_difference(senders)
         if not self._patches_heads:
             return difference
@@ -203,8 +211,9 @@ class _PathRuns:
         return self.runs.run_gated(self._pairs.difference, {site.path for site, _ in changed})
 
     def _frozen_difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
-        """Return the differences of logits with all heads frozen but the senders, which have their outputs of the
-        source run. Without senders, no layer outputs are reused.
+        """Run the model with all heads frozen: senders have their outputs of the source run, and other heads their
+        outputs of the unpatched run. Return the logit difference of each prompt pair. Without senders, no layer outputs
+        are reused.
         """
         self.interceptor.freeze(senders)
         with nullcontext() if self._mlps is None else self._mlps.replayed():
@@ -212,15 +221,17 @@ class _PathRuns:
             return self.runs.run_gated(self._pairs.difference, paths)
 
     def _require_unpatched(self, difference: Float[Tensor, " pairs"], expected: str) -> None:
-        """Raise `InputError` if a run that should change nothing has another result than the unpatched run."""
+        """Raise `InputError` if the logit differences of a run that should change nothing are not those of the
+        unpatched run, up to rounding.
+        """
         unpatched = self._pairs.unpatched
         if not torch.allclose(difference, unpatched, TOLERANCE, TOLERANCE, equal_nan=True):
             got = f"logit differences {difference.tolist()} in place of {unpatched.tolist()}"
             raise InputError("model", expected=expected, got=got)
 
     def _require_frozen_mlps(self) -> None:
-        """Raise `InputError` unless, with MLPs frozen, a change of head outputs changes the end of the residual stream
-        by the same change after the output projections, and by nothing else. All heads are changed at once.
+        """Raise `InputError` unless frozen MLPs leave only direct paths. If all head outputs are changed, the end of
+        the residual stream must change by the output projections of these changes, and by nothing else.
         """
         stream = ResidualStream(self._model)
         with stream.followed():
@@ -242,7 +253,9 @@ class _PathRuns:
 
 
 def _mlps_of(model: nn.Module, sites: Collection[str]) -> list[nn.Module]:
-    """Return the MLPs of a model: modules named so by their class, outside of each other, and without attention."""
+    """Return the MLP modules of a model: those with a class name such as "MLP" or "FeedForward" that contain no
+    attention and are not inside each other.
+    """
     paths: list[str] = []
     for path, module in model.named_modules():
         is_mlp = any(name in type(module).__name__.lower() for name in MLP_NAMES)
@@ -256,8 +269,9 @@ def _mlps_of(model: nn.Module, sites: Collection[str]) -> list[nn.Module]:
 
 
 class _PathInterceptor(Interceptor):
-    """Interceptor that freezes heads, gives receivers other inputs, or, as at first, only records the inputs of
-    receivers. `names` are the letters of these inputs.
+    """Interceptor for path patching. In a run, it replaces the outputs of all heads by recorded ones (`freeze`), or the
+    queries, keys or values of the receivers (`patch`). At first it only records the receivers' inputs, named by the
+    letters `names`.
 
     Attributes:
         recorded: inputs of the receivers in the last run in which they were recorded, by call.
@@ -273,26 +287,30 @@ class _PathInterceptor(Interceptor):
         self.recorded: dict[CallKey, HeadInputs] = {}
 
     def freeze(self, senders: Iterable[tuple[SiteKey, int]]) -> None:
-        """In the next runs, give senders their outputs of the source run, and all other heads those of the unpatched
-        run. Record the inputs of the receivers.
+        """Set up the next runs: senders have their outputs of the source run, and all other heads those of the
+        unpatched run. The inputs of the receivers are recorded.
         """
         self._senders, self._new_inputs, self._records, self.recorded = {}, {}, True, {}
         for site, head in senders:
             self._senders.setdefault(site, []).append(head)
 
     def patch(self, inputs: Mapping[CallKey, HeadInputs]) -> None:
-        """In the next runs, let the receivers compute their outputs with these inputs; without any, change nothing."""
+        """Set up the next runs: the receivers compute their outputs from the given queries, keys or values. With an
+        empty mapping, nothing is changed.
+        """
         self._senders, self._new_inputs, self._records = None, inputs, False
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Raise `InputError` for a module whose attention cannot be frozen, but not after an error of this object,
-        since the attention at which the run stopped is reported as unchanged.
+        """Raise `InputError` for a module whose attention cannot be frozen. Do nothing if this object itself raised an
+        error before, since the error also marks the module as unreadable.
         """
         if not self._has_failed:
             raise InputError("model", expected=ALL_FROZEN, got=f"{reason}: {path}")
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that changes the outputs of heads, or reads the inputs of receivers; None for neither."""
+        """Return the function that replaces head outputs, or records the receivers' inputs, in an attention call.
+        Return None if the call needs neither.
+        """
         key, receivers = (call.site, call.index), self._receivers.get(call.site, [])
         if self._senders is None and not (self._records and receivers) and key not in self._new_inputs:
             return None
@@ -309,7 +327,9 @@ class _PathInterceptor(Interceptor):
     def _changed(
         self, attended: HeadOutput, key: CallKey, receivers: list[int]
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the outputs of the heads in an attention call after the change, and record the inputs of receivers."""
+        """Return the head outputs of an attention call after patching or freezing; unchanged if neither applies to the
+        call. Also record the queries, keys or values of the receivers.
+        """
         site, out = key[0], attended.out
         if self._records and receivers:
             problem = _receiving_problem(attended, site, receivers)
@@ -339,9 +359,9 @@ class _PathInterceptor(Interceptor):
 
 
 def _receiving_problem(attended: HeadOutput, site: SiteKey, heads: list[int]) -> Problem:
-    """Return an attention call as a `Problem` with a key/value head for each query head, after a check that the
-    definition of attention reproduces what the model computed for `heads`, the receivers, but for rounding, at all
-    queries that have a visible key.
+    """Return the queries, keys, values and options of an attention call (a `Problem`), with one key/value head per
+    query head. Raise `InputError` unless attention computed from them has the model's own outputs for `heads`, up to
+    rounding.
     """
     problem, path = attended.read_problem(), site.label
     remedy = 'use receivers="logits", or an implementation of attention that calls scaled_dot_product_attention'

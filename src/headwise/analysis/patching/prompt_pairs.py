@@ -43,8 +43,8 @@ def patching_prompts(
     answer: str | Sequence[str],
     wrong: str | Sequence[str],
 ) -> dict[str, Any]:
-    """Tokenize pairs of prompts and their answers for the functions of patching, which take the result as `**pair`.
-    Shorter prompts are padded on the right.
+    """Tokenize pairs of prompts and their answers. The result is a dictionary of arguments for the patching functions,
+    passed as `**pair`. Shorter prompts are padded on the right.
 
         pair = hw.patching_prompts(tokenizer, "Paris is in", "Rome is in", answer=" France", wrong=" Italy")
         hw.activation_patching(model, **pair)
@@ -99,7 +99,9 @@ def patching_prompts(
 
 
 def _texts(name: str, given: Any) -> list[str]:
-    """Return one text or a sequence of texts as a list."""
+    """Return the texts of an argument as a list; a single text becomes a list of one. Raise `InputError` for anything
+    else, and for empty texts.
+    """
     texts = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise InputError(name, expected="a text or a sequence of texts, none of them empty", got=repr(given))
@@ -107,7 +109,7 @@ def _texts(name: str, given: Any) -> list[str]:
 
 
 def _prompt_tokens(tokenizer: Any, name: str, prompt: str) -> list[int]:
-    """Return the token ids of a prompt, whose last one is a token of the text."""
+    """Return the token ids of a prompt. Raise `InputError` if the tokenizer puts a special token at the end."""
     ids = [int(token) for token in tokenizer(prompt)["input_ids"]]
     bare = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not ids or not bare or ids[len(ids) - len(bare) :] != list(bare):
@@ -119,7 +121,9 @@ def _prompt_tokens(tokenizer: Any, name: str, prompt: str) -> list[int]:
 
 
 def _answer_token(tokenizer: Any, name: str, answer: str, prompts: Iterable[tuple[str, list[int]]]) -> int:
-    """Return the token with which an answer continues every prompt, a text with its token ids."""
+    """Return the id of the single token by which an answer continues every prompt. `prompts` are pairs of a text and
+    its token ids. Raise `InputError` if the answer is several tokens, or different ones after different prompts.
+    """
     found = set()
     for prompt, ids in prompts:
         together = [int(token) for token in tokenizer(prompt + answer)["input_ids"]]
@@ -135,9 +139,9 @@ def _answer_token(tokenizer: Any, name: str, answer: str, prompts: Iterable[tupl
 
 
 class PromptPairs:
-    """A clean and a corrupted batch of prompts, of which one is the source of patched values and the other is the
-    destination, whose run is patched: the corrupted one for the direction "denoise". The model runs on the source batch
-    at creation.
+    """Clean and corrupted batch of prompts for patching. Values from the run on one of them, the source, are put into
+    the run on the other, the destination. The direction "denoise" has the clean batch as its source. At creation, the
+    model runs on the source batch.
 
     Attributes:
         source_run: head outputs in the run on the source batch.
@@ -161,12 +165,14 @@ class PromptPairs:
         self.unpatched = torch.full_like(self._source_difference, math.nan)
 
     def difference(self) -> Float[Tensor, " pairs"]:
-        """Run the model on the destination batch, and return its logits of right answers minus those of wrong ones."""
+        """Run the model on the destination batch (the one that is patched). Return for each prompt the logit of the
+        right answer minus that of the wrong one.
+        """
         return self._tokens.logit_difference(self.model, copied(self._destination))
 
     def difference_in_other_context(self) -> Float[Tensor, " pairs"]:
-        """Run the model on the destination batch, in which all tokens but those that the answers follow are those of
-        the source batch. Return the differences of logits.
+        """Run the model on the destination batch in another context, and return the logit differences. Only the tokens
+        that the answers follow are those of the destination batch; all others are those of the source batch.
         """
         batch = dict(self._destination)
         for name, own in self._destination.items():
@@ -183,12 +189,16 @@ class PromptPairs:
         return self._tokens.logit_difference(self.model, copied(batch))
 
     def set_unpatched(self, difference: Float[Tensor, " pairs"]) -> None:
-        """Store the differences of logits in the unpatched run on the destination batch as `unpatched`."""
+        """Store the logit differences of the run on the destination batch without patches, in the attribute
+        `unpatched`. Raise `InputError` if one of them is NaN or infinite.
+        """
         self.unpatched = difference.detach()
         self._require_finite(self.unpatched, self._destination)
 
     def _require_finite(self, difference: Float[Tensor, " pairs"], batch: dict[str, Any]) -> None:
-        """Raise `InputError` with the first module whose numbers are NaN or infinite, if a difference of logits is."""
+        """Raise `InputError` if a logit difference is NaN or infinite. The error names the first module with such
+        numbers in a run on `batch`.
+        """
         is_finite = difference.isfinite()
         if not bool(is_finite.all()):
             error = nonfinite_error(self.model, lambda: call_model(self.model, copied(batch)), batch, ~is_finite)
@@ -196,13 +206,14 @@ class PromptPairs:
 
     @property
     def _clean_and_corrupted(self) -> tuple[Tensor, Tensor]:
-        """Differences of logits in the clean and in the corrupted run."""
+        """Logit differences in the clean run and in the corrupted run, both without patches."""
         both = (self._source_difference, self.unpatched)
         return both if self._direction == "denoise" else both[::-1]
 
     def estimates(self, difference: Float[Tensor, " pairs"]) -> dict[str, MeanEstimate]:
-        """Return the mean over prompt pairs of `difference`, and of its place on a scale from 0 (corrupted run) to 1
-        (clean run), `recovered`, which pairs whose two runs have the same difference do not have.
+        """Return two means over prompt pairs. `difference` is the mean of the given logit differences. `recovered` is
+        the mean of their places on a scale from 0 (corrupted run) to 1 (clean run). It leaves out pairs with the same
+        logit difference in both runs.
         """
         if not bool(difference.isfinite().all()):
             raise InputError("model", expected="finite logits in each patched run", got="NaN or infinity")
@@ -212,8 +223,8 @@ class PromptPairs:
         return {"recovered": MeanEstimate.of(recovered.tolist()), "difference": MeanEstimate.of(difference.tolist())}
 
     def heads(self, heads: Iterable[LayerHead] | None, argument: str = "heads") -> list[SiteHead]:
-        """Return the heads in the argument `argument`, each once, in the order of the model; all heads if `heads` is
-        None.
+        """Return the heads that an argument lists, each once and in the order of the model; all heads if `heads` is
+        None. Raise `InputError`, which names the `argument`, for a head that the model does not have.
         """
         all_heads = [(record.site, labels) for record, labels in self.source_run.head_labels()]
         if heads is None:
@@ -228,8 +239,8 @@ class PromptPairs:
     def table(
         self, table_type: type[TableT], rows: Sequence[HeadRow], further: Mapping[str, Any], **settings: Any
     ) -> TableT:
-        """Return a table with a summary of both runs without patches, with further entries `further`: the number of
-        prompt pairs, and the mean of the logit difference in the clean and in the corrupted run.
+        """Return a table of the given type with the rows `rows`. Its metadata has the number of prompt pairs, the mean
+        logit difference in the clean and in the corrupted run, and the entries `further`.
         """
         clean, corrupted = self._clean_and_corrupted
         measured = {"sequences": len(clean), "clean": clean.mean().item(), "corrupted": corrupted.mean().item()}
@@ -241,8 +252,8 @@ class PromptPairs:
 def prompt_pairs(
     model: Any, clean: Any, corrupted: Any, direction: Any, *, answer: Any, wrong: Any, at: Any
 ) -> Iterator[PromptPairs]:
-    """Check two batches of prompts and their answers, and yield one object with both batches. While the context is
-    active, the model is in evaluation mode, without gradients.
+    """Check clean and corrupted prompts and their answers, and yield them as a `PromptPairs`. While the context is
+    active, the model is in evaluation mode, and gradients are not recorded.
     """
     tokens = AnswerTokens.from_arguments(answer, wrong, at)
     require_module(model)
@@ -261,7 +272,9 @@ def prompt_pairs(
 
 
 def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
-    """Raise `InputError` unless both batches have the same arguments, of the same shapes and with the same padding."""
+    """Raise `InputError` unless the clean and the corrupted batch have the same arguments, with equal shapes and the
+    same padding.
+    """
     if clean.keys() != corrupted.keys():
         names = ", ".join(clean) or "a tensor"
         expected = f"the arguments of clean, {names}"
@@ -281,7 +294,9 @@ def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any])
 def output_of_shape(
     run: RecordedOutputs, key: CallKey, shape: torch.Size
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return the head outputs of an attention call in a recorded run, whose shape is that in another run."""
+    """Return the recorded head outputs of an attention call in `run`. Raise `InputError` unless they have the given
+    shape, which is that of the same call in another run.
+    """
     outputs = run.output_of_call(*key)
     if outputs.shape != shape:
         expected = f"head outputs of the same shape in all runs, {tuple(shape)} in {key[0].path}"

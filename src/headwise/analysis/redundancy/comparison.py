@@ -44,9 +44,9 @@ LARGEST_EXPECTATION = 0.05
 @storable
 @dataclass
 class ComparisonProgress(SiteProgress):
-    """Partial result of a comparison of heads in one process: running sums of the outputs of every two sites that were
-    compared, running distances of the attention weights at each site, and the square of the relative difference of
-    outputs that counts as rounding at each site.
+    """Results of comparing heads that one process has so far. `products` are running sums over the head outputs of
+    pairs of attention modules. `distances` are running means of the distances between attention weights in each module.
+    `rounding` is the squared relative difference up to which outputs of a module count as equal.
     """
 
     products: dict[tuple[SiteKey, SiteKey], OutputProducts] = field(default_factory=dict)
@@ -55,8 +55,8 @@ class ComparisonProgress(SiteProgress):
 
 
 class HeadComparison(SiteRegistry):
-    """Interceptor that measures the similarity of every two heads while a model runs: of their attention weights within
-    a layer, and of their outputs within a layer or, with `across_layers`, in the whole model.
+    """Interceptor that measures the similarity of every two heads while a model runs. Attention weights are compared
+    within a layer; head outputs within a layer or, with `across_layers`, in the whole model.
 
     Outputs of different layers are compared if the layers attend from the same tokens.
 
@@ -77,19 +77,21 @@ class HeadComparison(SiteRegistry):
         self._latest: tuple[Call | None, CallContext] = None, CallContext()
 
     def on_model_call(self) -> None:
-        """Release the data of the previous model call."""
+        """Delete the head outputs that are stored from the previous call of the model."""
         self._pending_outputs = {}
         self._contexts.on_model_call()
 
     def observe(self, call: Call) -> Observation | None:
-        """Return the observation that adds the attention weights of a call to the distances between its heads."""
+        """Return an `Observation` that compares the attention weights of the heads in a call with each other, and adds
+        the distances to the running sums.
+        """
         heads = self.register(call).heads
         distances = self.progress.distances.setdefault(call.site, WeightDistances(heads, call.grid.device))
         return Observation(distances.add, self._call_context(call), distances.finish_call)
 
     def change(self, call: Call) -> Change | None:
-        """Return a function that leaves the head outputs of an attention call unchanged. It compares the outputs of the
-        heads with each other or, if heads are compared across layers, stores them for `finish_batch`.
+        """Return a function that receives the head outputs of an attention call and returns them unchanged. It compares
+        the heads with each other, or stores the outputs for `finish_batch` if heads are compared across layers.
         """
         is_real = self._call_context(call).real_queries
 
@@ -116,24 +118,28 @@ class HeadComparison(SiteRegistry):
         return compare_or_store
 
     def _call_context(self, call: Call) -> CallContext:
-        """Return the padding of an attention call, which is read once."""
+        """Return the tokens and padding of an attention call. They are read once per call."""
         if self._latest[0] is not call:
             self._latest = call, self._contexts.read(call).context
         return self._latest[1]
 
     def _name_unknown_padding(self, path: str, reason: str) -> None:
-        """Record that the padded queries of a module are unknown; other reasons do not concern comparisons."""
+        """Record a warning for the module at `path` if `reason` states that its padded queries are unknown. Other
+        reasons are ignored, since they do not affect comparisons.
+        """
         if reason == PADDED_QUERIES_UNKNOWN:
             self.on_left_out(path, PADDING_IS_COMPARED)
 
     def finish_batch(self) -> None:
-        """Compare across layers the head outputs that the last model call stored, and release them."""
+        """Compare the head outputs that were stored during the last call of the model, within and across layers, and
+        delete them.
+        """
         for outputs in self._pending_outputs.values():
             self._compare(outputs)
         self._pending_outputs = {}
 
     def add(self, progress: ComparisonProgress) -> None:
-        """Add running sums: those of a stopped run, or of another process."""
+        """Add the running sums of an interrupted run, or of another process, to those of this object."""
         self.merge(progress.records)
         self.progress.records = self.records
         own: Any
@@ -150,8 +156,9 @@ class HeadComparison(SiteRegistry):
             self.progress.rounding[site] = max(self.progress.rounding.get(site, 0.0), rounding)
 
     def _compare(self, outputs: list[tuple[Call, Tensor]]) -> None:
-        """Update the similarities between the heads of every two attention calls in `outputs`, and within each call.
-        `outputs` pairs each call with its head outputs `(tokens, heads, value_dim)`, at the same tokens.
+        """Compare the heads of every two attention calls in `outputs`, and of each call with itself, and add to the
+        running sums. `outputs` are pairs of a call and its head outputs `(tokens, heads, value_dim)`, for the same
+        tokens in all calls.
         """
         outputs = sorted(outputs, key=lambda output: (self._order[output[0].site.path], *output[0].site[1:]))
         for parts in zip(*(torch.split(out, TOKENS_AT_ONCE) for _, out in outputs), strict=True):
@@ -168,8 +175,9 @@ class HeadComparison(SiteRegistry):
     def _written_directions(
         self, call: Call, out: Float[Tensor, "tokens heads value_dim"]
     ) -> Float[Tensor, "heads tokens width"]:
-        """Return, for each head and token, the unit vector in the direction of what the head writes into the residual
-        stream, or of its output if no output projection is found. A vector of zeros stays 0.
+        """Return the direction in which each head writes into the residual stream at each token: its output after the
+        output projection, as a unit vector. Without a known projection, the direction is that of the head output
+        itself. Zero vectors remain 0.
         """
         heads, value_dim = out.shape[1:]
         if call.site not in self._projection_slices:
@@ -182,7 +190,9 @@ class HeadComparison(SiteRegistry):
         return nn.functional.normalize(written, dim=-1, eps=SMALLEST_NORM)
 
     def name_few_tokens(self, threshold: float) -> None:
-        """Record the modules with so few tokens that unrelated heads may have a `cka` of `threshold` by chance."""
+        """Record a warning for each module with too few tokens. Either `cka` is undefined for its heads, or unrelated
+        heads may have a `cka` of `threshold` or more by chance.
+        """
         heads, pairs = {site: record.heads for site, record in self._records.items()}, 0
         for site, other in self.progress.products:
             pairs += heads[site] * heads[other] if site != other else math.comb(heads[site], 2)
@@ -201,9 +211,8 @@ class HeadComparison(SiteRegistry):
             self.on_left_out(site.path, f"outputs of heads were compared over {means}")
 
     def similarity(self) -> dict[str, Float[Tensor, "heads heads"]]:
-        """Return the similarity of every two heads by each measure: symmetric matrices with the heads in the order of
-        the model, NaN for pairs of heads that were not compared. The `cka` is also NaN for heads whose outputs do not
-        vary by more than rounding.
+        """Return one symmetric matrix of heads by heads for each measure of similarity: "cosine", "cka" and "distance".
+        Pairs that were not compared are NaN. So is `cka` for a head with the same output at all tokens, up to rounding.
         """
         columns, total = {}, 0
         for record in self.records:
@@ -227,8 +236,8 @@ class HeadComparison(SiteRegistry):
 
 
 def _squared_rounding(out: Tensor, keys: int) -> float:
-    """Return the square of the relative difference of two head outputs that counts as rounding, if both are the mean of
-    the same value vector by other attention weights.
+    """Return the squared relative difference up to which two head outputs count as equal. It bounds the rounding error
+    if both outputs are averages of one and the same value vector with different attention weights.
 
     Values, weights and outputs are rounded to the dtype of the outputs. Sums over keys are rounded at each key, in
     float32 or better. The roundings are independent, so their squares add up (Higham and Mary 2019).

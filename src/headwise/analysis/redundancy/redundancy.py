@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 class ClusterCost(NamedTuple):
     """Ablation effects of a cluster of similar heads: the increase of the loss without each head alone, and without all
-    of them together.
+    heads of the cluster together.
 
     Attributes:
         heads: `(layer, head)` of each head.
@@ -49,8 +49,8 @@ class ClusterCost(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Ablation effect of all heads of the cluster together, divided by the sum of the effects of each head alone;
-        NaN if that sum is 0.
+        """Increase of the loss without all heads of the cluster, divided by the sum of the increases without each head
+        alone. NaN if that sum is 0.
 
         A ratio above 1 means that heads of the cluster compensate for the loss of one of them.
         """
@@ -104,7 +104,9 @@ class Redundancy(Table[HeadRow]):
 
     @property
     def heads(self) -> tuple[Mapping[str, Any], ...]:
-        """Labels of each head: layer, head, kv_head, module, kind ("self" or "cross")."""
+        """Labels of each head, in the order of the model: layer, head, kv_head, module, and kind ("self" or "cross"
+        attention).
+        """
         return tuple(row.identifiers for row in self.rows)
 
     @property
@@ -115,8 +117,8 @@ class Redundancy(Table[HeadRow]):
         return tuple(row.name for row in self.rows)
 
     def table(self) -> Any:
-        """Return a pandas DataFrame with one row per compared pair of heads: their names `a` and `b`, and the measures
-        of their similarity, `cosine`, `cka` and `distance`.
+        """Return a pandas DataFrame with one row per compared pair of heads. The columns are the names of the two
+        heads, `a` and `b`, and the measures of their similarity, `cosine`, `cka` and `distance`.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -133,8 +135,8 @@ class Redundancy(Table[HeadRow]):
         )
 
     def plot(self, statistic: str = "cka", *, ax: Any = None) -> "Axes":
-        """Draw one measure of similarity as a matrix of heads by heads, and return the matplotlib axes. Pairs of heads
-        that were not compared are grey.
+        """Draw a matrix of heads by heads, coloured by one measure of their similarity, and return the matplotlib axes.
+        Pairs of heads that were not compared are grey.
 
         Args:
             statistic: the measure: "cosine", "cka" or "distance".
@@ -154,7 +156,9 @@ class Redundancy(Table[HeadRow]):
         )
 
     def _samples(self) -> tuple[list[Any], str]:
-        """Return the rows of all matrices for each head, one after the other, and clusters and their costs as JSON."""
+        """Return the data to store in a file. The first part has for each head its rows of the three similarity
+        matrices, one after the other. The second is the clusters and their ablation effects as JSON.
+        """
         matrices = torch.cat([getattr(self, name) for name in MEASURES], 1)
         return matrices.tolist(), json.dumps({"clusters": self.clusters, "cluster_costs": self.cluster_costs})
 
@@ -182,8 +186,9 @@ def redundancy(
     progress: bool = False,
     title: str | None = None,
 ) -> Redundancy:
-    """Measure the similarity of every two heads of each layer (or of the model), and group similar heads into clusters.
-    With `loss`, measure also its increase if each head of a cluster is ablated alone, and if all are ablated together.
+    """Measure the similarity of every two heads of each layer, and group similar heads into clusters. With
+    `pairs="all"`, also compare the outputs of heads in different layers. With a loss, also measure its increase without
+    each head of a cluster, and without all heads of the cluster.
 
     The measures over tokens are the cosine and the centred kernel alignment (`cka`) of two heads' outputs, and the
     Jensen-Shannon distance of their attention weights; `Redundancy` has the definitions. Clusters are complete-linkage

@@ -16,10 +16,9 @@ from headwise.shapes import Bool, Float
 
 @storable
 class OutputProducts:
-    """Running sums over the tokens of several batches, for every head of a first and every head of a second attention
-    module. They give, for each such pair of heads, the dependence of the two heads' outputs (the Hilbert-Schmidt
-    independence criterion), and the mean cosine between the vectors that the two heads write into the residual stream.
-    No token is kept.
+    """Running sums over tokens for comparing every head of one attention module with every head of another. They yield
+    the dependence of two heads' outputs (Hilbert-Schmidt independence criterion), and the mean cosine of the vectors
+    that the two heads write into the residual stream.
 
     The outputs are shifted by their mean over the first tokens, `outs`, which changes no result: sums of large numbers
     would lose digits.
@@ -39,8 +38,9 @@ class OutputProducts:
     def add(
         self, outs: Sequence[Float[Tensor, "tokens _ _"]], directions: Sequence[Float[Tensor, "_ tokens _"]]
     ) -> None:
-        """Add further tokens: the head outputs of both modules, `(tokens, heads, value_dim)`, and unit vectors of what
-        their heads write into the residual stream, `(heads, tokens, width)`, 0 where a head writes nothing.
+        """Add tokens to the sums. `outs` are the head outputs of both modules, `(tokens, heads, value_dim)`.
+        `directions` are unit vectors of what their heads write into the residual stream, `(heads, tokens, width)`, and
+        0 where a head writes nothing.
         """
         shifted = [out - shift for out, shift in zip(outs, self._shifts, strict=True)]
         norms = [out.square().sum(-1) for out in shifted]
@@ -58,7 +58,9 @@ class OutputProducts:
             self._cosine_counts += writes[0] @ writes[1].mT
 
     def merge(self, other: "OutputProducts") -> None:
-        """Add the sums over other tokens, for the same modules. Outputs in them may be shifted by other means."""
+        """Add the sums of `other`, which are over other tokens for the same two modules. Both objects subtract means
+        from the head outputs before summing; if the means differ, the sums of `other` are converted.
+        """
         device = self._products.device
         of_first, of_second = (
             _translation(theirs.to(device) - own) for own, theirs in zip(self._shifts, other._shifts, strict=True)
@@ -78,7 +80,10 @@ class OutputProducts:
         self._cosine_counts += other._cosine_counts.to(device)
 
     def _with_norms(self) -> Float[Tensor, "first second"]:
-        """Return the sums of the products of all features, squared norms and the number 1 of both modules."""
+        """Return all sums over tokens as one matrix. Rows are the first module's output features, squared norms of its
+        heads, and the constant 1; columns are the same for the second module. Each entry is the sum of the product of
+        row and column.
+        """
         tokens = self._norm_products.new_full((1,), self.tokens)
         of_features = torch.cat([self._products, self._weighted_sums[0], self._sums[0][:, None]], 1)
         of_norms = torch.cat([self._weighted_sums[1].mT, self._norm_products, self._norm_sums[0][:, None]], 1)
@@ -86,8 +91,8 @@ class OutputProducts:
         return torch.cat([of_features, of_norms, of_one])
 
     def varies(self, rounding: float) -> Bool[Tensor, " first_heads"]:
-        """Return True for the heads of the first module whose outputs vary over tokens by more than rounding: their
-        mean squared distance from their mean is more than `rounding` times their mean square.
+        """Return True for the heads of the first module whose outputs are not the same at all tokens, up to rounding.
+        Their variance over tokens must be more than `rounding` times their mean square.
         """
         mean_shifted = self._sums[0].view_as(self._shifts[0]) / self.tokens
         variance = self._norm_sums[0] / self.tokens - mean_shifted.square().sum(-1)
@@ -96,8 +101,8 @@ class OutputProducts:
 
     @property
     def mean_cosine(self) -> Float[Tensor, "first_heads second_heads"]:
-        """Mean cosine between the vectors that a head of the first and a head of the second module write into the
-        residual stream, for every such pair, over the tokens at which both heads write.
+        """Mean cosine between the vectors that two heads write into the residual stream, over the tokens at which both
+        write. The first head is of the first module and the second of the second module, in all combinations.
 
         NaN if there is no such token, or if the modules write vectors of different widths.
         """
@@ -106,8 +111,9 @@ class OutputProducts:
 
     @property
     def dependence(self) -> Float[Tensor, "first_heads second_heads"]:
-        """Unbiased estimate of the Hilbert-Schmidt independence criterion of the outputs x of a head of the first and y
-        of a head of the second module, with linear kernels, for every such pair; NaN for fewer than 4 tokens.
+        """Dependence of the outputs x of a head of the first module and y of a head of the second module, for every
+        such pair. It is the unbiased estimate of the Hilbert-Schmidt independence criterion with linear kernels; NaN
+        for fewer than 4 tokens.
 
         With n tokens, K_ij = x_i . x_j and L_ij = y_i . y_j, both without their diagonals, it is (Song et al. 2012,
         equation 5)
@@ -135,8 +141,11 @@ class OutputProducts:
 
 
 def _translation(difference: Float[Tensor, "heads value_dim"]) -> Float[Tensor, "features features"]:
-    """Return the matrix that turns the features, squared norms and the number 1 of outputs x into those of x + a, for
-    the difference a: the squared norm of a head becomes `|x|^2 + 2 a.x + |a|^2`.
+    """Return a matrix that shifts the head outputs x of a module to x + a, for the vector a of each head
+    (`difference`). It maps the concatenation of features, squared norms of heads and the number 1 for x to that for
+    x + a.
+
+    The squared norm of a head becomes `|x|^2 + 2 a.x + |a|^2`.
     """
     heads, features = len(difference), difference.numel()
     matrix = torch.eye(features + heads + 1, dtype=difference.dtype, device=difference.device)
@@ -148,12 +157,15 @@ def _translation(difference: Float[Tensor, "heads value_dim"]) -> Float[Tensor, 
 
 
 def chance_of(threshold: float, tokens: int) -> float:
-    """Return about the largest probability with which the debiased centred kernel alignment of independent outputs is
-    at least `threshold`, for independent tokens. Its standard deviation is sqrt(2 / (n (n - 3))) for n tokens.
+    """Return approximately the probability that two unrelated heads have a similarity `cka` (debiased centred kernel
+    alignment) of at least `threshold` by chance, for independent tokens. It is the larger one of the probabilities for
+    outputs of one feature and of many features.
+
+    The standard deviation of the `cka` of unrelated heads is sqrt(2 / (n (n - 3))) for n tokens.
 
     With m = n (n - 3) / 2, the alignment r of outputs of many features has sqrt(m - 1) r / sqrt(1 - r^2) distributed as
     Student's t with m - 1 degrees of freedom (Szekely and Rizzo 2013). Outputs of one feature have about the square of
-    the correlation coefficient, with a beta distribution. The larger probability is returned.
+    the correlation coefficient, with a beta distribution.
     """
     if threshold >= 1.0:
         return 0.0
@@ -167,7 +179,7 @@ def chance_of(threshold: float, tokens: int) -> float:
 @storable
 class WeightDistances:
     """Running mean, over query rows, of the Jensen-Shannon distance between the attention weights of every two heads of
-    an attention site (a module's self- or cross-attention). The whole attention matrix is not needed.
+    one attention module. The rows are added in blocks, so that the whole attention matrix is never in memory.
 
     A tile (part of the score matrix computed at once) may hold the weights of some heads only. Tiles of the same rows
     are kept until tiles of other rows arrive.
@@ -178,13 +190,14 @@ class WeightDistances:
         self.finish_call()
 
     def finish_call(self) -> None:
-        """Release the attention weights that are kept for comparison with further heads, at the end of a call."""
+        """Delete the attention weights that were kept to compare with further heads, when an attention call ends."""
         self._current_rows: Any = None
         self._tiles: list[tuple[slice, Tensor, Tensor]] = []
 
     def add(self, rows: RowBlock) -> None:
-        """Add the distances between the attention weights of every two heads in a block of query rows, and between
-        these and the heads of earlier blocks of the same rows. Rows count that are not padding and have a visible key.
+        """Add the distances between every two heads for a block of query rows. Heads of the block are compared with
+        each other, and with those in earlier blocks of the same rows. Padding rows and rows without a visible key are
+        left out.
         """
         tile = rows.tile
         current_rows = (tile.block.rows, tuple(tile.block.spans), tile.sequences.start, tile.sequences.stop)
@@ -202,13 +215,15 @@ class WeightDistances:
         self._tiles.append((tile.heads, weights, counted))
 
     def merge(self, other: "WeightDistances") -> None:
-        """Add the sums over other query rows of the same site."""
+        """Add the sums of `other`, which are over other query rows of the same attention module."""
         self._sums += other._sums.to(self._sums.device)
         self._counts += other._counts.to(self._counts.device)
 
     @property
     def mean(self) -> Float[Tensor, "heads heads"]:
-        """Mean distance of every two heads, in the square root of nats: NaN for two heads that were not compared."""
+        """Mean Jensen-Shannon distance between the attention weights of every two heads, in the square root of nats.
+        NaN for heads that were not compared.
+        """
         distances: Tensor = (self._sums + self._sums.mT) / (self._counts + self._counts.mT)
         return distances.fill_diagonal_(0.0)
 
@@ -216,7 +231,9 @@ class WeightDistances:
 def _distances(
     p: Float[Tensor, "batch 1 rows columns"], q: Float[Tensor, "batch heads rows columns"]
 ) -> Float[Tensor, "batch heads rows"]:
-    """Return the Jensen-Shannon distance between the attention weights of one head and of others, in each row."""
+    """Return the Jensen-Shannon distance between the attention weights `p` of one head and those of each other head in
+    `q`, for each query row.
+    """
     # With p = m (1 + t) and q = m (1 - t), numbers that are nearly equal are not subtracted.
     total = p + q
     limit = 1.0 - torch.finfo(total.dtype).eps

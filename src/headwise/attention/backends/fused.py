@@ -40,7 +40,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return the reason that torch's attention kernels cannot compute a problem, in one sentence; None if they can."""
+    """Return the reason that torch's fused kernels cannot compute an attention problem (the tensors and options of one
+    call), in one sentence; None if they can.
+    """
     if problem.softcap is not None:
         return "torch's fused operators have no softcap"
     if problem.talking is not None:
@@ -54,7 +56,9 @@ def why_not(problem: Problem) -> str | None:
 
 
 def run(problem: Problem) -> Answer:
-    """Compute attention with torch's kernels, or with the reference if the weights are asked for."""
+    """Compute an attention problem with torch's fused kernels. If the weights are asked for, the reference backend
+    computes it instead.
+    """
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
     q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
@@ -83,7 +87,9 @@ def run(problem: Problem) -> Answer:
 
 
 def finished(problem: Problem, out: Float[Tensor, "batch heads queries width"], lse: Tensor | None) -> Answer:
-    """Return the result of kernels that have no sinks, and that need wider values than those of the problem."""
+    """Return the result of a problem from the output and log-sum-exp of a kernel. Attention sinks are included, if the
+    log-sum-exp is passed; padded features are removed; and the output is cast to the dtype of q.
+    """
     if problem.sinks is not None and lse is not None:
         out, lse = reference.with_sinks(out, lse, problem.sinks)
     out = out[..., : problem.v.shape[-1]].to(problem.q.dtype)
@@ -93,8 +99,9 @@ def finished(problem: Problem, out: Float[Tensor, "batch heads queries width"], 
 def _without_lse(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, dropout: float
 ) -> Float[Tensor, "batch heads queries width"]:
-    """Return the output of torch's kernel. A single row in bfloat16 on CPU is passed twice, which is faster. In
-    programs that torch records, rows without a visible key are set to 0.
+    """Return the output of torch's `scaled_dot_product_attention`. On a CPU, a single bfloat16 query row is passed
+    twice, which is faster. In programs that torch exports or traces, the output of rows without a visible key is set to
+    0.
     """
     if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _without_lse(q.repeat(1, 1, 2, 1), k, v, attn_mask, False, scale, dropout)[:, :, :1]
@@ -112,8 +119,8 @@ def _without_lse(
 def _with_lse(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Float[Tensor, "batch heads queries width"], PerRow]:
-    """Return output and log-sum-exp from torch's flash operator for the CPU, in float32 at least: in half precision its
-    exponentials have errors of up to 6e-5, and on CPU float32 is as fast.
+    """Return the output and the log-sum-exp of torch's flash attention operator for the CPU, in float32 at least. In
+    half precision, the operator's exponentials have errors of up to 6e-5, and on CPU float32 is as fast.
     """
     q, k, v = (tensor.to(problem.score_dtype) for tensor in (q, k, v))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -126,7 +133,9 @@ def _with_lse(
 
 
 def uses_is_causal(problem: Problem) -> bool:
-    """Return True if torch's flag `is_causal` can replace the mask, and the kernel does not need it as a tensor.
+    """Return True if torch's flag `is_causal` can replace the mask of a problem. This requires a plain causal mask, as
+    many queries as keys, a positive scale and no bias. It is False for few keys on a CPU, where the kernel needs a mask
+    tensor.
 
     The flag aligns the first query with the first key. On CPU the kernel multiplies scores by the scale after it has
     set hidden ones to -inf, so a scale that is not positive in float32 would give NaN.
@@ -138,18 +147,24 @@ def uses_is_causal(problem: Problem) -> bool:
 
 
 def keeps_matrix(problem: Problem) -> bool:
-    """Return True if torch keeps all weights on a CPU: with dropout, or with a bias that needs a gradient."""
+    """Return True if torch's kernel keeps the matrix of all weights in memory on a CPU: with dropout, or with a bias
+    that needs a gradient.
+    """
     return problem.dropout > 0 or _bias_needs_grad(problem)
 
 
 def _needs_lse(problem: Problem) -> bool:
-    """Return True if the log-sum-exp must be computed: for the caller, or on CPU to include attention sinks."""
+    """Return True if the log-sum-exp must be computed: if the caller asks for it or, on a CPU, to include attention
+    sinks.
+    """
     sinks_from_lse = problem.q.device.type == "cpu" and not records_program() and not _bias_needs_grad(problem)
     return problem.return_lse or (problem.sinks is not None and sinks_from_lse)
 
 
 def _has_few_keys(problem: Problem) -> bool:
-    """Return True if torch's kernel would lose NaN without a mask tensor; False if the number of keys is unknown."""
+    """Return True if there are so few keys that torch's kernel on a CPU returns 0 for a row of NaN scores. With a mask
+    tensor, it returns NaN. Return False on other devices, in recorded programs, and if the number of keys is unknown.
+    """
     if problem.q.device.type != "cpu" or records_program():
         return False
     return known_to_be_true(problem.grid.keys < FEWEST_KEYS_WITHOUT_MASK)
@@ -163,8 +178,9 @@ def _bias_needs_grad(problem: Problem) -> bool:
 def _with_sink_key(
     problem: Problem, k: Tensor, v: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Return keys, values, mask and causal flag with the sinks as one additional key and value of zeros, whose entry in
-    the mask, a tensor that is added to the scores, is each head's sink logit.
+    """Return keys, values, mask and causal flag, with the attention sinks as one additional key. The features of this
+    key and its value are 0. Its entry in the mask, a tensor that is added to the scores, is the sink logit of each
+    head.
     """
     assert problem.sinks is not None
     dtype, grid = k.dtype if k.device.type != "cpu" else problem.score_dtype, problem.grid
@@ -204,7 +220,9 @@ class _FlashWithLse(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> tuple[Float[Tensor, "batch heads queries width"], PerRow]:
-        """Return output and log-sum-exp; `added` is mask and bias as one tensor to add to the scores, or None."""
+        """Return the output and the log-sum-exp. `added` combines mask and bias in one tensor that is added to the
+        scores; it is None without both.
+        """
         out, lse = _flash(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
         return out, lse
 
@@ -219,14 +237,14 @@ class _FlashWithLse(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: Float[Tensor, "batch heads queries width"] | None, grad_lse: PerRow | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v, given those of the output and the log-sum-exp."""
+        """Return the gradients of q, k and v, given the gradients of the output and the log-sum-exp."""
         inputs = (grad_out, grad_lse, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
         grads = _FlashWithLseBackward.apply(*inputs)  # type: ignore[no-untyped-call]
         return *grads, None, None, None
 
 
 class _FlashWithLseBackward(OnlyFirstDerivative):
-    """Gradient of `_FlashWithLse`, computed by torch's operator."""
+    """Backward pass of `_FlashWithLse`, computed by torch's operator. It cannot be differentiated again."""
 
     attention = "fused attention"
     generate_vmap_rule = True
@@ -244,7 +262,7 @@ class _FlashWithLseBackward(OnlyFirstDerivative):
         is_causal: bool,
         scale: float,
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v, given those of the output and the log-sum-exp."""
+        """Return the gradients of q, k and v, given the gradients of the output and the log-sum-exp."""
         width = q.shape[-1]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -256,8 +274,9 @@ class _FlashWithLseBackward(OnlyFirstDerivative):
 
 
 def mask_arguments(problem: Problem) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Bias | None, bool]:
-    """Return mask and bias as the arguments `attn_mask` and `is_causal` of torch's attention. The tensor is boolean
-    without a bias, and otherwise the bias, with -inf at hidden keys.
+    """Return a problem's mask and bias as the arguments `attn_mask` and `is_causal` of torch's attention. Without a
+    bias, `attn_mask` is boolean. With a bias, it is the bias, with -inf at hidden keys. It is None if there is neither,
+    or if `is_causal` replaces it.
     """
     mask, bias, grid = problem.mask, problem.bias, problem.grid
     if uses_is_causal(problem):
@@ -287,8 +306,8 @@ def mask_arguments(problem: Problem) -> tuple[Bool[Tensor, "#batch #heads querie
 def _as_rows(
     q: Float[Tensor, "batch heads queries width"], kv_heads: int, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return q and the mask. For one query of grouped heads, the query heads of a group become the rows of one head, so
-    that torch reads the group's keys only once.
+    """Return q and the mask. If there is one query, and several query heads share a key/value head, these heads become
+    the rows of one head. Torch then reads their keys only once.
     """
     batch, heads, queries, width = q.shape
     if queries != 1 or heads == kv_heads:
@@ -299,15 +318,17 @@ def _as_rows(
 
 
 def widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*axes want"]:
-    """Return a tensor whose last axis is padded with zeros to `width` and has stride 1; copied only if necessary."""
+    """Return a tensor whose last axis is padded with zeros to `width` and has stride 1. The tensor is copied only if
+    necessary.
+    """
     if tensor.shape[-1] < width:
         tensor = F.pad(tensor, (0, width - tensor.shape[-1]))  # may keep a channels-last layout
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def empty_result(problem: Problem) -> Answer:
-    """Return the result if q, k or v has an axis of length 0, on which torch's operator would crash. The zeros depend
-    on q, k and v, so that these get gradients.
+    """Return the result, an output of zeros, if q, k or v has an axis of length 0. Torch's operator would crash on such
+    tensors. The zeros are computed from q, k and v, so that all three get gradients.
     """
     q, k, v = problem.q, problem.k, problem.v
     zeros = q[..., :0].sum(-1, keepdim=True) + k[..., :0].sum() + v[..., :0].sum()

@@ -45,7 +45,7 @@ SCORES_AT_ONCE = 2**22
 
 
 class StatisticsCall(NamedTuple):
-    """Arguments of the operator.
+    """Arguments of the operator `attend_statistics`, which computes attention and the statistics of its weights.
 
     Attributes:
         head_scale: further factor of each head; None without.
@@ -84,8 +84,9 @@ class StatisticsCall(NamedTuple):
 
 
 def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the output, the log-sum-exp, the numbers of `ROWS` for each row, the sum of the weights on each key over
-    counted rows in units of `RECEIVED_UNIT`, and the number of counted rows that may attend to the key.
+    """Return the output, the log-sum-exp, and for each query row the numbers that `ROWS` names. Then return for each
+    key the sum of the weights on it, in units of `RECEIVED_UNIT`, and the number of rows that may attend to it. These
+    two include only the rows where `counted` is True.
     """
     call = StatisticsCall(*arguments)
     batch, heads, queries, _ = call.q.shape
@@ -117,8 +118,8 @@ def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
 def output_norms(
     out: Float[Tensor, "batch heads rows value_dim"], gram: Float[Tensor, "heads value_dim value_dim"] | None
 ) -> Float[Tensor, "2 batch heads rows"]:
-    """Return the norm of each row's head output, and the root of `o G o` with the matrix `gram` of the head: the norm
-    after the head's slice of the output projection, 0 where that is unknown.
+    """Return two norms for each query row: of the head's output o, and of o after the head's slice of the output
+    projection. The second is the root of `o G o`, where G is the matrix `gram` of the head. It is 0 if `gram` is None.
     """
     out = out.to(score_dtype(out))
     norms = out.norm(dim=-1)
@@ -130,7 +131,9 @@ def output_norms(
 def _scores(
     call: StatisticsCall, part: slice
 ) -> tuple[Float[Tensor, "batch heads rows keys"], Float[Tensor, "batch heads rows keys"]]:
-    """Return the scores of some rows before softcap and bias, and as the softmax takes them; -inf at hidden keys."""
+    """Return the scores of the query rows `part` in two forms: before softcap and bias, and as they enter the softmax.
+    Both are -inf at hidden keys.
+    """
     dtype = score_dtype(call.q)
     products = grouped_matmul(call.q[:, :, part].to(dtype), call.k.to(dtype).mT) * call.scale
     uncapped = products if call.head_scale is None else products * call.head_scale[:, None, None]
@@ -154,7 +157,9 @@ def _numbers(
     scores: Float[Tensor, "batch heads rows keys"],
     uncapped: Float[Tensor, "batch heads rows keys"],
 ) -> Float[Tensor, "numbers batch heads rows"]:
-    """Return the first numbers of `ROWS` for some rows."""
+    """Return the numbers that `ROWS` names for the query rows `part`, except the last three: two norms of the output,
+    and the number of visible keys.
+    """
     key = torch.arange(weights.shape[3], device=weights.device)
     position, first_key = (each[:, None, part, None].long() for each in (call.positions, call.first_key))
     no_key = weights.new_zeros(1, dtype=torch.bool)

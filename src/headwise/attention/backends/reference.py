@@ -50,8 +50,8 @@ def run(problem: Problem) -> Answer:
 
 
 def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, "batch heads rows keys"]:
-    """Return the scores of some query rows (by default all) in float32 at least, as they enter the softmax: with scale,
-    softcap, talking heads and bias, and -inf at hidden keys.
+    """Return the scores of some query rows (by default all) as they enter the softmax, in float32 at least. They
+    include scale, softcap, talking heads and bias, and are -inf at hidden keys.
     """
     part = slice(None) if rows is None else slice(rows.start, rows.stop)
     scores = scaled_products(problem, rows)
@@ -77,7 +77,9 @@ def scaled_products(problem: Problem, rows: range | None = None) -> Float[Tensor
 
 
 def log_sum_exp(scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None) -> RowsByHead:
-    """Return the log-sum-exp of each row's scores, with the head's sink logit; -inf in a row without key and sink."""
+    """Return the log-sum-exp of each row's scores, in which the head's sink logit is one more score. It is -inf in a
+    row without a visible key, if there is no sink.
+    """
     lse = scores.logsumexp(-1)
     return lse if sinks is None else logaddexp(lse, sinks)
 
@@ -85,8 +87,8 @@ def log_sum_exp(scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Ten
 def with_sinks(
     out: Float[Tensor, "batch heads rows value_dim"], lse: RowsByHead, sinks: Float[Tensor, "heads 1"]
 ) -> tuple[Float[Tensor, "batch heads rows value_dim"], RowsByHead]:
-    """Return output and log-sum-exp with the sink logit of each head included in the softmax. A sink only adds to the
-    divisor of a row, so the output is multiplied by exp(lse) / (exp(lse) + exp(sink)).
+    """Include the sink logit of each head in the softmax of an output and log-sum-exp that were computed without sinks.
+    A sink only adds to the divisor of a row, so the output is multiplied by exp(lse) / (exp(lse) + exp(sink)).
     """
     total = logaddexp(lse, sinks)
     share = torch.sigmoid(lse.masked_fill(total == -torch.inf, 0.0) - sinks)
@@ -94,7 +96,9 @@ def with_sinks(
 
 
 def logaddexp(lse: RowsByHead, sinks: Float[Tensor, "heads 1"]) -> RowsByHead:
-    """Return `log(exp(lse) + exp(sinks))` for each row. Where both are -inf, the gradient is 0 instead of NaN."""
+    """Return `log(exp(lse) + exp(sinks))` for each row: its log-sum-exp with the sink logit included. Where both are
+    -inf, the gradient is 0 instead of NaN.
+    """
     neither = (lse == -torch.inf) & (sinks == -torch.inf)
     return torch.logaddexp(lse.masked_fill(neither, 0.0), sinks).masked_fill(neither, -torch.inf)
 
@@ -102,8 +106,8 @@ def logaddexp(lse: RowsByHead, sinks: Float[Tensor, "heads 1"]) -> RowsByHead:
 def attention_weights(
     scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """Return the softmax over each row's scores and the head's sink logit, without the sink; 0 in a row without
-    keys.
+    """Return the attention weights: the softmax over each row's scores. A head's sink logit is one more score in the
+    softmax, and its own weight is left out of the result. Weights are 0 in a row without a visible key.
     """
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)
@@ -124,7 +128,8 @@ def mix_heads(
 def grouped_matmul(
     left: Float[Tensor, "batch heads rows inner"], right: Float[Tensor, "batch kv_heads inner columns"]
 ) -> Float[Tensor, "batch heads rows columns"]:
-    """Return `left @ right` for each query head with the key/value head that its group shares.
+    """Return `left @ right` for each query head. Consecutive query heads form a group, which shares one key/value head
+    of `right`.
 
     The key/value head is not repeated in memory: the heads of a group are consecutive, so their rows are stacked and
     multiplied at once. Recorded programs repeat it, since torch exports stacked rows for one number of rows only.

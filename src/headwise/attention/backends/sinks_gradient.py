@@ -12,13 +12,13 @@ from headwise.attention.tensors import PerHead, PerRow
 
 
 class OnlyFirstDerivative(torch.autograd.Function):
-    """Base class of gradients of attention that are autograd functions themselves, so that differentiating them raises
-    `RuntimeError`; otherwise a second derivative would silently be 0.
+    """Base class for the backward passes of attention. They are autograd functions themselves, so that differentiating
+    them again raises `RuntimeError`. Otherwise, a second derivative would silently be 0.
     """
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save no tensors."""
+        """Save no tensors, since `backward` only raises an error."""
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
@@ -27,20 +27,22 @@ class OnlyFirstDerivative(torch.autograd.Function):
 
 
 def refuse_second_derivative(attention: str) -> NoReturn:
-    """Raise `RuntimeError`, in the words of torch, for the gradient of the gradient of a kind of attention."""
+    """Raise `RuntimeError`: the second derivative of `attention`, a kind of attention such as "native attention", is
+    not implemented. The message has torch's wording.
+    """
     raise RuntimeError(
         f"the derivative for the gradient of {attention} is not implemented; backend='reference' has one"
     )
 
 
 class SinksGradient(OnlyFirstDerivative):
-    """Gradient of the sink logits. A sink takes a part of the weights of a row but has no value vector, so it makes the
-    output smaller. Its logit is a term of the log-sum-exp.
+    """Gradient of the sink logits. A head's sink is one more score in the softmax, without a value vector: it takes a
+    part of the weights of each row, and so makes the output smaller. Its logit is a term of the log-sum-exp.
 
     The rounding error of a log-sum-exp would be one of the weight, so shifts and sums are used. Where the inverse of
     the sum is tiny, the sink has all weight of the row, and the log-sum-exp equals its logit.
 
-    Its own gradient would lack what shifts and sums depend on.
+    Differentiating this gradient raises an error: shifts and sums, on which it depends, have no gradient here.
     """
 
     attention = "sinks"
@@ -49,10 +51,11 @@ class SinksGradient(OnlyFirstDerivative):
     def forward(
         deltas: PerRow, lse_gradient: PerRow | None, lse: PerRow, shifts: PerRow, inverse_sums: PerRow, sinks: PerHead
     ) -> PerHead:
-        """Return the gradient, from numbers of each row: `deltas`, the product of the output and its gradient; the
-        gradient of the log-sum-exp and itself; the number that was subtracted from the scores, in units of ln 2; and
-        the inverse of the sum of 2 to the power of each shifted score, the sink's included. The output must not be
-        rounded to half precision: its rounding error would be one of this gradient.
+        """Return the gradient of the sink logits, from numbers of each query row. `deltas` is the dot product of the
+        output and the output's gradient, and `lse` is the log-sum-exp. `shifts` is the number that was subtracted from
+        the scores, in units of ln 2. `inverse_sums` is the inverse of the sum of 2^(shifted score), sink included.
+
+        The output must not be rounded to half precision: its rounding error would be one of this gradient.
         """
         upstream = -deltas.double() if lse_gradient is None else lse_gradient.double() - deltas
         inverse = inverse_sums.double()

@@ -32,7 +32,8 @@ from headwise.shapes import Bool, Int
 
 
 class Mask(ABC):
-    """Rule that states for each query the keys it attends to; it is evaluated for one block of scores at a time.
+    """Rule that states for each query the keys it attends to. It is evaluated for one block of the score matrix at a
+    time.
 
     A new mask must define the rule `allows`. The other methods have defaults that are correct for every mask.
 
@@ -57,29 +58,31 @@ class Mask(ABC):
         """
 
     def ranges(self, grid: Grid) -> Ranges | None:
-        """Return the key positions that the mask allows, as disjoint ranges for each query, which may reach beyond the
-        positions of the grid. Kernels read them instead of a matrix. None, as in the base class, if the mask is not a
-        few ranges, or if they are unknown.
+        """Return the positions that each query attends to, as a few disjoint ranges, which may reach beyond the last
+        position. Kernels read ranges instead of a boolean matrix. Return None if the mask is not a few ranges, or if
+        they are unknown; the base class returns None.
         """
         return None
 
     def hull(self, grid: Grid) -> Ranges | None:
-        """Return ranges that contain all positions that the mask allows, and others, for a mask without `ranges`. The
-        base class returns None: every position may be allowed.
+        """Return ranges that contain all positions that each query attends to, and possibly further ones, for a mask
+        that has no exact `ranges`. The base class returns None: every position may be allowed.
         """
         return None
 
     def few_ranges(self, grid: Grid) -> Ranges | None:
-        """Return the ranges of the mask, cut to the positions of the grid. Keys at position -1, which do not exist, are
-        in no range. None if the ranges are unknown, or more than `MOST_RANGES`.
+        """Return the ranges of positions that each query attends to, cut to the positions that exist in `grid`. Keys at
+        position -1, which do not exist, are in no range. Return None if the ranges are unknown, or more than
+        `MOST_RANGES`.
         """
         ranges = self.ranges(grid)
         ranges = None if ranges is None else within(ranges, grid)
         return None if ranges is None or len(ranges) > MOST_RANGES else ranges
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some of the query-key pairs of a block. PARTIAL
-        also stands for unknown, since the block is not evaluated. The base class returns PARTIAL for every block.
+        """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some of the pairs of a query row in `rows` and a
+        key in `columns`. PARTIAL also stands for unknown, since the pairs are not evaluated. The base class always
+        returns PARTIAL.
 
         EMPTY and FULL are always right. Masks that go by positions
         decide only on a grid with default positions, where a range of rows or columns is a range of positions.
@@ -87,23 +90,31 @@ class Mask(ABC):
         return Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` when sizes or device of the mask do not fit the score grid; the base class accepts any."""
+        """Raise `InputError` if the sizes or the device of the mask do not fit the scores that `grid` describes. The
+        base class accepts every grid.
+        """
 
     def for_sequence(self, index: int) -> "Mask":
-        """Return the mask of sequence `index` alone, for a grid whose batch is 1. By default it is this mask itself."""
+        """Return the mask of sequence `index` alone, for scores with a batch of 1. By default it is this mask
+        itself.
+        """
         return self
 
     def for_head(self, index: int) -> "Mask":
-        """Return the mask of head `index` alone, for a grid with one head. By default it is this mask itself."""
+        """Return the mask of head `index` alone, for scores of one head. By default it is this mask itself."""
         return self
 
     @property
     def stored_values(self) -> int:
-        """Number of matrix elements that the mask stores and `coverage` has to read; 0 for a mask that is computed."""
+        """Number of elements of the boolean matrices that the mask stores and `coverage` has to read; 0 for a mask that
+        is computed.
+        """
         return 0
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the sizes that the mask itself prescribes, by default 0: the axis may have any size."""
+        """Return a `Grid` (the sizes of the scores) with the sizes that the mask itself prescribes. A size of 0, the
+        default, stands for an axis that may have any size.
+        """
         return Grid(0, 0, 0, 0)
 
     def block(
@@ -117,9 +128,10 @@ class Mask(ABC):
         return with_batch_and_heads(allowed).expand(-1, -1, i.shape[0], j.shape[0])
 
     def picture(self, grid: Grid | None = None) -> str:
-        """Return the mask on a grid drawn as text with ■ (attends) and ·, one drawing for each sequence and head. If
-        the mask is the same for all sequences, or for all heads, they share a drawing. By default the grid has the
-        sizes that the mask prescribes, and 6 queries and keys if it prescribes none.
+        """Return a drawing of the mask as text, with a row for each query: ■ where the query attends to a key, and ·
+        elsewhere. Each sequence and head has a drawing of its own; if the mask is the same for all sequences, or for
+        all heads, they share one. By default the sizes are those that the mask prescribes, and 6 queries and keys if it
+        prescribes none.
 
         Raises:
             InputError: parts of the mask that fit no common grid, or tensors without values, on the meta device.
@@ -156,7 +168,9 @@ class Mask(ABC):
 
 
 def with_batch_and_heads(allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "#batch #heads #rows #columns"]:
-    """Return the result of a rule with axes of size 1 in place of those that are missing."""
+    """Return the boolean tensor that a mask has computed with four axes: axes that are missing at the front are added,
+    with size 1.
+    """
     return allowed[(None,) * (4 - allowed.ndim)]
 
 
@@ -172,7 +186,7 @@ def _indices(indices: range | None, count: int, device: torch.device) -> Int[Ten
 
 @dataclass(frozen=True)
 class OfParts(Mask):
-    """Base class of the masks that consist of other masks.
+    """Base class of the masks that consist of other masks, such as `left & right`.
 
     Attributes:
         parts: the other masks.
@@ -187,7 +201,7 @@ class OfParts(Mask):
 
     @property
     def is_constant(self) -> bool:  # type: ignore[override]
-        """True if all parts are made of numbers alone."""
+        """True if all parts are made of numbers alone, not of tensors or functions."""
         return all(part.is_constant for part in self.parts)
 
     @property
@@ -195,7 +209,9 @@ class OfParts(Mask):
         return sum(part.stored_values for part in self.parts)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the largest sizes that the parts prescribe, on their first device that is not the CPU."""
+        """Return a `Grid` with the largest sizes that the parts prescribe for the scores, on the first of their devices
+        that is not the CPU.
+        """
         grids = [part.natural_grid() for part in self.parts]
         batch, heads, queries, keys = (
             max(getattr(grid, axis) for grid in grids) for axis in ("batch", "heads", "queries", "keys")
@@ -204,7 +220,7 @@ class OfParts(Mask):
         return Grid(batch, heads, queries, keys, device)
 
     def with_parts(self, change: Callable[[Mask], Mask]) -> Mask:
-        """Return the mask of the same kind whose parts are the results of `change` for the parts of this one."""
+        """Return a mask of the same class in which each part is replaced by `change(part)`."""
         return type(self)(tuple(map(change, self.parts)))
 
     def check(self, grid: Grid) -> None:
@@ -219,11 +235,13 @@ class OfParts(Mask):
 
 
 class Combined(OfParts):
-    """Base class of the masks that combine what their parts allow for one query and key."""
+    """Base class of the masks `&`, `|` and `~`, which combine the results of their parts for each pair of a query and a
+    key.
+    """
 
     @abstractmethod
     def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
-        """Return what the mask allows, from what each part allows for the same queries and keys."""
+        """Return True where the mask allows a query-key pair, given the results of its parts for the same pairs."""
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         return self.combined(*[part.allows(grid, b, h, i, j) for part in self.parts])
@@ -278,7 +296,7 @@ class Or(Combined):
 
 
 class Not(Combined):
-    """Mask `~mask`: a query attends to all keys except those that its one part allows."""
+    """Mask `~mask`: a query attends to all keys except those that `mask`, its only part, allows."""
 
     def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
         (hidden,) = allowed
@@ -331,7 +349,9 @@ class PerHead(OfParts):
         return coverages.pop() if len(coverages) == 1 else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one mask for each head of the grid, and each of them fits it."""
+        """Raise `InputError` unless the mask has one part for each head of the scores that `grid` describes, and each
+        part fits these scores.
+        """
         if len(self.parts) != grid.heads:
             raise InputError("per_head(masks)", expected=f"one for each of {grid.heads} heads", got=len(self.parts))
         super().check(replace(grid, heads=1))

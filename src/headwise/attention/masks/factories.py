@@ -203,7 +203,9 @@ def dense(values: Tensor) -> Mask:
 
 
 def _require_four_arguments(rule: Callable[..., Any]) -> None:
-    """Raise `InputError` if a rule has a readable signature that does not accept four positional arguments."""
+    """Raise `InputError` if a mask rule, a function, has a signature that does not accept four positional arguments. A
+    function whose signature cannot be read is accepted.
+    """
     if torch.compiler.is_compiling():
         return
     try:
@@ -217,8 +219,9 @@ def _require_four_arguments(rule: Callable[..., Any]) -> None:
 
 
 def _lengths(argument: str, lengths: Any) -> tuple[Int[Tensor, " batch"], tuple[int, int] | None]:
-    """Return one number for each sequence as an int64 tensor, and the smallest and largest of them, or None if they
-    cannot be read, as while compiling. Raise `InputError` for lengths that are negative or not whole.
+    """Return `lengths`, one number for each sequence, as an int64 tensor, with the smallest and the largest of them.
+    Return None in place of these two if the lengths cannot be read, as while compiling. Raise `InputError` for lengths
+    that are negative or not whole.
     """
     tensor = whole_numbers(argument, lengths, dimensions=(1,), shape="one for each sequence")
     if not may_read_once(tensor):

@@ -45,7 +45,7 @@ class Grid:
 
     @property
     def scores(self) -> int:
-        """Number of scores, including those that a mask hides."""
+        """Number of scores, batch x heads x queries x keys, including those that a mask hides."""
         return self.batch * self.heads * self.queries * self.keys
 
     @property
@@ -55,19 +55,23 @@ class Grid:
 
     @property
     def uses_default_positions(self) -> bool:
-        """True if no positions were passed."""
+        """True if the positions of queries and keys were not passed, but follow from the sizes."""
         return self.query_positions is None and self.key_positions is None
 
     def query_position(self, i: Index, b: Index | None = None) -> Index:
-        """Return the position of query row `i` in sequence `b`, for indices that broadcast or are single numbers. By
-        default return the positions of the rows `(1, rows)` in all sequences, `(#batch, rows)`.
+        """Return the position of query row `i` in sequence `b`, for indices that are single numbers or tensors that
+        broadcast. Without `b`, the indices `i` have shape `(1, rows)`, and the result has their positions in all
+        sequences, `(#batch, rows)`.
         """
         if self.query_positions is None:
             return i + self.offset
         return self.query_positions[:, i[0]] if b is None else elements(self.query_positions, b, i)
 
     def key_position(self, j: Index, b: Index | None = None) -> Index:
-        """Return the position of key `j` in sequence `b`, in the same way."""
+        """Return the position of key `j` in sequence `b`, for indices that are single numbers or tensors that
+        broadcast. Without `b`, the indices `j` have shape `(1, keys)`, and the result has their positions in all
+        sequences.
+        """
         if self.key_positions is None:
             return j
         return self.key_positions[:, j[0]] if b is None else elements(self.key_positions, b, j)
@@ -85,15 +89,15 @@ class Coverage(Enum):
 
 
 def elements(values: Tensor, *indices: Index | int) -> Tensor:
-    """Return the elements of a stored tensor at indices that broadcast or are single numbers, one for each axis. An
-    axis of size 1 repeats, and the result has no axis for it.
+    """Return the elements of `values` at the given indices, one for each axis: single numbers or tensors that
+    broadcast. On an axis of size 1, along which the tensor repeats, the index is ignored.
     """
     return values[tuple(n if size != 1 else 0 for n, size in zip(indices, values.shape, strict=True))]
 
 
 def with_four_axes(name: str, values: Tensor) -> Tensor:
-    """Return a mask or bias `(queries, keys)` with four axes; raise `InputError` for another number of axes. With 3 it
-    would be unclear which axis is missing.
+    """Return a mask or bias with four axes: axes of size 1 are added to a tensor `(queries, keys)`. Raise `InputError`
+    unless it has 2 or 4 axes. With 3, it would be unclear which axis is missing.
     """
     if values.ndim == 2:
         return values[None, None]
@@ -108,7 +112,9 @@ def with_four_axes(name: str, values: Tensor) -> Tensor:
 
 
 def require_broadcast(name: str, values: Tensor, grid: Grid) -> None:
-    """Raise `InputError` unless a tensor of four axes broadcasts to the score tensor of a grid, on its device."""
+    """Raise `InputError` unless a tensor of four axes broadcasts to the scores `(batch, heads, queries, keys)` of a
+    grid, and is on the grid's device.
+    """
     sizes = (grid.batch, grid.heads, grid.queries, grid.keys)
     if any(size not in (1, wanted) for size, wanted in zip(values.shape, sizes, strict=True)):
         raise InputError(
@@ -155,18 +161,22 @@ def query_positions(grid: Grid) -> Edges:
 
 
 def end_of_positions(grid: Grid) -> int:
-    """Return a number above the positions of all keys: the number of keys where key j is at position j."""
+    """Return a number above the positions of all keys: the number of keys, if key j is at position j; otherwise
+    `MAX_DISTANCE`.
+    """
     return grid.keys if grid.key_positions is None else MAX_DISTANCE
 
 
 def constant_range(start: int, stop: int, grid: Grid) -> Range:
-    """Return the same range for every query, `(1, 1, 1)`."""
+    """Return the range from `start` to `stop` for every query, as tensors of shape `(1, 1, 1)`."""
     edges = (torch.full((1, 1, 1), min(edge, MAX_DISTANCE), device=grid.device) for edge in (start, stop))
     return Range(*edges)
 
 
 def within(ranges: Ranges, grid: Grid) -> Ranges:
-    """Return ranges cut to the positions of the grid, without those that are known to be empty for every query."""
+    """Return ranges cut to the positions that exist in a grid. Ranges that are known to be empty for every query are
+    left out.
+    """
     end = end_of_positions(grid)
     cut = [Range(each.start.clamp(0, end), each.stop.clamp(0, end)) for each in ranges]
     if not all(has_readable_values(edge) for each in cut for edge in each):
@@ -175,13 +185,13 @@ def within(ranges: Ranges, grid: Grid) -> Ranges:
 
 
 def intersect(left: Ranges, right: Ranges, grid: Grid) -> Ranges:
-    """Return the ranges of what is in both unions of ranges."""
+    """Return the intersection of two unions of ranges, as a list of ranges."""
     pairs = [(a, b) for a in left for b in right]
     return within([Range(torch.maximum(a.start, b.start), torch.minimum(a.stop, b.stop)) for a, b in pairs], grid)
 
 
 def subtract(ranges: Ranges, removed: Ranges, grid: Grid) -> Ranges:
-    """Return the ranges of what is in `ranges` and in none of `removed`."""
+    """Return the positions that are in `ranges` and not in `removed`, as a list of ranges."""
     for hole in within(removed, grid):
         before = [Range(each.start, torch.minimum(each.stop, hole.start)) for each in ranges]
         after = [Range(torch.maximum(each.start, hole.stop), each.stop) for each in ranges]
@@ -200,7 +210,7 @@ def subtract(ranges: Ranges, removed: Ranges, grid: Grid) -> Ranges:
 
 
 def stack_heads(ranges: Sequence[Range]) -> Range:
-    """Return one range with a head axis from the ranges of single heads."""
+    """Return one range with a head axis, which joins the ranges of single heads."""
     edges = [torch.broadcast_tensors(*each) for each in zip(*ranges, strict=True)]  # type: ignore[no-untyped-call]
     start, stop = (torch.cat(list(each), 1) for each in edges)
     return Range(*torch.broadcast_tensors(start, stop))  # type: ignore[no-untyped-call]

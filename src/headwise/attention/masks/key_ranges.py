@@ -47,27 +47,30 @@ ROW_STEP, COLUMN_STEP = 64, 128
 
 
 class Part(NamedTuple):
-    """Rectangle of the score matrix: some query rows, and a range of keys with all that these rows attend to."""
+    """Rectangle of the score matrix: some query rows, and a range of keys that contains every key that these rows
+    attend to.
+    """
 
     rows: range
     columns: range
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of the part."""
+        """Return the queries, keys and values that belong to this rectangle of the score matrix."""
         return self.rows_of(q), self.columns_of(k), self.columns_of(v)
 
     def rows_of(self, tensor: Float[Tensor, "batch heads queries *_"]) -> Float[Tensor, "batch heads rows *_"]:
-        """Return the rows of the part on the third axis of a tensor."""
+        """Return the query rows of this rectangle of the score matrix, from the third axis of a tensor."""
         return tensor[:, :, self.rows.start : self.rows.stop]
 
     def columns_of(self, tensor: Float[Tensor, "batch heads keys *_"]) -> Float[Tensor, "batch heads columns *_"]:
-        """Return the keys of the part on the third axis of a tensor."""
+        """Return the keys of this rectangle of the score matrix, from the third axis of a tensor."""
         return tensor[:, :, self.columns.start : self.columns.stop]
 
 
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
-    """The keys that each query attends to: those in one of its ranges that all further masks allow.
+    """Keys that each query attends to, in the form that kernels read: ranges of keys and further masks. A query attends
+    to a key if the key is in one of its ranges and all further masks allow it.
 
     Attributes:
         ranges: starts and stops, int32; None if the ranges exclude no key.
@@ -81,14 +84,16 @@ class VisibleKeys:
 
     @property
     def stores_matrix(self) -> bool:
-        """True if there is nothing to evaluate: no further mask, or one that stores its matrix."""
+        """True if no boolean matrix has to be computed: all visible keys are stated as ranges, or the only further mask
+        stores its matrix.
+        """
         # torch cannot compile a truth test of a tuple.
         return len(self.others) == 0 or (len(self.others) == 1 and isinstance(self.others[0], Dense))
 
     def parts(self) -> list[Part] | None:
-        """Return parts of the score matrix, in the order of their rows, whose matrices have at most `MATRIX_ELEMENTS`
-        elements; None if no matrix is evaluated, or if the whole one is small enough or, while compiling, of unknown
-        size.
+        """Divide the score matrix into parts (rectangles), in the order of their rows, so that the mask's boolean
+        matrix of each part has at most `MATRIX_ELEMENTS` elements. Return None if that is not needed: no matrix is
+        evaluated, or the whole one is small enough. While compiling, also return None if the size is unknown.
         """
         grid, queries = self.grid, self.grid.queries
         if self.stores_matrix or not known_to_be_true(grid.batch * grid.heads * queries * grid.keys > MATRIX_ELEMENTS):
@@ -106,8 +111,8 @@ class VisibleKeys:
         return parts
 
     def of_part(self, part: Part) -> tuple[KeyRanges | None, Matrix | None]:
-        """Return the ranges, from the first column of a part on, and the part's matrix; None where they exclude
-        nothing.
+        """Return the ranges of keys and the boolean mask matrix of a part (rectangle of the score matrix). The ranges
+        are counted from the first column of the part. Either is None if it excludes no key.
         """
         rows, columns = part
         ranges = None
@@ -116,7 +121,9 @@ class VisibleKeys:
         return ranges, None if len(self.others) == 0 else self._evaluate_in_pieces(part)
 
     def matrix(self) -> Matrix | None:
-        """Return the matrix of the further masks, True also at hidden keys of the ranges; None without such masks."""
+        """Return the boolean matrix of the masks that are not stated as ranges. It may be True at keys that the ranges
+        hide. Return None if there are no such masks.
+        """
         if len(self.others) == 0:
             return None
         if self.stores_matrix:
@@ -129,7 +136,9 @@ class VisibleKeys:
         return self._evaluate_in_pieces(Part(range(self.grid.queries), range(self.grid.keys)))
 
     def _part(self, rows: range) -> Part:
-        """Return the part of the score matrix with some rows, and the keys that their ranges show."""
+        """Return the rectangle of the score matrix that consists of the query rows `rows` and the keys in the ranges of
+        these rows.
+        """
         first, stop = 0, self.grid.keys
         if self.ranges is not None and has_readable_values(self.ranges):
             starts, stops = self.ranges[:, :, rows.start : rows.stop].unbind(-1)
@@ -141,11 +150,16 @@ class VisibleKeys:
         return Part(rows, range(first, max(stop, first)))
 
     def evaluate(self, rows: range | None, columns: range | None = None) -> Matrix:
-        """Return the matrix of the further masks for some rows and columns, without repetitions on an axis."""
+        """Return the boolean matrix of the masks that are not stated as ranges, for some rows and columns. An axis that
+        `expand` would repeat has size 1.
+        """
         return reduce(torch.logical_and, (unexpanded(mask.block(self.grid, rows, columns)) for mask in self.others))
 
     def _evaluate_in_pieces(self, part: Part) -> Matrix:
-        """Return the matrix of the further masks for a part, from few rows and the keys of their ranges at a time."""
+        """Return the boolean matrix of the masks that are not stated as ranges, for a part (rectangle) of the score
+        matrix. To save memory, they are evaluated for few rows at a time, and only for the keys in the ranges of these
+        rows.
+        """
         if not _can_evaluate(self.grid) or 0 in (self.grid.batch, self.grid.heads):
             return self.evaluate(*part)
         (first, last), origin = (part.rows.start, part.rows.stop), part.columns.start
@@ -166,7 +180,9 @@ class VisibleKeys:
 
 
 def visible_keys(mask: Mask | None, grid: Grid) -> VisibleKeys:
-    """Return the keys that a mask lets each query attend to, as ranges as far as possible."""
+    """Return the keys that a mask lets each query attend to: as ranges of keys as far as possible, and otherwise as
+    further masks. The result is cached for masks that are made of numbers alone.
+    """
     if mask is None:
         return VisibleKeys(None, (), grid)
     if not (_can_evaluate(grid) and grid.uses_default_positions and mask.is_constant):
@@ -177,13 +193,17 @@ def visible_keys(mask: Mask | None, grid: Grid) -> VisibleKeys:
 
 @lru_cache(maxsize=8)
 def _constant_matrix(masks: tuple[Mask, ...], grid: Grid) -> Matrix:
-    """Return the matrix of constant masks, which is cached: all layers of a model have the same mask."""
+    """Return the boolean matrix of masks that are made of numbers alone. It is cached, since all layers of a model have
+    the same mask.
+    """
     with torch.inference_mode(False):
         return VisibleKeys(None, masks, grid)._evaluate_in_pieces(Part(range(grid.queries), range(grid.keys)))
 
 
 def _visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
-    """Return the ranges of a mask, and the masks that are not ranges; see `visible_keys`."""
+    """Return the result of `visible_keys` without its cache: the ranges of a mask, and the masks that cannot be stated
+    as ranges.
+    """
     runs = None if grid.key_positions is None else _ascending_runs(grid.key_positions)
     if grid.key_positions is not None and (runs is None or not _requires_positions(mask)):
         return VisibleKeys(None, (mask,), grid)
@@ -205,7 +225,9 @@ _constant_visible_keys = lru_cache(maxsize=32)(_visible_keys)  # all layers of a
 
 
 def _split(mask: Mask, grid: Grid) -> tuple[Ranges | None, tuple[Mask, ...]]:
-    """Return ranges of positions, or None for all, and masks that a mask is the intersection of."""
+    """Split a mask into ranges of positions and further masks: the mask allows what is in the ranges and allowed by all
+    further masks. The ranges are None if every position is allowed.
+    """
     ranges = mask.few_ranges(grid)
     if ranges is not None:
         return ranges, ()
@@ -219,16 +241,19 @@ def _split(mask: Mask, grid: Grid) -> tuple[Ranges | None, tuple[Mask, ...]]:
 
 
 def _requires_positions(mask: Mask) -> bool:
-    """Return True if a mask is known to hide all keys at position -1, as `attend` makes it do."""
+    """Return True if a mask is known to hide all keys at position -1: padding and empty slots of a cache. That is known
+    if the mask is `HasPosition`, or joins it with other masks by `&`.
+    """
     if isinstance(mask, And):
         return any(map(_requires_positions, mask.parts))
     return isinstance(mask, HasPosition)
 
 
 def _ascending_runs(positions: Int[Tensor, "batch keys"]) -> list[Int[Tensor, "batch keys"]] | None:
-    """Divide the keys that exist into runs of adjacent keys whose positions ascend. Return for each run the positions
-    of all keys as rows that ascend: those of keys before the run are replaced by a negative number, and those of keys
-    after it by `MAX_DISTANCE`. None if there are more than `MOST_RANGES` runs, or if positions cannot be read.
+    """Divide the keys that exist, at position 0 or above, into runs of adjacent keys whose positions ascend. Return a
+    tensor `(batch, keys)` for each run, which has the positions of its keys. So that each row ascends, keys before the
+    run get a negative number, and keys after it get `MAX_DISTANCE`. Return None if there are more than `MOST_RANGES`
+    runs, or if positions cannot be read.
     """
     if not has_readable_values(positions) or positions.shape[1] == 0:
         return None
@@ -250,7 +275,9 @@ def _ascending_runs(positions: Int[Tensor, "batch keys"]) -> list[Int[Tensor, "b
 
 
 def _keys_at(positions: Range, run: Int[Tensor, "batch keys"]) -> Range:
-    """Return the keys of a run, one of `_ascending_runs`, whose positions are in a range."""
+    """Convert a range of positions to a range of keys: the keys of `run`, a tensor from `_ascending_runs`, whose
+    positions are in the range.
+    """
     start, stop = torch.broadcast_tensors(*positions)  # type: ignore[no-untyped-call]
     batch = max(len(start), len(run))
     run = run.expand(batch, -1).contiguous()
@@ -260,7 +287,7 @@ def _keys_at(positions: Range, run: Int[Tensor, "batch keys"]) -> Range:
 
 
 def unexpanded(matrix: Matrix) -> Matrix:
-    """Return a view of a matrix with one element on each axis along which `expand` repeats it."""
+    """Return a view of a matrix in which each axis that `expand` has repeated has size 1."""
     for axis, stride in enumerate(matrix.stride()):
         if stride == 0 and matrix.shape[axis] > 1:
             matrix = matrix.narrow(axis, 0, 1)
@@ -284,8 +311,8 @@ ELEMENTS_AT_ONCE = 2**18
 
 
 class RunLengths(NamedTuple):
-    """A mask as starts and stops of the visible keys of each query, int32; or the reason that it is not read as ranges:
-    what it is instead, in one sentence.
+    """Ranges of keys that each query attends to, read from a mask tensor: int32 starts and stops. If the mask cannot be
+    stated as ranges, they are None, and `reason` is a sentence that says why.
     """
 
     ranges: Int[Tensor, "#batch #heads #queries ranges 2"] | None
@@ -299,9 +326,10 @@ FINITE_ROWS = RunLengths(None, "the mask hides all keys of a query by finite num
 
 @torch.no_grad()
 def run_lengths(mask: Tensor, dtype: torch.dtype | None = None) -> RunLengths:
-    """Return a boolean mask (True: attends), or an additive one, cast to `dtype`, as ranges that are exactly the
-    visible keys, at most `MOST_RANGES` for each query. An additive mask is such ranges if it consists of 0, at visible
-    keys, and of -inf or numbers up to `HIDING`. Axes along which the mask repeats have size 1 in the result.
+    """Convert a mask tensor to ranges that contain exactly the visible keys of each query, at most `MOST_RANGES` of
+    them. A boolean mask is True at visible keys. An additive mask is cast to `dtype`, and has ranges only if it is 0 at
+    visible keys, and -inf or at most `HIDING` at all others. Axes along which the mask repeats have size 1 in the
+    result.
 
     A row without a visible key is empty ranges. But if it has finite numbers, softmax is uniform over the keys with the
     largest one, and the mask is not ranges.
@@ -331,7 +359,9 @@ def run_lengths(mask: Tensor, dtype: torch.dtype | None = None) -> RunLengths:
 
 
 def _edges(visible: Bool[Tensor, "rows keys"]) -> Int[Tensor, "rows edges"] | None:
-    """Return the starts and stops of the runs of True in each row, then zeros; None above `MOST_RANGES` runs."""
+    """Return, for each row, the starts and stops of its runs of True, filled up with zeros. Return None if a row has
+    more than `MOST_RANGES` runs.
+    """
     padded = F.pad(visible, (1, 1))
     row, key = (padded[:, 1:] ^ padded[:, :-1]).nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=len(visible))

@@ -32,8 +32,8 @@ from headwise.shapes import Bool, Int
 
 
 class ByPosition(Mask):
-    """Base class of masks that go by the positions of query and key alone. Position -1, which marks padding and empty
-    slots of a cache, is compared like any other, except by `HasPosition`, which `attend` adds to hide them.
+    """Base class of masks that depend on the positions of query and key alone. They compare position -1, which marks
+    padding and empty slots of a cache, like any other. `attend` hides such keys by an additional mask, `HasPosition`.
 
     Attributes:
         skips_positions: True if a query does not attend to all positions between its `edges`.
@@ -43,11 +43,14 @@ class ByPosition(Mask):
 
     @abstractmethod
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
-        """Return True where a query at the first position attends to a key at the second; positions broadcast."""
+        """Return True where a query at position `query` attends to a key at position `key`; the two tensors
+        broadcast.
+        """
 
     def edges(self, position: Any) -> tuple[Any, Any] | None:
-        """Return the first position that a query may attend to, and the one after the last, for a position that is a
-        number or a tensor. Neither is lower for a later query. None, as in the base class, if they are unknown.
+        """Return the first position that a query at `position` may attend to, and the one after the last. `position` is
+        a number or a tensor. Neither result is lower for a later query. Return None if they are unknown; the base class
+        returns None.
         """
         return None
 
@@ -63,8 +66,9 @@ class ByPosition(Mask):
         return None if edges is None else [Range(edges[0] + zeros, edges[1] + zeros)]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL from the edges of the first and the last query row of the block. PARTIAL may
-        also mean unknown, as on a grid with explicit positions.
+        """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some query-key pairs of a block. This follows
+        from what the first and the last query row of the block may attend to. PARTIAL may also mean unknown, as on a
+        grid with explicit positions.
         """
         if not grid.uses_default_positions:
             return Coverage.PARTIAL
@@ -80,9 +84,9 @@ class ByPosition(Mask):
 
 @dataclass(frozen=True)
 class Band(ByPosition):
-    """Causal or sliding-window mask: the query at position p attends to the keys `{p - width + 1, ..., p + ahead}`; if
-    `width` is None, to all keys up to `p + ahead`. With a dilation d above 1, it attends to
-    `{p - (width - 1) d, ..., p - d, p, p + d, ..., p + ahead d}` instead.
+    """Causal or sliding-window mask. The query at position p attends to the keys `{p - width + 1, ..., p + ahead}` or,
+    if `width` is None, to all keys up to `p + ahead`. With a dilation d above 1, it attends to `{p - (width - 1) d,
+    ..., p - d, p, p + d, ..., p + ahead d}` instead.
 
     Attributes:
         width: number of keys up to the query's own, which is among them; None for all keys before the query.
@@ -99,7 +103,7 @@ class Band(ByPosition):
 
     @property
     def skips_positions(self) -> bool:  # type: ignore[override]
-        """True with a dilation."""
+        """True with a dilation above 1: a query then skips positions within its window."""
         return self.dilation != 1
 
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
@@ -170,7 +174,9 @@ class Chunked(ByPosition):
 
 @dataclass(frozen=True)
 class HasPosition(Mask):
-    """Mask that excludes empty slots and padding, of position -1. `attend` adds it wherever positions are explicit."""
+    """Mask that hides padding and empty slots of a cache, which have position -1. `attend` adds it to the caller's mask
+    if positions are passed.
+    """
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         return (grid.query_position(i, b) >= 0) & (grid.key_position(j, b) >= 0)
@@ -184,8 +190,8 @@ class HasPosition(Mask):
 
 
 class DeviceCopies:
-    """One tensor of a mask, which must not change afterwards, and its copies on other devices, each made once: a copy
-    from the CPU to a GPU in every call would make every call wait.
+    """Tensor of a mask, with its copies on other devices. Each copy is made only once: a copy from the CPU to a GPU in
+    every call would make every call wait. The tensor must not change.
     """
 
     def __init__(self, tensor: Int[Tensor, "..."]) -> None:
@@ -193,7 +199,9 @@ class DeviceCopies:
         self._copies: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Int[Tensor, "..."]:
-        """Return the tensor, or its copy on another device. While compiling or tracing, a copy would have no values."""
+        """Return the tensor on `device`; a copy is made at the first use. Do not call it while compiling or tracing: a
+        copy would have no values.
+        """
         if self._tensor.device == device:
             return self._tensor
         if device not in self._copies:
@@ -226,8 +234,8 @@ class Padding(Mask):
 
     @property
     def _extremes(self) -> tuple[int, int] | None:
-        """Smallest and largest of `lengths`, the numbers of real keys of the sequences; None if they are unknown, since
-        the lengths cannot be read, as on a GPU.
+        """Smallest and largest of `lengths`, the numbers of real keys of the sequences. None if the lengths cannot be
+        read, as on a GPU.
         """
         if torch.compiler.is_compiling():
             return None  # a comparison with the number of keys would fix it
@@ -237,11 +245,11 @@ class Padding(Mask):
 
     @cached_property
     def _copies(self) -> DeviceCopies:
-        """The lengths on every device that the mask was used on."""
+        """Copies of the lengths on the devices where the mask has been used."""
         return DeviceCopies(self.lengths)
 
     def lengths_on(self, device: torch.device) -> Int[Tensor, " batch"]:
-        """Return the lengths on a device; a copy is made once."""
+        """Return the lengths of the sequences on `device`. A copy on another device is made only once."""
         return self._copies.on(device) if has_values(self.lengths) else self.lengths.to(device)
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
@@ -270,8 +278,9 @@ class Padding(Mask):
         return Coverage.FULL if last < shortest else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one length for each sequence of the grid. Lengths above the number of keys
-        are refused if `bounded`, and padding on the left with explicit positions.
+        """Raise `InputError` unless there is one length for each sequence of the scores that `grid` describes. If the
+        mask is `bounded`, also raise it for a length above the number of keys. Padding on the left is refused if
+        positions are passed.
         """
         if len(self.lengths) != grid.batch:
             raise InputError(
@@ -289,7 +298,9 @@ class Padding(Mask):
         return Padding(self.lengths[index : index + 1], self.side, self.bounded)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with a sequence for each length and as many keys as the longest has, 1 if that is unknown."""
+        """Return a `Grid` (the sizes of the scores) with one sequence for each length, and as many keys as the largest
+        length; 1 key if the lengths cannot be read.
+        """
         extremes = self._extremes
         keys = 1 if extremes is None else extremes[1]
         return Grid(len(self.lengths), 0, 0, keys, _drawing_device(self.lengths))
@@ -325,11 +336,11 @@ class Segments(Mask):
 
     @cached_property
     def _copies(self) -> DeviceCopies:
-        """The document ids on every device that the mask was used on."""
+        """Copies of the document ids on the devices where the mask has been used."""
         return DeviceCopies(self.ids)
 
     def ids_on(self, device: torch.device) -> KeyPositions:
-        """Return the document ids on a device; a copy is made once."""
+        """Return the document ids on `device`. A copy on another device is made only once."""
         return self._copies.on(device) if has_values(self.ids) else self.ids.to(device)
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
@@ -344,7 +355,7 @@ class Segments(Mask):
         return self.hull(grid) if self.is_one_piece_each else None
 
     def hull(self, grid: Grid) -> Ranges | None:
-        """Return the range from the first to the last position of each query's document."""
+        """Return, for each query, the range of positions from the first to the last key of its document."""
         ids = self.ids_on(grid.device)
         if ids.shape[1] == 0:
             return None
@@ -364,9 +375,10 @@ class Segments(Mask):
         return [Range(start, torch.where(exists[:, None], end + 1, 0))]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY for a block if, in every sequence, the ids of its queries are all smaller, or all larger, than
-        those of its keys; FULL if all have the same id; otherwise PARTIAL, also where positions are explicit or ids
-        cannot be read.
+        """Return the share of query-key pairs of a block that the mask allows. It is EMPTY if in every sequence the
+        document ids of the queries are all smaller, or all larger, than those of the keys. It is FULL if all queries
+        and keys have the same id, and otherwise PARTIAL. It is also PARTIAL if positions are explicit or ids cannot be
+        read.
         """
         if not grid.uses_default_positions or not has_readable_values(self.ids):
             return Coverage.PARTIAL
@@ -380,8 +392,8 @@ class Segments(Mask):
         return Coverage.FULL if is_one_segment and rows.start + grid.offset >= 0 else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one id for each key, in one row for all sequences or for each. With
-        explicit positions, as from a cache with empty slots, positions may run as far as there are ids.
+        """Raise `InputError` unless there is one document id for each key, in one row for all sequences or in a row for
+        each. If positions are passed, as by a cache with empty slots, there may be more or fewer ids than keys.
         """
         batch, keys = self.ids.shape
         if batch not in (1, grid.batch) or (grid.uses_default_positions and keys != grid.keys):
@@ -395,7 +407,9 @@ class Segments(Mask):
         return self if self.ids.shape[0] == 1 else Segments(self.ids[index : index + 1], self.known_one_piece or None)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with a sequence for each row of ids, or any number for one row, and a key for each id."""
+        """Return a `Grid` (the sizes of the scores) with a key for each id and a sequence for each row of ids. With one
+        row, the number of sequences is 0, which stands for any number.
+        """
         batch, keys = self.ids.shape
         return Grid(batch if batch > 1 else 0, 0, 0, keys, _drawing_device(self.ids))
 
@@ -404,7 +418,9 @@ class Segments(Mask):
 
 
 def extremes_of(lengths: Int[Tensor, " batch"]) -> tuple[int, int]:
-    """Return the smallest and the largest of some lengths, (0, 0) if there are none, by reading their values."""
+    """Return the smallest and the largest of the given lengths; (0, 0) if there are none. Reading them from a GPU waits
+    for the GPU.
+    """
     if not lengths.numel():
         return 0, 0
     shortest, longest = torch.stack(torch.aminmax(lengths)).cpu().tolist()
@@ -412,7 +428,7 @@ def extremes_of(lengths: Int[Tensor, " batch"]) -> tuple[int, int]:
 
 
 def are_one_piece_each(ids: Int[Tensor, "batch keys"]) -> bool:
-    """Return True if the keys of every document are adjacent, by reading the document ids."""
+    """Return True if the keys of every document are adjacent. Reading the document ids from a GPU waits for the GPU."""
     if ids.is_cpu and bool((ids.diff(dim=1) >= 0).all()):
         return ids.shape[1] > 0  # ascending ids, as is usual, need no sorting
     pieces, documents = ((values.diff(dim=1) != 0).sum(1) for values in (ids, ids.sort(1).values))
@@ -420,7 +436,9 @@ def are_one_piece_each(ids: Int[Tensor, "batch keys"]) -> bool:
 
 
 def _drawing_device(values: Int[Tensor, "..."]) -> torch.device:
-    """Return the device on which `Mask.picture` draws a mask with these values: meta for meta, otherwise the CPU."""
+    """Return the device on which `Mask.picture` evaluates a mask that stores `values`: the meta device if the values
+    are on it, otherwise the CPU.
+    """
     return values.device if values.is_meta else torch.device("cpu")
 
 
@@ -457,7 +475,9 @@ class Dense(Mask):
         return values if columns is None else values[..., columns.start : columns.stop]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some stored values of a block are True, or none can be read."""
+        """Return EMPTY, FULL or PARTIAL: none, all or some of the stored values of a block are True. PARTIAL may also
+        mean that the values cannot be read.
+        """
         if not has_readable_values(self.values):
             return Coverage.PARTIAL
         block = self.block(grid, rows, columns)
@@ -470,7 +490,9 @@ class Dense(Mask):
         return self.values.numel()
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless the stored tensor broadcasts to the score grid and is on the device of the grid."""
+        """Raise `InputError` unless the stored tensor broadcasts to the scores that `grid` describes, and is on the
+        grid's device.
+        """
         require_broadcast("mask", self.values, grid)
 
     def for_sequence(self, index: int) -> Mask:
@@ -480,7 +502,9 @@ class Dense(Mask):
         return self if self.values.shape[1] == 1 else Dense(self.values[:, index : index + 1])
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the sizes and device of the stored tensor, 0 for an axis of size 1."""
+        """Return a `Grid` with the sizes and the device of the stored tensor. An axis of size 1 gets size 0, which
+        stands for any size.
+        """
         batch, heads, queries, keys = (size if size > 1 else 0 for size in self.values.shape)
         return Grid(batch, heads, queries, keys, self.values.device)
 
@@ -504,7 +528,9 @@ class MaskRule(Mask):
     first_head: int = 0
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
-        """Return the result of the rule; raise `InputError` unless it is a boolean tensor of a block's shape."""
+        """Return the result of the function `rule` for a block of query rows and keys. Raise `InputError` unless it is
+        a boolean tensor that broadcasts to the shape of the block.
+        """
         positions = grid.query_position(i, b), grid.key_position(j, b)
         allowed = self.rule(b + self.first_sequence, h + self.first_head, *positions)
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
@@ -520,11 +546,11 @@ class MaskRule(Mask):
             raise InputError("mask_rule(rule)", expected=expected, got=tuple(allowed.shape)) from None
 
     def for_sequence(self, index: int) -> Mask:
-        """Return the mask of one sequence; the rule still receives that index, not 0."""
+        """Return the mask of sequence `index` alone. The rule still receives the index of that sequence, not 0."""
         return MaskRule(self.rule, self.first_sequence + index, self.first_head)
 
     def for_head(self, index: int) -> Mask:
-        """Return the mask of one head; the rule still receives that index, not 0."""
+        """Return the mask of head `index` alone. The rule still receives the index of that head, not 0."""
         return MaskRule(self.rule, self.first_sequence, self.first_head + index)
 
     def __repr__(self) -> str:
@@ -533,7 +559,8 @@ class MaskRule(Mask):
 
 @dataclass(frozen=True, eq=False)
 class InRanges(Mask):
-    """Mask by which a query attends to the keys in its ranges: those of `key_ranges.VisibleKeys`.
+    """Mask by which each query attends to the keys in its ranges. They are stored as a tensor of first keys and stops,
+    as in `key_ranges.VisibleKeys`.
 
     Attributes:
         key_ranges: start and stop of each range; a range whose stop is not above its start has no key.
@@ -549,8 +576,8 @@ class InRanges(Mask):
         return inside
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY if no range of the rows has a key of the block, FULL if each row has a range with all of them,
-        otherwise PARTIAL, also where the ranges cannot be read, as on a GPU.
+        """Return EMPTY if no key of a block is in the ranges of its rows. Return FULL if each row has a range that
+        contains all keys of the block. Return PARTIAL otherwise, or if the ranges cannot be read, as on a GPU.
         """
         if not has_readable_values(self.key_ranges):
             return Coverage.PARTIAL
@@ -568,7 +595,9 @@ class InRanges(Mask):
 
 
 def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] | None) -> Mask | None:
-    """Return the mask of the keys in some ranges at which a matrix is True. None always stands for all keys."""
+    """Return the mask under which a query attends to the keys in its `ranges` at which `matrix` is True. None for
+    either argument stands for all keys; the result is None if both are.
+    """
     if ranges is None:
         return None if matrix is None else Dense(matrix)
     return InRanges(ranges) if matrix is None else InRanges(ranges) & Dense(matrix)
@@ -576,8 +605,8 @@ def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] 
 
 @dataclass(frozen=True, eq=False)
 class InSequences(Mask):
-    """Mask of packed sequences: a query attends to the keys of its own sequence, as far as another mask allows them by
-    the positions within the sequences. The sequences of the queries may have other lengths than those of the keys.
+    """Mask of packed sequences: a query attends only to keys of its own sequence. A further mask may exclude some of
+    them by the positions within the sequence. A sequence may have another number of queries than of keys.
 
     Attributes:
         query_sequences: number of the sequence of each query.

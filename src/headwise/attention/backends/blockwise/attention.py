@@ -35,7 +35,10 @@ PARTIAL_SUMS = 64
 
 
 class Observation(NamedTuple):
-    """Function that observes a call while its scores are in cache, and the data of the call for its row blocks."""
+    """Function that observes one attention call, and the data of the call that it needs: tokens and padding, sizes and
+    positions, and values. The function is called with the weights of each tile (rectangle of the score matrix) while
+    these are in the CPU cache.
+    """
 
     observer: Observer
     call_context: CallContext
@@ -44,7 +47,8 @@ class Observation(NamedTuple):
 
 
 class CallOptions(NamedTuple):
-    """Options of one blockwise attention call, and what the forward and the backward pass derive from them alike.
+    """Options of one blockwise attention call, which the forward and the backward pass both read. They are the blocks
+    of the score matrix to compute, scale, softcap, dropout with its seed, and the function that observes the weights.
 
     Attributes:
         bfloat16_scores: True for scores in bfloat16, False for scores in the dtype of q.
@@ -66,8 +70,9 @@ class CallOptions(NamedTuple):
     def prepare_scores(
         self, q: Tensor, k: Tensor, bias: Tensor | None, pool: Pool, shifts: RowColumn
     ) -> BFloat16Scores | Float32Scores:
-        """Return the object that computes the scores of each tile and their gradient. The forward pass chooses the
-        number that is subtracted from each row's scores, and writes it to `shifts`; the backward pass reads it there.
+        """Return the object that computes the scores of each tile (rectangle of the score matrix) and their gradient.
+        One number is subtracted from all scores of a row. The forward pass chooses it and writes it to `shifts`; the
+        backward pass reads it there.
         """
         if self.bfloat16_scores:
             return BFloat16Scores(q, k, self.scale, self.plan, pool, shifts)
@@ -75,12 +80,15 @@ class CallOptions(NamedTuple):
         return Float32Scores(q, k, bias, *options, pool, shifts, finds_uncapped=self.observation is not None)
 
     def tiles(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Tile]:
-        """Yield the tiles of the plan."""
+        """Yield the tiles (rectangles of the score matrix) that are computed one after another, always in the same
+        order.
+        """
         return iterate_tiles(self.plan, q, k, bias if self.bias_hides else None, self.threads)
 
     def dropout_factors(self, number: int, tile: Tile, weights: Stacked, pool: Pool) -> Stacked | None:
-        """Return one factor for each weight of a tile: 0 with probability `dropout`, otherwise 1 / (1 - dropout); None
-        without dropout. They follow from the call's seed and the tile's `number`, so both passes have the same.
+        """Return one dropout factor for each weight of a tile: 0 with probability `dropout`, otherwise 1 / (1 -
+        dropout). Return None without dropout. The factors depend only on the call's seed and the tile's `number`, so
+        the forward and the backward pass use the same ones.
         """
         if self.dropout == 0:
             return None
@@ -90,15 +98,18 @@ class CallOptions(NamedTuple):
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """Differentiable attention over the blocks of the score matrix that a plan lists, tile by tile."""
+    """Differentiable attention that computes only the planned blocks of the score matrix, those with a visible key.
+    Each block is computed in tiles: some sequences and heads at a time, so that the scores fit the cache.
+    """
 
     @staticmethod
     def forward(
         q: Queries, k: Keys, v: Values, bias: Bias | None, sinks: Float[Tensor, "heads 1"] | None, options: CallOptions
     ) -> tuple[Tensor | None, ...]:
-        """Return the output, the log-sum-exp of each row (None with bfloat16 scores), and two numbers of each row: its
-        shift and its sum. The shift is subtracted from the row's scores or, with bfloat16 scores, from the products
-        before the scale. The sum adds up 2 to the power of each shifted score, over the keys and the head's sink logit.
+        """Return the output, the log-sum-exp of each query row (None with bfloat16 scores), and two numbers of each row
+        that the backward pass needs: its shift and its sum. The shift is subtracted from the row's scores; with
+        bfloat16 scores, it is subtracted before the scale is applied. The sum is that of 2^(shifted score) over the
+        keys and the head's sink logit, with scores divided by ln 2.
         """
         out = _empty_rows(q, v.shape[-1], options.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -154,7 +165,9 @@ class BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Save the inputs, the output and the two numbers of each row."""
+        """Save for the backward pass: the inputs, the output, the log-sum-exp, and the shift and the sum of each row's
+        scores.
+        """
         *tensors, ctx.options = inputs
         out, lse, shifts, sums = output
         ctx.save_for_backward(*tensors, out, lse, shifts, sums)
@@ -163,7 +176,9 @@ class BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Outputs | None, grad_lse: PerRow | None, *_: None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v, the bias and the sinks, given those of the output and the log-sum-exp."""
+        """Return the gradients of q, k, v, the bias and the sinks, given the gradients of the output and the
+        log-sum-exp.
+        """
         q, k, v, bias, sinks, out, lse, shifts, sums = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         inputs = (grad_out, grad_lse, q, k, v, bias, out, shifts, sums, ctx.options, ctx.needs_input_grad[3])
@@ -178,7 +193,9 @@ class BlockwiseAttention(torch.autograd.Function):
 
 
 class BlockwiseBackward(OnlyFirstDerivative):
-    """Gradient of `BlockwiseAttention`, tile by tile."""
+    """Backward pass of `BlockwiseAttention`, one tile (rectangle of the score matrix) at a time. It cannot be
+    differentiated again.
+    """
 
     attention = "blockwise attention"
 
@@ -196,7 +213,9 @@ class BlockwiseBackward(OnlyFirstDerivative):
         options: CallOptions,
         bias_needs_grad: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the bias (None if not needed), with each tile's weights computed anew."""
+        """Return the gradients of q, k, v and the bias (None if the bias needs no gradient). The weights of each tile
+        (rectangle of the score matrix) are computed again, since the forward pass does not store them.
+        """
         delta = (grad_out * out.to(sums.dtype)).sum(-1, keepdim=True)
         if grad_lse is not None:
             delta = delta - grad_lse[..., None]
@@ -227,8 +246,9 @@ class BlockwiseBackward(OnlyFirstDerivative):
 def _empty_rows(
     like: Float[Tensor, "batch heads length _"], width: int, plan: BlockwisePlan
 ) -> Float[Tensor, "batch heads length {width}"]:
-    """Return a tensor for results of `width` features, with the batch, heads and length of `like`. The heads of one
-    position are adjacent in memory, as output projections need them. It is 0 if the plan leaves out query rows.
+    """Return a tensor for results, with the batch, heads and length of `like` and `width` features. In memory, the
+    heads of one position are adjacent, as output projections read them. The tensor is uninitialised, or 0 if the plan
+    leaves out some query rows.
     """
     batch, heads, length, _ = like.shape
     covers_all = all(sum(len(block.rows) for block in group.blocks) == length for group in plan)
@@ -237,8 +257,8 @@ def _empty_rows(
 
 
 def _row_sums(powers: Stacked) -> StackedColumn:
-    """Return the sum of each row of unnormalized weights, in float32 at least. A bfloat16 row is first added into
-    `PARTIAL_SUMS` sums in bfloat16, since converting all columns to float32 would be slower.
+    """Return the sum of each row of unnormalized weights, in float32 at least. A bfloat16 row is first reduced to
+    `PARTIAL_SUMS` partial sums in bfloat16, since converting all columns to float32 would be slower.
     """
     if powers.dtype in (torch.float32, torch.float64):
         return powers.sum(-1, keepdim=True)
@@ -253,8 +273,9 @@ def _times(
     right: Float[Tensor, "batch kv_heads keys width"],
     features: Float[Tensor, "#batch columns features"] | None = None,
 ) -> Float[Tensor, "kv stacked width_and_features"]:
-    """Return the product of `left` (such as weights) and `right` (such as values) over the keys of a tile. `features`,
-    some numbers for each key of the tile, are appended to `right` as additional columns.
+    """Return the matrix product of `left` (such as weights) and `right` (such as values) over the keys of a tile
+    (rectangle of the score matrix). `features`, some numbers for each key, are appended to `right` as additional
+    columns.
     """
     product, offset = None, 0
     for keys, span in tile.spans(left):
@@ -275,8 +296,9 @@ def _add_products(
     rows: Float[Tensor, "kv stacked width"],
     scores: Stacked,
 ) -> None:
-    """Add `rows^T scores`, summed over the stacked query rows of a tile, to the tile's keys in `total`. For the
-    gradient of v, `scores` are unnormalized weights, and `rows` is the output's gradient divided by their sum.
+    """Add the matrix product `rows^T scores` over a tile's query rows to `total`, at the tile's keys. A tile is a
+    rectangle of the score matrix. For the gradient of v, `scores` are unnormalized weights, and `rows` is the output's
+    gradient divided by the sum of each row's unnormalized weights.
     """
     for keys, span in tile.spans(scores):
         columns = total[tile.sequences, tile.kv_heads, :, keys.start : keys.stop]
@@ -289,6 +311,8 @@ def _add_products(
 def _keys_first(
     grad: Float[Tensor, "batch kv_heads width keys"], like: Float[Tensor, "batch kv_heads keys width"]
 ) -> Float[Tensor, "batch kv_heads keys width"]:
-    """Return a gradient that was computed with keys as last axis, with the axes and the dtype of `like`."""
+    """Return a gradient with its last two axes exchanged, which gives it the axes of `like`, in the dtype of `like`. It
+    was computed with keys as the last axis.
+    """
     batch, heads, keys, width = like.shape
     return like.new_empty(batch, keys, heads, width).transpose(1, 2).copy_(grad.mT)

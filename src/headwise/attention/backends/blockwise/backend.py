@@ -36,7 +36,9 @@ OBSERVED_ROWS = 256
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return the reason that blockwise attention cannot compute a problem, in one sentence; None if it can."""
+    """Return the reason that blockwise attention cannot compute an attention problem (the tensors and options of one
+    call), in one sentence; None if it can.
+    """
     if problem.talking is not None:
         return "blocks hold some heads at a time, and talking_heads mixes all"
     if not torch.compiler.is_compiling():
@@ -56,9 +58,10 @@ def run(
     observer: Observer | None = None,
     call_context: CallContext | None = None,
 ) -> Answer:
-    """Compute attention in blocks of `rows` query rows (by default `rows_of` chooses), or in the blocks of `plan`, and
-    call `observer` with each row block, whose tensors are overwritten afterwards. The reference computes weights, and
-    calls without a query or a key.
+    """Compute an attention problem in blocks of `rows` query rows, or in the blocks that `plan` lists. By default the
+    number of rows is chosen from the mask and the sizes. `observer` is called with each block's weights, and the
+    block's tensors are overwritten after it returns. If the weights are to be returned, or if there are no queries or
+    keys, the reference backend computes the result instead.
     """
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that blocks avoid
@@ -100,8 +103,8 @@ def run(
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The blockwise backend, with the number of query rows in a block as its only option; pass it as `backend=` to
-    `attend`.
+    """Backend `blockwise`, which computes attention in blocks of query rows, with a chosen number of rows in a block.
+    Pass it as `backend=` to `attend`.
 
     Attributes:
         rows: query rows of each block, 1 or more; None chooses them from the mask and the sizes.
@@ -133,16 +136,19 @@ class Blockwise:
 
 
 def plan_blocks(problem: Problem, rows: int | None = None, most_rows: int = MOST_ROWS) -> BlockwisePlan:
-    """Return the blocks of the score matrix that are computed for a problem, of `rows` query rows each. By default the
-    number of rows is chosen from the mask and the sizes, up to `most_rows`.
+    """Return the blocks of the score matrix that blockwise attention computes for a problem (one attention call). Each
+    block has `rows` query rows. By default their number is chosen from the mask and the sizes, up to `most_rows`.
     """
     overhead = BFLOAT16_BLOCK_OVERHEAD if uses_bfloat16_scores(problem) else FLOAT32_BLOCK_OVERHEAD
     return plan_of(problem.mask, problem.grid, overhead, rows, most_rows)
 
 
 def uses_bfloat16_scores(problem: Problem) -> bool:
-    """Return True if the scores of a problem are computed in bfloat16 where nothing observes them. Such scores are
-    checked by reading numbers, for which another device than a CPU would wait.
+    """Return True if blockwise attention computes the scores of a problem (one attention call) in bfloat16, unless an
+    observer reads them. This requires bfloat16 inputs on a CPU, and a positive scale. With a softcap, bias, sinks,
+    dropout or log-sum-exp, scores are in float32.
+
+    Scores in bfloat16 are checked by reading numbers, for which another device than a CPU would wait.
     """
     needs_exact_scores = (
         problem.softcap is not None

@@ -25,9 +25,9 @@ CACHED_CELLS = 2**22
 
 @dataclass(frozen=True, eq=False)
 class TileVisibility:
-    """Data about one tile (rectangle of the score matrix) that follow from mask, positions and tokens alone: the keys
-    that each row may attend to, the rows that count in statistics, positions, and features of the keys. Each is
-    computed on first use.
+    """Data about one tile (rectangle of the score matrix) that depend on mask, positions and tokens, not on scores.
+    They are the keys that each row may attend to, the rows that statistics include, positions, and numbers for each
+    key, such as its position. Each property is computed on first use.
 
     A key is visible to a row if the mask lets the row attend to it. A row counts in statistics if it is not padding
     and at least one key is visible to it.
@@ -52,14 +52,18 @@ class TileVisibility:
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the stored result of `compute()`, which is called when `key` is used for the first time."""
+        """Return the result of `compute()` that is stored under `key`. `compute` is called only if nothing is stored
+        there yet.
+        """
         if key not in self._cache:
             self._cache[key] = compute()
         value: Tensor = self._cache[key]
         return value
 
     def without_mask(self) -> "TileVisibility":
-        """Return a copy that does not keep the tile's mask in memory; what depends on the mask is computed first."""
+        """Return a copy that does not keep the tile's mask in memory. The properties that depend on the mask are
+        computed first, and stored in the copy.
+        """
         names = ("visible_keys", "counted_rows", "rows_per_key", "is_backward_only")
         computed = {name: getattr(self, name) for name in names[: 4 if self.grid.uses_default_positions else 3]}
         copy = replace(self, tile=self.tile._replace(ceilings=[], has_key=None))
@@ -96,7 +100,9 @@ class TileVisibility:
 
     @cached_property
     def is_backward_only(self) -> bool:
-        """True if no row may attend to a key after its own position. Requires default positions."""
+        """True if no query row of the tile may attend to a key after the query's own position. Requires default
+        positions: none passed by the caller.
+        """
         position = self.query_positions[0][:, None]
         first = int(position[0])
         for columns, allowed in self._allowed:
@@ -109,14 +115,16 @@ class TileVisibility:
 
     @cached_property
     def _allowed(self) -> list[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
-        """Result of `Tile.visible_parts`, computed once."""
+        """Ranges of key columns of the tile, each with a boolean mask of the keys that its rows may attend to (None:
+        all keys). This is the result of `Tile.visible_parts`, computed once.
+        """
         return list(self.tile.visible_parts())
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def key_indices(self) -> Int[Tensor, " columns"]:
-        """Index of the key that each column of the tile stands for."""
+        """Index of the key in each column of the tile, counted among all keys of the attention call."""
         return key_indices(self.tile.block, self.grid.device)
 
     @cached_property
@@ -134,12 +142,14 @@ class TileVisibility:
 
     @cached_property
     def lags(self) -> Int[Tensor, "#batch rows columns"]:
-        """Query position minus key position: 0 for the query's own token, 1 for the previous one, -1 for the next."""
+        """Query position minus key position, for each query row and key column of the tile: 0 for the query's own
+        token, 1 for the previous one, -1 for the next.
+        """
         return self.query_positions[..., None] - self.key_positions[:, None]
 
     def has_key_at_lag(self, lag: int) -> Bool[Tensor, "#batch 1 rows"]:
-        """Return True at query rows for which a key is `lag` positions before the query (after it if negative), is not
-        padding, and belongs to the same document.
+        """Return True at each query row for which the key `lag` positions before the query exists, is not padding, and
+        belongs to the same document. A negative `lag` stands for positions after the query.
         """
         wanted = self.query_positions - lag
         if not self.grid.uses_default_positions:
@@ -160,7 +170,9 @@ class TileVisibility:
 
     @cached_property
     def has_earlier_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:
-        """True at query rows whose token occurs earlier in the sequence; None for unknown ids or explicit positions."""
+        """True at query rows whose token occurs earlier in the sequence. None if the token ids are unknown, or if the
+        caller passed positions.
+        """
         if self.is_repeat is None or not self.grid.uses_default_positions:
             return None
         position = self.query_positions[0]
@@ -168,8 +180,9 @@ class TileVisibility:
 
     @cached_property
     def first_key(self) -> Int[Tensor, "#batch #rows"]:
-        """Index of the key of the first token, for each sequence or for each row; -1 where that token is not among the
-        keys. By default it is the key at position 0 or, with default positions, the first key that is not padding.
+        """Index of the key of the first token, one for each sequence or one for each query row; -1 where that token is
+        not among the keys. Unless `first_keys` is set, it is the key at position 0 or, with default positions, the
+        first key that is not padding.
         """
         if self.first_keys is not None:
             rows = self.tile.block.rows
@@ -188,7 +201,9 @@ class TileVisibility:
         return self._of_tile(self.grid.key_position(keys[None]))
 
     def _of_tile(self, positions: Int[Tensor, "#all length"]) -> Int[Tensor, "#batch length"]:
-        """Return positions for the tile's sequences; a single row, which all sequences share, is returned unchanged."""
+        """Return the rows of `positions` that belong to the tile's sequences. A single row, which all sequences share,
+        is returned unchanged.
+        """
         return positions if len(positions) == 1 else positions[self.tile.sequences]
 
     # -- features of the keys, which the product with the values sums over the keys -----------------------------------
@@ -219,7 +234,9 @@ class TileVisibility:
 
     @cached_property
     def stacked_key_features(self) -> Float[Tensor, "#batch columns features"]:
-        """All `key_features` as columns of one tensor, with a column of zeros if their number is odd."""
+        """All `key_features` (numbers for each key, such as its position) as columns of one tensor. A column of zeros
+        is added if their number is odd.
+        """
         if not self.key_features:
             return torch.zeros(1, self.tile.block.width, 2, device=self.grid.device)
         batch = max(map(len, self.key_features.values()))
@@ -235,7 +252,9 @@ class TileVisibility:
 
 
 def key_indices(block: PlannedBlock, device: torch.device) -> Int[Tensor, " columns"]:
-    """Return the index of the key that each column of a planned block stands for, in order."""
+    """Return the index of the key in each column of a block. A block is some query rows of the score matrix, with the
+    ranges of keys that these rows attend to.
+    """
     return torch.cat([torch.arange(keys.start, keys.stop, device=device) for keys in block.spans])
 
 
@@ -283,7 +302,9 @@ class CallContext:
         return torch.zeros_like(repeats).scatter(1, order, repeats)
 
     def visibility(self, tile: Tile, grid: Grid) -> TileVisibility:
-        """Return the `TileVisibility` of a tile, kept for later layers if the tile's mask goes by distance alone."""
+        """Return the `TileVisibility` of a tile (rectangle of the score matrix), with its visible keys and positions.
+        It is cached for later layers if the tile's mask depends only on the distance between query and key.
+        """
         key = (tile.pattern, tile.block, tile.sequences.start, tile.sequences.stop)
         if tile.pattern is not None and key in self._visibilities:
             return self._visibilities[key]
@@ -297,9 +318,10 @@ class CallContext:
     def copy_cells(
         self, sequence: int, positions: range, block: PlannedBlock, shift: int
     ) -> tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]:
-        """Return the cells (pairs of query row and key column) of a block in which the key is `shift` tokens after an
-        earlier occurrence of the query's token, as flat indices `row * columns + column`; and the number of cells
-        before each row, with their total at the end. Up to `CACHED_CELLS` are kept for later layers.
+        """Return the query-key pairs of a block in which the key is `shift` tokens after an earlier occurrence of the
+        query's token. The first result has the flat index `row * columns + column` of each pair. The second has the
+        number of pairs before each row, then the number of all pairs. Up to `CACHED_CELLS` pairs are cached for later
+        layers.
         """
         assert self.distinct_ids is not None
         key = (sequence, positions, tuple(block.spans), shift)
@@ -318,7 +340,9 @@ class CallContext:
 
     @cached_property
     def distinct_ids(self) -> Int[Tensor, "batch keys"] | None:
-        """Token ids of the keys, with another negative id at each padding token: none is a copy. None if unknown."""
+        """Token ids of the keys, in which each padding token has a negative id of its own, so that it equals no other
+        token. None if the token ids are unknown.
+        """
         if self.token_ids is None or self.real_keys is None:
             return self.token_ids
         numbers = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)

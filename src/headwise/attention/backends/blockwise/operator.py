@@ -37,15 +37,18 @@ SCHEMAS = {
 
 @called_by_compiler
 def why_not_registered() -> str | None:
-    """Register the operators if there are no native kernels, and return None; or return the reason that blockwise
-    attention cannot be compiled, in one sentence. The compiler calls this function instead of tracing it.
+    """Register blockwise attention as torch operators, for `torch.compile` without native kernels, and return None. If
+    that is not possible, return the reason that blockwise attention cannot be compiled, in one sentence. The compiler
+    calls this function instead of tracing it.
     """
     return _register()
 
 
 @cache
 def _register() -> str | None:
-    """Register the operators at the first call. The result is that of `why_not_registered`."""
+    """Register the operators at the first call, and return None, or the reason that it is not possible. Later calls
+    return the same result.
+    """
     if library.load() is None:
         return "while compiling, its operator is that of the native kernels"
     if hasattr(torch.ops.headwise, "attend_forward"):
@@ -94,9 +97,9 @@ def _call_of(
     first_query: int = 0,
     _first_key: int = 0,
 ) -> tuple[Tensors, Tensor | None, CallOptions]:
-    """Return the call of an operator in the form of blockwise attention: q, k, v, bias and sinks, in float32 and with
-    scales of single heads multiplied into q; these scales, or None; and the options, with the plan. A part of a larger
-    call begins at query `first_query`, and has a seed of its own.
+    """Convert the arguments of a torch operator to those of blockwise attention. Return the tensors q, k, v, bias and
+    sinks, with q, k and v in float32; the scale factors of single heads, which are multiplied into q, or None; and the
+    options. A part of a larger call begins at query `first_query`, and gets a dropout seed of its own.
     """
     batch, heads, queries, _ = q.shape
     grid = Grid(batch, heads, queries, k.shape[2], q.device)
@@ -123,7 +126,9 @@ def _call_of(
 
 
 def _attend_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the log-sum-exp, and for each row its shift and the inverse of its sum."""
+    """Return the output, the log-sum-exp, and two numbers of each row for the backward pass. These are its shift, which
+    is subtracted from its scores, and the inverse of its sum of 2^(shifted score).
+    """
     tensors, _, options = _call_of(*arguments)
     results: Any = BlockwiseAttention.forward(*tensors, options)
     out, lse, shifts, sums = results
@@ -131,7 +136,9 @@ def _attend_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v and, with sinks, the product of the output and its gradient for each row."""
+    """Return the gradients of q, k and v, and the dot product of each row's output and the gradient of this output.
+    Without sinks, the last one is not needed and is an empty tensor.
+    """
     has_sinks = arguments[10] is not None
     *gradients, _, deltas = _gradients(*arguments, bias_needs_grad=False, needs_exact_output=has_sinks)
     of_q, of_k, of_v = (
@@ -141,7 +148,7 @@ def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _attend_bias_gradient(*arguments: Any) -> Tensor:
-    """Return the gradient of the bias, contiguous like that of the native kernels."""
+    """Return the gradient of the bias as a contiguous tensor, as the native kernels do."""
     repeats_along_keys = arguments[13].shape[3] == 1
     gradients = _gradients(*arguments, bias_needs_grad=True, needs_exact_output=repeats_along_keys)
     return gradients[3].contiguous()
@@ -156,8 +163,9 @@ def _gradients(
     bias_needs_grad: bool,
     needs_exact_output: bool,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v and the bias, and the product of the output and its gradient for each row, in
-    float32. The last one has the rounding error of the output, unless the output is computed again.
+    """Return the gradients of q, k, v and the bias, then the dot product of each row's output and the gradient of this
+    output, in float32. With `needs_exact_output`, an output in half precision is first computed again in float32:
+    otherwise the dot product has its rounding error.
     """
     tensors, head_scale, options = _call_of(*arguments)
     if needs_exact_output and out.dtype != torch.float32:

@@ -66,11 +66,15 @@ class RowBlock:
 
     @property
     def sequences_and_heads(self) -> tuple[slice, slice]:
-        """Slices of the batch axis and the head axis that select this block from a tensor of the call."""
+        """Slices of the batch axis and the head axis that select the block's sequences and heads from a tensor `(batch,
+        heads, ...)`.
+        """
         return self.tile.sequences, self.tile.heads
 
     def with_call_context(self, call_context: CallContext) -> "RowBlock":
-        """Return this block with the same weights and the tokens, special tokens and padding of another context."""
+        """Return a block with the same weights, in which the tokens, special tokens and padding of `call_context`
+        replace those of this block.
+        """
         if call_context is self.call_context:
             return self
         visibility = call_context.visibility(self.tile, self.grid)
@@ -102,8 +106,8 @@ class RowBlock:
 
     @cached_property
     def largest_content_weight(self) -> RowsByHead:
-        """Largest attention weight of each row over the keys that are not special tokens, which must be known; 0 in a
-        row that may attend to none of them.
+        """Largest attention weight of each row over the keys that are not special tokens; 0 in a row that may attend to
+        no such key. Requires that special tokens are known.
         """
         is_special = self.visibility.is_special
         assert is_special is not None
@@ -124,7 +128,9 @@ class RowBlock:
     def weighted_sums(
         self, features: Float[Tensor, "#batch columns features"]
     ) -> Float[Tensor, "batch heads rows features"]:
-        """Return for each row and each feature of the keys the sum over keys of attention weight times feature."""
+        """Return the sum over keys of attention weight times feature, for each query row and each feature. A feature is
+        a column of `features`: one number for each key.
+        """
         sequences, heads, rows = self.tile.shape
         if len(features) == 1:
             product = self.powers @ features[0].to(self.powers.dtype)
@@ -153,7 +159,9 @@ class RowBlock:
         return (self.weights * is_first[:, None]).sum(-1)
 
     def weight_after_copies(self, shift: int) -> RowsByHead:
-        """Return each row's weight on the keys that are `shift` tokens after an earlier copy of the query's token."""
+        """Return each row's summed weight on the keys that are `shift` tokens after an earlier occurrence of the
+        query's token.
+        """
         powers, sums = self.tile.by_head(self.powers), torch.zeros_like(self.weight_per_power)
         offset = self.visibility.grid.offset
         positions = range(self.rows.start + offset, self.rows.stop + offset)
@@ -196,8 +204,8 @@ class RowBlock:
 
     @cached_property
     def received(self) -> tuple[Float[Tensor, "batch heads columns"], Float[Tensor, "batch heads columns"]]:
-        """Sum over rows of the weight on each key column, and number of rows that may attend to it. Rows that are
-        padding or have no visible key are left out of both.
+        """Attention that each key receives: the sum of the weights of all rows on it, and the number of rows that may
+        attend to it. Both leave out rows that are padding or have no visible key.
         """
         row_factors = (self.weight_per_power * self.visibility.counted_rows)[..., None, :]
         received = row_factors @ self.tile.by_head(self.powers)
@@ -205,7 +213,9 @@ class RowBlock:
 
     @cached_property
     def feature_sums(self) -> dict[str, RowsByHead]:
-        """Sum of weight times feature over the keys, for each row, by the name in `visibility.key_features`."""
+        """Sum over keys of attention weight times feature, for each row and each feature by name. The features are
+        those of `visibility.key_features`: numbers for each key, such as its position.
+        """
         if self.feature_products is None:
             sums = self.weighted_sums(self.visibility.stacked_key_features)
         else:
@@ -213,7 +223,9 @@ class RowBlock:
         return dict(zip(self.visibility.key_features, sums.unbind(-1), strict=False))
 
     def _by_head(self, column: StackedColumn) -> RowsByHead:
-        """Return one number for each query row, `(batch, heads, rows)`, from numbers stacked as in `powers`."""
+        """Return one number for each query row as `(batch, heads, rows)`. The argument has the stacked layout of
+        `powers`, in which query heads with the same key/value head are joined.
+        """
         return self.tile.by_head(column)[..., 0]
 
 

@@ -58,34 +58,40 @@ class Float32Scores:
         *,
         finds_uncapped: bool = False,
     ) -> None:
-        """Store the tensors and options of a call; `finds_uncapped` asks for the largest scores before the softcap."""
+        """Store the tensors and options of a call. With `finds_uncapped`, the largest scores before the softcap are
+        computed too.
+        """
         self.q, self.k, self.bias, self.shifts = q, k, bias, shifts
         self.scale, self.softcap, self.bias_hides, self.pool = scale, softcap, bias_hides, pool
         self.largest_uncapped: StackedColumn | None = None
         self._finds_uncapped = finds_uncapped and softcap is not None
 
     def shifted_scores(self, tile: Tile) -> Stacked:
-        """Return the scores of a tile less the largest score of each row, which is written to `self.shifts`."""
+        """Return the scores of a tile (rectangle of the score matrix) minus the largest score of each row. Write these
+        largest scores to `self.shifts`.
+        """
         scores, _ = self._scores(tile)
         shift = scores.amax(-1, keepdim=True)
         tile.write(self.shifts, shift)
         return scores.sub_(shift)
 
     def recompute(self, tile: Tile) -> Stacked:
-        """Return the scores of a tile less the numbers that `shifted_scores` wrote in the forward pass."""
+        """Return the scores of a tile, computed again in the backward pass, minus the numbers that the forward pass
+        wrote to `self.shifts`.
+        """
         scores, self._tanh = self._scores(tile)
         return scores.sub_(tile.stack_rows(self.shifts))
 
     def start_backward(self, v: Values, upstream: Outputs, delta: RowColumn, grad_bias: Bias | None) -> None:
-        """Store tensors for `score_gradient`: the values; the output's gradient divided by each row's sum of
-        unnormalized weights; the number that the softmax's gradient subtracts in each row; and the tensor to which the
-        gradient of the bias is added, or None.
+        """Store the tensors that `score_gradient` reads. `v` are the values, and `upstream` is the output's gradient
+        divided by each row's sum of unnormalized weights. `delta` is the number that the softmax's gradient subtracts
+        in each row. The gradient of the bias is added to `grad_bias`, unless it is None.
         """
         self._v, self._upstream, self._delta, self._grad_bias = v, upstream, delta, grad_bias
 
     def score_gradient(self, tile: Tile, weights: Stacked, dropout_factors: Stacked | None) -> Stacked:
-        """Return the gradient with respect to a tile's scaled products `scale * q k^T`, before any softcap, and add
-        that of the bias. `weights` are the tile's unnormalized weights 2^(score - shift).
+        """Return the gradient with respect to a tile's scaled products `scale * q k^T`, before any softcap. If the bias
+        needs a gradient, add the tile's part to it. `weights` are the tile's unnormalized weights 2^(score - shift).
         """
         grad = products("gradient", tile, tile.stack_rows(self._upstream), self._v.mT, 1.0, self.pool)
         if dropout_factors is not None:
@@ -100,8 +106,8 @@ class Float32Scores:
         return grad
 
     def _scores(self, tile: Tile) -> tuple[Stacked, Stacked | None]:
-        """Return the scores of a tile with softcap and bias, divided by ln 2, and tanh(scaled product / softcap), which
-        the gradient needs; None without a softcap.
+        """Return the scores of a tile with softcap and bias, divided by ln 2. Also return tanh(scaled product /
+        softcap), which the backward pass needs, or None without a softcap.
         """
         rows, tanh = tile.stack_rows(self.q), None
         if self.softcap is None:
@@ -163,9 +169,10 @@ class BFloat16Scores:
         self._k = k
 
     def shifted_scores(self, tile: Tile) -> Stacked:
-        """Return the scores of a tile, from each row of which its shift is subtracted before the scale, and write the
-        shifts to `self.shifts`. Shifts are predicted from the queries and the mean and variance of the keys, and
-        corrected until the largest shifted score of every row is near zero.
+        """Return the scores of a tile (rectangle of the score matrix) minus one shift for each row, and write the
+        shifts to `self.shifts`. Shifts are subtracted before the scale is applied. They are predicted from the queries
+        and from the mean and variance of the keys. Then they are corrected until the largest shifted score of every row
+        is near zero.
         """
         mean, deviation = (tile.stack_rows(moment) for moment in self._moments)
         highest = NormalDist().inv_cdf(max(1 - 1 / tile.block.width, 0.5))
@@ -186,28 +193,33 @@ class BFloat16Scores:
         return scores
 
     def recompute(self, tile: Tile) -> Stacked:
-        """Return the scores of a tile less the shifts that `shifted_scores` wrote in the forward pass."""
+        """Return the scores of a tile, computed again in the backward pass, minus the shifts that the forward pass
+        wrote to `self.shifts`.
+        """
         shift, magnitude = tile.stack_rows(self.shifts), self._written_magnitude
         if not magnitude <= LARGEST_SPLIT_SHIFT:
             magnitude = self._magnitude(shift)
         return self._product(tile, tile.stack_rows(self.q), shift, magnitude)
 
     def start_backward(self, v: Values, upstream: Outputs, delta: RowColumn, _: Tensor | None = None) -> None:
-        """Store the values with two additional features of 1, and the upstream gradient with two additional features
-        whose sum is `-delta`: their product is `upstream v^T - delta`.
+        """Store the values and the upstream gradient, each with two additional features, so that their product is
+        `upstream v^T - delta`. The additional features of the values are 1; those of the upstream gradient add up to
+        `-delta`.
         """
         self._extended_upstream = extend_with_shift(upstream, delta)
         self._extended_values = extend_with_ones(v, self.plan)
 
     def score_gradient(self, tile: Tile, weights: Stacked, _: Tensor | None = None) -> Stacked:
-        """Return the gradient with respect to a tile's scaled products, given its unnormalized weights."""
+        """Return the gradient with respect to a tile's scaled products `scale * q k^T`. `weights` are the tile's
+        unnormalized weights 2^(score - shift).
+        """
         upstream = tile.stack_rows(self._extended_upstream)
         return products("gradient", tile, upstream, self._extended_values, 1.0, self.pool).mul_(weights)
 
     @cached_property
     def _moments(self) -> tuple[RowColumn, RowColumn]:
-        """Predicted mean and standard deviation of each query's products with all keys, before the scale, from a sample
-        of at most 511 keys, as if the features of keys were independent.
+        """Predicted mean and standard deviation of each query's dot products with all keys, before the scale. They are
+        computed from a sample of at most 511 keys, as if the features of keys were independent.
         """
         sample = self._k[:, :, :: max(self._k.shape[2] // SAMPLE_KEYS, 1)].float()
         mean = sample.mean(2, keepdim=True)
@@ -218,26 +230,32 @@ class BFloat16Scores:
 
     @cached_property
     def _predicted_magnitude(self) -> float:
-        """Upper bound of the predicted shifts of the call, in nats; infinite or NaN if a prediction overflows."""
+        """Upper bound of the absolute values of all predicted shifts (numbers that are subtracted from the scores of a
+        row), in nats; infinite or NaN if a prediction overflows.
+        """
         mean, deviation = self._moments
         return float((mean.abs() + 6 * deviation).amax()) * self.scale  # no prediction is 6 deviations from the mean
 
     @cached_property
     def _written_magnitude(self) -> float:
-        """Largest shift that the forward pass wrote, in nats; it must be complete, since this is kept."""
+        """Largest absolute value of the shifts that the forward pass wrote, in nats. It is cached, so it must not be
+        read before all shifts are written.
+        """
         return self._magnitude(self.shifts)
 
     def _magnitude(self, shift: Float[Tensor, "*axes 1"]) -> float:
-        """Return the largest absolute value of row shifts in nats; a shift is subtracted before the scale."""
+        """Return the largest absolute value of the given row shifts, in nats. Shifts are stored before the scale is
+        applied, so the value is multiplied by the scale.
+        """
         lowest, highest = torch.aminmax(shift)
         return max(-float(lowest), float(highest)) * self.scale
 
     def _product(
         self, tile: Tile, rows: Float[Tensor, "kv stacked head_dim"], shift: StackedColumn, magnitude: float
     ) -> Stacked:
-        """Return a tile's scores `(rows k^T - shift) * scale`, divided by ln 2. Two bfloat16 features of `rows`
-        subtract the shift, unless the largest one, `magnitude`, is above 2^16 or NaN: then the product is computed in
-        float32.
+        """Return a tile's scores `(rows k^T - shift) * scale`, divided by ln 2. Two additional bfloat16 features of
+        `rows` subtract the shift within the product. If `magnitude`, the largest absolute shift in nats, is above 2^16
+        or NaN, the product is computed in float32 instead.
         """
         factor = self.scale * LOG2_E
         if magnitude <= LARGEST_SPLIT_SHIFT:
@@ -252,15 +270,17 @@ class BFloat16Scores:
 
 
 def _finite(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return zeros in place of NaN and infinities, which arise where the predicted shift of a row overflows."""
+    """Return a tensor with zeros in place of NaN and infinities, which arise where the predicted shift of a row
+    overflows.
+    """
     return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def extend_with_ones(
     tensor: Float[Tensor, "*axes keys width"], plan: BlockwisePlan
 ) -> Float[Tensor, "*axes width_and_2 keys"]:
-    """Return keys or values with keys as last axis and two additional features of 1, which subtract a number from each
-    row in a product with rows from `extend_with_shift`.
+    """Return keys or values with keys as the last axis and with two additional features of 1. In the product with rows
+    from `extend_with_shift`, these two features subtract a number from each row.
 
     If the plan reads most keys, keys are adjacent in memory, which makes products faster; otherwise features are, since
     a part of the keys is then faster to copy.
@@ -278,8 +298,9 @@ def extend_with_ones(
 def extend_with_shift(
     rows: Float[Tensor, "*axes width"], shift: Float[Tensor, "*axes 1"]
 ) -> Float[Tensor, "*axes width_and_2"]:
-    """Return rows with two additional features whose sum is `-shift`: the negative shift, rounded to the dtype of the
-    rows, and the rest. So the product with keys from `extend_with_ones` is reduced by `shift` before it is rounded.
+    """Return rows with two additional features whose sum is `-shift`: the negative shift rounded to the dtype of the
+    rows, and the remainder. In the product with keys from `extend_with_ones`, they subtract `shift` before the product
+    is rounded.
     """
     if shift.dtype == rows.dtype:
         return torch.cat([rows, -shift, torch.zeros_like(shift)], -1)
@@ -289,7 +310,8 @@ def extend_with_shift(
 
 def _row_maximum(scores: Stacked) -> StackedColumn:
     """Return the largest score of each row of a bfloat16 tensor, compared as 16-bit integers, which is eight times as
-    fast. The bits of positive floats are in their order, and those of negative ones below them in the opposite order.
+    fast. Positive floats have the order of their bits. Negative floats are below them, in the opposite order of their
+    bits.
     """
     bits = scores.view(torch.int16)
     largest = bits.amax(-1, keepdim=True)

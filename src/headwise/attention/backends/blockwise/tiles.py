@@ -43,8 +43,8 @@ class KeyRange(NamedTuple):
 
 
 class PlannedBlock(NamedTuple):
-    """Block of the score matrix to compute: a range of query rows, and the ranges of key columns, in order, that
-    contain every key which some of the rows may attend to.
+    """Block of the score matrix to compute: a range of query rows, and ranges of key columns. These contain, in order,
+    every key that any of the rows may attend to.
     """
 
     rows: range
@@ -52,8 +52,8 @@ class PlannedBlock(NamedTuple):
 
     @property
     def spans(self) -> list[range]:
-        """Ranges of the block's key columns, as long as possible: adjacent ranges of `parts`, with and without a mask,
-        are joined, so that one product computes all scores of a range.
+        """Ranges of adjacent key columns of the block, as long as possible. Adjacent ranges of `parts`, masked or not,
+        are joined, so that one matrix product computes all scores of a range.
         """
         spans: list[range] = []
         for columns, _ in self.parts:
@@ -70,8 +70,9 @@ class PlannedBlock(NamedTuple):
 
 
 class MaskGroup(NamedTuple):
-    """Adjacent sequences and adjacent heads that share one mask (None if it hides nothing), the grid on which the mask
-    is evaluated, for one sequence or head if these are planned separately, and the blocks to compute for them.
+    """Adjacent sequences and adjacent heads that share one mask (None if it hides nothing), with the blocks of the
+    score matrix to compute for them. `grid` has the sizes and positions for which the mask is evaluated; it has one
+    sequence, or one head, where these are planned separately.
     """
 
     sequences: range
@@ -87,9 +88,9 @@ BlockwisePlan = tuple[MaskGroup, ...]
 def plan_of(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
 ) -> BlockwisePlan:
-    """Return the blocks of the score matrix to compute for a mask, of `rows` query rows each; by default `rows_of`
-    chooses up to `most_rows`. Sequences, and heads, are planned together or separately, whichever has the lower cost:
-    the number of scores, plus `overhead` for each block.
+    """Return a plan: the blocks of the score matrix that contain a visible key, of `rows` query rows each. By default
+    `rows_of` chooses their number, up to `most_rows`. Sequences are planned together or separately, and so are heads,
+    whichever has the lowest cost. The cost is the number of scores, plus `overhead` for each block.
     """
     separations = [(False, False)]
     if mask is not None and grid.uses_default_positions:
@@ -101,8 +102,8 @@ def plan_of(
 
 
 def rows_of(mask: Mask | None, grid: Grid, overhead: int, tile_count: int) -> int:
-    """Return the number of query rows of a block that is expected to be fastest for a mask, from 64 to 512, for blocks
-    that `tile_count` pairs of a sequence and a head have.
+    """Return the number of query rows of a block, from 64 to 512, that is expected to be fastest for a mask.
+    `tile_count` is the number of pairs of a sequence and a head for which each block is computed.
 
     More rows make products faster, but add columns that only some of the rows need. Gain and loss are about equal at a
     quarter of the columns that the last 64 rows need. A lower bound keeps the overhead of blocks from dominating: under
@@ -115,8 +116,8 @@ def rows_of(mask: Mask | None, grid: Grid, overhead: int, tile_count: int) -> in
 
 
 def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list[KeyRange]:
-    """Return the ranges of key `columns` that at least one of the query `rows` may attend to. A range with visible and
-    hidden pairs is halved, down to 64 columns, and marked as masked if it still has both.
+    """Return the ranges of key `columns` that at least one of the query `rows` may attend to. A range with both visible
+    and hidden query-key pairs is halved, down to 64 columns. A range that still has both is marked as masked.
     """
     if mask is None or not columns:
         return [KeyRange(columns, False)] if columns else []
@@ -135,22 +136,26 @@ def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list
 
 
 def _blocks_of(plan: BlockwisePlan) -> list[tuple[MaskGroup, PlannedBlock]]:
-    """Return every block of a plan with the group of sequences and heads that share its mask."""
+    """Return every block of a plan, each with its group: the sequences and heads that share the block's mask."""
     return [(group, block) for group in plan for block in group.blocks]
 
 
 def score_count(plan: BlockwisePlan) -> int:
-    """Return the number of scores (query-key products) in a plan, over sequences and heads."""
+    """Return the number of scores (query-key products) that a plan computes, over all sequences and heads."""
     return sum(len(group.sequences) * len(group.heads) * len(b.rows) * b.width for group, b in _blocks_of(plan))
 
 
 def reads_most_keys(plan: BlockwisePlan) -> bool:
-    """Return True if some block of a plan has half of the keys or more, so that copies in a faster layout pay."""
+    """Return True if some block of a plan contains at least half of all keys. It is then faster to copy the keys to
+    another memory layout first.
+    """
     return any(2 * block.width >= group.grid.keys for group, block in _blocks_of(plan))
 
 
 def cost_of(plan: BlockwisePlan, overhead: int) -> int:
-    """Return the cost of a plan, with one score as unit: the number of scores, plus `overhead` for each block."""
+    """Return the cost of computing the blocks of a plan: the number of scores, plus `overhead` for each block. The unit
+    is the cost of one score.
+    """
     return score_count(plan) + overhead * len(_blocks_of(plan))
 
 
@@ -163,8 +168,8 @@ def _plan(
     separate_sequences: bool,
     separate_heads: bool,
 ) -> BlockwisePlan:
-    """Return the plan in which sequences, and heads, are planned separately or not. Adjacent ones with equal masks form
-    one group.
+    """Return a plan (the blocks of the score matrix to compute) in which sequences and heads are planned separately or
+    together, as the two flags state. Adjacent sequences or heads with equal masks form one group.
     """
     group_grid = replace(grid, batch=1 if separate_sequences else grid.batch, heads=1 if separate_heads else grid.heads)
     masks = [mask] * grid.batch
@@ -190,7 +195,7 @@ def _plan(
 
 
 def _runs(masks: Sequence[Mask | None]) -> list[range]:
-    """Return the ranges of indices in which adjacent masks of a list are equal."""
+    """Divide a list of masks into runs of adjacent equal masks. Return the range of indices of each run."""
     starts = [index for index in range(len(masks)) if index == 0 or masks[index] != masks[index - 1]]
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
 
@@ -205,9 +210,9 @@ TILE_BYTES = 2**22
 
 
 class Ceiling(NamedTuple):
-    """Upper bounds of the scores in some columns of a block, starting at column `offset`. In a row with a visible key,
-    the minimum of score and bound is the unchanged score at a visible key, and at a hidden key so low that its weight
-    is 0.
+    """Upper bounds of the scores in some columns of a block (rectangle of the score matrix), starting at column
+    `offset`. The minimum of score and bound hides keys: the score of a visible key is unchanged, and that of a hidden
+    key becomes so low that the weight is 0. In a row without any visible key, the bounds are 0.
 
     A bound is infinite where a key is visible, and `score_of_hidden_key` where it is hidden. It is 0 in a row without
     any visible key: the difference of two infinities would be NaN, so such a row gets weights, which an infinite sum
@@ -252,7 +257,7 @@ class Tile(NamedTuple):
 
     @property
     def is_visible(self) -> Bool[Tensor, "#batch #heads rows columns"]:
-        """True where a row may attend to the key of a column. The tensor is computed at each use."""
+        """True where a query row of the tile may attend to the key of a column. The tensor is computed at each use."""
         parts = [
             torch.ones(1, 1, 1, len(columns), dtype=torch.bool) if allowed is None else allowed
             for columns, allowed in self.visible_parts()
@@ -261,8 +266,8 @@ class Tile(NamedTuple):
         return torch.cat([part.expand(*sizes, -1).to(parts[0].device) for part in parts], -1)
 
     def visible_parts(self) -> Iterator[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
-        """Yield each range of key columns of the block, with a mask of what its rows may attend to; None if that is
-        all.
+        """Yield each range of key columns of the tile, with a boolean mask of the keys that each row may attend to. The
+        mask is None if every row may attend to every key of the range.
         """
         bounds_at, offset = dict(self.ceilings), 0
         for columns, _ in self.block.parts:
@@ -270,8 +275,9 @@ class Tile(NamedTuple):
             offset += len(columns)
 
     def stack_rows(self, tensor: Float[Tensor, "batch heads queries width"]) -> Float[Tensor, "kv stacked width"]:
-        """Return the tile's query rows, stacked for products with keys: one first index for each pair of sequence and
-        key/value head, and on the second axis the rows of all query heads that share it.
+        """Return the tile's query rows of a tensor, stacked for matrix products with keys. The first axis has one index
+        for each pair of a sequence and a key/value head. The second axis has the rows of all query heads that share
+        this key/value head.
         """
         rows = tensor[self.row_slices]
         return rows.reshape(self._groups, -1, rows.shape[-1])
@@ -279,30 +285,38 @@ class Tile(NamedTuple):
     def write(
         self, target: Float[Tensor, "batch heads queries width"], rows: Float[Tensor, "kv stacked width"]
     ) -> None:
-        """Copy numbers that are stacked as by `stack_rows` to the tile's rows of `target`."""
+        """Copy `rows`, stacked as `stack_rows` returns them, to the query rows of the tile in `target`."""
         target[self.row_slices] = self.by_head(rows)
 
     def select_keys(
         self, tensor: Float[Tensor, "batch kv_heads all width"], keys: range
     ) -> Float[Tensor, "kv keys width"]:
-        """Return a range of keys of k or v, with the tile's sequences and key/value heads joined to one axis."""
+        """Return the range `keys` of the keys in a tensor such as k or v, for the tile's sequences and key/value heads.
+        These two axes are joined to one.
+        """
         return tensor[self.sequences, self.kv_heads, keys.start : keys.stop].flatten(0, 1)
 
     def spans(self, scores: Float[Tensor, "*heads rows columns"]) -> Iterator[tuple[range, Tensor]]:
-        """Yield each range of adjacent keys of the tile with a view of its columns of `scores`."""
+        """Yield each range of adjacent keys of the tile, with a view of the columns of `scores` that belong to these
+        keys.
+        """
         offset = 0
         for keys in self.block.spans:
             yield keys, scores[..., offset : offset + len(keys)]
             offset += len(keys)
 
     def hide(self, scores: Stacked) -> None:
-        """Lower the scores of hidden keys in place to `score_of_hidden_key`, and in rows without a key to 0 or less."""
+        """Lower the scores of hidden keys in place to `score_of_hidden_key`. In a row without any visible key, lower
+        them to at most 0 instead.
+        """
         for offset, bounds in self.ceilings:
             part = self.by_head(scores)[..., offset : offset + bounds.shape[-1]]
             torch.minimum(part, bounds, out=part)
 
     def by_head(self, stacked: Stacked) -> Float[Tensor, "batch heads rows columns"]:
-        """Return a view of numbers that are stacked as by `stack_rows`, with axes of sequences, query heads, rows."""
+        """Return a view of a tensor that is stacked as by `stack_rows`, with separate axes for sequences, query heads
+        and rows.
+        """
         return stacked.view(*self.shape, stacked.shape[-1])
 
     @property
@@ -312,14 +326,18 @@ class Tile(NamedTuple):
 
 
 def score_of_hidden_key(dtype: torch.dtype) -> float:
-    """Return the score that hidden keys get: a quarter of the least number of `dtype`. It is finite, since statistics
-    multiply it by the key's weight of 0, and below every score whose differences are finite.
+    """Return the score that hidden keys get: a quarter of the most negative finite number of `dtype`. It must be
+    finite, since statistics multiply it by the key's weight of 0.
+
+    It is below every score whose differences are finite.
     """
     return torch.finfo(dtype).min / 4
 
 
 def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"] | None = None) -> Tile:
-    """Return the tile of some query rows with all sequences, heads and keys; without `allowed`, none is hidden."""
+    """Return the tile (rectangle of the score matrix) of the query rows `rows`, with all sequences, heads and keys.
+    `allowed` is True where a row may attend to a key; without it, no key is hidden.
+    """
     sequences, heads, ceilings = slice(0, grid.batch), slice(0, grid.heads), []
     if allowed is not None:
         ceilings = [Ceiling(0, torch.where(allowed, torch.inf, score_of_hidden_key(torch.float32)))]
@@ -327,14 +345,18 @@ def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #head
 
 
 def threads_of(dropout: float) -> int:
-    """Return the number of threads that tiles are made for: 1 with dropout, whose random numbers depend on tiles."""
+    """Return the number of threads for which the size of tiles is chosen. It is 1 with dropout, since random numbers
+    are drawn for one tile at a time and must not depend on the number of threads.
+    """
     return 1 if dropout > 0 else torch.get_num_threads()
 
 
 def iterate_tiles(
     plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor | None, threads: int
 ) -> Iterator[Tile]:
-    """Yield every tile of a plan, always in the same order. Hidden are the mask's keys and those of bias -inf."""
+    """Yield every tile (rectangle of the score matrix that is computed at once) of a plan, always in the same order. A
+    tile hides the keys that the mask hides, and those at which `hiding_bias` is -inf.
+    """
     cache: dict[Any, tuple[list[Ceiling], Tensor | None]] = {}
     for group, block in _blocks_of(plan):
         pattern: Any = None  # equal for blocks whose masks, counted from the first row and key, are equal
@@ -355,8 +377,8 @@ def iterate_tiles(
 
 
 class Pool:
-    """Named buffers, each for the scores of one tile, which all tiles of a call reuse, since allocating memory is slow.
-    A thread keeps its buffers of up to `TILE_BYTES` for its next call.
+    """Named buffers, each for the scores of one tile (rectangle of the score matrix). All tiles of an attention call
+    reuse them, since allocating memory is slow. A thread keeps its buffers of up to `TILE_BYTES` for its next call.
     """
 
     _of_thread = threading.local()
@@ -374,14 +396,18 @@ class Pool:
         self._buffers: dict[str, Tensor] = {}
 
     def buffer(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Stacked:
-        """Return the buffer of a name in the shape of a tile's scores, for stacked query rows. It is not cleared."""
+        """Return the buffer called `name`, in the shape of a tile's scores for the stacked query rows `rows`. Its old
+        content is not cleared.
+        """
         if name not in self._buffers:
             self._buffers[name] = self._allocate(name)
         shape = (*rows.shape[:2], tile.block.width)
         return self._buffers[name][: math.prod(shape)].view(shape)
 
     def _allocate(self, name: str) -> Tensor:
-        """Return flat memory for the largest tile of the call: on a CPU the thread's own if that is small enough."""
+        """Return flat memory for the scores of the call's largest tile. On a CPU, it is memory that the thread keeps
+        between calls, if at most `TILE_BYTES` are needed.
+        """
         size = self._size * self._like.element_size()
         if self._like.device.type != "cpu" or size > TILE_BYTES:
             return self._like.new_empty(self._size)
@@ -400,7 +426,9 @@ def products(
     factor: float,
     pool: Pool,
 ) -> Stacked:
-    """Return `factor * rows @ right` for a tile's keys in the pool's buffer of that name, rounded after the factor."""
+    """Return `factor * rows @ right` for the keys of a tile, written to the buffer `name` of `pool`. Results are
+    rounded after they are multiplied by `factor`.
+    """
     result = pool.buffer(name, tile, rows)
     for keys, span in tile.spans(result):
         columns = tile.select_keys(right.mT, keys)
@@ -411,15 +439,15 @@ def products(
 
 
 def select(tensor: Tensor, *slices: slice) -> Tensor:
-    """Return a tensor with its first axes sliced, one slice for each; axes of size 1, which broadcast, stay whole."""
+    """Return a tensor with its first axes sliced, one slice for each. Axes of size 1 broadcast and are not sliced."""
     return tensor[tuple(slice(None) if size == 1 else part for size, part in zip(tensor.shape, slices, strict=False))]
 
 
 def _tile_slices(
     group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor, threads: int
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield the slices of sequences, query heads and key/value heads of each tile of a block. The scores of a tile take
-    about `TILE_BYTES`, or more where a thread would otherwise get less than one key/value head.
+    """Yield three slices for each tile of a block: its sequences, its query heads and its key/value heads. The scores
+    of a tile take about `TILE_BYTES`, or more where a thread would otherwise get less than one key/value head.
     """
     heads_per_kv = q.shape[1] // k.shape[1]
     first, last = group.heads.start, group.heads.stop
@@ -440,8 +468,8 @@ def _tile_slices(
 def _ceilings(
     group: MaskGroup, block: PlannedBlock, hiding_bias: Bias | None, q: Tensor
 ) -> tuple[list[Ceiling], Bool[Tensor, "#batch #heads rows 1"] | None]:
-    """Return the upper bounds that hide a block's scores, and a boolean mask of the rows with a visible key; None if
-    all rows are known to have one.
+    """Return upper bounds of a block's scores, which hide keys: they are very low where a row may not attend to a key.
+    Also return a boolean mask of the rows with a visible key, or None if all rows are known to have one.
     """
     visible, offset = [], 0
     for columns, masked in block.parts:

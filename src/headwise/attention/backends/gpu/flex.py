@@ -62,7 +62,9 @@ Kernel = Literal["auto", "triton", "flash"]
 
 
 def why_not(problem: Problem, kernel: Kernel = "auto") -> str | None:
-    """Return the reason that a kernel of FlexAttention cannot compute a problem, in one sentence; None if it can."""
+    """Return the reason that a kernel of FlexAttention cannot compute an attention problem (the tensors and options of
+    one call), in one sentence; None if it can.
+    """
     device, is_compiling = problem.q.device, torch.compiler.is_compiling()
     if problem.talking is not None:
         reason = "FlexAttention keeps heads apart, and talking_heads mixes them"
@@ -84,7 +86,7 @@ def why_not(problem: Problem, kernel: Kernel = "auto") -> str | None:
 
 
 def _why_not_on_cpu(problem: Problem, kernel: Kernel) -> str | None:
-    """Return the reason that FlexAttention cannot compute a problem on a CPU; None if it can."""
+    """Return the reason that FlexAttention cannot compute an attention problem (one call) on a CPU; None if it can."""
     if kernel != "auto":
         return f"FlexAttention's kernel {kernel!r} is for GPUs, and q is on {problem.q.device}"
     if _needs_lse(problem):
@@ -97,7 +99,7 @@ def _why_not_on_cpu(problem: Problem, kernel: Kernel) -> str | None:
 
 
 def _why_not_on_gpu(problem: Problem, kernel: Kernel) -> str | None:
-    """Return the reason that FlexAttention cannot compute a problem on a GPU; None if it can."""
+    """Return the reason that FlexAttention cannot compute an attention problem (one call) on a GPU; None if it can."""
     learns = [each for each in (problem.bias, problem.scale) if isinstance(each, Tensor) and each.requires_grad]
     if torch.is_grad_enabled() and learns:
         if torch.are_deterministic_algorithms_enabled():
@@ -108,7 +110,9 @@ def _why_not_on_gpu(problem: Problem, kernel: Kernel) -> str | None:
 
 
 def _why_no_flash(problem: Problem) -> str | None:
-    """Return the reason that FlexAttention cannot use the kernels of FlashAttention 4; None if it can."""
+    """Return the reason that FlexAttention cannot compute an attention problem with the kernels of FlashAttention 4;
+    None if it can.
+    """
     if problem.q.dtype == torch.float32:
         return "FlashAttention computes in float16 and bfloat16, and q is in torch.float32"
     if _needs_lse(problem):
@@ -121,7 +125,9 @@ def _why_no_flash(problem: Problem) -> str | None:
 
 
 def run(problem: Problem, kernel: Kernel = "auto") -> Answer:
-    """Compute attention with FlexAttention, or with the reference if the weights are asked for."""
+    """Compute an attention problem with FlexAttention. If the weights are asked for, the reference backend computes it
+    instead.
+    """
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
     if 0 in (*problem.q.shape, *problem.k.shape, *problem.v.shape):
@@ -147,7 +153,9 @@ def run(problem: Problem, kernel: Kernel = "auto") -> Answer:
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
-    """Return the result of FlexAttention. It is compiled, unless the caller is being compiled already."""
+    """Return the result of FlexAttention for the given options. FlexAttention is compiled by `torch.compile`, unless
+    the calling code is being compiled already.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     if torch.compiler.is_compiling():
@@ -160,15 +168,17 @@ def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
 
 @cache
 def compiled() -> Callable[..., Any]:
-    """Return compiled FlexAttention. With `fullgraph`, too many kernels are an error."""
+    """Return FlexAttention, compiled by `torch.compile`. With `fullgraph`, torch raises an error when it has compiled
+    too many kernels, instead of running FlexAttention without a kernel.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, fullgraph=True)
 
 
 def _kernel_options(problem: Problem, kernel: Kernel) -> dict[str, Any] | None:
-    """Return the options of FlexAttention's kernel; None for its own choice. Its kernel for few queries has no gradient
-    of a bias.
+    """Return the options of FlexAttention's kernel; None to use its defaults. If a bias or the scales of heads require
+    a gradient, the Triton kernel is used: FlexAttention's kernel for few queries has no gradient of a bias.
     """
     if problem.q.device.type == "cpu":
         return None
@@ -185,13 +195,13 @@ def _kernel_options(problem: Problem, kernel: Kernel) -> dict[str, Any] | None:
 
 
 def _needs_lse(problem: Problem) -> bool:
-    """Return True if the log-sum-exp must be computed: it is asked for, or there are sinks."""
+    """Return True if the log-sum-exp must be computed: if the caller asks for it, or to include attention sinks."""
     return problem.return_lse or problem.sinks is not None
 
 
 @dataclass(frozen=True)
 class Flex:
-    """The backend `flex` with one of FlexAttention's kernels; pass it as `backend=` to `attend`.
+    """Backend `flex` with a chosen kernel of torch's FlexAttention. Pass it as `backend=` to `attend`.
 
     Attributes:
         kernel: "auto" for FlexAttention's own choice, "triton" for its Triton kernel, or "flash" for FlashAttention 4
@@ -212,11 +222,13 @@ class Flex:
             raise InputError("kernel", expected=f"one of {', '.join(get_args(Kernel))}", got=repr(self.kernel))
 
     def why_not(self, problem: Problem) -> str | None:
-        """Return one sentence that says why FlexAttention cannot compute a problem with this kernel; None if it can."""
+        """Return the reason that FlexAttention cannot compute an attention problem (one call) with the kernel
+        `self.kernel`, in one sentence; None if it can.
+        """
         return why_not(problem, self.kernel)
 
     def run(self, problem: Problem) -> Answer:
-        """Compute attention with this kernel."""
+        """Compute an attention problem with the kernel of FlexAttention that `self.kernel` names."""
         return run(problem, self.kernel)
 
 
@@ -230,7 +242,9 @@ ScoreRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def visibility_rule(visible: VisibleKeys) -> Rule:
-    """Return the rule of a mask: a key is visible if it is in one of the ranges and all further masks allow it."""
+    """Return a mask as a function that FlexAttention compiles into its kernel. It returns True where a key is in one of
+    the query's ranges and all further masks allow it.
+    """
     masks = [*([] if visible.ranges is None else [InRanges(visible.ranges)]), *visible.others]
     rules = [partial(on_device(mask, visible.grid.device).allows, visible.grid) for mask in masks]
     if len(rules) == 1:
@@ -246,7 +260,9 @@ def visibility_rule(visible: VisibleKeys) -> Rule:
 
 
 def on_device(mask: Mask, device: torch.device) -> Mask:
-    """Return a mask whose numbers are on a device. A kernel reads them there, and cannot copy them."""
+    """Return a mask whose stored lengths and document ids are on a device. A kernel reads them there, and cannot copy
+    them.
+    """
     if isinstance(mask, OfParts):
         return mask.with_parts(lambda part: on_device(part, device))
     if isinstance(mask, Padding):
@@ -257,7 +273,9 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
 
 
 def score_rule(problem: Problem) -> ScoreRule | None:
-    """Return the rule by which scores get a scale of their head, a softcap and a bias; None if they need none."""
+    """Return the function with which FlexAttention changes each score: it applies the scale of the head, the softcap
+    and the bias, as far as the problem has them. Return None if it has none of the three.
+    """
     scale = problem.scale.flatten() if isinstance(problem.scale, Tensor) else None
     softcap, bias = problem.softcap, problem.bias
     if bias is not None:
@@ -295,7 +313,9 @@ Blocks = Bool[Tensor, "#batch #heads row_blocks key_blocks"]
 
 
 def block_mask_of(mask: Mask, grid: Grid) -> "BlockMask":
-    """Return the block mask of a mask. That of a mask made of numbers alone is kept: all layers of a model share it."""
+    """Return FlexAttention's block mask for a mask: it lists the blocks of the score matrix to compute. The block mask
+    is cached if the mask is made of numbers alone and positions are the default, since all layers of a model share it.
+    """
     if not (mask.is_constant and grid.uses_default_positions and has_values(torch.empty(0, device=grid.device))):
         return _block_mask(mask, grid)
     with torch.inference_mode(False), torch.no_grad():
@@ -303,9 +323,9 @@ def block_mask_of(mask: Mask, grid: Grid) -> "BlockMask":
 
 
 def _block_mask(mask: Mask, grid: Grid) -> "BlockMask":
-    """Return the block mask of a mask, without a matrix of queries x keys. A block is left out if no query may attend
-    to a key of it, full if every query may attend to every key, and partial otherwise: then FlexAttention evaluates the
-    rule.
+    """Return FlexAttention's block mask for a mask, without a matrix of queries x keys in memory. A block of the score
+    matrix is left out if no query may attend to any of its keys. It is full if every query may attend to all of them.
+    In other blocks, FlexAttention evaluates the mask for each query and key.
     """
     from torch.nn.attention.flex_attention import BlockMask  # takes long to import
 
@@ -324,8 +344,9 @@ _constant_block_mask = lru_cache(maxsize=32)(_block_mask)
 
 
 def visible_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks]:
-    """Return two tensors: True for blocks in which some pair may be visible, and for those in which every pair is.
-    Blocks that the last query or key leaves incomplete are not full.
+    """Return two boolean tensors with one element for each block of the score matrix. The first is True where some
+    query-key pair may be visible, the second where every pair is. The second is False for a last block that the queries
+    or keys do not fill.
     """
     grid = visible.grid
     row_blocks, key_blocks = -(-grid.queries // BLOCK), -(-grid.keys // BLOCK)
@@ -345,7 +366,10 @@ def visible_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks]:
 
 
 def _blocks_of_ranges(ranges: KeyRanges, keys: int) -> tuple[Blocks, Blocks]:
-    """Return the blocks in which some, and every, query has a key in its ranges."""
+    """Return two boolean tensors with one element for each block of the score matrix. The first is True where some
+    query may have a key of the block in its ranges. The second is True where one range contains the whole block for
+    every query.
+    """
     key_blocks = -(-keys // BLOCK)
     block = torch.arange(key_blocks, device=ranges.device)
     first, stop = spans_of_rows(ranges, keys, BLOCK, BLOCK)[..., None].unbind(-2)
@@ -359,8 +383,9 @@ def _blocks_of_ranges(ranges: KeyRanges, keys: int) -> tuple[Blocks, Blocks]:
 
 
 def _evaluated_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks] | None:
-    """Return the blocks in which the masks that are no ranges allow some, and every, pair; None if evaluating them
-    would take long, or while compiling.
+    """Evaluate the masks that are not given as ranges. Return two boolean tensors with one element for each block of
+    the score matrix. The first is True where these masks allow some query-key pair, the second where they allow every
+    pair. Return None while compiling, or if evaluating the masks would take long.
     """
     grid = visible.grid
     first = visible.evaluate(range(min(2, grid.queries)))
@@ -385,13 +410,17 @@ def _evaluated_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks] | None:
 def _with_whole_blocks(
     matrix: Bool[Tensor, "#batch #heads rows #keys"], keys: int
 ) -> Bool[Tensor, "#batch #heads rows padded_keys"]:
-    """Return a matrix for all keys, with hidden keys at its end that complete the last block."""
+    """Return a boolean matrix of the visible keys with False columns appended, so that the number of columns is a
+    multiple of the block size. An axis of size 1 is expanded to all `keys` first.
+    """
     return F.pad(matrix.expand(-1, -1, -1, keys), (0, -keys % BLOCK))
 
 
 def _ordered(
     blocks: Blocks,
 ) -> tuple[Int[Tensor, "#batch #heads row_blocks"], Int[Tensor, "#batch #heads row_blocks key_blocks"]]:
-    """Return the number of True in each row, and the indices of all columns, those that are True first."""
+    """Return, for each row of blocks, the number of blocks that are True, and the indices of all blocks in the row,
+    with the True ones first.
+    """
     numbers = blocks.to(torch.int8)
     return numbers.sum(-1, dtype=torch.int32), numbers.argsort(dim=-1, descending=True, stable=True).int()

@@ -32,8 +32,8 @@ SERIES_BELOW = tl.constexpr(0.5)
 
 
 class Call(NamedTuple):
-    """Tensors, sizes and strides of one attention call, as the kernels read them. The code that reads a tensor is left
-    out of the compiled kernel where the tensor is None. The stride of an axis along which a tensor repeats is 0.
+    """Tensors, sizes and strides of one attention call, as the kernels read them. If a tensor is None, the compiled
+    kernel has no code that reads it. The stride is 0 for an axis along which a tensor repeats.
 
     Attributes:
         q, k: queries and keys.
@@ -70,7 +70,9 @@ class Call(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One head of one sequence: indices of both, and index among the heads of all sequences."""
+    """One head of one sequence: the index of the sequence, the index of the head, and the index among the heads of all
+    sequences.
+    """
 
     sequence: Any
     head: Any
@@ -78,7 +80,8 @@ class Head(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Blocks that each program reads, as spans from one block to before another; a span may be empty.
+    """Blocks of keys (or of query rows) that each program, an instance of a kernel, reads. They are stored as spans:
+    ranges of adjacent blocks, from the first to before the stop. A span may be empty.
 
     Attributes:
         edges: first and stop of each span, `(batch or 1, heads or 1, programs, spans, 2)`; None for all blocks.
@@ -91,8 +94,9 @@ class Spans(NamedTuple):
 
 @triton.jit
 def block_and_head(call: "Call", blocks: "tl.tensor") -> "tuple[tl.tensor, Head]":
-    """Return the block and the head of this program. Programs of one head are adjacent, since they read the same keys.
-    Under a causal mask, the last rows see the most keys, and begin first.
+    """Return the block and the head that this program (instance of the kernel) computes. Programs of one head are
+    adjacent, since they read the same keys. The last blocks begin first: under a causal mask, the last rows see the
+    most keys.
     """
     program = tl.program_id(0)
     index = (program // blocks).to(tl.int64)
@@ -103,7 +107,9 @@ def block_and_head(call: "Call", blocks: "tl.tensor") -> "tuple[tl.tensor, Head]
 def span_edges(
     spans: "Spans", head: "Head", program: "tl.tensor", number: "tl.tensor", blocks: "tl.tensor"
 ) -> "tuple[tl.tensor, tl.tensor]":
-    """Return the first block of span `number` of a program, and the block at which it stops."""
+    """Return the first block of span `number` of a program, and the block before which it stops. A span is a range of
+    adjacent blocks that the program reads.
+    """
     first, stop = 0, blocks
     if spans.edges is not None:
         strides = spans.strides
@@ -116,7 +122,9 @@ def span_edges(
 def query_features(
     call: "Call", head: "Head", row: "tl.tensor", begin: "int", head_dim: tl.constexpr, features: tl.constexpr
 ) -> "tl.tensor":
-    """Return the features of query rows from `begin` on, `(rows, features)`, with zeros beyond rows and features."""
+    """Return `features` features of each query row, starting at feature `begin`, as `(rows, features)`. Numbers of rows
+    and features that do not exist are 0.
+    """
     feature = begin + tl.arange(0, features)
     at = call.q + head.sequence * call.q_strides[0] + head.head * call.q_strides[1]
     at += row.to(tl.int64)[:, None] * call.q_strides[2] + feature[None, :] * call.q_strides[3]
@@ -127,7 +135,9 @@ def query_features(
 def key_features(
     call: "Call", head: "Head", key: "tl.tensor", begin: "int", head_dim: tl.constexpr, features: tl.constexpr
 ) -> "tl.tensor":
-    """Return the features of keys from `begin` on, `(keys, features)`, with zeros for missing keys and features."""
+    """Return `features` features of each key, starting at feature `begin`, as `(keys, features)`. Numbers of keys and
+    features that do not exist are 0.
+    """
     feature = begin + tl.arange(0, features)
     at = call.k + head.sequence * call.k_strides[0] + head.head // call.group * call.k_strides[1]
     at += key.to(tl.int64)[:, None] * call.k_strides[2] + feature[None, :] * call.k_strides[3]
@@ -146,7 +156,9 @@ def tile_products(
     head_dim: tl.constexpr,
     features: tl.constexpr,
 ) -> "tl.tensor":
-    """Return the products of query rows and keys over the first `features` features, `(rows, keys)` in float32."""
+    """Return the dot products of query rows and keys, `(rows, keys)` in float32. `q` and `k` have the first `features`
+    features; any further features of the head are read here, `features` at a time.
+    """
     # "ieee": products of float32 numbers are not rounded to TF32.
     products = tl.dot(q, tl.trans(k), input_precision="ieee")
     if features < head_dim:
@@ -160,7 +172,9 @@ def tile_products(
 
 @triton.jit
 def is_visible(call: "Call", head: "Head", row: "tl.tensor", key: "tl.tensor", ranges: tl.constexpr) -> "tl.tensor":
-    """Return True where a query row may attend to a key by its ranges and the dense mask. `row` and `key` broadcast."""
+    """Return True where a query row may attend to a key: the key is in one of the row's ranges, and the dense mask
+    allows it. `row` and `key` are indices that broadcast.
+    """
     visible = (row < call.queries) & (key >= 0) & (key < call.keys)
     if call.ranges is not None:
         strides = call.ranges_strides
@@ -179,7 +193,7 @@ def is_visible(call: "Call", head: "Head", row: "tl.tensor", key: "tl.tensor", r
 
 @triton.jit
 def scale_products(call: "Call", head: "Head", products: "tl.tensor") -> "tl.tensor":
-    """Return scores before the softcap and the bias."""
+    """Return the scores before softcap and bias: `products` times the scale of the call and the factor of the head."""
     scores = products * call.scale
     if call.head_scale is not None:
         scores = scores * tl.load(call.head_scale + head.head)
@@ -190,7 +204,9 @@ def scale_products(call: "Call", head: "Head", products: "tl.tensor") -> "tl.ten
 def finish_scores(
     call: "Call", head: "Head", row: "tl.tensor", key: "tl.tensor", scores: "tl.tensor", visible: "tl.tensor"
 ) -> "tl.tensor":
-    """Return the scores as they enter the softmax, -inf at hidden keys. `scores` are those before the softcap."""
+    """Return the scores as they enter the softmax: with softcap and bias, and -inf at hidden keys. The argument
+    `scores` is the scaled products, before the softcap.
+    """
     if call.softcap is not None:
         scores = call.softcap * _tanh(scores / call.softcap)
     if call.bias is not None:
@@ -200,14 +216,16 @@ def finish_scores(
 
 @triton.jit
 def _offsets(strides: "tl.tensor", head: "Head", row: "tl.tensor", key: "tl.tensor") -> "tl.tensor":
-    """Return the offsets of query rows and keys in a tensor `(batch, heads, queries, keys)` with these strides."""
+    """Return the memory offset of each pair of a query row and a key in a tensor `(batch, heads, queries, keys)`, for
+    one head. `strides` are the strides of the tensor.
+    """
     of_head = head.sequence * strides[0] + head.head * strides[1]
     return of_head + row.to(tl.int64) * strides[2] + key.to(tl.int64) * strides[3]
 
 
 @triton.jit
 def _tanh(x: "tl.tensor") -> "tl.tensor":
-    """Return tanh, with an error of a few units in the last place of float32 everywhere."""
+    """Return tanh(x), with an error of a few units in the last place of float32 for every x."""
     square = x * x
     # The Taylor series; its next term is below 2e-8 of tanh at `SERIES_BELOW`.
     series = -929569.0 / 638512875.0 * square + 21844.0 / 6081075.0
@@ -231,7 +249,8 @@ FARTHEST = tl.constexpr(1000.0)
 
 
 class Tokens(NamedTuple):
-    """Positions and tokens of a call. The code that reads a tensor is left out where the tensor is None.
+    """Positions and tokens of the queries and keys of an attention call. If a tensor is None, the compiled kernel has
+    no code that reads it.
 
     Attributes:
         positions: index that a key has, or would have, at the position of each query, `(batch, queries)`.
@@ -249,8 +268,8 @@ class Tokens(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Query rows of a program: their indices; the index of the key at the position of each, and of the key of the first
-    token; and the number of its token, 0 where tokens are unknown.
+    """Query rows of one program (instance of a kernel), with four numbers each. They are its index, the index of the
+    key at its position, the index of the key of the first token, and the number of its token (0 if unknown).
     """
 
     row: Any
@@ -260,7 +279,8 @@ class Rows(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """Sums over the keys of each row so far, with e the power of a score relative to `top`.
+    """Maxima and sums for each query row, over the keys that have been read so far. Sums add up e = exp(score - `top`),
+    where `top` is the largest score of the row so far.
 
     Attributes:
         top: largest score.
@@ -295,7 +315,7 @@ class RowSums(NamedTuple):
 
 @triton.jit
 def no_sums(block_rows: tl.constexpr) -> "RowSums":
-    """Return the sums over no key."""
+    """Return the `RowSums` before any key is read: largest scores of -inf, and sums of 0."""
     top = tl.full([block_rows], HIDDEN, tl.float32)
     zeros = tl.zeros([block_rows], tl.float32)
     return RowSums(top, top, top, *(zeros, zeros, zeros, zeros, zeros, zeros, zeros), zeros, zeros, zeros, zeros)
@@ -312,7 +332,9 @@ def add_tile(
     products: "tl.tensor",
     ranges: tl.constexpr,
 ) -> "RowSums":
-    """Return the sums with a tile of keys added."""
+    """Return the sums of each query row with a tile, a block of further keys, added. If the tile has a larger score
+    than the keys before, the earlier sums are rescaled to it.
+    """
     row, column = rows.row[:, None], key[None, :]
     visible = is_visible(call, head, row, column, ranges)
     uncapped = scale_products(call, head, products)
@@ -356,8 +378,8 @@ def add_tile(
 
 @triton.jit
 def _single_keys(rows: "Rows", key: "tl.tensor", powers: "tl.tensor") -> "tuple[tl.tensor, ...]":
-    """Return the powers of the own, the previous, the next and the first key of each row; 0 for keys that are not in
-    the tile. Most tiles have none of them.
+    """Return, for each row, the unnormalized weights of four keys: the key at its own position, the previous, the next,
+    and the key of the first token. A weight is 0 if the key is not in the tile. Most tiles have none of these keys.
     """
     own = tl.zeros_like(rows.position).to(tl.float32)
     previous, following, first = own, own, own
@@ -373,7 +395,9 @@ def _single_keys(rows: "Rows", key: "tl.tensor", powers: "tl.tensor") -> "tuple[
 
 @triton.jit
 def _power_at(key: "tl.tensor", chosen: "tl.tensor", powers: "tl.tensor") -> "tl.tensor":
-    """Return the power of the chosen key of each row; 0 where it is not in the tile."""
+    """Return the number in `powers` (unnormalized weights) at the chosen key of each row; 0 where this key is not in
+    the tile.
+    """
     return tl.sum(tl.where(key[None, :] == chosen[:, None], powers, 0.0), 1)
 
 
@@ -381,7 +405,9 @@ def _power_at(key: "tl.tensor", chosen: "tl.tensor", powers: "tl.tensor") -> "tl
 def _content(
     call: "Call", tokens: "Tokens", head: "Head", key: "tl.tensor", powers: "tl.tensor", scores: "tl.tensor"
 ) -> "tuple[tl.tensor, tl.tensor]":
-    """Return the sum of the powers of special tokens in a tile, and the largest score of other tokens, for each row."""
+    """Return two numbers for each row of a tile: the sum of its unnormalized weights on special tokens, and its largest
+    score of other tokens.
+    """
     special, content = 0.0, HIDDEN
     if tokens.special is not None:
         at = tokens.special + head.sequence * call.keys + key
@@ -395,7 +421,9 @@ def _content(
 def _copy_sums(
     call: "Call", tokens: "Tokens", head: "Head", rows: "Rows", key: "tl.tensor", powers: "tl.tensor"
 ) -> "tuple[tl.tensor, tl.tensor]":
-    """Return the sums of the powers of earlier copies of each row's token in a tile, and of the keys after copies."""
+    """Return two sums of unnormalized weights for each row of a tile. The first is over the keys that are earlier
+    copies of the row's token, the second over the keys that directly follow such a copy.
+    """
     duplicates, inductions = 0.0, 0.0
     if tokens.key_tokens is not None:
         at, token = tokens.key_tokens + head.sequence * call.keys + key, rows.token[:, None]
@@ -425,8 +453,9 @@ MAX_LOGIT, UNCAPPED, VISIBLE = (
 
 
 class Results(NamedTuple):
-    """Results that the kernel writes: the log-sum-exp of each row, `(batch, heads, queries)`; its numbers in the order
-    of `plain_statistics.ROWS`, `(numbers, batch, heads, queries)`; and the number of rows of all heads and sequences.
+    """Tensors that the kernel writes for each query row: the log-sum-exp, `(batch, heads, queries)`, and the statistics
+    in the order of `plain_statistics.ROWS`, `(numbers, batch, heads, queries)`. `plane` is the number of rows of all
+    heads and sequences, the stride of the first axis of the statistics.
     """
 
     lse: Any
@@ -435,7 +464,8 @@ class Results(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """Divisor of the powers of each row, and its logarithm.
+    """Numbers of each query row that turn its unnormalized weights exp(score - largest score) into attention weights,
+    and its log-sum-exp.
 
     Attributes:
         share: weight of the largest score; 0 in a row without a key.
@@ -461,7 +491,9 @@ def row_kernel(
     block_keys: tl.constexpr,
     features: tl.constexpr,
 ) -> None:
-    """Write the statistics of `block_rows` rows of a head, from `block_keys` keys and `features` features at once."""
+    """Write the statistics of `block_rows` query rows of one head. The kernel reads `block_keys` keys, and `features`
+    features of queries and keys, at a time.
+    """
     program, head = block_and_head(call, tl.cdiv(call.queries, block_rows))
     rows = _rows(call, tokens, head, program * block_rows + tl.arange(0, block_rows))
     q = query_features(call, head, rows.row, 0, head_dim, features)
@@ -479,7 +511,9 @@ def row_kernel(
 
 @triton.jit
 def _rows(call: "Call", tokens: "Tokens", head: "Head", row: "tl.tensor") -> "Rows":
-    """Return the query rows of a program."""
+    """Return the data of the query rows with the indices `row`: their positions, first keys and tokens, which are read
+    from memory.
+    """
     at = head.sequence * call.queries + row
     position = tl.load(tokens.positions + at, row < call.queries, other=0)
     first_key = tl.load(tokens.first_key + at, row < call.queries, other=-1)
@@ -491,7 +525,9 @@ def _rows(call: "Call", tokens: "Tokens", head: "Head", row: "tl.tensor") -> "Ro
 
 @triton.jit
 def _normalizer(call: "Call", head: "Head", sums: "RowSums") -> "Normalizer":
-    """Return what divides the powers of each row, the sink of the head included."""
+    """Return the numbers that turn the unnormalized weights of each row into attention weights. They include the sink
+    of the head.
+    """
     is_empty = sums.powers == 0.0
     powers = tl.where(is_empty, 1.0, sums.powers)
     largest, share_of_sink = sums.top, 0.0
@@ -517,7 +553,7 @@ def _write_sums(
     normalizer: "Normalizer",
     ranges: tl.constexpr,
 ) -> None:
-    """Write the log-sum-exp and the statistics of each row but the weights of single keys."""
+    """Write the log-sum-exp and the statistics of each query row, computed from the row's sums."""
     share, is_row = normalizer.share, rows.row < call.queries
     entropy = share * (sums.below + normalizer.above * sums.powers)
     content = share * tl.exp(tl.where(sums.top_content == HIDDEN, HIDDEN, sums.top_content - sums.top))
@@ -546,7 +582,9 @@ def _write_sums(
 
 @triton.jit
 def _count_keys(call: "Call", head: "Head", row: "tl.tensor", ranges: tl.constexpr) -> "tl.tensor":
-    """Return the number of keys in the ranges of each row; these have no key in common."""
+    """Return the number of keys that are in the ranges of each row; without ranges, the number of all keys. The ranges
+    of a row do not overlap.
+    """
     count = row * 0
     if call.ranges is None:
         count += call.keys
@@ -564,7 +602,8 @@ def _count_keys(call: "Call", head: "Head", row: "tl.tensor", ranges: tl.constex
 
 
 class KeySums(NamedTuple):
-    """Values of each row, which the kernel reads, and sums over rows for each key, which it writes.
+    """Tensors of the kernel for statistics of keys: numbers of each query row, which it reads, and sums over rows for
+    each key, which it writes.
 
     Attributes:
         top: largest score of each row, `(batch, heads, queries)`.
@@ -592,7 +631,10 @@ def key_kernel(
     block_keys: tl.constexpr,
     features: tl.constexpr,
 ) -> None:
-    """Write the sums of `block_keys` keys of one head, from `block_rows` rows and `features` features at a time."""
+    """Write two sums for each of `block_keys` keys of one head, over the query rows that count in statistics. The first
+    adds up their attention weights on the key, the second counts the rows that may attend to it. The kernel reads
+    `block_rows` rows and `features` features at a time.
+    """
     program, head = block_and_head(call, tl.cdiv(call.keys, block_keys))
     key = program * block_keys + tl.arange(0, block_keys)
     k = key_features(call, head, key, 0, head_dim, features)

@@ -14,7 +14,7 @@ Ranges = KeyRanges
 
 
 def in_blocks(tensor: Tensor, axis: int, size: int) -> Tensor:
-    """Return a tensor with one of its axes divided into blocks of `size` elements, which become a further axis."""
+    """Return a tensor with one axis split into two: the blocks, and the `size` elements of each block."""
     blocks: Tensor = tensor.unflatten(axis, (-1, size))  # type: ignore[no-untyped-call]
     return blocks
 
@@ -22,9 +22,9 @@ def in_blocks(tensor: Tensor, axis: int, size: int) -> Tensor:
 def spans_of_rows(
     ranges: Ranges, keys: int, block_rows: int, block_keys: int
 ) -> Int[Tensor, "#batch #heads row_blocks ranges 2"]:
-    """Return spans of blocks of keys for each block of query rows: the first block, and the one before which the span
-    stops. They have no block in common, and contain every key that some of the rows may attend to. A span whose stop is
-    not above its first block is empty.
+    """Return spans for each block of query rows: ranges of adjacent key blocks that together contain every key that any
+    of the rows may attend to. A span is its first block and the block before which it stops. The spans of a block of
+    rows do not overlap. A span whose stop is not above its first block is empty.
     """
     starts, stops = ranges.clamp(0, keys).unbind(-1)
     is_empty = stops <= starts
@@ -42,8 +42,9 @@ def spans_of_rows(
 def spans_of_keys(
     of_rows: Int[Tensor, "#batch #heads row_blocks ranges 2"], key_blocks: int
 ) -> Int[Tensor, "#batch #heads key_blocks 1 2"]:
-    """Return for each of `key_blocks` blocks of keys one span of blocks of query rows, with every row that may attend
-    to some of the keys, from the result of `spans_of_rows`.
+    """Return one span for each of `key_blocks` blocks of keys: a range of adjacent blocks of query rows that contains
+    every row that may attend to any of the keys. `of_rows` is the result of `spans_of_rows`: the key blocks that each
+    block of rows attends to.
 
     A block of rows sees a span of key blocks. Such a span is the union of two, which may overlap, whose length is a
     power of two. So the first and the last block of rows are noted for spans of each power of two, and handed down from

@@ -37,8 +37,9 @@ OUTPUTS_AT_ONCE = 2**21
 
 
 class Tiles(NamedTuple):
-    """Numbers of query rows, keys and features of a head that a program of the kernels works on at a time (more
-    features are read in several steps), and number of its groups of 32 threads.
+    """Sizes of the work that one program (instance of a GPU kernel) does at a time: numbers of query rows, of keys, and
+    of features of a head. A head with more features is read in several steps. `warps` is the number of groups of 32
+    threads.
     """
 
     rows: int
@@ -48,8 +49,9 @@ class Tiles(NamedTuple):
 
 
 class WeightStatistics(NamedTuple):
-    """Results of the kernels: the log-sum-exp and the numbers of `ROWS` of each row; the sum of the weights on each key
-    over counted rows, in float64, and the number of counted rows that may attend to it.
+    """Statistics of attention weights that the GPU kernels compute. For each query row: the log-sum-exp, and the
+    numbers that `ROWS` names. For each key, over the rows that statistics include: the sum of the weights on the key,
+    in float64, and the number of rows that may attend to it.
     """
 
     lse: PerRow
@@ -59,7 +61,9 @@ class WeightStatistics(NamedTuple):
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return one sentence that says why the kernels cannot compute the statistics of a problem; None if they can."""
+    """Return the reason that the GPU kernels cannot compute the statistics of a problem (one attention call), in one
+    sentence; None if they can.
+    """
     if problem.talking is not None:
         return "the kernels keep heads apart, and talking_heads mixes them"
     if problem.q.dtype not in DTYPES:
@@ -77,9 +81,12 @@ def why_no_triton() -> str | None:
 
 
 def tiles_of(head_dim: int, dtype: torch.dtype, *, reads_matrix: bool, has_softcap: bool) -> Tiles:
-    """Return the sizes of tiles. They were chosen so that no register is spilled, and that two programs fit the shared
-    memory of a multiprocessor (docs/reports/gpu_kernels.md). Among 16 sizes, those of half precision without a matrix
-    and a softcap were the fastest on an H100 for 64 features; the others have not been timed.
+    """Return the numbers of query rows, keys and features that the GPU kernels work on at a time. They are chosen so
+    that no register is spilled, and that two programs (instances of a kernel) fit the shared memory of a multiprocessor
+    (docs/reports/gpu_kernels.md).
+
+    Among 16 sizes, those for half precision without a dense mask, a bias and a softcap were the fastest on an H100 for
+    heads of 64 features. The other sizes have not been timed.
 
     A dense mask or a bias needs registers for its addresses (`reads_matrix`), and a softcap for its polynomial.
     """
@@ -94,7 +101,9 @@ def tiles_of(head_dim: int, dtype: torch.dtype, *, reads_matrix: bool, has_softc
 
 
 def weight_statistics(call: StatisticsCall, out: Outputs) -> WeightStatistics:
-    """Return the statistics of a call's attention weights and of its output."""
+    """Return statistics of the attention weights of a call for each query row and each key, computed on a GPU. They
+    include the norms of the head outputs `out`.
+    """
     reads_matrix = call.dense is not None or call.bias is not None
     tiles = tiles_of(call.q.shape[-1], call.q.dtype, reads_matrix=reads_matrix, has_softcap=bool(call.softcap))
     batch, heads, queries, _ = call.q.shape
@@ -113,7 +122,10 @@ def weight_statistics(call: StatisticsCall, out: Outputs) -> WeightStatistics:
 
 
 def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, received: Tensor, seen_by: Tensor) -> None:
-    """Run the kernels, which write the log-sum-exp, the numbers of the rows, and the sums of the keys."""
+    """Run the two GPU kernels on a call. They write their results to the last four arguments. Each query row gets its
+    log-sum-exp and its statistics. Each key gets the sum of the weights on it and the number of rows that may attend to
+    it.
+    """
     from headwise.attention.backends.gpu.kernels import Call, KeySums, Results, Spans, Tokens, key_kernel, row_kernel
 
     batch, heads, queries, head_dim = call.q.shape
@@ -160,12 +172,14 @@ def _launch(call: StatisticsCall, tiles: Tiles, lse: Tensor, rows: Tensor, recei
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor, 0 for axes of size 1, along which it repeats."""
+    """Return the strides of a tensor. The stride is 0 on an axis of size 1, so that a kernel reads the same number for
+    every index.
+    """
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _as_bytes(values: Tensor | None) -> Tensor | None:
-    """Return booleans as bytes, without a copy."""
+    """Return a boolean tensor as bytes (1 for True), without a copy; None for None."""
     return None if values is None else values.view(torch.uint8)
 
 
@@ -176,7 +190,9 @@ _implementations: list[torch.library.Library] = []
 
 @cache
 def why_not_registered() -> str | None:
-    """Register the operator for tensors on a GPU at the first call and return None, or why that is not possible."""
+    """Register `attend_statistics` as the GPU implementation of torch's operator of this name at the first call, and
+    return None. If that is not possible, return the reason in one sentence.
+    """
     if library.load() is not None:
         reason: str | None = operator.why_not_registered()
         if reason is not None:
@@ -188,7 +204,9 @@ def why_not_registered() -> str | None:
 
 
 def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the results of the operator, as `plain_statistics.attend_statistics` defines them."""
+    """Compute attention and the statistics of its weights on a GPU. Arguments and results are those of
+    `plain_statistics.attend_statistics`, which defines the operator.
+    """
     call = StatisticsCall(*arguments)
     problem = Problem.checked(
         call.q,

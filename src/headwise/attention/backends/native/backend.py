@@ -25,7 +25,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return the reason that the native kernels cannot compute a problem, in one sentence; None if they can."""
+    """Return the reason that the native kernels cannot compute an attention problem (the tensors and options of one
+    call), in one sentence; None if they can.
+    """
     if problem.talking is not None:
         return "the native kernels keep heads apart, and talking_heads mixes them"
     reason: str | None = why_no_derivative() or _why_not_tensors(problem) or library.why_not_loaded()
@@ -33,14 +35,18 @@ def why_not(problem: Problem) -> str | None:
 
 
 def why_no_derivative() -> str | None:
-    """Return the reason to refuse forward-mode derivatives, which native operators do not have; None without any."""
+    """Return the reason to refuse a call while torch may compute forward-mode derivatives, which the native operators
+    do not have. Return None if torch does not compute any.
+    """
     if forward_ad._current_level >= 0:
         return "the native kernels have no forward-mode derivative, and one may be computed here"
     return None
 
 
 def _why_not_tensors(problem: Problem) -> str | None:
-    """Return the reason that the kernels cannot read the tensors of a problem, in one sentence; None if they can."""
+    """Return the reason that the native kernels cannot read the tensors of a problem: their device, their dtype, or a
+    trace or transform of torch. Return None if the kernels can.
+    """
     if problem.q.device.type != "cpu":
         return f"the native kernels are for the CPU, and q is on {problem.q.device}"
     if problem.q.dtype not in DTYPES:
@@ -55,7 +61,9 @@ def _why_not_tensors(problem: Problem) -> str | None:
 
 
 def run(problem: Problem) -> Answer:
-    """Compute attention with the native kernels, or with the reference if the weights are asked for."""
+    """Compute an attention problem with the native kernels. If the weights are asked for, the reference backend
+    computes it instead.
+    """
     dtype = problem.q.dtype
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
@@ -81,8 +89,9 @@ def run(problem: Problem) -> Answer:
 
 
 def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of a native operator. Where nothing is dropped or differentiated, that is
-    the one without a gradient: torch's function for gradients of custom operators takes longer than a short call.
+    """Return the output and the log-sum-exp of a native operator. If there is no dropout and no gradient is needed, the
+    operator without a gradient is called. Torch's function for gradients of custom operators takes longer than a short
+    call.
     """
     if (
         dropout[0] > 0
@@ -97,8 +106,8 @@ def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) ->
 
 
 def arguments(problem: Problem, ranges: KeyRanges | None, matrix: Matrix | None) -> tuple[Any, ...]:
-    """Return the arguments that all native operators share. Visible are the keys in a range at which the matrix is
-    True.
+    """Return the arguments that all native operators share: the tensors and options of a problem, and its visible keys.
+    A query attends to the keys in its `ranges` at which `matrix` is True; None stands for all keys.
     """
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         operators.register_flops()  # one of the modes may be torch's counter of operations

@@ -45,13 +45,16 @@ INSTRUCTION_SETS = {
 
 
 def sources_checksum() -> str:
-    """Return a checksum of all sources. The library has that of the sources it was compiled from."""
+    """Return a checksum of all C++ sources of the native kernels. A compiled library contains the checksum of the
+    sources that it was compiled from.
+    """
     sources = sorted(path for path in (FOLDER / "cpp").iterdir() if path.suffix in (".h", ".cpp"))
     return hashlib.sha256(b"".join(source.name.encode() + source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
 def torch_folder() -> Path | None:
-    """Return the folder of an installed torch, whose headers and library are used; None if there is none.
+    """Return the folder of an installed torch, whose headers and library the native kernels are compiled with; None if
+    there is none.
 
     It is the folder that the environment variable `HEADWISE_TORCH` names. By default it is searched for in the folders
     of this Python, which pip hides from `import` while it builds a wheel, and in the active virtual environment, which
@@ -70,7 +73,9 @@ def torch_folder() -> Path | None:
 
 
 def why_not() -> str | None:
-    """Return the reason that the library cannot be compiled here, in one sentence; None if it can."""
+    """Return the reason that the native kernels cannot be compiled on this machine, in one sentence; None if
+    they can.
+    """
     if platform.system() != "Linux":
         return f"the native kernels are for Linux, and this is {platform.system()}"
     if not has_compiler():
@@ -81,12 +86,12 @@ def why_not() -> str | None:
 
 
 def has_compiler() -> bool:
-    """Return True if the C++ compiler is on the path."""
+    """Return True if the C++ compiler is on the path: `c++`, or the one that the environment variable `CXX` names."""
     return shutil.which(_compiler()[0]) is not None
 
 
 def sources_with_flags() -> list[tuple[Path, list[str]]]:
-    """Return the sources that are compiled for this processor, each with the flags of the compiler that it needs."""
+    """Return the C++ sources to compile for this processor, each with its compiler flags."""
     common = [*FLAGS.split(), *INTRINSICS_WARNINGS.split(), f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
     common += ["-isystem", f"{torch_folder()}/include", f'-DHEADWISE_SOURCES="{sources_checksum()}"']
     is_x86 = platform.machine() in ("x86_64", "AMD64")
@@ -99,9 +104,10 @@ def sources_with_flags() -> list[tuple[Path, list[str]]]:
 
 
 def build(library: Path = LIBRARY) -> None:
-    """Compile all sources and link them to the file `library`, and print a line for each source; raise `RuntimeError`
-    with the reason if that is not possible. `CXX`, `CXXFLAGS` and `LDFLAGS` of the environment name the compiler and
-    add flags. A process that uses an earlier library keeps it: the new file takes its place when it is complete.
+    """Compile the C++ sources of the native kernels, link them to the file `library`, and print a line for each source.
+    Raise `RuntimeError` with the reason if that is not possible. The environment variable `CXX` names the compiler;
+    `CXXFLAGS` and `LDFLAGS` add flags. The file is replaced only when the new one is complete, and a process that uses
+    the earlier library keeps it.
     """
     reason = why_not()
     if reason is not None:
@@ -141,7 +147,9 @@ def _compiler() -> list[str]:
 
 
 def _run(command: list[str | Path]) -> None:
-    """Run a command of the compiler, and print its warnings; raise `RuntimeError` with its first error if it fails."""
+    """Run a command of the C++ compiler, and print its warnings. If the command fails, raise `RuntimeError` with the
+    first error that the compiler printed.
+    """
     result = subprocess.run([str(part) for part in command], check=False, stderr=subprocess.PIPE, text=True)
     if result.returncode:
         lines = result.stderr.splitlines() or [f"exit status {result.returncode}"]
@@ -151,7 +159,9 @@ def _run(command: list[str | Path]) -> None:
 
 
 def main() -> None:
-    """Compile the library to the file that the first argument names, by default next to this file, or print why not."""
+    """Compile the native kernels to the file that the first command-line argument names, by default `_native.so` next
+    to this file. If that is not possible on this machine, print the reason.
+    """
     reason = why_not()
     if reason is not None:
         print(f"headwise runs without native kernels: {reason}", file=sys.stderr)

@@ -23,20 +23,25 @@ _FLAGS = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_
 
 
 def why_not() -> str | None:
-    """Return the reason that the native kernels are not used, with the command that mends it; None if they are expected
-    to load. The kernels are not loaded, and torch is not imported.
+    """Return the reason that this installation does not use the native kernels, with the command that compiles them
+    where that helps. Return None if they are expected to load. The kernels are not loaded, and torch is not imported.
     """
     return why_no_library() or (why_no_instructions() if instruction_set() is None else None)
 
 
 def state() -> str:
-    """Return the state of the native kernels in one line: their instruction set, or the reason why they are unused."""
+    """Return one line of text: the instruction set that the native kernels use, or the reason that they are not
+    used.
+    """
     reason = why_not()
     return f"native kernels: {instruction_set()}" if reason is None else f"plain torch: {reason}"
 
 
 def why_no_library() -> str | None:
-    """Return the reason that there is no library of native kernels, with the command that mends it, or None."""
+    """Return the reason that the native kernels cannot be loaded: they are switched off, not compiled, or compiled from
+    other sources. It includes the command that compiles them, where that helps. Return None if there is a library to
+    load.
+    """
     if os.environ.get(VARIABLE) == "off":
         return f"the native kernels are switched off by {VARIABLE}=off"
     if not LIBRARY.is_file():
@@ -48,7 +53,9 @@ def why_no_library() -> str | None:
 
 
 def why_no_instructions() -> str:
-    """Return a sentence that refuses the instruction set that `HEADWISE_NATIVE` names."""
+    """Return an error message: the environment variable `HEADWISE_NATIVE` names an instruction set that the native
+    kernels cannot use on this processor. The message lists the possible values.
+    """
     choices = ", ".join([*supported_instruction_sets(), "off"])
     return (
         f"the native kernels cannot run with {VARIABLE}={os.environ.get(VARIABLE)} here, which may be one of {choices}"
@@ -56,7 +63,9 @@ def why_no_instructions() -> str:
 
 
 def _remedy() -> str:
-    """Return the end of a sentence that states how the kernels are compiled; empty where they cannot be."""
+    """Return the end of an error message: the command that compiles the native kernels. Return an empty string on
+    systems other than Linux, where they cannot be compiled.
+    """
     if platform.system() != "Linux":
         return ""
     first = "" if build.has_compiler() else "install a C++ compiler, such as g++, then "
@@ -64,22 +73,27 @@ def _remedy() -> str:
 
 
 def instruction_set() -> str | None:
-    """Return the name of the instruction set that the kernels choose, such as "avx512": the one that `HEADWISE_NATIVE`
-    names, by default the fastest supported one. None if the named one is not supported.
+    """Return the name of the processor's instruction set that the native kernels use, such as "avx512". The environment
+    variable `HEADWISE_NATIVE` can name one; by default it is the fastest that the processor supports. Return None if
+    the named one is not supported.
     """
     wanted = os.environ.get(VARIABLE)
     return next((name for name in supported_instruction_sets() if wanted in (None, "", name)), None)
 
 
 def cpuinfo() -> str:
-    """Return the description of the processor by Linux, the text of `/proc/cpuinfo`; empty on other systems."""
+    """Return the text of Linux's file `/proc/cpuinfo`, which describes the processor; an empty string on other
+    systems.
+    """
     file = Path("/proc/cpuinfo")
     return file.read_text(errors="replace") if file.is_file() else ""
 
 
 @cache
 def supported_instruction_sets() -> list[str]:
-    """Return the names of this processor's instruction sets, the fastest first, as `cpp/dispatch.cpp` finds them."""
+    """Return the names of the instruction sets that native kernels are compiled for and this processor supports, the
+    fastest first. The rules are those of `cpp/dispatch.cpp`.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         return ["portable"]
     available = set(cpuinfo().partition("flags")[2].partition("\n")[0].split())
@@ -92,7 +106,7 @@ def supported_instruction_sets() -> list[str]:
 
 
 def _may_use_amx() -> bool:
-    """Return True if Linux lets this process use the registers of AMX."""
+    """Request permission from Linux to use the AMX registers in this process. Return True if it is granted."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
@@ -109,7 +123,9 @@ def compile_kernels() -> None:
 
 
 def _list_in_record(library: Path) -> None:
-    """Add the library to the files of an installed headwise, so that it is uninstalled with them."""
+    """Add the compiled library to the list of files of an installed headwise (`RECORD`), so that it is removed when
+    headwise is uninstalled.
+    """
     site_packages = library.parents[4]
     entry = f"{library.relative_to(site_packages).as_posix()},,"
     for record in site_packages.glob("headwise-*.dist-info/RECORD"):

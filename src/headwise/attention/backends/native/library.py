@@ -15,7 +15,7 @@ from headwise.checks import called_by_compiler
 
 @called_by_compiler
 def why_not_loaded() -> str | None:
-    """Load the library of native kernels, and return None; or return the reason that it is not available. The compiler
+    """Load the library of native kernels, and return None. If it is not available, return the reason. `torch.compile`
     calls this function instead of tracing it.
     """
     return load()
@@ -23,7 +23,9 @@ def why_not_loaded() -> str | None:
 
 @cache
 def load() -> str | None:
-    """Load the library at the first call, as `why_not_loaded` does; warn of one that is there and unusable."""
+    """Load the library of native kernels at the first call, and return None, or the reason that it is not available.
+    Later calls return the same result. If a library exists and cannot be used, issue a warning.
+    """
     reason = installed.why_no_library()
     if reason is None:
         try:
@@ -40,13 +42,15 @@ def load() -> str | None:
 
 @cache
 def operator(name: str) -> Any:
-    """Return a native operator, such as "all_finite". Finding it anew takes as long as computing a short call of it."""
+    """Return the operator of the native kernels called `name`, such as "all_finite". It is cached, since looking it up
+    takes as long as a short call of it.
+    """
     return getattr(torch.ops.headwise, name).default
 
 
 def instruction_set() -> str:
-    """Return the name of the instruction set that the loaded kernels use, such as "avx512". Modes of torch that are
-    active do not see the call of the operator: those that trace would record it in the program.
+    """Return the name of the processor's instruction set that the loaded native kernels use, such as "avx512". Torch's
+    active dispatch modes are disabled during the call, since a mode that traces would record it in the program.
     """
     with _disable_current_modes():
         name: str = torch.ops.headwise.instruction_set()

@@ -15,8 +15,8 @@ from headwise.checks import savable
 
 
 def register_rules(names: Iterable[str]) -> None:
-    """Register the rules by which torch traces these operators, differentiates attention and counts its operations. The
-    gradient of the gradient is an error; otherwise it would silently be 0.
+    """Register the rules by which torch traces the operators `names`, differentiates attention and counts its
+    operations. A second derivative of attention raises an error; otherwise it would silently be 0.
     """
     for name in names:
         torch.library.register_fake(f"headwise::{name}", FAKES[name])
@@ -30,7 +30,9 @@ def register_rules(names: Iterable[str]) -> None:
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the log-sum-exp and the normalizers of each row."""
+    """Return tensors without meaningful values, in the shapes and dtypes of the results of `attend_forward`, for
+    tracing. The results are the output, the log-sum-exp, and two numbers of each row for the backward pass.
+    """
     batch, heads, queries, _head_dim = q.shape
     out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
@@ -38,14 +40,18 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v and, with sinks, a number of each row."""
+    """Return tensors without meaningful values, in the shapes and dtypes of the results of `attend_backward`, for
+    tracing. The results are the gradients of q, k and v and, with sinks, one number of each row.
+    """
     q, k, v, sinks = *arguments[4:7], arguments[10]
     deltas = q.new_empty(0 if sinks is None else q.shape[:3], dtype=torch.float32)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), deltas
 
 
 def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
-    """Return the output, the log-sum-exp and the statistics."""
+    """Return tensors without meaningful values, in the shapes and dtypes of the results of `attend_statistics`, for
+    tracing. The results are the output, the log-sum-exp, and the statistics of rows and keys.
+    """
     batch, heads, queries, _head_dim = q.shape
     sums = (batch, heads, k.shape[2])
     return (
@@ -82,7 +88,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(
     ctx: Any, out_gradient: Outputs | None, lse_gradient: PerRow | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k, v, the sinks and the bias, given those of the output and the log-sum-exp."""
+    """Return the gradients of q, k, v, the sinks and the bias, given the gradients of the output and the
+    log-sum-exp.
+    """
     q, k, v, head_scale, sinks, ranges, matrix, bias, seed, out, lse, normalizers = ctx.saved_tensors
     out_gradient, lse_gradient = with_usual_strides(out_gradient, lse_gradient, out)
     arguments = (
@@ -103,8 +111,8 @@ def _backward(
 def with_usual_strides(
     out_gradient: Outputs | None, lse_gradient: PerRow | None, out: Outputs
 ) -> tuple[Outputs, PerRow | None]:
-    """Return the gradients of output (zeros if missing) and log-sum-exp as the operator of the backward pass reads
-    them.
+    """Return the gradients of the output and of the log-sum-exp in the memory layout that the native backward pass
+    reads. A missing gradient of the output is replaced by zeros.
     """
     out_gradient = torch.zeros_like(out) if out_gradient is None else out_gradient
     if out_gradient.stride(-1) != 1:
@@ -116,8 +124,8 @@ def with_usual_strides(
 
 
 def register_flops() -> None:
-    """Register the formulas with torch's counter of operations, if it has been imported (importing it takes long), and
-    with the counters that are active.
+    """Register formulas for the native operators with torch's counter of floating-point operations, and with counters
+    that are active. Do nothing if the module of the counter has not been imported, since importing it takes long.
     """
     counter: Any = sys.modules.get("torch.utils.flop_counter")
     if counter is None or not hasattr(torch.ops.headwise, "attend_forward"):
@@ -133,8 +141,9 @@ def register_flops() -> None:
 
 
 def _flops(with_queries: int, with_values: int, first: int = 0) -> Callable[..., int]:
-    """Return the formula of an operator, whose arguments from `first` on are q, k and v, that computes so many products
-    of the width of queries and of values.
+    """Return the formula for the number of floating-point operations of an operator. For each query-key pair, the
+    operator computes `with_queries` products over the width of queries, and `with_values` products over the width of
+    values. Its arguments from `first` on are q, k and v.
     """
 
     def formula(*arguments: Any, **_: Any) -> int:

@@ -20,7 +20,7 @@ from headwise.shapes import Int
 
 
 class Options(NamedTuple):
-    """Arguments of the operators other than q, k, v and the mask."""
+    """Arguments of the native attention operators other than q, k, v and the mask."""
 
     scale: float
     head_scale: PerHead | None
@@ -31,12 +31,16 @@ class Options(NamedTuple):
     seed: Int[Tensor, ""] | None = None
 
     def arguments(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
-        """Return the arguments of the operators after `v` for one part."""
+        """Return the operator's arguments after `v` for one part (rectangle of the score matrix), with the bias of this
+        part.
+        """
         bias = None if self.bias is None else _of_part(part, self.bias)
         return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias
 
     def with_dropout(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
-        """Return these, and those of dropout: the dropped weights follow from the seed and the place of the part."""
+        """Return the result of `arguments`, followed by the arguments for dropout. Which weights are dropped depends
+        only on the seed and on the first row and column of the part.
+        """
         dropout = self.dropout, self.seed, part.rows.start, part.columns.start
         return *self.arguments(part, ranges, matrix), *dropout
 
@@ -44,8 +48,8 @@ class Options(NamedTuple):
 def attend_in_parts(
     q: Tensor, k: Tensor, v: Tensor, options: Options, visible: VisibleKeys, parts: list[Part]
 ) -> tuple[Outputs, PerRow]:
-    """Return the output and the log-sum-exp, computed part by part in the order of the rows. They can be differentiated
-    with respect to q, k, v, the sinks and the bias.
+    """Return the output and the log-sum-exp, computed for one part (rectangle of the score matrix) after the other, in
+    the order of the rows. They can be differentiated with respect to q, k, v, the sinks and the bias.
     """
     if torch.compiler.is_compiling():
         return _traced(q, k, v, options, visible, parts)
@@ -58,7 +62,9 @@ def attend_in_parts(
 def _traced(
     q: Tensor, k: Tensor, v: Tensor, options: Options, visible: VisibleKeys, parts: list[Part]
 ) -> tuple[Outputs, PerRow]:
-    """Return the results as a sequence of operators that the compiler can trace. It decides which matrices it keeps."""
+    """Return the output and the log-sum-exp, computed by one operator for each part (rectangle of the score matrix), so
+    that the compiler can trace them. The compiler decides which mask matrices it keeps for the backward pass.
+    """
     # Gradients of parts are added up in float32.
     wide = [each.float() for each in (k, v)]
     results = []
@@ -71,7 +77,9 @@ def _traced(
 
 
 class _AttentionInParts(torch.autograd.Function):
-    """Attention in parts, whose backward pass evaluates the matrix of each part again."""
+    """Attention that is computed in parts (rectangles of the score matrix). The mask's boolean matrix of a part is not
+    stored: the backward pass evaluates it again.
+    """
 
     @staticmethod
     def forward(
@@ -85,7 +93,9 @@ class _AttentionInParts(torch.autograd.Function):
         visible: VisibleKeys,
         parts: list[Part],
     ) -> tuple[Outputs, PerRow, Tensor]:
-        """Return the output, the log-sum-exp and the normalizers of each row."""
+        """Return the output, the log-sum-exp, and two numbers of each row that the backward pass needs to normalize
+        weights.
+        """
         batch, heads, queries, _ = q.shape
         out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
         lse, normalizers = torch.empty(batch, heads, queries), torch.empty(batch, heads, queries, 2)
@@ -107,7 +117,9 @@ class _AttentionInParts(torch.autograd.Function):
     def backward(
         ctx: Any, out_gradient: Outputs | None, lse_gradient: PerRow | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v, the sinks and the bias, given those of the output and the log-sum-exp."""
+        """Return the gradients of q, k, v, the sinks and the bias, given the gradients of the output and the
+        log-sum-exp.
+        """
         q, k, v, sinks, head_scale, bias, seed, out, lse, normalizers = ctx.saved_tensors
         options, visible, parts, checksums = ctx.others
         options = options._replace(sinks=sinks, head_scale=head_scale, bias=bias, seed=seed)
@@ -148,15 +160,17 @@ class _AttentionInParts(torch.autograd.Function):
 
 
 def _of_part(part: Part, bias: Tensor) -> Tensor:
-    """Return the part of a bias, which may repeat along the queries and the keys."""
+    """Return the rows and columns of a bias that belong to a part (rectangle of the score matrix). An axis of size 1,
+    along which the bias repeats, is not cut.
+    """
     for axis, indices in ((2, part.rows), (3, part.columns)):
         bias = bias if bias.shape[axis] == 1 else bias.narrow(axis, indices.start, len(indices))
     return bias
 
 
 def _checksum(matrix: Matrix | None) -> int:
-    """Return a number that is the same for equal matrices, and different for others but for a chance of about 2^-56: a
-    sum of the matrix, in words of eight elements, with fixed random weights.
+    """Return a checksum of a boolean matrix. It is equal for equal matrices, and differs for different ones except with
+    a chance of about 2^-56. It is the sum of the matrix, in words of eight elements, with fixed random weights.
     """
     if matrix is None or matrix.numel() == 0:
         return 0
