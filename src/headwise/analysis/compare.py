@@ -72,7 +72,9 @@ class Comparison:
         return f"Comparison({counted(len(self.a.heads), 'head')} of {model}, {statistics}, {changed})"
 
     def _repr_html_(self) -> str:
-        """Return the first rows of the first profile, and the page of both profiles, for a notebook."""
+        """Return HTML for a notebook: the first rows of profile a, and an interactive page that compares both
+        profiles.
+        """
         return notebook_html(repr(self), self.a.columns(), page_contents([self.a], against=[self.b]))
 
     def largest(self, statistics: Collection[str] = ()) -> list[Difference]:
