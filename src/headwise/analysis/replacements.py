@@ -154,7 +154,8 @@ class MeanOutputs(OutputReader):
         self._real_queries = {}
 
     def change(self, call: Call) -> Change | None:
-        """Return the function of the base class, after reading the padding, which cross-attention has from earlier
+        """Determine which queries of an attention call are not padding, and return the function of the base class,
+        which passes the head outputs to `read`. In cross-attention, the padding of the queries is known from earlier
         calls of other modules.
         """
         if not call.is_recomputation:

@@ -35,7 +35,8 @@ PANEL_WIDTH = 2.7
 
 
 class ViewedHead(NamedTuple):
-    """Strongest attention of one head between the words of a text, or from those of one text to those of another.
+    """Strongest attention weights of one head between words, for plots. The words are those of one text or, in
+    cross-attention, of two.
 
     Attributes:
         title: title of plots of the head, such as its name and role.
@@ -87,17 +88,18 @@ def draw_pattern(
 
 
 def group_labels(words: Sequence[str], groups: int) -> list[str]:
-    """Return a label for each of `groups` groups of consecutive words of nearly equal size: its first word, shortened
-    to 18 characters.
+    """Divide words into `groups` groups of consecutive words, of nearly equal size. Return a label for each group: its
+    first word, shortened to 18 characters.
     """
     first_words = [words[-(-group * len(words) // groups)] for group in range(groups)]
     return [word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 1]}…" for word in first_words]
 
 
 def draw_word_lines(heads: Sequence[ViewedHead], *, ax: Any = None) -> "Axes":
-    """Draw a panel for each head, next to each other on the same axes: its words in two columns, as queries on the left
-    and as keys on the right, with lines from each word to the words that it attends to most, in the colour of the
-    head's role. Width and opacity of a line show the weight; weights below 0.03 are not drawn. Special tokens are grey.
+    """Draw the strongest attention weights of each head as lines between words, in one panel per head. A panel has the
+    words in two columns, queries on the left and keys on the right. Lines lead from each word to the words to which it
+    attends most, in the colour of the head's role. Wider and more opaque lines are larger weights; weights below 0.03
+    are not drawn. Special tokens are grey.
     """
     if not heads:
         raise InputError("heads", expected="at least one head to plot", got="none")
