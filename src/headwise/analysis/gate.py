@@ -108,7 +108,7 @@ def gate(
 
 def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> "dict[str, list[HeadGate]]":
     """Check the argument `values` of `gate`, and return the gates of each attention module by the module's path. If a
-    layer number fits several modules, each of them gets the gate; the run of the model decides between them.
+    layer number fits several modules, each of them gets the gate; it is applied in the first one that attends.
     """
     if not isinstance(values, Mapping):
         raise InputError("values", expected="a mapping {(layer, head): value}", got=type(values).__name__)

@@ -80,15 +80,15 @@ class InContextScores(HeadTable[HeadRow]):
 
     @property
     def early_loss(self) -> MeanEstimate:
-        """Mean loss of the unchanged model early in the context, in nats: over the tokens up to the token number
-        `early`.
+        """Mean loss of the unchanged model early in the context, in nats, with its standard error: the loss of the
+        tokens in the early window, which ends at the token number `early`.
         """
         return MeanEstimate(**self.metadata["early_loss"])
 
     @property
     def late_loss(self) -> MeanEstimate:
-        """Mean loss of the unchanged model late in the context, in nats: over the tokens up to the token number
-        `late`.
+        """Mean loss of the unchanged model late in the context, in nats, with its standard error: the loss of the
+        tokens in the late window, which ends at the token number `late`.
         """
         return MeanEstimate(**self.metadata["late_loss"])
 

@@ -206,8 +206,8 @@ def options_of_loss(loss: Any) -> dict[str, Any] | None:
 
 
 def loss_by_name(name: str, tokenizer: Any) -> Any:
-    """Return the loss function for a value of the command-line option: "next-token", "masked-token" or "embedding". For
-    "masked-token", the tokenizer determines the mask token and the tokens that are never masked.
+    """Return the loss function for a value of the command-line option --loss: "next-token", "masked-token" or
+    "embedding". For "masked-token", the tokenizer determines the mask token and the tokens that are never masked.
     """
     if name == "next-token":
         return next_token_loss

@@ -225,9 +225,10 @@ def errors_of(argument: str, *, expected: str) -> Iterator[None]:
 
 
 def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
-    """Run a model with the outputs of a tokenizer or image processor as arguments. A `transformers` model, or a model
-    with `**kwargs`, receives all of them. Another module receives those that its `forward` names. If `forward` does not
-    name the first one (the token ids or pixels), it receives only this one, by position.
+    """Run a model with the outputs of a tokenizer or image processor as arguments. A `transformers` model receives all
+    of them, and another module those that its `forward` names. If `forward` does not name the first one (the token ids
+    or pixels), the module receives all of them by its `**kwargs`. Without `**kwargs` it receives the first one alone,
+    by position.
     """
     parameters, first = inspect.signature(model.forward).parameters, next(iter(inputs))
     accepts_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

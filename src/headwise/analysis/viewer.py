@@ -433,8 +433,7 @@ class Viewer(SiteRegistry):
 
     def _sides_of(self, call: Call) -> tuple[int, int] | None:
         """Return the indices of two texts, the one with the queries and the one with the keys of an attention call.
-        Return None if the call is not over the tokens of the texts, or if several texts of the same length are
-        possible.
+        Return None if the call is not over the tokens of the texts, or if it could be over either of two texts.
         """
         grid, lengths = call.grid, [len(each.tokens) for each in self._texts]
         if grid.batch != 1:

@@ -71,8 +71,8 @@ def draw_curves(
     errors: float = 1.96,
     ax: Any = None,
 ) -> "Axes":
-    """Draw lines with error bars of `errors` standard errors to each side, and a band behind them. `x` and `y` are the
-    labels of the axes.
+    """Draw lines with error bars, and behind them a band for a range of values, if there is one. Bars extend `errors`
+    standard errors to each side. `x` and `y` are the labels of the axes.
     """
     length = standard_errors(errors)
     require_finite(y, [value for curve in curves for value in curve.values] + list(band.middle if band else ()))
@@ -191,9 +191,9 @@ def draw_history(
     ax: Any = None,
 ) -> "Axes":
     """Draw a statistic of heads against the training step, as one line per head, coloured by layer. `heads` selects
-    heads `(layer, head)`; all are drawn by default. The five lines that change most from their first to their last
-    value are named. Steps in which a head has a NaN or infinite value are marked by a cross at the lower end, and leave
-    gaps in the lines.
+    heads `(layer, head)`; all are drawn by default. Up to five heads are named, those that changed most from their
+    first to their last value. Steps in which a head has a NaN or infinite value are marked by a cross at the lower end,
+    and leave gaps in the lines.
     """
     lines = [
         Line(head, steps, [value if math.isfinite(value) else math.nan for value in values])

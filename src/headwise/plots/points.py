@@ -89,9 +89,10 @@ def draw_scatter(
     with_diagonal: bool = False,
     ax: Any = None,
 ) -> "Axes":
-    """Draw one point per head `(layer, head)` in `heads`, with error bars of `errors` standard errors. Points are
-    coloured and marked by role, or coloured by layer without roles. Heads with a NaN or infinite number are left out.
-    The `top` heads with the largest absolute number in `named_by`, by default `y`, are named.
+    """Draw one point for each head `(layer, head)`, at its numbers `x` and `y`, with error bars of `errors` standard
+    errors. Points are coloured and marked by role, or coloured by layer if there are no roles. Heads with a NaN or
+    infinite number are left out. Names are written at the `top` heads with the largest absolute number in `named_by`
+    (by default `y`).
     """
     errors, top = standard_errors(errors), whole_number("top", top, least=0)
     pairs = [a + b for a, b in zip(x.values, y.values, strict=True)]

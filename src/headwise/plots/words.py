@@ -64,10 +64,10 @@ def draw_pattern(
     title: str = "",
     ax: Any = None,
 ) -> "Axes":
-    """Draw the attention weights of one head as a matrix, with the words `queries` down and `keys`, by default the same
-    words, across. In a matrix smaller than the numbers of words, rows and columns are groups of consecutive words of
-    nearly equal size, labelled by their first words; a weight is a mean over the words of a row of sums over those of a
-    column.
+    """Draw the attention weights of one head as a matrix, with a row for each query word and a column for each key
+    word. `keys` are the same words as `queries` by default. If the matrix has fewer rows or columns than there are
+    words, each stands for a group of consecutive words, labelled by the first one. A weight is then summed over the
+    keys of its group, and averaged over the queries.
     """
     rows, columns = weights.shape
     keys = queries if keys is None else keys

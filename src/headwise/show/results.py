@@ -137,8 +137,8 @@ def print_in_context(scores: InContextScores, console: Console, top: int) -> Non
 
 @print_result.register
 def print_patching(table: Patching, console: Console, top: int, *, title: str) -> None:
-    """Print the `top` heads with the largest effect of activation patching, and the logit differences of the answers
-    without patching, for the clean and the corrupted prompts.
+    """Print the `top` heads with the largest effect of patching (replacing a head's output by its output on another
+    prompt), and the logit differences of the answers without patching, on clean and on corrupted prompts.
     """
     measured: Any = table.metadata["measured"]
     print_title(console, f"{title}: {counted(measured['sequences'], 'prompt pair')}")
@@ -189,8 +189,8 @@ def print_retrieval(table: Retrieval, console: Console, top: int) -> None:
 
 @print_result.register
 def print_sinks(table: SinkRate, console: Console, top: int) -> None:
-    """Print the `top` heads with the largest sink rates (shares of sequences in which a head attends to a sink), and
-    the rate of the model.
+    """Print the `top` heads with the largest sink rates, and the rate of the model. The sink rate of a head is the
+    share of sequences in which its mean attention on the first token exceeds a threshold.
     """
     measured: Any = table.metadata["measured"]
     settings: Any = table.metadata["settings"]
@@ -223,8 +223,8 @@ def print_name_movers(table: NameMovers, console: Console, top: int) -> None:
 @print_result.register
 def print_dependencies(table: DependencyAccuracy, console: Console, top: int) -> None:
     """Print how well heads attend from words to their syntactic governors or dependents. Each of the `top` heads is
-    shown in its best relation, with its gain in accuracy over the best fixed offset. Print also the number of heads
-    with a significant gain.
+    shown in the relation that was selected for it, with its gain in accuracy over the best fixed offset. Print also the
+    number of heads with a significant gain.
     """
     measured, best = table.metadata["measured"], table.best()
     sentences, pairs = counted(measured["sequences"], "sentence"), counted(measured["pairs"], "pair")
