@@ -147,9 +147,9 @@ class _AblationTable(Table[RowT]):
         }
 
     def robust(self) -> Any:
-        """Return the mean ablation effect of each head or set of heads as a pandas DataFrame, with its standard error
-        and three columns that outlying documents influence less (see `summaries`). Rows are sorted by the median effect
-        over documents, largest first.
+        """Return the mean ablation effect of each head or set of heads, with its standard error, as a pandas DataFrame.
+        Three further columns describe effects on single documents (see `summaries`). Rows are sorted by the median
+        effect over documents, largest first.
 
         Raises:
             InputError: the table has no effects of single documents.
@@ -184,11 +184,11 @@ class _AblationTable(Table[RowT]):
         return pandas.DataFrame(columns, index=pandas.Index(found.documents, name="document"))
 
     def outliers(self) -> Any:
-        """Return a pandas DataFrame with one row for each document on which the effect of an ablation is an outlier.
-        Columns are those that identify the head or set, the number of the `document` in the data, the `effect` on it,
-        the `median` effect over all documents, and the `score`. The score is the effect minus the median, in units of
-        the median absolute deviation divided by 0.6745. Outliers have a score above 3.5 or below -3.5 (Iglewicz and
-        Hoaglin 1993, section 3.3). The effects farthest from their median come first.
+        """Return a pandas DataFrame with one row for each pair of an ablated head (or set) and a document on which its
+        ablation effect is an outlier. Columns are those that identify the head or set, the number of the `document` in
+        the data, the `effect` on it, the `median` effect over all documents, and the `score`. The score is the effect
+        minus the median, in units of the median absolute deviation divided by 0.6745. Outliers have a score above 3.5
+        or below -3.5 (Iglewicz and Hoaglin 1993, section 3.3). The effects farthest from their median come first.
 
         Raises:
             InputError: the table has no effects of single documents.

@@ -99,8 +99,8 @@ def logit_attribution(
 
 
 class LogitParts(NamedTuple):
-    """What each head adds directly to the logit of the answer to each prompt, with the whole logit and the labels of
-    the heads.
+    """Direct effects of heads on logits: the number that each head adds directly to the logit of the answer to each
+    prompt, with the whole logit and the labels of the heads.
 
     Attributes:
         heads: part of each head, for each prompt.

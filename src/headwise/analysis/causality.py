@@ -47,9 +47,9 @@ def require_causal_decoder(model: nn.Module, batches: Iterable[Mapping[str, Any]
 
 
 def why_not_causal(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> str | None:
-    """Check on some batches that a model is causal. Return None if it is; return a description of the model for an
-    error message if it is an encoder-decoder, or its logits depend on later tokens. `batches` are on the model's
-    device.
+    """Check on some batches that a model is causal, so that no logit depends on a later token. Return None if it is
+    causal. Otherwise return a description of the model for an error message, which states the dependence, or that the
+    model is an encoder-decoder. `batches` are on the model's device.
 
     The check changes all tokens of the longest sequence after a place to others, and compares the logits of the tokens
     before, for a few places from its second to its last token. Where these differ by no more than the rounding of a

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of one statistic of one head between two profiles, tables of attention statistics of every head,
-    called a and b. It is the mean in b minus the mean in a, in the units of the statistic and in standard errors.
+    """Difference of one statistic of one head between two profiles a and b (tables of attention statistics of every
+    head). It is the mean in b minus the mean in a, in the units of the statistic and in standard errors.
 
     Attributes:
         a, b: the head's row in each profile.
@@ -111,7 +111,9 @@ class Comparison:
         return pandas.DataFrame([self.record(difference) for difference in self.differences])
 
     def record(self, difference: Difference) -> dict[str, Any]:
-        """Return one difference between the two profiles as a dictionary: a row of `table`, by column name."""
+        """Return one difference between the two compared profiles as a dictionary, which has the columns of `table` as
+        keys.
+        """
         a, b = (head.statistics[difference.statistic] for head in (difference.a, difference.b))
         identifiers = {name: value for name, value in difference.a.identifiers.items() if name != "role"}
         roles = {"role_a": difference.a.role, "role_b": difference.b.role}

@@ -209,8 +209,8 @@ class GateInterceptor(Interceptor):
         self._ran = True
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Raise `InputError` if the module at `path` has gates, because its attention cannot be read or changed, for
-        `reason`. The error is raised only once per module.
+        """Raise `InputError` if a gated module computed something like attention that cannot be read or changed. `path`
+        is the path of the module, and `reason` states why. The error is raised only once per module.
         """
         is_first = path not in self._unreadable
         self._unreadable.add(path)
@@ -218,8 +218,8 @@ class GateInterceptor(Interceptor):
             raise InputError("values", expected="modules whose attention can be changed", got=f"{reason}: {path}")
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that applies the gates of an attention module to the head outputs of one of its calls;
-        None if the module has no gates.
+        """Return the function that changes the head outputs of an attention call, by the gates of the module that made
+        the call. Return None if the module has no gates.
         """
         if not call.is_recomputation:
             self._layer_of_site.setdefault(call.site, call.layer)
@@ -237,8 +237,8 @@ class GateInterceptor(Interceptor):
         return None if not gates else lambda attended: self._apply(gates, attended, call)
 
     def _gates_of(self, label: str) -> list[HeadGate]:
-        """Return the gates of the attention module with a label. Gates that the user specified by layer number are left
-        out if another module with this number has attended first.
+        """Return the gates of the attention module that is named `label`. Gates that the user specified by layer number
+        are left out if another module with this number has attended first.
         """
         taken = self._label_of_layer
         return [

@@ -101,10 +101,10 @@ def table_of_pass(
     title: str | None,
     **settings: Any,
 ) -> TableT:
-    """Measure something in a pass of a model over data, and return it as a table. `measure` measures one process's
-    share of the batches. `make_table` then makes the table from the partial results of all processes and the metadata.
-    A stopped run resumes in the folder `out`, and a finished one is read from there. `settings` are further arguments
-    that determine the numbers, JSON-compatible.
+    """Run a model over data, and return what was measured as a table. `measure` measures one process's share of the
+    batches. `make_table` then makes the table from the partial results of all processes and the metadata. A stopped run
+    resumes in the folder `out`, and a finished one is read from there. `settings` are further arguments that determine
+    the numbers, JSON-compatible.
     """
     rank, world_size = rank_and_world_size()
     collected = run_settings(data.model, data.texts, title, processes=world_size, **settings)
@@ -257,7 +257,8 @@ def head_statistics(
     registry: SiteRegistry, names: Iterable[str], numbers: int = 1
 ) -> Iterator[tuple[dict[str, Any], dict[str, list[MeanEstimate]]]]:
     """Yield, for each head, its labels (layer, head, ...) and its estimates of the statistics `names`. Each statistic
-    has `numbers` estimates per head; they have no sample if it was not measured in the head's module.
+    has `numbers` estimates per head. If a statistic was not measured in the head's module, its estimates have no
+    sample.
     """
     of_sites: dict[SiteKey, dict[str, list[MeanEstimate]]] = {}
     for record, labels in registry.head_labels():

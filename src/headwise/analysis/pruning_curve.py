@@ -147,8 +147,8 @@ def pruning_curve(
     progress: bool = False,
     title: str | None = None,
 ) -> PruningCurve:
-    """Measure the loss of a model without growing sets of heads, which are removed together, the least important first
-    (Michel, Levy and Neubig 2019, section 4). The loss is also measured for random orders of heads, for comparison.
+    """Measure the loss of a model while more and more of its heads are removed together, the least important first
+    (Michel, Levy and Neubig 2019, section 4). For comparison, the loss is also measured for random orders of heads.
 
         scores = hw.importance(model, validation, hw.next_token_loss)
         curve = hw.pruning_curve(model, test, hw.next_token_loss, scores)

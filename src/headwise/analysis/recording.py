@@ -63,8 +63,9 @@ class RecordedOutputs(OutputReader):
         self._runs += 1
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Store the head outputs of one attention call. A module can attend several times in a run; its outputs are
-        stored in the order of the calls. Its first call in a run discards its outputs of the previous run.
+        """Store the head outputs of one attention call. A module can attend several times in a run of the model; its
+        outputs are stored in the order of its calls. The first call in a run discards the module's outputs of the
+        previous run.
         """
         earlier_calls = self.by_site.get(call.site, [])[: call.index]
         self.by_site[call.site] = [*earlier_calls, out.detach()]

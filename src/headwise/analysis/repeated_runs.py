@@ -37,9 +37,9 @@ Compute = Callable[[], Tensor]
 
 
 class RepeatedRuns:
-    """Runs of a model on one batch after another. For each batch, the unchanged model runs first, and then the model
-    with gated heads, several times. These runs reuse layer outputs of the first run, if a check shows that this does
-    not change results.
+    """Object that runs a model on one batch after another. For each batch, the unchanged model runs first, and then the
+    model with gated heads, several times. These later runs reuse layer outputs of the first run, if a check shows that
+    this does not change results.
 
     Attributes:
         note: statement for the results why no layer outputs were reused; None if the model allows it.

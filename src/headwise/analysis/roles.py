@@ -99,8 +99,8 @@ def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mappi
 
 
 def page_roles(names: Iterable[str | None], first_word: str | None = None) -> tuple[PageRole, ...]:
-    """Return the roles of heads with these names for display on a page, in the order of `ROLES`. In their titles,
-    `first_word` replaces "the first token" if it is given.
+    """Return the roles with the names `names` in the form that a page shows, in the order of `ROLES`. A role is a name
+    for what heads attend to. In titles of roles, `first_word` replaces "the first token" if it is given.
     """
     occurring, first = set(names), "the first token"
     return tuple(

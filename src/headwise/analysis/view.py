@@ -307,8 +307,8 @@ def _decoded_text(
     truncated: bool = False,
     first_generated: int | None = None,
 ) -> ViewedText:
-    """Return the text for token ids, with its tokens and words, as a model reads it. `name` is the name of the text,
-    such as "target".
+    """Decode token ids, and return the text with its tokens and words as a model reads it. `name` is the name of the
+    text, such as "target".
     """
     decoded = decoded_words(tokenizer, ids[0].tolist())
     shown = "".join(decoded.pieces).strip()

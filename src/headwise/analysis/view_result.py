@@ -363,14 +363,14 @@ class View:
         return sum(len(text.tokens) for text in self.texts)
 
     def query_words(self, head: HeadView) -> tuple[Word, ...]:
-        """Return the words of the text with the queries of a head. In cross-attention this is the target, otherwise the
-        text itself.
+        """Return the words of the text from which a head attends, that of its queries. In cross-attention of an
+        encoder-decoder this is the target; in self-attention, queries and keys are in the same text.
         """
         return self.texts[head.attention.queries].words
 
     def key_words(self, head: HeadView) -> tuple[Word, ...]:
-        """Return the words of the text with the keys of a head. In cross-attention this is the source, otherwise the
-        text itself.
+        """Return the words of the text to which a head attends, that of its keys. In cross-attention of an
+        encoder-decoder this is the source; in self-attention, queries and keys are in the same text.
         """
         return self.texts[head.attention.keys].words
 
@@ -829,9 +829,9 @@ def title_role_word(views: Sequence[View]) -> str | None:
 def passages_of(
     models: Sequence[tuple[Sequence[View], str]], statistics: Sequence[page.PageStatistic]
 ) -> tuple[page.Passage, ...]:
-    """Return the texts of a page, with the attention of every head of each model on them. `models` has the views of
-    each model, and the name of the source to which statistics on these texts belong. Statistics of other sources are
-    NaN.
+    """Return the texts of a page, with the attention of every head of each model on them. For each model, `models` has
+    its views, and the name under which the page shows statistics of these views. For other statistics of the page,
+    which were not measured on these texts, the means are NaN.
     """
     passages = []
     for views in zip(*(views for views, _ in models), strict=True):

@@ -303,8 +303,9 @@ class WordWeights(PooledWeights):
         self.best_weight[part, selected], self.best_key[part, selected] = best_weight, best_key
 
     def _is_eligible(self, queries: Int[Tensor, "*#pairs"], keys: Int[Tensor, "*#pairs"]) -> Bool[Tensor, "*pairs"]:
-        """Return True for each pair of a query word and a key word that may be linked: both must be words with letters
-        or digits, and in self-attention different ones.
+        """Return True for each pair of a query word and a key word that a link may join. Both must have a letter or
+        digit. In self-attention they must differ, and the key must not be the first word if the first token can attend
+        only to itself.
         """
         is_eligible = self.queries.is_lexical[queries] & self.keys.is_lexical[keys]
         if self.is_self_attention:

@@ -23,8 +23,7 @@ def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     dataclass objects from the options and passes them to `command`. Options that a user must state come first in the
     help.
 
-    Typer reads options from the parameters of a function. With groups, commands share options, and a command with many
-    options stays readable.
+    With such groups, several commands share options, and the function of a command with many options stays readable.
     """
     parameters = sorted(_parameters(command), key=lambda parameter: parameter.default is not inspect.Parameter.empty)
 

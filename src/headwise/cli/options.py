@@ -61,8 +61,8 @@ def choice(
 
 
 def added_statistics() -> list[str]:
-    """Return the names of attention statistics that users have registered in addition to the built-in ones. Commands
-    accept them as values, but do not list them in their help.
+    """Return the names of the attention statistics that commands accept in addition to those listed in their help: the
+    other statistics of query rows in the registry.
     """
     from headwise.statistics.registry import row_statistics
 

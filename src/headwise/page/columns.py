@@ -21,8 +21,8 @@ class HeadPlace(NamedTuple):
     module: str
 
     def is_same(self, other: "HeadPlace") -> bool:
-        """Return True if both identify the same head. The paths of their modules may differ in a prefix, because a
-        model with a language-model head contains the model without this head as a part.
+        """Return True if two places identify the same head. The paths of their modules may differ in a prefix, because
+        a model with a language-model head contains the model without this head as a part.
         """
         shorter, longer = sorted((self.module, other.module), key=len)
         return self[:3] == other[:3] and f".{longer}".endswith(f".{shorter}")

@@ -23,7 +23,7 @@ class PageRole:
 
 @dataclass(frozen=True)
 class PageHead:
-    """Head of a model, as a page shows it.
+    """Head of a model, as an HTML page shows it: name, layer, index in the layer, module, kind of attention and role.
 
     Attributes:
         name: name of the head, such as `3.5`; no two heads of a model have the same.
@@ -82,7 +82,7 @@ class PageModel:
 
 @dataclass(frozen=True)
 class Picture:
-    """Image of which each patch is one token, as a page shows it.
+    """Image whose patches are the tokens of a model, as an HTML page shows it, with the rectangle of each token.
 
     Attributes:
         source: the image as a `data:` address.
@@ -99,8 +99,8 @@ class Picture:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the texts or images between whose tokens attention is shown. It has the queries, the keys or, in
-    self-attention, both.
+    """Text or image on an HTML page, as tokens and words. In the attention that the page shows, its tokens are the
+    queries or the keys, or both in self-attention.
 
     Attributes:
         name: name for display, such as "text" or "source".

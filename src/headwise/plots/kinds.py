@@ -106,8 +106,8 @@ class HeadNumbers:
 
     @classmethod
     def of_columns(cls, columns: Any, **further: Any) -> "HeadNumbers":
-        """Return the statistics in `columns`, the form in which results pass them to a page, in the form for plots.
-        `further` sets other attributes of the object.
+        """Convert `columns`, the statistics of heads in the form for HTML pages, to the form for plots. `further` sets
+        other attributes of the returned object.
         """
         statistics, (means, errors, _) = columns.statistics, columns.estimates
         names = [each.name for each in statistics]

@@ -21,9 +21,9 @@ LINKS = 6
 
 @dataclass(frozen=True)
 class Records:
-    """A result as rows, one dictionary per row, and metadata, for output as JSON or CSV. If the result is a table, a
-    row has the columns of the table's Parquet file. These identify the row, and have the mean, standard error (`_sem`),
-    sample size (`_n`) and degrees of freedom (`_df`) of each statistic.
+    """A result as rows, one dictionary per row, and metadata, for output as JSON or CSV. If the result is a table, the
+    rows have the columns of its Parquet file: those that identify the row, and for each statistic the mean, standard
+    error (`_sem`), sample size (`_n`) and degrees of freedom (`_df`).
 
     Attributes:
         rows: one mapping from column names to values per row; all rows have the same columns.

@@ -121,8 +121,8 @@ def print_importance(importance: Importance, console: Console, top: int) -> None
 
 @print_result.register
 def print_in_context(scores: InContextScores, console: Console, top: int) -> None:
-    """Print the in-context learning score of a model (its loss late in the context minus its loss early in it), and the
-    `top` heads without which the score rises most.
+    """Print the in-context learning score of a model, and the `top` heads without which it rises most. The score is the
+    model's loss late in the context minus its loss early in it.
     """
     settings: Any = scores.metadata["settings"]
     print_title(console, run_title(scores))
@@ -137,8 +137,8 @@ def print_in_context(scores: InContextScores, console: Console, top: int) -> Non
 
 @print_result.register
 def print_patching(table: Patching, console: Console, top: int, *, title: str) -> None:
-    """Print the `top` heads with the largest effect of patching (replacing a head's output by its output on another
-    prompt), and the logit differences of the answers without patching, on clean and on corrupted prompts.
+    """Print the `top` heads with the largest effect of patching, which replaces a head's output by its output on
+    another prompt. Print also the logit differences of the answers without patching, on clean and on corrupted prompts.
     """
     measured: Any = table.metadata["measured"]
     print_title(console, f"{title}: {counted(measured['sequences'], 'prompt pair')}")
@@ -174,7 +174,7 @@ def print_curve(curve: PruningCurve, console: Console) -> None:
 @print_result.register
 def print_retrieval(table: Retrieval, console: Console, top: int) -> None:
     """Print the `top` heads with the largest retrieval scores, and the number of heads whose score is significantly
-    above 0.1.
+    above 0.1. The score is the share of copied answer tokens to which the head attends most when the model writes them.
     """
     measured: Any = table.metadata["measured"]
     texts = (
@@ -255,9 +255,10 @@ def print_dependencies(table: DependencyAccuracy, console: Console, top: int) ->
 
 @print_result.register
 def print_norm_weighted(table: NormWeighted, console: Console, top: int, *, statistic: str) -> None:
-    """Print the `top` heads whose attention changes most when weights are multiplied by norms of the value vectors:
-    those with the largest share moved to other keys. `statistic` is also shown by norms, with its change. Print also
-    how many heads have a preference or a change that differs significantly from 0.
+    """Print how norm-weighted attention differs from attention weights: weights are multiplied by the norms of the
+    projected value vectors. The `top` heads are those in which this moves the largest share of attention to other keys.
+    `statistic` is shown by norms, with its change. Print also how many heads have a preference for long vectors, or a
+    change, that differs significantly from 0.
     """
     print_title(console, run_title(table, head=len(table.rows)))
     change = statistic + CHANGE_SUFFIX
@@ -269,9 +270,9 @@ def print_norm_weighted(table: NormWeighted, console: Console, top: int, *, stat
 
 @print_result.register
 def print_rollout(table: Rollout, console: Console, top: int, *, statistic: str) -> None:
-    """Print the attention rollout (attention multiplied over layers) of each layer. Then print the `top` heads in which
-    `statistic` of the rollout differs most from that of the head's own attention, and in how many heads the difference
-    is significant.
+    """Print the attention rollout (attention multiplied over layers) of each layer. Then print the `top` heads whose
+    value of `statistic` changes most from their own attention to the rollout, and the numbers of heads with a
+    significant change.
     """
     print_title(console, run_title(table, head=len(table.rows)))
     names = table.layers.statistics
@@ -305,7 +306,7 @@ def _print_found(table: HeadTable[Any], console: Console, name: str) -> None:
 @print_result.register
 def print_positions(curves: PositionCurves, console: Console, top: int, *, statistic: str) -> None:
     """Print a statistic by the position of the query, in bins of positions, for the `top` heads with the steepest
-    slopes. Print also the slopes with their adjusted p-values.
+    slopes on the logarithm of the position. Print also the slopes with their adjusted p-values.
     """
     name = statistic + SLOPE_SUFFIX
     slopes = {row.name: row.statistics[name] for row in curves.slopes.rows if name in row.statistics}

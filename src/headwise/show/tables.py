@@ -93,6 +93,6 @@ def significant(table: Table[Any], statistic: str) -> list[float]:
 
 
 def signs(values: Iterable[float]) -> tuple[int, int]:
-    """Return how many numbers are above 0, and how many below."""
+    """Return how many of the numbers are above 0, and how many are below 0."""
     values = list(values)
     return sum(value > 0 for value in values), sum(value < 0 for value in values)
