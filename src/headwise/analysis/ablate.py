@@ -69,10 +69,10 @@ def ablate(
     progress: bool = False,
     title: str | None = None,
 ) -> Ablation | SetAblation:
-    """Measure how much the loss changes without each head, layer, key/value group or named set of heads. The ablation
-    effect is the mean loss over examples with the outputs of these heads replaced (by zeros by default), minus the mean
-    loss of the unchanged model (Michel, Levy and Neubig 2019, section 3.2). The returned table has it in the column
-    `cost`.
+    """Measure how much the loss changes without each head, layer, key/value group or named set of heads. In each run of
+    the model, the outputs of these heads are replaced, by zeros by default. The ablation effect is the mean loss over
+    examples in this run, minus the mean loss of the unchanged model (Michel, Levy and Neubig 2019, section 3.2). The
+    returned table has it in the column `cost`.
 
         effects = hw.ablate(model, texts, hw.next_token_loss)
         effects.table()                                 # one row per head: layer, head, ..., cost, loss, ...
@@ -185,7 +185,7 @@ def table_of_losses(
     metadata: Mapping[str, Any],
 ) -> AblationT:
     """Return the table of an ablation from the losses that all processes measured. Examples whose loss is NaN are left
-    out. The metadata contains the mean loss of the unchanged model ("baseline"), and states whether the loss is a
+    out. The metadata contains the mean loss of the unchanged model ("baseline"). It also states whether the loss is a
     distance from the unchanged model (0 for that model, never negative).
     """
     units = parts[0].units

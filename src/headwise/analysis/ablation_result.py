@@ -165,10 +165,10 @@ class _AblationTable(Table[RowT]):
         return found.sort_values("cost_median", ascending=False, kind="stable", ignore_index=True)
 
     def effects(self) -> Any:
-        """Return the effect of each ablation on each document as a pandas DataFrame. It has one row per document, by
-        its number in the data, and one column per head ("3.5" for head 5 of layer 3) or set of heads. The effect on a
-        document is the mean over its sequences. The attribute `by_document` has the number of sequences and the
-        unchanged loss of each document.
+        """Return the effect of each ablation on each document as a pandas DataFrame. It has one row per document, with
+        the document's number in the data as index. It has one column per set of heads, or per head ("3.5" for head 5 of
+        layer 3). The effect on a document is the mean over its sequences. The attribute `by_document` has the number of
+        sequences and the unchanged loss of each document.
 
         Raises:
             InputError: the table has no effects of single documents.

@@ -201,9 +201,9 @@ class Comparison:
 
 
 def compare(a: Profile, b: Profile) -> Comparison:
-    """Compare two profiles (tables of attention statistics) of the same heads. For every head and every statistic that
-    both profiles have, return the mean in `b` minus the mean in `a`, in the units of the statistic and in standard
-    errors.
+    """Compare two profiles (tables of attention statistics) of the same heads, for every head and every statistic that
+    both profiles have. Return the differences, the mean in `b` minus the mean in `a`, in the units of the statistic and
+    in standard errors.
 
     Differences are given in standard errors of two independent samples. For two models on the same data these errors
     are too large, because both profiles share the variation between sequences.

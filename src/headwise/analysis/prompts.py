@@ -74,15 +74,15 @@ class AnswerTokens(NamedTuple):
         return answer, wrong
 
     def logit_difference(self, model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, " prompts"]:
-        """Run the model on a batch of prompts. Return, for each prompt, the logit of the right answer minus the logit
-        of the wrong answer, if there is one, at the token that the answer follows. If the model names its output
+        """Run the model on a batch of prompts. Return, for each prompt, the logit of the right answer at the token that
+        the answer follows. If there is a wrong answer, its logit is subtracted. If the model names its output
         embedding, logits of other positions are not computed.
         """
         restricted_to: list[Tensor] = []
 
         def select_positions(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             """Forward pre-hook of the output embedding that keeps only one position of each prompt: the token that the
-            answer follows. It changes nothing for inputs that have not three axes.
+            answer follows. It changes nothing if the input does not have three axes.
             """
             if not args or not isinstance(args[0], Tensor) or args[0].ndim != 3:
                 return None

@@ -23,8 +23,8 @@ REMEDY = "ablate or patch heads instead"
 
 
 def not_direct_error(model: nn.Module) -> InputError:
-    """Return the error for a model whose heads do not write directly into the input of its final norm, so that their
-    direct effect on logits is not defined.
+    """Return the error for a model whose heads do not write directly into the input of its final norm. Their direct
+    effect on logits is then not defined.
     """
     expected = "one whose output embedding reads, through a final norm, the sum that heads write into"
     return InputError("model", expected=expected, got=type(model).__name__, remedy=REMEDY)
@@ -77,7 +77,7 @@ class ResidualStream:
 
     def final_norm_call(self) -> _ModuleCall:
         """Return the call of the final norm in the last observed run: the module, its input and its output. Raise
-        `InputError` if there is none, or if input and output differ in shape or have not three axes.
+        `InputError` if there is none. Raise it also if input and output differ in shape, or do not have three axes.
         """
         call = self._final_call
         if call is None or call.input.shape != call.output.shape or call.output.ndim != 3:

@@ -209,7 +209,7 @@ def _patches(boxes: Sequence[Box | None], picture: Picture) -> ViewedText:
 
 def _picture(pixels: Float[Tensor, "channels height width"], processor: Any, boxes: list[Box | None]) -> Picture:
     """Return the image as the model reads it, for display: a PNG file encoded as text, with the rectangle of each
-    token. The processor's normalization of pixel values is undone.
+    token. The processor's normalisation of pixel values is undone.
     """
     from PIL import Image
 

@@ -246,8 +246,9 @@ class TokensOfWords:
 
 
 class WordWeights(PooledWeights):
-    """Attention weights between words for each head, added up from blocks of tokens. They are reduced to the strongest
-    link of each word to another word, the words to which each word attends most, and a picture of the weight matrix.
+    """Attention weights between words for each head, added up from blocks of tokens. They are reduced to three results:
+    the strongest link of each word to another word, the words to which each word attends most, and a picture of the
+    weight matrix.
 
     Weights to the tokens of a word are summed, and those from its tokens averaged, so that each word's weights still
     add up to 1 (Clark et al. 2019, section 4.1). The row blocks of a head come in the order of the rows; a word may

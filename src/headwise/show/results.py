@@ -58,8 +58,8 @@ def print_scores(
     table: Table[Any], console: Console, statistic: str, top: int, *, no_effect: float | None = None
 ) -> None:
     """Print the `top` rows of a table with the largest mean of `statistic` (NaN last). If `no_effect` is given, print
-    those whose mean is farthest from it. Columns are the mean and standard error of every statistic, the distance of
-    `statistic` from 0 or from `no_effect` in standard errors, and the table's summaries and tests.
+    those whose mean is farthest from it. Columns are the mean and standard error of every statistic, and the table's
+    summaries and tests. One more column is the distance of `statistic` from 0, or from `no_effect`, in standard errors.
     """
     summaries, tests = table.summaries(), table.tests()
 
@@ -204,8 +204,8 @@ def print_sinks(table: SinkRate, console: Console, top: int) -> None:
 
 @print_result.register
 def print_name_movers(table: NameMovers, console: Console, top: int) -> None:
-    """Print the `top` heads with the largest direct effects on the difference of answer logits, and the heads that pass
-    the tests for name movers and negative name movers.
+    """Print the `top` heads with the largest direct effects on the difference of two answers' logits. Print also the
+    heads that pass the tests for name movers and for negative name movers.
     """
     measured: Any = table.metadata["measured"]
     logit = MeanEstimate(**measured["logit"]).text("z.3f")
@@ -333,8 +333,8 @@ def print_positions(curves: PositionCurves, console: Console, top: int, *, stati
 
 @print_result.register
 def print_distances(distances: AttentionDistances, console: Console, top: int) -> None:
-    """Print the distances within which heads put given shares of their attention, such as 90 %, for the `top` heads
-    with the longest distance for the largest share.
+    """Print the distances in tokens within which heads put given shares of their attention, such as 90 %. The `top`
+    heads are those with the longest distance for the largest share.
     """
     names = distances.statistics
     last = [name for name in names if not name.endswith(WITH_FIRST)][-1]

@@ -150,8 +150,9 @@ def _one_line(text: str) -> str:
 
 
 def _table(view: View, role: Role, members: list[HeadView], width: int) -> Table:
-    """Return a table with one line for each head of a role. It has the value of the statistic that decides the role,
-    other statistics (fewer in a narrow terminal), and as many of the strongest links as fit into `width` characters.
+    """Return a table with one line for each head of a role. A line has the value of the statistic that decides the
+    role, and other statistics (fewer in a narrow terminal). It ends with as many of the strongest links between words
+    as fit into `width` characters.
     """
     names = ("entropy", "confidence") if width < NARROW else ("entropy", "confidence", "distance", "first")
     table = plain_table("head", "share", *names)
