@@ -69,9 +69,10 @@ def ablate(
     progress: bool = False,
     title: str | None = None,
 ) -> Ablation | SetAblation:
-    """Measure the ablation effect of each head, layer, key/value group or named set of heads: the mean loss over
-    examples with the outputs of these heads replaced (by zeros by default), minus the mean loss of the unchanged model.
-    The effect is the column `cost` of `Ablation` (Michel, Levy and Neubig 2019, section 3.2).
+    """Measure how much the loss changes without each head, layer, key/value group or named set of heads. In each run of
+    the model, the outputs of these heads are replaced, by zeros by default. The ablation effect is the mean loss over
+    examples in this run, minus the mean loss of the unchanged model (Michel, Levy and Neubig 2019, section 3.2). The
+    returned table has it in the column `cost`.
 
         effects = hw.ablate(model, texts, hw.next_token_loss)
         effects.table()                                 # one row per head: layer, head, ..., cost, loss, ...
@@ -139,7 +140,9 @@ def ablate(
 
 
 def _names_of_units(units: str | HeadSets) -> str | dict[str, list[str]]:
-    """Return the kind of units unchanged, or the names of the heads of each set, such as "3.5"."""
+    """Return `units` (the heads that are ablated together) in a form for metadata: "heads", "layers" or "groups"
+    unchanged; for named sets, a dictionary from each set's name to the names of its heads, such as "3.5".
+    """
     if isinstance(units, str) and units in UNIT_KINDS:
         return units
     if not isinstance(units, Mapping):
@@ -153,7 +156,8 @@ def _names_of_units(units: str | HeadSets) -> str | dict[str, list[str]]:
 @storable
 @dataclass
 class AblationProgress(PassProgress):
-    """Partial result of an ablation in one process. An interrupted ablation resumes even in the middle of a batch.
+    """Partial result of an ablation in one process: the losses measured so far. It is saved after each run of the
+    model, so that an interrupted ablation can resume even in the middle of a batch.
 
     Attributes:
         units: the columns that identify each unit.
@@ -168,7 +172,9 @@ class AblationProgress(PassProgress):
 
 
 def _name_of_unit(identifiers: Mapping[str, Any]) -> str:
-    """Return the name of a unit, such as "head 3.5" or that of a set of heads, from the columns that identify it."""
+    """Return the name of an ablation unit (heads that are ablated together): the name of a set of heads, or "head 3.5"
+    for a single head. `identifiers` are the columns that identify the unit in the table.
+    """
     return identifiers["name"] if "name" in identifiers else f"head {identifiers['layer']}.{identifiers['head']}"
 
 
@@ -178,9 +184,9 @@ def table_of_losses(
     documents: Sequence[Hashable] | None,
     metadata: Mapping[str, Any],
 ) -> AblationT:
-    """Return the table of an ablation from the losses that each process has measured. Examples whose loss is NaN are
-    left out. The metadata has the mean loss of the unchanged model ("baseline"), and states whether the loss is a
-    distance from the unchanged model, which no ablation can lower.
+    """Return the table of an ablation from the losses that all processes measured. Examples whose loss is NaN are left
+    out. The metadata contains the mean loss of the unchanged model ("baseline"). It also states whether the loss is a
+    distance from the unchanged model (0 for that model, never negative).
     """
     units = parts[0].units
     of_batches: dict[int, list[list[float]]] = {}
@@ -211,8 +217,8 @@ def table_of_losses(
 def surveyed(
     model: nn.Module, dataset: Texts | Iterable[Any], loss: Loss
 ) -> tuple[SiteRegistry, Texts | Iterable[Any]]:
-    """Return the sites where a model attends when a loss is computed on the first batch, and the data set, of which an
-    iterator still has that batch.
+    """Compute a loss on the first batch of a data set, and return a registry of the attention modules that ran. Return
+    also the data set, to be read from the start: if it is an iterator, the first batch is put back.
     """
     batches = iterate_batches(dataset)
     first_batch = next(batches, None)
@@ -233,9 +239,9 @@ def measure_losses(
     data_pass: Pass[AblationProgress],
     notes: list[str],
 ) -> AblationProgress:
-    """Compute the loss of every example of this process's batches in the unchanged model and without each ablation unit
-    (set of heads that are ablated together), except for losses in the checkpoint. Add to `notes` the reason why layer
-    outputs were not reused, if there is one.
+    """Compute the loss of every example in this process's batches: in the unchanged model, and without each ablation
+    unit (set of heads that are ablated together). Losses that the checkpoint already has are not computed again. If
+    layer outputs could not be reused between runs, add the reason to `notes`.
     """
     model = data.model
     # Leaving inference mode turns gradients on, and gives tensors the version counters that reuse of outputs needs.
@@ -287,8 +293,8 @@ def measure_losses(
 def _ablation_units(
     registry: SiteRegistry, units: str | HeadSets, replacement: float | Replacement, model: nn.Module
 ) -> Iterator[AblationUnit]:
-    """Yield the sets of heads that are ablated together (ablation units): each head, each layer ("layer 3"), each
-    key/value group ("group 3.1"), in the order of the model, or each named set of heads.
+    """Yield the ablation units, sets of heads that are ablated together: each head, each layer ("layer 3") or each
+    key/value group ("group 3.1") in the order of the model, or each named set. `units` selects the kind.
     """
     if isinstance(replacement, Replacement):
         replacement = replacement.prepare(model, {record.site.label for record in registry.records})

@@ -31,7 +31,8 @@ PURPOSE = "robust summaries"
 
 @dataclass(frozen=True)
 class DocumentEffects:
-    """Effect of each ablation on each document: the mean of the effects over the document's sequences.
+    """Effect of each ablation (loss without some heads, minus the loss of the unchanged model) on each document of the
+    data. A document can be split into several sequences; its effect is the mean over them.
 
     Attributes:
         documents: number of each document, in the order of the data. Without known documents, each sequence is one.
@@ -49,7 +50,10 @@ class DocumentEffects:
     def of(
         baseline: Sequence[float], ablated: Sequence[Sequence[float]], documents: Sequence[Hashable] | None
     ) -> "DocumentEffects":
-        """Return the effects from the losses of sequences. Sequences whose loss is NaN are left out."""
+        """Return the effect of each ablation on each document. `baseline` has the loss of each sequence in the
+        unchanged model, `ablated` those after each ablation, and `documents` each sequence's document. Sequences whose
+        unchanged loss is NaN are left out.
+        """
         members: dict[Any, list[int]] = {}
         for index, document in enumerate(range(len(baseline)) if documents is None else documents):
             if not math.isnan(baseline[index]):
@@ -57,7 +61,7 @@ class DocumentEffects:
         members = dict(sorted(members.items()))
 
         def means(values: Sequence[float]) -> tuple[float, ...]:
-            """Return the mean of the values of each document's sequences."""
+            """Return the mean of `values` (one number per sequence) over the sequences of each document."""
             return tuple(math.fsum(values[index] for index in own) / len(own) for own in members.values())
 
         effects = ([loss - unchanged for loss, unchanged in zip(losses, baseline, strict=True)] for losses in ablated)
@@ -66,10 +70,10 @@ class DocumentEffects:
 
 
 def modified_z(effects: Sequence[float]) -> list[float]:
-    """Return the modified z-score of each effect: its distance from the median in units of the median absolute
-    deviation, which is divided by 0.6745 to be the standard deviation of normal values (Iglewicz and Hoaglin 1993,
-    section 3.3). If more than half of the effects are equal, that deviation is 0, and the mean absolute deviation,
-    times the square root of pi / 2, takes its place. The scores are 0 if all effects are equal.
+    """Return the modified z-score of each effect (Iglewicz and Hoaglin 1993, section 3.3): its difference from the
+    median, divided by a robust estimate of the standard deviation. The estimate is the median absolute deviation
+    divided by 0.6745. If more than half of the effects are equal, it is the mean absolute deviation times the square
+    root of pi / 2. The scores are 0 if all effects are equal.
     """
     numpy, stats = (require(package, purpose=PURPOSE, extra="tables") for package in ("numpy", "scipy.stats"))
     distances = numpy.asarray(effects) - numpy.median(effects)
@@ -81,8 +85,8 @@ def modified_z(effects: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, repr=False)
 class _AblationTable(Table[RowT]):
-    """Table with the loss of the model without each ablated head or set of heads, and the difference of that loss to
-    the loss of the unchanged model.
+    """Base class of tables of ablation effects. Each row has the loss of the model without one head or set of heads,
+    and this loss minus the loss of the unchanged model.
 
     Attributes:
         by_document: the effect on each document; None in tables of older versions of headwise.
@@ -99,25 +103,27 @@ class _AblationTable(Table[RowT]):
 
     @property
     def baseline(self) -> MeanEstimate:
-        """Loss of the unchanged model, with which the losses after ablation are compared: mean, standard error and
-        number of examples.
+        """Mean loss of the unchanged model, with its standard error and the number of examples. The losses after
+        ablation are compared with it.
         """
         return MeanEstimate(**self.metadata["baseline"])
 
     @property
     def is_distance(self) -> bool:
-        """True if the loss is a distance from the unchanged model: 0 for each example there, and never below 0. An
-        effect then cannot be tested against 0.
+        """True if the loss measures a distance from the unchanged model: 0 for each example in that model, and never
+        below 0. Ablation effects then cannot be negative, and cannot be tested against 0.
         """
         return bool(self.metadata.get("measured", {}).get("is_distance"))
 
     def column(self, name: str) -> Column:
-        """Return the description of a statistic. Effects on a distance from the unchanged model are not tested."""
+        """Return the description of one statistic (column) of the table. If the loss is a distance from the unchanged
+        model, it states that the ablation effect `cost` has no significance test.
+        """
         return replace(super().column(name), is_tested=name == "cost" and not self.is_distance)
 
     def summaries(self) -> dict[str, list[Any]]:
-        """Return three columns that describe the effects on single documents. A mean can come from one document alone;
-        these columns show it.
+        """Return three columns that summarise the effects of each ablation on single documents. They show whether a
+        mean effect comes from a few documents alone.
 
             cost_median     median of the effects on documents
             cost_trimmed    their mean without the 20 % lowest and the 20 % highest (scipy.stats.trim_mean)
@@ -141,8 +147,9 @@ class _AblationTable(Table[RowT]):
         }
 
     def robust(self) -> Any:
-        """Return the mean effect of each row with its standard error, next to the columns of `summaries`, as a pandas
-        DataFrame in the order of the median, the largest first.
+        """Return the mean ablation effect of each head or set of heads, with its standard error, as a pandas DataFrame.
+        Three further columns describe effects on single documents (see `summaries`). Rows are sorted by the median
+        effect over documents, largest first.
 
         Raises:
             InputError: the table has no effects of single documents.
@@ -158,9 +165,10 @@ class _AblationTable(Table[RowT]):
         return found.sort_values("cost_median", ascending=False, kind="stable", ignore_index=True)
 
     def effects(self) -> Any:
-        """Return the effect of each ablation on each document as a pandas DataFrame: one row per document, by the
-        number of the document in the data, and one column per head ("3.5" for head 5 of layer 3) or set of heads. The
-        effect on a document is the mean over its sequences. `by_document` has their number and the unchanged losses.
+        """Return the effect of each ablation on each document as a pandas DataFrame. It has one row per document, with
+        the document's number in the data as index. It has one column per set of heads, or per head ("3.5" for head 5 of
+        layer 3). The effect on a document is the mean over its sequences. The attribute `by_document` has the number of
+        sequences and the unchanged loss of each document.
 
         Raises:
             InputError: the table has no effects of single documents.
@@ -176,11 +184,11 @@ class _AblationTable(Table[RowT]):
         return pandas.DataFrame(columns, index=pandas.Index(found.documents, name="document"))
 
     def outliers(self) -> Any:
-        """Return the documents on which the effect of an ablation is an outlier, as a pandas DataFrame with one row for
-        each: the columns that identify the head or set, the number of the `document` in the data, the `effect` on it,
-        the `median` of the effects on all documents, and `score`, the distance of the effect from this median in units
-        of the median absolute deviation divided by 0.6745. Scores above 3.5 are outliers (Iglewicz and Hoaglin 1993,
-        section 3.3). The largest distances come first.
+        """Return a pandas DataFrame with one row for each pair of an ablated head (or set) and a document on which its
+        ablation effect is an outlier. Columns are those that identify the head or set, the number of the `document` in
+        the data, the `effect` on it, the `median` effect over all documents, and the `score`. The score is the effect
+        minus the median, in units of the median absolute deviation divided by 0.6745. Outliers have a score above 3.5
+        or below -3.5 (Iglewicz and Hoaglin 1993, section 3.3). The effects farthest from their median come first.
 
         Raises:
             InputError: the table has no effects of single documents.
@@ -203,7 +211,9 @@ class _AblationTable(Table[RowT]):
         return pandas.DataFrame(found, columns=columns)
 
     def _effects_by_document(self) -> DocumentEffects:
-        """Return the effects on each document; raise `InputError` if the table has none."""
+        """Return the effect of each ablation on each document. Raise `InputError` if the table has none, because an
+        older version of headwise wrote it.
+        """
         if self.by_document is None:
             got = "a table without them, as older versions of headwise wrote it"
             remedy = "measure again, with --force (force=True) in the same folder"
@@ -224,8 +234,8 @@ class _AblationTable(Table[RowT]):
 
 
 class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
-    """Table of the ablation effect of each head, one row per head: `loss`, the mean loss of the model without the head,
-    and `cost`, that loss minus the loss of the unchanged model.
+    """Table of the ablation effect of each head, one row per head. Its columns are `loss`, the mean loss of the model
+    without the head, and `cost`, that loss minus the mean loss of the unchanged model.
 
     With L the loss of an example and g_h the gate of head h, 1 in the unchanged model, the columns are
 
@@ -300,7 +310,9 @@ class SetAblation(_AblationTable[HeadSet]):
         return plot_kind(kinds, kind, ax, statistic=statistic, errors=errors, top=top)
 
     def _draw_ranking(self, statistic: Any = "cost", *, errors: Any = 1.96, top: Any = 10, ax: Any = None) -> "Axes":
-        """Draw the sets in descending order of one statistic."""
+        """Draw the sets of heads in descending order of one statistic, the ablation effect by default. `errors` is the
+        length of the error bars in standard errors, and `top` the number of sets that are named.
+        """
         if not self.rows:
             raise InputError("heads", expected="at least one set of heads to plot", got="none")
         name = require_name("statistic", statistic, self.rows[0].statistics)

@@ -32,9 +32,9 @@ from headwise.statistics.columns import Column
 
 
 class Attribution(HeadTable[HeadRow]):
-    """Table of the direct logit attribution of each head, one row per head. Its column `logit` is the mean over prompts
-    of what the head adds directly to the logit of the prompt's answer, without the head's effect through later layers.
-    If there are wrong answers, what the head adds to the wrong answer's logit is subtracted.
+    """Table of the direct logit attribution of each head, one row per head. Its column `logit` is what the head adds
+    directly to the logit of a prompt's answer, as a mean over prompts. Effects of the head through later layers are not
+    included. If there are wrong answers, what the head adds to the wrong answer's logit is subtracted.
 
     A head with output o adds
 
@@ -55,9 +55,9 @@ class Attribution(HeadTable[HeadRow]):
 def logit_attribution(
     model: nn.Module, batch: Tensor | Mapping[str, Any], *, answer: Any, wrong: Any = None, at: Any = -1
 ) -> Attribution:
-    """Measure how much each head adds directly to the logit of the token `answer`, by what the head writes into the
-    residual stream and not through later layers. The results are means over a batch of prompts. If `wrong` is given,
-    the logit of `answer` minus that of `wrong` is attributed to the heads instead.
+    """Measure how much each head adds directly to the logit of the token `answer`, as a mean over a batch of prompts.
+    This is the effect of what the head writes into the residual stream, without its effect through later layers. If
+    `wrong` is given, the logit of `answer` minus that of `wrong` is attributed instead.
 
     `Attribution` has the formula (Wang et al. 2022, section 3). A head's effect through later layers is not included;
     `activation_patching` and `ablate` measure it.
@@ -99,7 +99,8 @@ def logit_attribution(
 
 
 class LogitParts(NamedTuple):
-    """Parts of the logits of answers that heads add directly.
+    """Direct effects of heads on logits: the number that each head adds directly to the logit of the answer to each
+    prompt, with the whole logit and the labels of the heads.
 
     Attributes:
         heads: part of each head, for each prompt.
@@ -113,8 +114,8 @@ class LogitParts(NamedTuple):
 
 
 def logit_parts(model: nn.Module, batch: Any, tokens: AnswerTokens) -> LogitParts:
-    """Return what each head adds directly to the logit of each prompt's answer, by the definition of `Attribution`. The
-    model, the runs and the errors are those of `logit_attribution`.
+    """Compute what each head adds directly to the logit of each prompt's answer, by the formula in the docstring of
+    `Attribution`. It runs the model twice, and raises the errors that `logit_attribution` documents.
     """
     require_module(model)
     inputs = one_batch(model, batch)

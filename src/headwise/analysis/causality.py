@@ -33,22 +33,23 @@ default initialization, in float32, differs by more than 50,000 such units."""
 def require_causal(
     loss: Any, model: nn.Module, batches: Iterable[Mapping[str, Any]], *, remedy: str | None = None
 ) -> None:
-    """Raise `InputError` with the end `remedy` if a loss is `next_token_loss`, and the model is not causal by
-    `why_not_causal`. Models that return no logits or read no token ids are refused by the loss itself.
+    """Raise `InputError` if `loss` is `next_token_loss` and a model is not causal, as `why_not_causal` determines it on
+    some batches. The error message ends with `remedy`. Any other loss passes.
     """
     if loss is next_token_loss and (got := why_not_causal(model, batches)) is not None:
         raise InputError("loss", expected="hw.next_token_loss for a causal model", got=got, remedy=remedy)
 
 
 def require_causal_decoder(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
-    """Raise `InputError` if a model is not causal by `why_not_causal`."""
+    """Raise `InputError` if a model is an encoder-decoder, or if its logits on some batches depend on later tokens."""
     if (got := why_not_causal(model, batches)) is not None:
         raise InputError("model", expected="a causal decoder, whose tokens see no later ones", got=got)
 
 
 def why_not_causal(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return a description of a model that is an encoder-decoder, or whose logits depend on later tokens; None if it is
-    neither. `batches` are on its device.
+    """Check on some batches that a model is causal, so that no logit depends on a later token. Return None if it is
+    causal. Otherwise return a description of the model for an error message, which states the dependence, or that the
+    model is an encoder-decoder. `batches` are on the model's device.
 
     The check changes all tokens of the longest sequence after a place to others, and compares the logits of the tokens
     before, for a few places from its second to its last token. Where these differ by no more than the rounding of a
@@ -80,7 +81,9 @@ def _depends_across(
     first: Int[Tensor, " before"],
     second: Int[Tensor, " after"],
 ) -> bool:
-    """Return True if logits of a row at the positions `first` depend on its tokens at the later positions `second`."""
+    """Return True if, in sequence number `row` of a batch, logits at the positions `first` depend on the tokens at the
+    later positions `second`. The model runs on the batch and on a copy in which these tokens are changed.
+    """
     changed, name = copied(dict(batch)), _name_of_ids(batch)
     tokens = batch[name][row, torch.cat([first, second])]
     others = tokens[tokens != tokens[0]]
@@ -100,12 +103,14 @@ def _depends_across(
 
 
 def _name_of_ids(batch: Mapping[str, Any]) -> str:
-    """Return the name of the token ids in a batch."""
+    """Return the key of the token ids in a batch: "input_ids", or the key of a positional argument if there is one."""
     return POSITIONAL if POSITIONAL in batch else "input_ids"
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, "batch tokens vocabulary"] | None:
-    """Return the logits of a model in evaluation mode; None if it returns none."""
+    """Run a model on a batch in evaluation mode and return its logits; None if its output has no floating-point logits
+    with three axes.
+    """
     inputs = with_cache_disabled(model, copied(dict(batch)))
     with evaluation_mode(model), torch.no_grad():
         output = call_model(model, inputs)
@@ -114,7 +119,9 @@ def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, "batch 
 
 
 def _is_close(before: Tensor, after: Tensor) -> bool:
-    """Return True if two tensors differ by no more than rounding, where the first is finite: the loss refuses NaN."""
+    """Return True if two tensors differ by no more than rounding. Places where `before` is NaN or infinite are not
+    compared, since the loss itself refuses NaN.
+    """
     is_finite = before.isfinite()
     before, after = before[is_finite], after[is_finite]
     tolerance = ROUNDING * torch.finfo(before.dtype).eps * before.abs()

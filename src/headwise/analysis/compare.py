@@ -72,13 +72,15 @@ class Comparison:
         return f"Comparison({counted(len(self.a.heads), 'head')} of {model}, {statistics}, {changed})"
 
     def _repr_html_(self) -> str:
-        """Return the first rows of the first profile, and the page of both profiles, for a notebook."""
+        """Return HTML for a notebook: the first rows of profile a, and an interactive page that compares both
+        profiles.
+        """
         return notebook_html(repr(self), self.a.columns(), page_contents([self.a], against=[self.b]))
 
     def largest(self, statistics: Collection[str] = ()) -> list[Difference]:
-        """Return the differences between two compared profiles (tables of attention statistics) in the named
-        statistics, for all heads. They are sorted by absolute size in standard errors, largest first. By default all
-        statistics are included.
+        """Return the differences between the two compared profiles (tables of attention statistics), one per head and
+        statistic, sorted by absolute size in standard errors, largest first. `statistics` names those to include, by
+        default all.
 
         Differences without standard errors (NaN) come last.
 
@@ -109,7 +111,9 @@ class Comparison:
         return pandas.DataFrame([self.record(difference) for difference in self.differences])
 
     def record(self, difference: Difference) -> dict[str, Any]:
-        """Return one of the differences as a dictionary with the columns that `table` lists."""
+        """Return one difference between the two compared profiles as a dictionary, which has the columns of `table` as
+        keys.
+        """
         a, b = (head.statistics[difference.statistic] for head in (difference.a, difference.b))
         identifiers = {name: value for name, value in difference.a.identifiers.items() if name != "role"}
         roles = {"role_a": difference.a.role, "role_b": difference.b.role}
@@ -118,7 +122,9 @@ class Comparison:
         return {**identifiers, **roles, "statistic": difference.statistic, **values}
 
     def changed_roles(self) -> list[tuple[ProfiledHead, ProfiledHead]]:
-        """Return the rows, in both profiles, of every head whose role differs between them."""
+        """Return the heads whose role (name for what the head attends to) differs between the two profiles: for each, a
+        pair of its rows in profile a and in profile b.
+        """
         pairs = zip(self.a.heads, self.b.heads, strict=True)
         return [(head_a, head_b) for head_a, head_b in pairs if head_a.role != head_b.role]
 
@@ -131,8 +137,8 @@ class Comparison:
         top: int | None = None,
         ax: Any = None,
     ) -> "Axes":
-        """Draw the differences of one statistic between the profiles, the mean in b minus the mean in a, and return the
-        matplotlib axes.
+        """Draw the differences of one statistic between the compared profiles a and b, the mean in b minus the mean in
+        a. Return the matplotlib axes.
 
         | kind      | plot                                                                                             |
         | --------- | ------------------------------------------------------------------------------------------------ |
@@ -162,7 +168,9 @@ class Comparison:
         return plot_kind(kinds, kind, ax, statistic=statistic, errors=errors, top=top)
 
     def _head_numbers(self) -> HeadNumbers:
-        """Return the differences of all heads with their standard errors, in the form that plots take."""
+        """Return the differences of all heads in all common statistics, with their standard errors, in the form that
+        the plot functions need.
+        """
         common = [name for name in self.a.statistics if name in self.b.statistics]
         pairs = list(zip(self.a.heads, self.b.heads, strict=True))
         estimates = {name: [(a.statistics[name], b.statistics[name]) for a, b in pairs] for name in common}
@@ -181,7 +189,9 @@ class Comparison:
     def _draw_scatter(
         self, numbers: HeadNumbers, statistic: Any = None, *, errors: Any = 0.0, top: Any = 0, ax: Any = None
     ) -> "Axes":
-        """Draw the means of one statistic in b against those in a."""
+        """Draw one point per head: the mean of one statistic in profile b against the mean in profile a, with the
+        diagonal.
+        """
         name = numbers.chosen(statistic)
         a, b = (profile._head_numbers().axis(name) for profile in (self.a, self.b))
         label = replace(numbers, label_suffix="", meanings={}).axis(name).label
@@ -191,9 +201,9 @@ class Comparison:
 
 
 def compare(a: Profile, b: Profile) -> Comparison:
-    """Compare two profiles (tables of attention statistics) of the same heads. For every head and every statistic that
-    both profiles have, return the mean in `b` minus the mean in `a`, in the units of the statistic and in standard
-    errors.
+    """Compare two profiles (tables of attention statistics) of the same heads, for every head and every statistic that
+    both profiles have. Return the differences, the mean in `b` minus the mean in `a`, in the units of the statistic and
+    in standard errors.
 
     Differences are given in standard errors of two independent samples. For two models on the same data these errors
     are too large, because both profiles share the variation between sequences.
@@ -235,19 +245,21 @@ def compare(a: Profile, b: Profile) -> Comparison:
 
 
 def _description(head: ProfiledHead | None) -> str:
-    """Return the words for a head in error messages; None stands for a head that one of the profiles does not have."""
+    """Return text that identifies a head in an error message: name, module and kind of attention. None means that one
+    profile has no further head.
+    """
     return "no more" if head is None else f"{head.name} in {head.module} ({head.kind} attention)"
 
 
 def _degrees_of_freedom(a: MeanEstimate, b: MeanEstimate) -> float:
-    """Return the degrees of freedom of the standard error of a difference of two means (Welch 1947)."""
+    """Return the degrees of freedom of the difference of two means, for Welch's t-test (Welch 1947)."""
     parts = [each.sem**4 / each.df for each in (a, b) if each.df and each.sem]
     return math.hypot(a.sem, b.sem) ** 4 / sum(parts) if parts else max(a.df + b.df, 1.0)
 
 
 def _difference_in_errors(a: MeanEstimate, b: MeanEstimate) -> float:
-    """Return the difference b - a of two independent means in units of its standard error: 0 or infinite if neither
-    mean varies between sequences by more than rounding.
+    """Return the difference b - a of two independent means in units of its standard error. If neither mean varies
+    between sequences by more than rounding, the result is 0 for equal means, and otherwise plus or minus infinity.
     """
     difference = b.value - a.value
     if has_no_variance(a) and has_no_variance(b):

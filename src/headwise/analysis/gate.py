@@ -29,7 +29,8 @@ POSITIONS = "whole numbers, or a boolean tensor (queries,) or (batch, queries)"
 
 
 class HeadGate(NamedTuple):
-    """Gate of one head, of one key/value group, or of all heads of an attention module.
+    """Gate of one head, of one key/value group, or of all heads of an attention module: a factor by which the output is
+    multiplied, or a replacement of the output.
 
     Attributes:
         head: zero-based index of the head or group; None for all heads.
@@ -53,7 +54,8 @@ def gate(
     sites: Iterable[Any] = (),
 ) -> Iterator[None]:
     """Multiply the outputs of heads by factors, or replace them, before the output projection, while the context is
-    active. `values` maps `(layer, head)`, or a layer, to a factor or replacement; `positions` selects queries to gate.
+    active. `values` maps `(layer, head)`, or a layer for all its heads, to a factor or a replacement. `positions`
+    restricts this to some queries.
 
     With o_h the output of head h (attention weights times values) and W_h its columns of the output projection, the
     attention module computes
@@ -105,8 +107,8 @@ def gate(
 
 
 def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> "dict[str, list[HeadGate]]":
-    """Return the gates of each attention module by its path, from the argument `values` of `gate`. If several modules
-    may have a layer number, each of them has the gate.
+    """Check the argument `values` of `gate`, and return the gates of each attention module by the module's path. If a
+    layer number fits several modules, each of them gets the gate; it is applied in the first one that attends.
     """
     if not isinstance(values, Mapping):
         raise InputError("values", expected="a mapping {(layer, head): value}", got=type(values).__name__)
@@ -134,8 +136,8 @@ def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> "dict
 
 
 def _prepared(gates: "Mapping[str, list[HeadGate]]", model: nn.Module) -> "dict[str, list[HeadGate]]":
-    """Return the gates with prepared replacements, for which the model may run. A replacement that several gates share
-    is prepared once, for all modules that use it.
+    """Return the gates after preparing their replacements of head outputs. Preparation may run the model, for example
+    to compute means. A replacement that several gates use is prepared once, for all their modules.
     """
     modules: dict[int, tuple[Replacement, list[str]]] = {}
     for path, module_gates in gates.items():
@@ -161,7 +163,9 @@ def _as_index(value: Any) -> int | None:
 
 
 def _positions_tensor(positions: Any) -> Tensor | None:
-    """Return query positions as a tensor: indices with one axis, or booleans with one or two axes; None for all."""
+    """Return the query positions to gate as a tensor, after checking them: integer indices with one axis, or booleans
+    with one or two axes. Return None, for all queries, if `positions` is None.
+    """
     if positions is None:
         return None
     try:
@@ -177,7 +181,8 @@ def _positions_tensor(positions: Any) -> Tensor | None:
 
 
 class GateInterceptor(Interceptor):
-    """Interceptor that multiplies or replaces the outputs of gated heads, at all query positions or at selected ones.
+    """Interceptor of attention calls that applies gates: it multiplies or replaces the outputs of gated heads, at all
+    query positions or at selected ones.
 
     Attributes:
         gates: gates of each module, by the module's path. It may be replaced between two runs of the model.
@@ -194,22 +199,28 @@ class GateInterceptor(Interceptor):
         self._parts = QueryParts()
 
     def on_model_call(self) -> None:
-        """Forget the queries of the attention calls in the previous call of the model in this thread."""
+        """Start a new call of the model in this thread: forget which queries the attention calls of the previous one
+        had.
+        """
         self._parts.on_model_call()
 
     def on_module_call(self, path: str) -> None:
-        """Record that the model ran, without which `require_intercepted` raises no error."""
+        """Record that the model ran. Without a run, `require_intercepted` raises no error."""
         self._ran = True
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Raise `InputError` once for a gated module that computed something like attention that cannot be changed."""
+        """Raise `InputError` if a gated module computed something like attention that cannot be read or changed. `path`
+        is the path of the module, and `reason` states why. The error is raised only once per module.
+        """
         is_first = path not in self._unreadable
         self._unreadable.add(path)
         if is_first and any(self._gates_of(label) for label in self.gates if SiteKey.path_of(label) == path):
             raise InputError("values", expected="modules whose attention can be changed", got=f"{reason}: {path}")
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that applies the gates of a call's module to its head outputs; None without gates."""
+        """Return the function that changes the head outputs of an attention call, by the gates of the module that made
+        the call. Return None if the module has no gates.
+        """
         if not call.is_recomputation:
             self._layer_of_site.setdefault(call.site, call.layer)
         gates = self._gates_of(call.site.label)
@@ -226,14 +237,18 @@ class GateInterceptor(Interceptor):
         return None if not gates else lambda attended: self._apply(gates, attended, call)
 
     def _gates_of(self, label: str) -> list[HeadGate]:
-        """Return the gates of a module, without those by a layer number that another module has taken."""
+        """Return the gates of the attention module that is named `label`. Gates that the user specified by layer number
+        are left out if another module with this number has attended first.
+        """
         taken = self._label_of_layer
         return [
             gate for gate in self.gates.get(label, ()) if gate.layer is None or taken.get(gate.layer, label) == label
         ]
 
     def _apply(self, gates: list[HeadGate], attended: HeadOutput, call: Call) -> Tensor:
-        """Return the head outputs of a call after its gates: first all replacements, then all factors."""
+        """Return the head outputs of one attention call after its gates are applied: first all replacements, then all
+        factors. Queries that are not selected keep their outputs.
+        """
         out = attended.out
         for head, value, _ in gates:
             if isinstance(value, Replacement):
@@ -248,11 +263,15 @@ class GateInterceptor(Interceptor):
         return out
 
     def _count(self, call: Call) -> int:
-        """Return the number of heads of a call, or of its key/value groups if gates are indexed by group."""
+        """Return the number of units that gates index in an attention call: its key/value groups if `groups` was set,
+        otherwise its heads.
+        """
         return call.kv_heads if self._groups else call.grid.heads
 
     def _head_range(self, head: int | None, call: Call) -> tuple[int, int]:
-        """Return start and stop of the query heads of a head or group; all heads if `head` is None."""
+        """Return the range (start, stop) of query heads that a gate with index `head` covers: one head, or the heads of
+        one key/value group. It covers all heads if `head` is None.
+        """
         count = self._count(call)
         if head is None:
             return 0, call.grid.heads
@@ -265,9 +284,9 @@ class GateInterceptor(Interceptor):
     def _factors(
         self, head: int | None, value: float | Tensor, out: Tensor, call: Call
     ) -> Float[Tensor, "#batch heads #queries 1"]:
-        """Return factors of the outputs of all heads: `value` for those of the gate, and 1 for others. For one head or
-        group it broadcasts to `(batch, queries)`. For all heads, where `head` is None, its shape is `()`, `(heads,)`,
-        `(batch, heads)` or `(batch, heads, queries)`.
+        """Return the factors by which one gate multiplies the outputs of all heads: `value` for the gated heads, and 1
+        for the others. For one head or group, `value` broadcasts to `(batch, queries)`. For all heads (`head` is None)
+        its shape is `()`, `(heads,)`, `(batch, heads)` or `(batch, heads, queries)`.
         """
         start, stop = self._head_range(head, call)
         batch, count, queries = call.grid.batch, self._count(call), call.grid.queries
@@ -288,8 +307,9 @@ class GateInterceptor(Interceptor):
         return ones.slice_scatter(factors, 1, start, stop)[..., None]
 
     def require_intercepted(self, model: nn.Module, stated: Collection[str] = ()) -> None:
-        """Raise `InputError` if the model ran, and no attention was intercepted in a gated module, or in one of
-        `stated`, about whose attention the user made statements, or if the number of a gated layer is another module's.
+        """Check, after the model ran, that the gates had an effect. Raise `InputError` if no attention was intercepted
+        in a gated module, or in one of the modules `stated`, for which the user passed `sites`. Raise it also if a
+        gated layer number turned out to be that of another module.
         """
         if not self._ran:
             return
@@ -315,7 +335,9 @@ class GateInterceptor(Interceptor):
 
 
 def _gated_queries(positions: Tensor, call: Call) -> Bool[Tensor, "#batch queries"]:
-    """Return a mask that is True at the gated queries of a call, from such a mask or from query indices."""
+    """Return a mask that is True at the gated queries of an attention call. `positions` is such a mask, which is
+    checked against the call, or query indices.
+    """
     batch, queries = call.grid.batch, call.grid.queries
     positions = positions.to(call.grid.device)
     if positions.dtype == torch.bool:

@@ -31,8 +31,8 @@ from headwise.statistics.tally import FurtherStatistics
 
 
 def require_finite_outputs(nonfinite: Collection[str], model: nn.Module, batch: dict[str, Any]) -> None:
-    """Raise `InputError` if there are modules in which attention was NaN or infinite in the last run of the model, on
-    `batch`. The error names the first module in which a number is.
+    """Raise `InputError` if attention was NaN or infinite in some modules, `nonfinite`, when the model ran on `batch`.
+    The model runs again to find the first module with such a number, which the error names.
     """
     if nonfinite:
         error = nonfinite_error(model, lambda: call_model(model, batch), batch)
@@ -45,7 +45,8 @@ ProgressT = TypeVar("ProgressT", bound=PassProgress)
 
 
 class PassData(NamedTuple):
-    """Model and data of a pass.
+    """Model and data of a pass (one run of the model over a data set that measures statistics of heads), with the ids
+    of special tokens.
 
     Attributes:
         model: the model; of an encoder-decoder and texts, its encoder.
@@ -59,7 +60,7 @@ class PassData(NamedTuple):
 
     @property
     def texts(self) -> Texts | None:
-        """The data set if it is texts; otherwise None."""
+        """The data set if it is a `Texts` object; otherwise None."""
         return self.dataset if isinstance(self.dataset, Texts) else None
 
 
@@ -71,8 +72,8 @@ def pass_data(
     out: str | Path | None,
     shown: bool,
 ) -> PassData:
-    """Return model, data and special tokens of a pass, ready for use. Texts are tokenized, if `shown` with a progress
-    bar, and their tokenizer has the default special tokens.
+    """Prepare a model, a data set and the ids of special tokens for a pass over the data. Texts are tokenized, with a
+    progress bar if `shown`. For texts, special ids are by default those of the tokenizer.
     """
     require_module(model)
     if isinstance(dataset, Texts):
@@ -100,10 +101,10 @@ def table_of_pass(
     title: str | None,
     **settings: Any,
 ) -> TableT:
-    """Run a model over data, and return the table of the results. A stopped run resumes in the folder `out`, and a
-    finished one is read from there. With torch.distributed, the processes share the batches, and each returns the same
-    table: `measure` measures a process's share, and `make_table` is called once, with the partial results of all
-    processes and the metadata. `settings` are the arguments that determine the numbers, JSON-compatible.
+    """Run a model over data, and return what was measured as a table. `measure` measures one process's share of the
+    batches. `make_table` then makes the table from the partial results of all processes and the metadata. A stopped run
+    resumes in the folder `out`, and a finished one is read from there. `settings` are further arguments that determine
+    the numbers, JSON-compatible.
     """
     rank, world_size = rank_and_world_size()
     collected = run_settings(data.model, data.texts, title, processes=world_size, **settings)
@@ -125,7 +126,9 @@ def table_of_pass(
 
 
 def merged_registry(model: nn.Module, parts: Iterable[SiteProgress]) -> SiteRegistry:
-    """Return the sites of the partial results of all processes, with the statistics over all their sequences."""
+    """Merge the partial results of all processes. Return a registry of attention modules with their statistics over all
+    sequences.
+    """
     registry = SiteRegistry(model)
     for part in parts:
         registry.merge(part.records)
@@ -146,8 +149,9 @@ def measure_further(
     title: str | None,
     **settings: Any,
 ) -> TableT:
-    """Run a model over a data set, measure further statistics of its heads, and return the table that `make_table`
-    makes of them. Sequences have equal weight. With torch.distributed, the processes share the batches.
+    """Run a model over a data set, measure the statistics that `further` defines for each head, and return the table
+    that `make_table` makes from them. Sequences have equal weight. With torch.distributed, the processes share the
+    batches.
 
     The arguments `model` to `title` are those of `profile`; `settings` are other arguments of the run, JSON-compatible.
     """
@@ -170,8 +174,8 @@ def measure_further(
 def measure_heads(
     data: PassData, watched: AbstractContextManager[Heads], data_pass: Pass[SiteProgress]
 ) -> SiteProgress:
-    """Run a model on this process's share of the batches, except those that the process's checkpoint already includes,
-    and return the statistics of heads over the whole share.
+    """Run a model on this process's share of the batches, and return the statistics of its heads over the whole share.
+    Batches that the process's checkpoint already includes are not repeated.
     """
     progress, device = SiteProgress(), device_of(data.model)
     with watched as heads:
@@ -195,7 +199,8 @@ SequenceValues = dict[str, Float[Tensor, "_ _ ..."]]
 @storable
 @dataclass
 class SequenceProgress(SiteProgress):
-    """Progress of a pass with values of each sequence.
+    """Partial result of a pass over data in one process, with measured values of each sequence in addition to the
+    statistics.
 
     Attributes:
         values: values at each site, by the number of the batch, or of the fit of learned gates.
@@ -211,9 +216,10 @@ def measure_sequences(
     make_table: Callable[[SiteRegistry, dict[SiteKey, SequenceValues], dict[str, Any]], TableT],
     **options: Any,
 ) -> TableT:
-    """Run a model over data, measure values of each sequence, and return the table that `make_table` makes of the
-    sites, their values over all sequences in order, and the metadata. `measure_batch` runs the model on a batch that is
-    on its device, and returns its sites and their values. `options` are further arguments of `table_of_pass`.
+    """Run a model over data, measure values of each sequence, and return a table of them. `measure_batch` runs the
+    model on one batch, and returns records of its attention modules and their values. `make_table` makes the table from
+    the modules, their values over all sequences in order, and the metadata. `options` are further arguments of
+    `table_of_pass`.
     """
     device = device_of(data.model)
 
@@ -250,8 +256,9 @@ def measure_sequences(
 def head_statistics(
     registry: SiteRegistry, names: Iterable[str], numbers: int = 1
 ) -> Iterator[tuple[dict[str, Any], dict[str, list[MeanEstimate]]]]:
-    """Yield the labels of each head with its estimates of each statistic in `names`, which has `numbers` numbers for a
-    head; estimates without a sample if the head's site has no such statistic.
+    """Yield, for each head, its labels (layer, head, ...) and its estimates of the statistics `names`. Each statistic
+    has `numbers` estimates per head. If a statistic was not measured in the head's module, its estimates have no
+    sample.
     """
     of_sites: dict[SiteKey, dict[str, list[MeanEstimate]]] = {}
     for record, labels in registry.head_labels():
@@ -265,7 +272,9 @@ def head_statistics(
 
 
 def head_rows(registry: SiteRegistry, columns: Mapping[str, str]) -> tuple[HeadRow, ...]:
-    """Return a row for each head. The keys of `columns` are names of statistics, and its values their names in rows."""
+    """Return a table row for each head with some of its statistics. `columns` maps each statistic's name in `registry`
+    to its name in the rows.
+    """
     return tuple(
         HeadRow(**labels, statistics={columns[name]: each[0] for name, each in of_head.items()})
         for labels, of_head in head_statistics(registry, columns)
@@ -273,6 +282,8 @@ def head_rows(registry: SiteRegistry, columns: Mapping[str, str]) -> tuple[HeadR
 
 
 def require_some(registry: SiteRegistry, names: Collection[str], expected: str) -> None:
-    """Raise `InputError` if no site of the model has any of the statistics `names`."""
+    """Raise `InputError` if none of the statistics `names` was measured in any attention module. `expected` is the
+    error's description of what is missing.
+    """
     if not any(name in record.statistics for record in registry.records for name in names):
         raise InputError("model", expected=expected, got="none; warnings name the reasons")

@@ -42,7 +42,8 @@ CHANGE = "change_"
 
 
 class InContextScores(HeadTable[HeadRow]):
-    """Table of the effect of each head on the in-context learning score of a model, one row per head.
+    """Table of how the ablation of each head changes the in-context learning score of a model, one row per head. The
+    score is the loss late in the context minus the loss early in it.
 
     With S the score of a sequence, the loss late in the context minus the loss early in it, the columns are
 
@@ -74,24 +75,29 @@ class InContextScores(HeadTable[HeadRow]):
 
     @property
     def score(self) -> MeanEstimate:
-        """Score of the unchanged model: the loss late in the context minus the loss early in it."""
+        """In-context learning score of the unchanged model: its loss late in the context minus its loss early in it."""
         return MeanEstimate(**self.metadata["score"])
 
     @property
     def early_loss(self) -> MeanEstimate:
-        """Loss of the unchanged model early in the context."""
+        """Mean loss of the unchanged model early in the context, in nats, with its standard error: the loss of the
+        tokens in the early window, which ends at the token number `early`.
+        """
         return MeanEstimate(**self.metadata["early_loss"])
 
     @property
     def late_loss(self) -> MeanEstimate:
-        """Loss of the unchanged model late in the context."""
+        """Mean loss of the unchanged model late in the context, in nats, with its standard error: the loss of the
+        tokens in the late window, which ends at the token number `late`.
+        """
         return MeanEstimate(**self.metadata["late_loss"])
 
 
 class InContextLoss:
-    """Score of a sequence by a causal model: the mean loss of the last tokens up to the token number `late`, minus that
-    of the last tokens up to the token number `early` (Olsson et al. 2022, "In-context Learning and Induction Heads",
-    with a window of one token). It is negative if the model predicts tokens better with more context.
+    """Function that returns the in-context learning score of each sequence in a batch, for a causal model: its loss
+    late in the sequence minus its loss early in it. Each loss is a mean over `window` tokens, of which the last has the
+    number `late` or `early`. The score is negative if the model predicts tokens better with more context. With a window
+    of one token it is the score of Olsson et al. 2022, "In-context Learning and Induction Heads".
 
     The loss of token number t, counted from 1, is -ln p(token t | tokens 1 to t - 1), in nats. All sequences have at
     least `late` tokens, without padding.
@@ -109,14 +115,18 @@ class InContextLoss:
         self.__name__ = f"in_context_score(early={self.early}, late={self.late}, window={self.window})"
 
     def __call__(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """Return the score of each sequence of a batch."""
+        """Return the in-context learning score of each sequence of a batch: its loss late in the context minus its
+        early loss.
+        """
         early, late = self.losses(model, batch)
         return late - early
 
     def losses(
         self, model: nn.Module, batch: dict[str, Any]
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-        """Return the mean loss of each sequence in the early window and in the late one."""
+        """Return two mean losses for each sequence of a batch: over the tokens of the early window, and over those of
+        the late window.
+        """
         ids: Int[Tensor, "batch length"] = batch["input_ids" if "input_ids" in batch else POSITIONAL]
         ends = (self.early, self.late)
         tokens = torch.cat([torch.arange(end - self.window, end, device=ids.device) for end in ends])
@@ -158,7 +168,8 @@ def in_context_score(
     title: str | None = None,
 ) -> InContextScores:
     """Measure the in-context learning score of a causal model (Olsson et al. 2022): the loss at the token number `late`
-    minus the loss at the token number `early`. Measure also how the score changes without each head.
+    minus the loss at the token number `early`. Measure also how the score changes when each head's output is replaced,
+    by default by zeros.
 
         scores = hw.in_context_score(model, texts)
         scores.score                            # of the unchanged model: value, sem, n
@@ -242,7 +253,7 @@ def in_context_score(
 
 
 def _names(replacements: Any) -> list[str]:
-    """Return the names of replacements, each once."""
+    """Return the names of the replacements of head outputs ("zero", "mean"), each once, after checking them."""
     if isinstance(replacements, str):
         replacements = (replacements,)
     names = list(dict.fromkeys(collection_of("replacements", replacements, of="names of replacements")))
@@ -252,7 +263,9 @@ def _names(replacements: Any) -> list[str]:
 
 
 def _chosen(rows: Sequence[HeadRow], heads: Any) -> list[HeadRow]:
-    """Return the rows of the chosen heads, in the order of the model."""
+    """Return the rows of the heads `(layer, head)` in `heads`, or all rows if `heads` is None, in the order of the
+    model.
+    """
     if heads is None:
         return list(rows)
     chosen, available = head_pairs("heads", heads), [(row.layer, row.head) for row in rows]
@@ -269,9 +282,10 @@ ON_GPU = 8
 def choose_sequences(
     dataset: Texts | Iterable[Any], length: int, number: int, seed: int, *, batch_size: int
 ) -> tuple[NumberedBatches, int, int]:
-    """Draw sequences with at least `length` tokens from a data set, as many from different documents as possible.
-    Return batches of the first `length` tokens of each, in the order of the data, with the document of each; and the
-    numbers of sequences of the data set that are long enough and too short.
+    """Draw `number` sequences at random among those of a data set with at least `length` tokens, from as many different
+    documents as possible. Return batches of the first `length` tokens of the drawn sequences, in the order of the data,
+    together with their documents. Return also how many sequences of the data set are long enough, and how many are too
+    short.
     """
     documents = documents_of(dataset)
     found: list[tuple[Int[Tensor, " tokens"], int]] = []  # the start of each sequence, and its document

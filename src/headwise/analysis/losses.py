@@ -34,8 +34,8 @@ Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
 
 
 def require_loss(loss: Any) -> None:
-    """Raise `InputError` if the loss cannot be called with a model and a batch; a class such as `EmbeddingDistance` is
-    not a loss, but an object of it is.
+    """Raise `InputError` if `loss` cannot be called with a model and a batch. A class such as `EmbeddingDistance` is
+    not a loss either; an object of the class is one.
     """
     expected = "a function of model and batch, such as hw.next_token_loss or hw.EmbeddingDistance()"
     if isinstance(loss, type):
@@ -46,17 +46,17 @@ def require_loss(loss: Any) -> None:
 
 
 def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
-    """Call `loss.prepare`, if there is one, in which a loss computes what it needs from the unchanged model, on a copy
-    of a batch.
+    """Call `loss.prepare(model, batch)` with a copy of the batch, if the loss has this method. In it, a loss computes
+    what it needs from the unchanged model.
     """
     if hasattr(loss, "prepare"):
         loss.prepare(model, copied(batch))
 
 
 def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """Return the loss of each example of a batch, `loss(model, batch)`, one floating-point number each. The loss
-    receives a copy of the batch: a model that writes to its inputs, such as a cache of keys and values, then computes
-    the same the next time.
+    """Compute `loss(model, batch)`, check that it is one floating-point number per example, and return it. The loss
+    receives a copy of the batch, because a model may write to its inputs, for example to a cache of keys and values.
+    The next call then computes the same.
     """
     losses, examples = loss(model, copied(batch)), count_sequences_and_tokens(batch)[0]
     if not isinstance(losses, Tensor) or losses.shape != (examples,) or not losses.is_floating_point():
@@ -67,8 +67,9 @@ def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Flo
 
 
 def finite_loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """Return the loss of each example of a batch; NaN for an example without one, such as a text of one token. Raise
-    `InputError` for an infinite loss, and if activations of the model are not finite: it names their first module.
+    """Return the loss of each example of a batch; NaN for an example without a loss, such as a text of one token. Raise
+    `InputError` if a loss is infinite. If NaN or infinity comes from weights or activations of the model, the error
+    names the first module that has such a number.
     """
     losses = loss_per_example(loss, model, batch)
     is_finite = losses.detach().isfinite()
@@ -82,14 +83,16 @@ def finite_loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any])
 
 
 def require_some_loss(examples: int) -> None:
-    """Raise `InputError` if no example has a loss, as for the next-token loss of sequences of one token."""
+    """Raise `InputError` if `examples`, the number of examples that have a loss, is 0. Sequences of one token, for
+    example, have no next-token loss.
+    """
     if not examples:
         raise InputError("loss", expected="a number for at least one example", got="NaN for all of them")
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """Return each sequence's mean of -ln p(token | earlier tokens), in nats, for a causal model. The mean is over all
-    tokens after the first; padding does not count.
+    """Return the mean loss of each sequence under a causal model, in nats: -ln p(token | earlier tokens), averaged over
+    all tokens after the first that are not padding.
 
     The logits of all positions are not kept in memory at once if they are the output embedding's product alone.
 
@@ -111,9 +114,8 @@ def next_token_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " 
 
 
 class MaskedTokenLoss:
-    """Loss function for masked language models. It masks a given share of the tokens of each sequence, chosen at
-    random. For each sequence it returns the mean of -ln p(token | text with masked tokens) over the masked tokens, in
-    nats.
+    """Loss function for masked language models. It masks a share of the tokens of each sequence, chosen at random. For
+    each sequence it returns the mean of -ln p(token | text with masked tokens) over the masked tokens, in nats.
 
     The same tokens of a sequence are masked each time it occurs (Devlin et al. 2019, section 3.1, without its random
     words).
@@ -131,8 +133,8 @@ class MaskedTokenLoss:
         self.share, self.seed = probability("share", share), seed
 
     def reseeded(self, seed: int) -> "MaskedTokenLoss":
-        """Return a masked-token loss with the same options and another seed, which masks other tokens, for example in
-        the next epoch of a training.
+        """Return a masked-token loss with the same options and another seed. It masks other tokens, for example in the
+        next epoch of a training.
         """
         return MaskedTokenLoss(self.mask_id, special=self.special.tolist(), share=self.share, seed=seed)
 
@@ -159,8 +161,9 @@ class MaskedTokenLoss:
 
 
 class EmbeddingDistance:
-    """Loss function: distance 1 - cosine, from 0 to 2, between each sentence's embedding in the current run of the
-    model, for example without a head, and its embedding in the unchanged model.
+    """Loss function that measures how far sentence embeddings move when a model is changed, for example when a head is
+    removed. For each sentence it is 1 - cosine, from 0 to 2, between its embedding now and its embedding in the
+    unchanged model.
 
     The embedding is the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych 2019,
     section 3). The unchanged model is the reference, so no labels are needed; its own distance is 0.
@@ -177,8 +180,8 @@ class EmbeddingDistance:
             self._reference = _sentence_embeddings(model, batch)
 
     def __call__(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """Return 1 - cosine between each sentence's embedding and its reference, for the batch of the
-        last `prepare`.
+        """Return, for each sentence of a batch, 1 - cosine between its embedding now and its reference embedding. The
+        batch is the one with which `prepare` was last called.
         """
         if self._reference is None:
             raise InputError("loss", expected="prepare(model, batch) before the first loss", got="none")
@@ -186,14 +189,16 @@ class EmbeddingDistance:
 
 
 def name_of_loss(loss: Any) -> str:
-    """Return the name of a loss in the settings of a run."""
+    """Return the name under which a loss is stored in the settings of a run: the function's name, or the name of its
+    class.
+    """
     name: str = getattr(loss, "__name__", type(loss).__name__)
     return name
 
 
 def options_of_loss(loss: Any) -> dict[str, Any] | None:
-    """Return the options of a masked-token loss in the settings of a run; None for other losses, whose name is all that
-    is known of them.
+    """Return the options of a masked-token loss, to be stored in the settings of a run. Return None for any other loss,
+    which is stored by its name alone.
     """
     if not isinstance(loss, MaskedTokenLoss):
         return None
@@ -201,8 +206,8 @@ def options_of_loss(loss: Any) -> dict[str, Any] | None:
 
 
 def loss_by_name(name: str, tokenizer: Any) -> Any:
-    """Return the loss function that the command line calls `name`: "next-token", "masked-token" or "embedding". The
-    tokenizer determines the mask token and the tokens that are never masked.
+    """Return the loss function for a value of the command-line option --loss: "next-token", "masked-token" or
+    "embedding". For "masked-token", the tokenizer determines the mask token and the tokens that are never masked.
     """
     if name == "next-token":
         return next_token_loss
@@ -238,7 +243,9 @@ def _tokens(batch: dict[str, Any]) -> tuple[Int[Tensor, "batch length"], Bool[Te
 
 
 def _is_real(batch: dict[str, Any], tokens: Tensor, name: str = "attention_mask") -> Bool[Tensor, "batch length"]:
-    """Return a mask of tokens, or of vectors of tokens, that is True where they are not padding."""
+    """Return a mask that is True at tokens that are not padding, from the batch's argument `name`. `tokens` is a tensor
+    with the axes batch and length, and optionally further ones.
+    """
     mask = batch.get(name)
     # A mask of another shape, such as one with four axes, does not state what is padding.
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]):

@@ -18,17 +18,17 @@ def nonfinite_error(
     batch: Mapping[str, Any],
     examples: Bool[Tensor, " examples"] | None = None,
 ) -> InputError | None:
-    """Run the model once more, and return the error that names the first place where a number is NaN or infinite: a
-    module with such a parameter or output, in the order in which modules end; or the inputs. Return None if all numbers
-    are finite. Minus infinity alone, which masks contain, and padding do not count.
+    """Run the model once more to find the first place where a number is NaN or infinite. Return an error that names it:
+    a module with such a parameter or output, or the model's inputs. Return None if all numbers are finite. Padding does
+    not count, nor does minus infinity in activations, which masks contain.
     """
     places: list[str] = []  # where a number is not finite
     running: list[str] = []  # modules that run
     padding = batch.get("attention_mask")
 
     def has_nonfinite(values: Any) -> bool:
-        """Return True if a tensor in `values`, which may be nested, contains NaN or plus infinity, in examples that
-        count and not at padding.
+        """Return True if a tensor contains NaN or plus infinity outside of padding. `values` is a tensor or a nested
+        structure of tensors. If `examples` is given, only the examples where it is True count.
         """
         for tensor in pytree.tree_leaves(values):
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta:

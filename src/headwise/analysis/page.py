@@ -25,8 +25,8 @@ def write_page(
     title: str | None = None,
     statistic: str | None = None,
 ) -> None:
-    """Write one HTML file that shows every head of a model, and works offline: an overview, the attention of each head
-    on texts, and the numbers of all results.
+    """Write one HTML file that shows every head of a model and works offline. It has an overview of the heads, the
+    attention of each head on the viewed texts, and the numbers of all `results`.
 
     Args:
         path: the file.
@@ -66,7 +66,9 @@ def page_contents(
     title: str | None = None,
     statistic: str | None = None,
 ) -> page.Contents:
-    """Return the contents of a page with these results, for `write_page`, whose docstring describes the arguments."""
+    """Return the contents of an HTML page with some results for the heads of a model, for `write_page`, whose docstring
+    describes the arguments.
+    """
     if not results:
         raise InputError("results", expected="at least one view or table of heads", got="none")
     against = list(collection_of("against", against, of="results"))
@@ -111,7 +113,9 @@ def page_contents(
 
 
 def _names(groups: Sequence["_ModelResults"]) -> list[str]:
-    """Return the names of the models. Two models of the same name also have the first detail in which they differ."""
+    """Return the names of the one or two models of a page. Two models of the same name are distinguished by the first
+    detail in which they differ, such as the dtype, or else by A and B.
+    """
     names, details = [group.name for group in groups], [group.details for group in groups]
     if len(set(names)) == len(names):
         return names
@@ -124,8 +128,8 @@ def _names(groups: Sequence["_ModelResults"]) -> list[str]:
 def _opening(
     groups: Sequence["_ModelResults"], statistics: Sequence[page.PageStatistic], statistic: str | None
 ) -> dict[str, str]:
-    """Return the settings of a page when it opens: the differences of two models, and the statistic by which heads are
-    coloured and sorted, for `write_page`.
+    """Return the display settings of a page when it opens. They include the statistic by which heads are coloured and
+    sorted: `statistic` if it is given. With two models, they select the view of the differences.
     """
     opening = {"model": "difference"} if len(groups) == 2 else {}
     columns = groups[0].columns
@@ -145,7 +149,8 @@ def _opening(
 
 
 class _ModelResults:
-    """Views, profiles, ablations and importance scores of the heads of one model, joined for a page.
+    """All results for the heads of one model (views, profiles, ablations, importance scores), in the same order of
+    heads, for a page.
 
     Attributes:
         columns: numbers of each head, one object for each source; those of the views come first.
@@ -192,8 +197,8 @@ class _ModelResults:
             self.notes.append("It could not be checked that all results are of the same model.")
 
     def require_heads_of(self, other: "_ModelResults") -> None:
-        """Raise `InputError` if these results are of other heads than those of another model, or of other texts. Module
-        paths may differ.
+        """Raise `InputError` if these results are of other heads than `other`, the results of another model, or if the
+        viewed texts have other tokens. Module paths may differ.
         """
         if [place[:3] for place in self.columns[0].places] != [place[:3] for place in other.columns[0].places]:
             expected, got = (f"{len(each.columns[0].places)} heads of {each.name}" for each in (other, self))
@@ -204,12 +209,14 @@ class _ModelResults:
 
 
 def _token_texts(view: View) -> list[tuple[str, ...]]:
-    """Return the tokens of all texts of a view."""
+    """Return the tokens of each text in a view, as strings."""
     return [tuple(token.text for token in text.tokens) for text in view.texts]
 
 
 def _page_focus(focus: Focus, group: _ModelResults) -> page.PageFocus:
-    """Return a focus for display, after checking that it is of the texts, the model and the heads of the page."""
+    """Return a focus (result of `find`: chosen words, and heads ranked by the attention on these words) in the form
+    that the page shows. Raise `InputError` if its texts, model or heads are not those of the page.
+    """
     texts = [_token_texts(view)[0] for view in group.views]
     if [tuple(token.text for token in text.tokens) for text in focus.texts] != texts:
         raise InputError("foci", expected="foci of the texts of the page", got=f"a focus of other texts: {focus.name}")

@@ -39,8 +39,8 @@ ATTENTION_DIGEST = "attention_weights"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ProfiledHead(HeadRow):
-    """Row of a profile: the statistics of one head over a data set, and the head's role (name for what the head attends
-    to), which follows from these statistics.
+    """Row of a profile: the statistics of one head over a data set, and the head's role. The role is a name for what
+    the head attends to, decided by these statistics.
 
     Attributes:
         role: name of the head's role, such as "induction".
@@ -53,8 +53,8 @@ class ProfiledHead(HeadRow):
 
 
 class Profile(HeadTable[ProfiledHead]):
-    """Table of the attention statistics of every head of a model over a data set, one row per head, with the head's
-    role (name for what it attends to).
+    """Table of the attention statistics of every head of a model over a data set, one row per head. Each row also has
+    the head's role, a name for what the head attends to.
     """
 
     NAME = "profile"
@@ -62,8 +62,8 @@ class Profile(HeadTable[ProfiledHead]):
     PLOTTED = "entropy"
 
     def role_share(self, head: ProfiledHead) -> float:
-        """Return the mean of the statistic that decides a head's role. If it was measured both on the data and on
-        random tokens, return the larger of the two means.
+        """Return the mean of the statistic that decides a head's role (name for what the head attends to). If it was
+        measured both on the data and on random tokens, return the larger of the two means.
 
         For most roles this is the share of attention on one kind of position. It is NaN if it was not measured.
         """
@@ -73,8 +73,9 @@ class Profile(HeadTable[ProfiledHead]):
         return max((share for share in shares if not math.isnan(share)), default=math.nan)
 
     def roles(self) -> dict[str, list[tuple[int, int]]]:
-        """Return the heads of each role that occurs in the profile: lists of `(layer, head)` by the name of the role.
-        Roles for attention to related tokens, such as the previous one, come first, and attention sinks last.
+        """Return the heads of each role that occurs in the profile, as lists of `(layer, head)` by the role's name. A
+        role is a name for what heads attend to. Roles for attention to related tokens, such as the previous one, come
+        first, and attention sinks last.
         """
         heads = {
             role.name: [(head.layer, head.head) for head in self.heads if head.role == role.name] for role in ROLES
@@ -82,7 +83,7 @@ class Profile(HeadTable[ProfiledHead]):
         return {role: members for role, members in heads.items() if members}
 
     def contents(self) -> Contents:
-        """Return the contents of a page with this profile alone."""
+        """Return the contents of an HTML page that shows this profile alone."""
         return self.columns().contents(page_roles(head.role for head in self.heads))
 
 
@@ -108,10 +109,10 @@ def profile(
     progress: bool = False,
     title: str | None = None,
 ) -> Profile:
-    """Measure mean and standard error of attention statistics of every head over a data set, and name each head's role
-    (what it attends to). Return both as a `Profile`, a table with one row per head. With `repeats` (the default for
-    `Texts`), attention to earlier copies of a token, and to what followed these copies, is also measured on random
-    tokens that repeat.
+    """Measure attention statistics of every head over a data set, and derive each head's role, a name for what it
+    attends to. Return a `Profile`: a table with one row per head, with the mean and standard error of each statistic.
+    With `repeats` (the default for `Texts`), attention to earlier copies of a token, and to what followed these copies,
+    is also measured on random tokens that repeat.
 
     Sequences have equal weight. The model runs in evaluation mode without gradients and is unchanged afterwards. With
     torch.distributed, the processes share the batches, and each returns the same profile.
@@ -175,9 +176,10 @@ def profile(
 
 
 def _profiled_heads(registry: SiteRegistry, random_records: list[SiteRecord]) -> Iterator[ProfiledHead]:
-    """Yield the profile's row of every head: its statistics on the data and, if the model ran on random tokens that
-    repeat, those of the copying roles on these; and the role that the statistics decide. All rows have the same
-    statistics, NaN where one was not measured.
+    """Yield the row of each head in a profile: its statistics on the data, and the role that they decide.
+    `random_records` are measurements on random tokens that repeat, if there are any; the statistics of the roles
+    "induction" and "duplicate token" are added from them. All rows have the same statistics, NaN where one was not
+    measured.
     """
     sites = {record.site: record for record in registry.records}
     names = dict.fromkeys(name for record in sites.values() for name in record.statistics)
@@ -191,7 +193,9 @@ def _profiled_heads(registry: SiteRegistry, random_records: list[SiteRecord]) ->
 
 
 def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:
-    """Return the name of the role that a head has by the means of its statistics on the data and on random tokens."""
+    """Return the name of a head's role (what it attends to), decided by the means of its statistics on the data and, if
+    measured, on random tokens.
+    """
     means = {name: estimate.value for name, estimate in statistics.items()}
     # Each sequence that has a value of a statistic has at least one query row behind it. So two such sequences suffice;
     # a data set of one sequence has to be enough.
@@ -204,7 +208,8 @@ def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:
 
 
 def require_profile_of(profile: Profile, model: nn.Module, name: str) -> None:
-    """Raise `InputError` if a profile was measured on another model than `model`, which is called `name`.
+    """Raise `InputError` if a profile was measured on another model than `model`. `name` is the name of `model`; names
+    are compared if weights cannot be.
 
     The model may have another language-model head than the profiled one, which adds a prefix to the paths of its
     modules. If the attention modules have the same weights, the models are the same. Weights of different data types

@@ -16,8 +16,8 @@ ONE_OR_PER_PROMPT = "one for all prompts, or (batch,)"
 
 
 class AnswerTokens(NamedTuple):
-    """Token ids of the right and of the wrong answer, and the position of the token just before the answer. Each is one
-    number for all prompts, or one per prompt.
+    """Token ids of the right and of the wrong answer to prompts, and the position in the prompt that the answer
+    follows. Each is one number for all prompts, or one per prompt.
 
     Attributes:
         answer: token id of the right answer.
@@ -31,8 +31,8 @@ class AnswerTokens(NamedTuple):
 
     @classmethod
     def from_arguments(cls, answer: Any, wrong: Any, at: Any) -> "AnswerTokens":
-        """Return the arguments `answer`, `wrong` (which may be None) and `at` of a public function. Each is a whole
-        number, or a list or tensor of one per prompt.
+        """Check the arguments `answer`, `wrong` and `at` of a public function, and return them as tensors in one
+        object. Each is a whole number, or a list or tensor with one number per prompt; `wrong` may be None.
         """
         answer, at = (
             whole_numbers(name, value, dimensions=(0, 1), shape=ONE_OR_PER_PROMPT)
@@ -43,8 +43,9 @@ class AnswerTokens(NamedTuple):
         return cls(answer, wrong, at)
 
     def positions(self, batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Int[Tensor, " prompts"]:
-        """Return, for each prompt, the index in the padded batch of the token that the prompt's answer follows, from
-        `at` and the attention mask of the batch. `like` is any tensor with the axes of prompts and tokens.
+        """Return, for each prompt, the index of the token that the answer follows, in the padded batch. It is computed
+        from `at`, which does not count padding, and the attention mask. `like` is any tensor with the axes of prompts
+        and tokens.
         """
         of_decoder = "decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask"
         is_real = real_tokens(batch, like, of_decoder)
@@ -59,8 +60,9 @@ class AnswerTokens(NamedTuple):
     def ids_per_prompt(
         self, prompts: Tensor, vocabulary: int
     ) -> tuple[Int[Tensor, " prompts"], Int[Tensor, " prompts"] | None]:
-        """Return the id of the right answer to each prompt, below the number of tokens `vocabulary`, and that of the
-        wrong answer, or None. `prompts` is any tensor with one row per prompt.
+        """Return the token ids of the right and of the wrong answer to each prompt; None in place of the latter if
+        there are no wrong answers. Raise `InputError` for ids that are not below `vocabulary`. `prompts` is any tensor
+        with one row per prompt.
         """
         ids = []
         for name, value in (("answer", self.answer), ("wrong", self.wrong)):
@@ -72,14 +74,16 @@ class AnswerTokens(NamedTuple):
         return answer, wrong
 
     def logit_difference(self, model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, " prompts"]:
-        """Run the model on a batch of prompts, and return for each prompt the logit of the right answer minus that of
-        the wrong answer, if there is one, at the token that the answer follows. In a model with an output embedding, no
-        other logits are computed.
+        """Run the model on a batch of prompts. Return, for each prompt, the logit of the right answer at the token that
+        the answer follows. If there is a wrong answer, its logit is subtracted. If the model names its output
+        embedding, logits of other positions are not computed.
         """
         restricted_to: list[Tensor] = []
 
         def select_positions(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            """Reduce the input of the output embedding to the position of the token that each answer follows."""
+            """Forward pre-hook of the output embedding that keeps only one position of each prompt: the token that the
+            answer follows. It changes nothing if the input does not have three axes.
+            """
             if not args or not isinstance(args[0], Tensor) or args[0].ndim != 3:
                 return None
             hidden = args[0]
@@ -104,7 +108,7 @@ class AnswerTokens(NamedTuple):
 
 
 def output_embedding(model: Any) -> nn.Module | None:
-    """Return the output embedding of a `transformers` model, the module that computes its logits; None if the model
+    """Return the output embedding of a `transformers` model (the module that computes its logits); None if the model
     does not name one.
     """
     embedding = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -112,8 +116,8 @@ def output_embedding(model: Any) -> nn.Module | None:
 
 
 def one_batch(model: nn.Module, batch: Any, argument: str = "batch") -> dict[str, Any]:
-    """Return a tensor or a mapping of the model's arguments as a dictionary, with tensors on the model's device. A
-    single tensor has the empty string as its name. `argument` is the name of `batch` in an error.
+    """Return a batch (a tensor, or a mapping of the model's arguments) as a dictionary with tensors on the model's
+    device. A single tensor has the empty string as its key. Errors call the batch `argument`.
     """
     arguments = arguments_of(batch)
     if arguments is None:
@@ -124,7 +128,9 @@ def one_batch(model: nn.Module, batch: Any, argument: str = "batch") -> dict[str
 
 
 def _per_prompt(name: str, numbers: Int[Tensor, "*prompts"], like: Tensor) -> Int[Tensor, " prompts"]:
-    """Return the numbers of the argument `name`, one for each row of `like`; a single number is repeated."""
+    """Return `numbers` with one number for each row of `like`; a single number is repeated. `name` is the argument that
+    an error names.
+    """
     if numbers.ndim and numbers.shape != (len(like),):
         raise InputError(name, expected=f"one number, or {len(like)}, one per prompt", got=len(numbers))
     return numbers.to(like.device).expand(len(like))

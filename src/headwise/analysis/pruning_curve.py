@@ -42,7 +42,7 @@ RANDOM = "random"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CurvePoint(Row):
-    """Point of a pruning curve.
+    """Point of a pruning curve: the loss of the model after a number of heads are removed together, in some order.
 
     Attributes:
         order: name of the order in which heads are removed.
@@ -58,9 +58,9 @@ class CurvePoint(Row):
 
 
 class PruningCurve(Table[CurvePoint]):
-    """Table of pruning curves (Michel, Levy and Neubig 2019, section 4), one row per order of heads and number of
-    removed heads: `loss`, the mean loss without these heads, and `cost`, that loss minus the loss of the unchanged
-    model, with standard errors over documents.
+    """Table of pruning curves (Michel, Levy and Neubig 2019, section 4): one row for each order of heads, and each
+    number of heads that are removed in this order. Its columns are `loss`, the mean loss without these heads, and
+    `cost`, that loss minus the loss of the unchanged model, with standard errors over documents.
     """
 
     NAME = "pruning_curve"
@@ -70,11 +70,12 @@ class PruningCurve(Table[CurvePoint]):
 
     @property
     def baseline(self) -> MeanEstimate:
-        """Loss of the unchanged model."""
+        """Mean loss of the unchanged model, with its standard error."""
         return MeanEstimate(**self.metadata["baseline"])
 
     def curve(self, order: str) -> list[CurvePoint]:
-        """Return the points of an order, by the number of removed heads.
+        """Return the points of the pruning curve for one order of heads, in ascending number of removed heads. `order`
+        is the name of the order.
 
         Raises:
             InputError: there is no such order, or it is "random", of which there are several.
@@ -84,8 +85,8 @@ class PruningCurve(Table[CurvePoint]):
         return [row for row in self.rows if row.order == order]
 
     def band(self, statistic: str = "loss") -> list[tuple[int, float, float, float]]:
-        """Return, for each number of removed heads, this number, and the smallest, the mean and the largest value of a
-        statistic over the random orders; an empty list if there are none.
+        """Return the range of a statistic over the random orders of heads. For each number of removed heads there is a
+        tuple: this number, and the smallest, the mean and the largest value. The list is empty without random orders.
 
         Raises:
             InputError: the statistic is neither "loss" nor "cost".
@@ -98,8 +99,8 @@ class PruningCurve(Table[CurvePoint]):
         return [(count, min(each), sum(each) / len(each), max(each)) for count, each in sorted(values.items())]
 
     def plot(self, statistic: str = "loss", *, errors: float = 1.96, ax: Any = None) -> "Axes":
-        """Draw the curve of each order with error bars, and the range of the random orders as a band, and return the
-        matplotlib axes.
+        """Draw the pruning curve of each order of heads, with error bars, and the range of the random orders as a band.
+        Return the matplotlib axes.
 
         Args:
             statistic: "loss" or "cost".
@@ -146,8 +147,8 @@ def pruning_curve(
     progress: bool = False,
     title: str | None = None,
 ) -> PruningCurve:
-    """Measure the loss of a model without a growing set of heads, which are removed together: the least important first
-    (Michel, Levy and Neubig 2019, section 4). Random orders show what an order is worth.
+    """Measure the loss of a model while more and more of its heads are removed together, the least important first
+    (Michel, Levy and Neubig 2019, section 4). For comparison, the loss is also measured for random orders of heads.
 
         scores = hw.importance(model, validation, hw.next_token_loss)
         curve = hw.pruning_curve(model, test, hw.next_token_loss, scores)
@@ -213,14 +214,18 @@ def pruning_curve(
 
 
 def _name_of(table: HeadTable[Any]) -> str:
-    """Return the statistic by which a table orders heads: the one that it plots by default, or else its first."""
+    """Return the name of the statistic by which a table orders heads: the statistic that the table plots by default, or
+    else its first one.
+    """
     if not table.heads:
         raise InputError("orders", expected="a table with heads", got="none")
     return table.PLOTTED if table.PLOTTED in table.statistics else table.statistics[0]
 
 
 def _require_names(orders: Any) -> None:
-    """Raise `InputError` for anything but a mapping of names to orders, and for the name "random"."""
+    """Raise `InputError` if the argument `orders` is not a mapping from names to orders of heads, or is empty. The name
+    "random" is also refused, because the random orders have it.
+    """
     if not isinstance(orders, Mapping):
         expected = "a table of heads, or orders of heads by name"
         raise InputError("orders", expected=expected, got=type(orders).__name__)
@@ -233,7 +238,9 @@ def _require_names(orders: Any) -> None:
 
 
 def _order(name: str, order: Any, heads: Sequence[Head], identity: ModelIdentity) -> list[Head]:
-    """Return the heads of a model in the order in which they are removed, after checking that each occurs once."""
+    """Return the heads of a model in the order in which they are removed. `order` is a list of heads, or a table whose
+    heads with the smallest values are removed first. Raise `InputError` if not every head occurs once.
+    """
     if isinstance(order, HeadTable):
         if order.identity is not None and order.identity.is_other(identity):
             remedy = "pass heads (layer, head) in their order"

@@ -16,16 +16,18 @@ from headwise.shapes import Float
 
 
 class OutputReader(Interceptor):
-    """Base class of interceptors that read head outputs (attention weights times values, before the output projection)
-    in attention calls of `modules`, paths of attention modules or None for all, and leave them unchanged.
+    """Base class of interceptors that read head outputs (attention weights times values, before the output projection),
+    and leave them unchanged. They read the calls of the attention modules at the paths `modules`, or of all if it is
+    None.
     """
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
         self.modules = modules
 
     def change(self, call: Call) -> Change | None:
-        """Return a function that passes the head outputs of an attention call to `read` and returns them unchanged;
-        None if the call is of a module whose outputs are not read, or repeats an earlier call in a backward pass.
+        """Return a function that passes the head outputs of an attention call to `read` and returns them unchanged.
+        Return None if the outputs of the call's module are not read, or if the call repeats an earlier one in a
+        backward pass (activation checkpointing).
         """
         if call.is_recomputation or (self.modules is not None and call.site.label not in self.modules):
             return None
@@ -37,13 +39,13 @@ class OutputReader(Interceptor):
         return read_and_return
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Process the head outputs of one attention call. Subclasses override this method; here it does nothing."""
+        """Receive the head outputs of one attention call. Subclasses override this method; here it does nothing."""
 
 
 class RecordedOutputs(OutputReader):
-    """Interceptor that records head outputs, before the output projection, as one tensor per attention call. For
-    each site (a module's self- or cross-attention) it keeps those of the last run of the model in which the site ran.
-    A run is a call of the model, or of one of its modules from outside.
+    """Interceptor that records head outputs, before the output projection, as one tensor per attention call. Outputs
+    are kept for each site (an attention module's self- or cross-attention), from the last run in which it attended. A
+    run is a call of the model, or of one of its modules from outside.
 
     Attributes:
         by_site: tensors `(batch, heads, queries, value_dim)` of each site `(module path, is cross-attention)`, in the
@@ -57,20 +59,21 @@ class RecordedOutputs(OutputReader):
         self._last_run: dict[SiteKey, int] = {}
 
     def on_model_call(self) -> None:
-        """Count the runs of the model."""
+        """Count one more run of the model. It is called when a run starts."""
         self._runs += 1
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Store the head outputs of one attention call after those of earlier calls of the same site in this run. The
-        first call of a site in a run discards the site's outputs of the previous run.
+        """Store the head outputs of one attention call. A module can attend several times in a run of the model; its
+        outputs are stored in the order of its calls. The first call in a run discards the module's outputs of the
+        previous run.
         """
         earlier_calls = self.by_site.get(call.site, [])[: call.index]
         self.by_site[call.site] = [*earlier_calls, out.detach()]
         self._last_run[call.site] = self._runs
 
     def output_of_call(self, site: SiteKey, index: int) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the recorded head outputs of one attention call: the call number `index`, from 0, that `site` (a
-        module's self- or cross-attention) made in the last run of the model.
+        """Return the recorded head outputs of one attention call in the last run of the model. `site` is the module's
+        self- or cross-attention, and `index` the number of its call in the run, from 0.
         """
         outputs = self.by_site.get(site, [])
         if outputs and self._last_run[site] != self._runs:
@@ -83,8 +86,8 @@ class RecordedOutputs(OutputReader):
 
 
 class RecordedRun(SiteRegistry, RecordedOutputs):
-    """Interceptor that records the head outputs of a model's last run. It also registers each attention site (a
-    module's self- or cross-attention) that ran, with the site's heads.
+    """Interceptor that records the head outputs of a model's last run. It also registers each attention module that
+    ran, with the number and the labels of its heads.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -98,8 +101,8 @@ class RecordedRun(SiteRegistry, RecordedOutputs):
 
 @contextmanager
 def record_outputs(model: Any, layers: Collection[int | str] | None = None) -> Iterator[RecordedOutputs]:
-    """Record the head outputs, before the output projection, of all attention modules or of those in `layers`, while
-    the context is active; yield the object that holds them.
+    """Record head outputs, before the output projection, while the context is active. The context yields an object with
+    the outputs of all attention modules, or of those in `layers`.
 
     The tensors of the last run in which a module attended are kept in memory: `batch * heads * queries * value_dim`
     numbers per layer.

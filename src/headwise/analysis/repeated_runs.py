@@ -37,8 +37,9 @@ Compute = Callable[[], Tensor]
 
 
 class RepeatedRuns:
-    """Runs of a model on one batch after another: for each batch one of the unchanged model, and then runs with gated
-    heads, which reuse the layer outputs of the first run where this is shown to change nothing.
+    """Object that runs a model on one batch after another. For each batch, the unchanged model runs first, and then the
+    model with gated heads, several times. These later runs reuse layer outputs of the first run, if a check shows that
+    this does not change results.
 
     Attributes:
         note: statement for the results why no layer outputs were reused; None if the model allows it.
@@ -50,8 +51,8 @@ class RepeatedRuns:
         self.note: str | None = None
 
     def run_unchanged(self, compute: Compute) -> Tensor:
-        """Return the results of the unchanged model on the current batch, and record layer outputs for runs with gated
-        heads. On the first batch, also check if these outputs can be reused.
+        """Run the unchanged model on the current batch by `compute`, and return its results. Layer outputs are
+        recorded, for later runs with gated heads. On the first batch, also check whether they can be reused.
         """
         if not self._reuses:
             return self._results(compute)[0]
@@ -63,16 +64,17 @@ class RepeatedRuns:
         return recorded
 
     def run_gated(self, compute: Compute, paths: Collection[str]) -> Tensor:
-        """Return the results of the model on the current batch, where the caller has gated heads of the attention
-        modules at `paths`, and no others. Layers that end before these modules return their recorded outputs, if
-        possible.
+        """Run the model on the current batch by `compute`, and return its results. The caller has gated heads of the
+        attention modules at `paths`, and no others. If layer outputs can be reused, layers that end before these
+        modules return their recorded outputs.
         """
         with restored_state(self._model), self._replay.reused_until(paths) if self._reuses else nullcontext():
             return compute()
 
     def _why_not_reuse(self, compute: Compute, recorded: Tensor, digests: list[str]) -> str | None:
-        """Return a note with the reason why layer outputs cannot be reused; None if they can. The outputs are those of
-        the run with the results `recorded`, whose hashes are `digests`.
+        """Check whether recorded layer outputs can be reused. Return a note for the user with the reason if they
+        cannot, and None if they can. `recorded` are the results of the run that recorded the outputs, and `digests` are
+        their hashes.
 
         The last module up to which outputs can be reused is checked first. So each run with reused outputs finds what
         the run with halved head outputs left in the layers that are not computed.
@@ -104,8 +106,9 @@ class RepeatedRuns:
             compute()
 
     def _results(self, compute: Compute) -> tuple[Tensor, list[str]]:
-        """Return the results of the model, one per example, and hashes of the results and of the tensors that the model
-        and its stacks of layers returned, without those that have no content and stand for logits of a loss.
+        """Run the model by `compute`, and return its results, one per example, with a list of hashes. The hashes are of
+        the results, and of the tensors that the model and its stacks of layers returned. Tensors on the meta device,
+        which have no content, are not hashed.
         """
         digests: list[str] = []
 
@@ -121,8 +124,8 @@ class RepeatedRuns:
 
 @contextmanager
 def restored_state(model: nn.Module) -> Iterator[None]:
-    """Restore, at the end of the context, what a run of the model changes: its buffers, and the state of torch's random
-    number generators on the CPU and on the model's devices.
+    """Restore, at the end of the context, what a run of the model changes: the model's buffers, and the state of
+    torch's random number generators on the CPU and on the model's GPUs.
     """
     buffers = [
         (module, name, buffer, buffer._version, buffer.clone())

@@ -31,8 +31,8 @@ from headwise.shapes import Bool, Float
 
 
 def zero() -> "Replacement":
-    """Return an object that replaces a head's output by zeros. The object can be a value in `gate` or the `replacement`
-    of `ablate`.
+    """Return an object that replaces a head's output by zeros. You can pass it as a value of `gate` or as the
+    `replacement` of `ablate`.
 
     Unlike a gate of 0, it also removes infinite and NaN outputs.
     """
@@ -40,8 +40,8 @@ def zero() -> "Replacement":
 
 
 def uniform() -> "Replacement":
-    """Return an object that replaces a head's output by its output under uniform attention over the visible keys. The
-    object can be a value in `gate` or the `replacement` of `ablate`.
+    """Return an object that replaces a head's output by its output under uniform attention over the visible keys. You
+    can pass it as a value of `gate` or as the `replacement` of `ablate`.
 
     Each query gets the mean of the values of all keys that the mask lets it attend to.
     """
@@ -50,7 +50,7 @@ def uniform() -> "Replacement":
 
 def mean(dataset: Texts | Iterable[Any]) -> "Replacement":
     """Return an object that replaces a head's output by its mean over all tokens of a data set that are not padding.
-    The object can be a value in `gate` or the `replacement` of `ablate`.
+    You can pass it as a value of `gate` or as the `replacement` of `ablate`.
 
     The model runs over the data once, when a gate with this replacement is entered: in evaluation mode, without
     gradients, and unaffected by other active gates. A module that attends several times in a run has one mean per call.
@@ -65,8 +65,8 @@ def mean(dataset: Texts | Iterable[Any]) -> "Replacement":
 
 
 def resample(batch: Tensor | Mapping[str, Any]) -> "Replacement":
-    """Return an object that replaces a head's output by the head's output in a run of the model on `batch`. The object
-    can be a value in `gate` or the `replacement` of `ablate`.
+    """Return an object that replaces a head's output by the same head's output in a run of the model on `batch`. You
+    can pass it as a value of `gate` or as the `replacement` of `ablate`.
 
     The model runs on `batch` once, when a gate with this replacement is entered: in evaluation mode, without gradients,
     and unaffected by other active gates.
@@ -82,8 +82,8 @@ def resample(batch: Tensor | Mapping[str, Any]) -> "Replacement":
 
 
 def patch(run: RecordedOutputs) -> "Replacement":
-    """Return an object that replaces a head's output by the head's output in a run recorded with `record_outputs`. The
-    object can be a value in `gate`.
+    """Return an object that replaces a head's output by the same head's output in `run`, a run recorded with
+    `record_outputs`. You can pass it as a value of `gate`.
 
     Args:
         run: outputs of the same model on inputs of the same shape, or with a batch size of 1.
@@ -98,25 +98,25 @@ def patch(run: RecordedOutputs) -> "Replacement":
 
 
 class Replacement:
-    """Base class of objects that compute a tensor to be used in place of a head's output. One object can serve several
-    heads and models.
+    """Base class of objects that compute a tensor to use in place of a head's output, such as zeros or a mean. The same
+    object can be used for several heads and models.
     """
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Return a replacement that is ready for use in the attention modules at the paths `modules`; here, this object
-        itself. Subclasses that need outputs of the model run the model in this method.
+        """Return a replacement that is ready for use in the attention modules at the paths `modules`. Here it is this
+        object itself. Subclasses that need outputs of the model run the model in this method.
         """
         return self
 
     def digest(self, model: nn.Module) -> str | None:
-        """Return the hash of the data or outputs from which the replacement is computed for a model; None if there are
-        none, or if they can be read only once.
+        """Return a hash of the data or the recorded outputs from which the replacement is computed for a model. Return
+        None if it uses none, or if the data can be read only once.
         """
         return None
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return the tensor that is used in place of the outputs of all heads in an attention call; it broadcasts to
-        their shape. Subclasses implement this.
+        """Return the tensor to use in place of the outputs of all heads in an attention call. It can be broadcast to
+        the shape of the outputs. Subclasses implement this.
         """
         raise NotImplementedError
 
@@ -139,7 +139,7 @@ class Uniform(Replacement):
 
 class MeanOutputs(OutputReader):
     """Interceptor that averages the output of each head over all tokens that are not padding, in float64. If a module
-    attends several times in a run of the model, each of these calls has means of its own.
+    attends several times in a run of the model, the means are separate for its first call, its second call, and so on.
     """
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
@@ -149,12 +149,13 @@ class MeanOutputs(OutputReader):
         self._real_queries: dict[int, Bool[Tensor, "batch queries"] | None] = {}
 
     def on_model_call(self) -> None:
-        """Discard the padding of the previous call of the model."""
+        """Start a new call of the model: discard the stored padding of the previous one."""
         self._contexts.on_model_call()
         self._real_queries = {}
 
     def change(self, call: Call) -> Change | None:
-        """Return the function of the base class, after reading the padding, which cross-attention has from earlier
+        """Determine which queries of an attention call are not padding, and return the function of the base class,
+        which passes the head outputs to `read`. In cross-attention, the padding of the queries is known from earlier
         calls of other modules.
         """
         if not call.is_recomputation:
@@ -162,8 +163,8 @@ class MeanOutputs(OutputReader):
         return super().change(call)
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Add head outputs, summed over tokens that are not padding, to the sums of the site and the number of the call
-        within a run of the model.
+        """Add the head outputs of one attention call, summed over tokens that are not padding, to running sums. There
+        is one sum for each module and each number of its call within a run of the model.
         """
         batch, _, queries, _ = out.shape
         out, tokens = out.detach(), float(batch * queries)
@@ -175,7 +176,9 @@ class MeanOutputs(OutputReader):
         self._sums[key] = earlier_total + total, earlier_tokens + tokens
 
     def mean_of_call(self, site: SiteKey, index: int) -> Float[Tensor, "heads value_dim"]:
-        """Return the mean outputs of the call number `index`, from 0, of those that a site makes in a run."""
+        """Return the mean output of each head in one attention call: number `index`, from 0, of the calls that `site`
+        (a module's self- or cross-attention) makes in a run of the model.
+        """
         if (site, index) not in self._sums:
             expected = f"batches in which {site.path} attends {index + 1} times"
             raise InputError("dataset", expected=expected, got="none")
@@ -184,8 +187,8 @@ class MeanOutputs(OutputReader):
 
 
 class Mean(Replacement):
-    """Object that replaces a head's output by its mean over a data set. The function `mean` creates such objects
-    without means; `prepare` runs the model over the data set and returns one with means.
+    """Object that replaces a head's output by its mean over a data set. The function `mean` creates it before any mean
+    is known; `prepare` runs the model over the data set and returns an object with the means.
 
     Attributes:
         dataset: `Texts` or batches.
@@ -196,7 +199,9 @@ class Mean(Replacement):
         self.dataset, self.means = dataset, means
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Return a replacement with the means of `modules`: this object, or one made by a run over the data set."""
+        """Return a replacement with the mean head outputs of the attention modules at the paths `modules`. It is this
+        object if it already has them; otherwise the model runs over the data set.
+        """
         if self.means is not None and self.means.modules is not None and set(modules) <= set(self.means.modules):
             return self
         means = MeanOutputs(set(modules))
@@ -237,8 +242,8 @@ class Patch(Replacement):
 
 
 class Resample(Replacement):
-    """Object that replaces a head's output by the head's output on another batch. The function `resample` creates such
-    objects; `prepare` runs the model on that batch and returns a `Patch` with the outputs.
+    """Object that replaces a head's output by the same head's output on another batch. The function `resample` creates
+    it. `prepare` runs the model on that batch, and returns a `Patch` with the recorded outputs.
 
     Attributes:
         batch: a tensor, or a mapping of the model's arguments.
@@ -257,7 +262,9 @@ class Resample(Replacement):
 
 
 def _run_batches(model: nn.Module, dataset: Texts | Iterable[Any], reader: OutputReader) -> int:
-    """Run the model on all batches with `reader` as its only active interceptor, and return their number."""
+    """Run the model on all batches of a data set, while `reader` is the only active interceptor, and return the number
+    of batches.
+    """
     count = 0
     with evaluation_mode(model), torch.no_grad(), call_stack.exclusive_to(reader), intercepted(model, reader):
         for batch in iterate_batches(dataset):

@@ -23,7 +23,9 @@ REMEDY = "ablate or patch heads instead"
 
 
 def not_direct_error(model: nn.Module) -> InputError:
-    """Return the error for a model in which heads do not write directly into the input of the final norm."""
+    """Return the error for a model whose heads do not write directly into the input of its final norm. Their direct
+    effect on logits is then not defined.
+    """
     expected = "one whose output embedding reads, through a final norm, the sum that heads write into"
     return InputError("model", expected=expected, got=type(model).__name__, remedy=REMEDY)
 
@@ -37,8 +39,8 @@ class _ModuleCall(NamedTuple):
 
 
 class ResidualStream:
-    """Observer of a model's run that finds the call of the final norm, the module whose output is the input of the
-    output embedding, and computes from it each part's effect on the logits.
+    """Observer of a run of the model that finds the final norm: the module whose output is the input of the output
+    embedding. From the final norm's input, it computes what each summand of the residual stream adds to logits.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,15 +57,17 @@ class ResidualStream:
         self._final_call, last_call = None, list[_ModuleCall]()
 
         def on_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            """Store a finished module call as the last one, if its first argument and its output are tensors, and it
-            did not return the same memory as the call before it, as dropout may do.
+            """Remember a finished module call as the last one, if its first argument and its output are tensors. A call
+            whose output has the same memory as that of the call before, as dropout may return it, is ignored.
             """
             is_of_tensors = bool(args) and isinstance(args[0], Tensor) and isinstance(output, Tensor)
             if is_of_tensors and not (last_call and _is_same_memory(output, last_call[0].output)):
                 last_call[:] = [_ModuleCall(module, args[0], output)]
 
         def on_embedding(_: nn.Module, args: tuple[Any, ...]) -> None:
-            """Store the last module call as that of the final norm, if the output embedding reads its output."""
+            """If the output embedding's input is the output of the last module call, remember this call as that of the
+            final norm.
+            """
             if last_call and args and _is_same_memory(args[0], last_call[0].output):
                 self._final_call = last_call[0]
 
@@ -72,7 +76,9 @@ class ResidualStream:
             yield
 
     def final_norm_call(self) -> _ModuleCall:
-        """Return the final norm with its input and output, of one shape, in the last observed run of the model."""
+        """Return the call of the final norm in the last observed run: the module, its input and its output. Raise
+        `InputError` if there is none. Raise it also if input and output differ in shape, or do not have three axes.
+        """
         call = self._final_call
         if call is None or call.input.shape != call.output.shape or call.output.ndim != 3:
             raise not_direct_error(self._model)
@@ -86,9 +92,9 @@ class ResidualStream:
         Float[Tensor, "prompts width"],
         Float[Tensor, " prompts"],
     ]:
-        """Return the position of the token that each prompt's answer follows, the final norm's input in the observed
-        run at these tokens, a vector `direction` for each prompt, and the logits of the answers. With wrong answers,
-        their logits are subtracted. The scalar product of `direction` with a summand of the input is what the summand
+        """Return four tensors for the observed run, all at the token that each prompt's answer follows: its position,
+        the final norm's input, a vector `direction`, and the logit of the answer. If there are wrong answers, their
+        logits are subtracted. The scalar product of `direction` with a summand of the norm's input is what the summand
         adds to the logit.
         """
         norm, before, after = self.final_norm_call()
@@ -111,8 +117,8 @@ class ResidualStream:
 
 
 def projection_weight(model: nn.Module, path: str, width: int, stream: Tensor) -> Float[Tensor, "stream width"]:
-    """Return the weight matrix of the output projection of the attention module at `path`, from the concatenated
-    outputs of its heads, `width` features, to the residual stream, in the dtype of `stream`.
+    """Return the weight matrix of an attention module's output projection in the dtype of `stream`. It maps the
+    concatenated outputs of the module's heads, `width` features, to the residual stream.
     """
     projection = output_projection(dict(model.named_modules()), path, width)
     if projection is None or len(projection.map.weight) != stream.shape[-1]:
@@ -126,9 +132,9 @@ def require_direct(
     written: Float[Tensor, "... width"],
     stream: Float[Tensor, "... width"],
 ) -> None:
-    """Raise `InputError` if heads change the residual stream by something other than what they write into it. `lost` is
-    what the stream loses when all heads are removed, and `written` is the sum of what heads write. They may differ by
-    rounding, up to a limit that grows with the norms of `written` and of the whole `stream`.
+    """Raise `InputError` if heads change the end of the residual stream by something other than what they write into it
+    directly. `lost` is what the stream loses when all heads are removed, and `written` is the sum of what heads write.
+    They may differ by rounding, up to a limit that grows with the norms of `written` and of `stream`.
     """
     parameters = (parameter for parameter in model.parameters() if parameter.is_floating_point())
     dtype = next((parameter.dtype for parameter in parameters), stream.dtype)
@@ -146,9 +152,9 @@ def _direction_before_norm(
     *,
     like: Tensor,
 ) -> Float[Tensor, "prompts width"]:
-    """Convert directions at the output of a norm to directions at its input, with the norm's scale at each token held
-    constant, so that the norm is linear. Return, for each prompt, the vector whose scalar product with the norm's input
-    equals that of `unembedding` with the norm's output, up to a constant.
+    """Convert a direction at the output of the final norm to a direction at its input, for each prompt. The norm's
+    scale at each token is held constant, so that the norm is linear. The returned vector's scalar product with the
+    norm's input equals the scalar product of `unembedding` with the norm's output, up to a constant.
 
     The norm is probed with three inputs. Zeros give its bias. Numbers whose mean is 0 give its weight, up to a factor.
     Equal numbers show whether it subtracts the mean. The scale at each token follows from its input and output.
@@ -171,13 +177,13 @@ def _direction_before_norm(
 
 
 def _is_same_memory(one: Any, other: Tensor) -> bool:
-    """Return True if `one` is a tensor with the shape and the memory address of `other`."""
+    """Return True if `one` is a tensor that starts at the same memory address as `other` and has the same shape."""
     return isinstance(one, Tensor) and one.shape == other.shape and one.data_ptr() == other.data_ptr()
 
 
 class ModuleOutputs:
-    """Recorder of the outputs of some modules of a model in one run, which can make the modules return these outputs in
-    a later run.
+    """Recorder of the outputs of some modules in one run of a model. In a later run it can make the modules return the
+    recorded outputs.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -185,10 +191,12 @@ class ModuleOutputs:
         self._outputs: dict[nn.Module, list[Any]] = {module: [] for module in self._modules}
 
     def recorded(self) -> AbstractContextManager[None]:
-        """Return a context in which the output of every call of every module is recorded."""
+        """Return a context in which the output of every call of every chosen module is recorded."""
         return module_calls(self._modules, lambda module, _, output: self._outputs[module].append(output))
 
     def replayed(self) -> AbstractContextManager[None]:
-        """Return a context in which each module returns the recorded outputs, in the order of its calls."""
+        """Return a context in which each chosen module returns its recorded outputs, one after another, instead of what
+        it computes.
+        """
         remaining = {module: iter(outputs) for module, outputs in self._outputs.items()}
         return module_calls(self._modules, lambda module, *_: next(remaining[module], None))

@@ -28,8 +28,8 @@ MIN_ROWS = 2
 
 @dataclass(frozen=True)
 class Role:
-    """Role of a head: a name for what it attends to, with the statistic and the threshold that decide whether a head
-    has the role.
+    """Role of a head: a name for what it attends to, such as "previous token". A head has the role if a certain
+    statistic of the head reaches a threshold.
 
     Attributes:
         name: such as "previous token".
@@ -73,10 +73,10 @@ ROLES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, MIXED, BROAD, FIRST, SPECIA
 
 
 def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mapping[str, float] | None = None) -> Role:
-    """Return a head's role (name for what it attends to): the kind of position that gets at least half of the
-    attention; otherwise broad if attention is nearly uniform, or else mixed. `means` are the means of the head's
-    statistics, and `rows` the numbers of query rows behind them. `random` are means on random tokens that repeat. Half
-    of the attention on copies there, or on what followed them, decides the role too.
+    """Return a head's role, a name for what it attends to. It is the kind of position that gets at least half of the
+    attention; without one it is broad if attention is nearly uniform, or else mixed. `means` are the means of the
+    head's statistics, and `rows` the numbers of queries over which they were taken. `random` are means on random tokens
+    that repeat; half of the attention on earlier copies, or on what followed them, decides the role too.
 
     This module's docstring has the whole rule.
     """
@@ -99,8 +99,8 @@ def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mappi
 
 
 def page_roles(names: Iterable[str | None], first_word: str | None = None) -> tuple[PageRole, ...]:
-    """Return the roles with these names for display, in the order of `ROLES`; `first_word` takes the place of "the
-    first token" in titles.
+    """Return the roles with the names `names` in the form that a page shows, in the order of `ROLES`. A role is a name
+    for what heads attend to. In titles of roles, `first_word` replaces "the first token" if it is given.
     """
     occurring, first = set(names), "the first token"
     return tuple(

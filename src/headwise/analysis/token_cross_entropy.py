@@ -23,8 +23,8 @@ def token_cross_entropy(
     positions: slice | Int[Tensor, " length"],
     targets: Int[Tensor, "batch length"],
 ) -> Float[Tensor, "batch length"]:
-    """Run a model, and return -ln p(target), in nats, for each token id in `targets`. The probabilities come from the
-    logits at the output positions `positions`, a slice or indices, one for each target of a sequence.
+    """Run a model, and return -ln p(target), in nats, for each token id in `targets`. Target number i of a sequence is
+    predicted by the logits at output position number i of `positions`.
 
     If the logits are exactly the output of the model's output embedding, they are computed tile by tile from its input,
     and never all in memory.
@@ -54,9 +54,9 @@ _models_with_processed_logits: "WeakSet[nn.Module]" = WeakSet()
 
 
 def _linear_output_embedding(model: Any) -> nn.Linear | None:
-    """Return the output embedding of a `transformers` model if its computation can be skipped; otherwise None. It can
-    be skipped for a plain linear layer without hooks of other packages, unless an earlier run showed that the model
-    changes the layer's output before returning it as logits.
+    """Return the output embedding of a `transformers` model if its computation can be skipped; otherwise None. It must
+    be a plain linear layer without hooks of other packages. The model must return the layer's output as logits
+    unchanged, as far as earlier runs have shown.
     """
     if model in _models_with_processed_logits or not hasattr(model, "get_output_embeddings"):
         return None
@@ -69,8 +69,8 @@ def _linear_output_embedding(model: Any) -> nn.Linear | None:
 def _tiled_cross_entropy(
     hidden: Float[Tensor, "rows width"], embedding: nn.Linear, targets: Int[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
-    """Return -ln softmax(hidden W^T + b)[target] of each row, with W and b of the output embedding. The logits of a
-    tile of rows and vocabulary tokens are computed at a time, and combined by log-sum-exp.
+    """Return -ln softmax(hidden W^T + b)[target] of each row, where W and b are the weight and the bias of the output
+    embedding. Logits are computed for a block of rows and vocabulary tokens at a time, and combined by log-sum-exp.
     """
     weights = torch.split(embedding.weight, TOKENS_PER_TILE)
     biases = [None] * len(weights) if embedding.bias is None else torch.split(embedding.bias, TOKENS_PER_TILE)

@@ -82,9 +82,9 @@ def view(
     keep_all: int = KEPT_TOKENS,
     progress: bool = False,
 ) -> View | ViewSet:
-    """Run a model on one text, and return the attention of each head: its statistics, its role (name for what it
+    """Run a model on one text, and return the attention of each head: its statistics, its role (a name for what it
     attends to), and the strongest links (largest attention weights) between words. For a list of texts, return a
-    `ViewSet` with one view per text.
+    `ViewSet` with one such view per text.
 
     Args:
         model: any model that `watch` can intercept and that reads token ids, in evaluation mode: of `transformers`, or
@@ -166,8 +166,9 @@ def view_of(
     logits: Float[Tensor, "generated vocabulary"] | None = None,
     progress: bool = False,
 ) -> View:
-    """Return the attention of each head of a model in a run with the arguments `inputs`, which it reads as `texts`. If
-    the model generated the last tokens, `logits` are those that they were generated from. `view` describes the rest.
+    """Run a model with the arguments `inputs`, and return the attention of each of its heads. `texts` are the tokens
+    and words that the model reads. If it generated the last tokens, `logits` are those from which they were generated;
+    the run must reproduce them. The other arguments are those of `view`.
     """
     modules = dict(model.named_modules())
     layers = len(innermost_attention_modules(modules, modules))
@@ -211,7 +212,9 @@ def view_of(
 
 @contextmanager
 def errors_of(argument: str, *, expected: str) -> Iterator[None]:
-    """Raise an `InputError` for an argument, with the start of the message, in place of errors of other libraries."""
+    """Replace errors that other libraries raise in the context by an `InputError`. It names the argument `argument` and
+    what was `expected`, and quotes the first 200 characters of the original message.
+    """
     try:
         yield
     except HeadwiseError:
@@ -222,9 +225,10 @@ def errors_of(argument: str, *, expected: str) -> Iterator[None]:
 
 
 def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
-    """Call a `transformers` model with all outputs of the tokenizer or processor, and another module with those that
-    its `forward` names. If it does not name the first of them, the token ids or pixels, it gets all outputs by its
-    `**kwargs`, or without these the first one alone, by position.
+    """Run a model with the outputs of a tokenizer or image processor as arguments. A `transformers` model receives all
+    of them, and another module those that its `forward` names. If `forward` does not name the first one (the token ids
+    or pixels), the module receives all of them by its `**kwargs`. Without `**kwargs` it receives the first one alone,
+    by position.
     """
     parameters, first = inspect.signature(model.forward).parameters, next(iter(inputs))
     accepts_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -237,8 +241,9 @@ def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
 def _generated_text(
     model: Any, tokenizer: Any, encoded: EncodedText, inputs: Mapping[str, Tensor], count: int
 ) -> tuple[ViewedText, Float[Tensor, "generated vocabulary"]]:
-    """Continue a text by up to `count` tokens, without sampling and beams. Return it with the generated tokens, and the
-    logits from which each of these was generated. An encoder-decoder generates another text.
+    """Let a model continue a text by up to `count` tokens, without sampling or beams. Return the text with these
+    tokens, and the logits from which each of them was generated. For an encoder-decoder, return the text that the
+    decoder generated.
     """
     if not (hasattr(model, "can_generate") and model.can_generate()):
         remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
@@ -276,8 +281,8 @@ def _generated_text(
 
 
 def _target_text(model: Any, tokenizer: Any, target: Any) -> ViewedText:
-    """Return the text that the decoder of an encoder-decoder reads if its output is `target`: the tokens of the target,
-    shifted by one after the token that starts a decoder's text.
+    """Return the text that the decoder of an encoder-decoder reads when it is to output `target`: the tokens of the
+    target, shifted by one position, after the start token of the decoder.
     """
     require_text(target)
     if not is_encoder_decoder(model):
@@ -302,7 +307,9 @@ def _decoded_text(
     truncated: bool = False,
     first_generated: int | None = None,
 ) -> ViewedText:
-    """Return the text of token ids as a model reads it, called `name`."""
+    """Decode token ids, and return the text with its tokens and words as a model reads it. `name` is the name of the
+    text, such as "target".
+    """
     decoded = decoded_words(tokenizer, ids[0].tolist())
     shown = "".join(decoded.pieces).strip()
     return ViewedText(name, shown, truncated, decoded.tokens, decoded.words, decoded.word_of, ids, first_generated)
@@ -311,7 +318,8 @@ def _decoded_text(
 def view_examples(
     model: nn.Module, texts: Texts, *, count: int = 8, tokens: int = 96, seed: int = 0, title: str | None = None
 ) -> ViewSet:
-    """View the attention of each head on some sequences of a data set, drawn at random without replacement.
+    """Return the attention of each head on some sequences of a data set, drawn at random without replacement, as a
+    `ViewSet` with one view per sequence.
 
     Args:
         model: a `transformers` model; of an encoder-decoder, the encoder is viewed.

@@ -29,7 +29,9 @@ CONTRASTS = (1.0, 10.0)
 
 
 class Box(NamedTuple):
-    """Rectangle of pixels; `bottom` and `right` are the row and the column after its last ones."""
+    """Rectangle of pixels of an image. `top` and `left` are its first row and column; `bottom` and `right` are one more
+    than its last row and column.
+    """
 
     top: int
     left: int
@@ -76,7 +78,9 @@ def view_image(
 
 
 def _inputs(model: nn.Module, processor: Any, image: Any) -> dict[str, Tensor]:
-    """Return the arguments of the model: the pixel values, and other outputs of the processor that it accepts."""
+    """Return the arguments with which to call the model: the pixel values of the image, and other outputs of the
+    processor that the model accepts. Without a processor, `image` itself has the pixel values.
+    """
     if processor is None:
         if not isinstance(image, Tensor) or image.ndim != 4 or len(image) != 1 or not image.is_floating_point():
             got = f"{tuple(image.shape)}, {image.dtype}" if isinstance(image, Tensor) else type(image).__name__
@@ -96,8 +100,8 @@ def _inputs(model: nn.Module, processor: Any, image: Any) -> dict[str, Tensor]:
 
 
 def _first_attention(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[str, int]:
-    """Return the path of the first module of a model that attends, and its number of tokens. Its attention has to be
-    self-attention over all tokens of the image at once.
+    """Run a vision model, and return the path of the first module that attends and the number of its tokens. Raise
+    `InputError` if its attention is not self-attention over all tokens of the image at once.
     """
     calls: list[Call] = []
 
@@ -119,8 +123,9 @@ def _first_attention(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[str, 
 
 
 def patch_boxes(model: nn.Module, path: str, inputs: Mapping[str, Tensor], tokens: int) -> list[Box | None]:
-    """Return for each token the smallest rectangle that contains all pixels on which the token depends before the
-    module at `path`, the first that attends. Return None for a token that depends on no pixel, or on all.
+    """Return, for each token, the smallest rectangle that contains all pixels on which the token depends. Dependence is
+    tested at the input of the module at `path`, the first that attends. The result is None for a token that depends on
+    no pixel, or on the whole image.
 
     A token depends on a pixel if the gradient is not zero for one of several images: the given one, and random ones of
     growing contrast and both signs, for which units that are off in the given image are on.
@@ -161,7 +166,9 @@ def _input_of(
     """Run a model up to the module at `path`, and return the first argument of this module."""
 
     class Reached(Exception):
-        """Signal that the module was reached, with its input."""
+        """Exception that stops the run of the model when it reaches the module, with the module's input as its
+        argument.
+        """
 
     def stop(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         tensors = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
@@ -181,7 +188,9 @@ def _input_of(
 
 
 def _patches(boxes: Sequence[Box | None], picture: Picture) -> ViewedText:
-    """Return the tokens of an image as a text whose words are patches, named by row and column in their grid."""
+    """Return the tokens of an image as a text. Each word is a patch (part of the image), named by its row and column,
+    such as "(1, 2)"; tokens without a patch are special tokens.
+    """
     # Overlapping boxes are cut off at the border of the image, so their order is that of their centres, not corners.
     centres = [None if box is None else (box.top + box.bottom, box.left + box.right) for box in boxes]
     known = [centre for centre in centres if centre is not None]
@@ -199,7 +208,9 @@ def _patches(boxes: Sequence[Box | None], picture: Picture) -> ViewedText:
 
 
 def _picture(pixels: Float[Tensor, "channels height width"], processor: Any, boxes: list[Box | None]) -> Picture:
-    """Return the image that the model reads, as a PNG file in text."""
+    """Return the image as the model reads it, for display: a PNG file encoded as text, with the rectangle of each
+    token. The processor's normalisation of pixel values is undone.
+    """
     from PIL import Image
 
     values = pixels.detach().float().cpu()

@@ -65,9 +65,9 @@ def shortened(word: str) -> str:
 
 
 class Link(NamedTuple):
-    """Link between two words in one head: a word of the text, the other word that it attends to most, and the attention
-    weight. Special tokens and words without a letter or digit are not linked, and no word is linked to the first word
-    if the first token sees no other token.
+    """Link between two words of a text in one head: a word, the other word to which it attends most, and the attention
+    weight. Special tokens and words without a letter or digit have no links. No word is linked to the first word if the
+    first token can attend only to itself.
 
     Attributes:
         query: index of the word.
@@ -85,7 +85,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ViewedText:
-    """Text that a model read, as tokens and words. An image is a text of patches.
+    """Text that a model read, as tokens and words. An image is represented as a text whose words are patches.
 
     Attributes:
         name: name of this text among those of a view, such as "text", "source" or "target".
@@ -112,7 +112,8 @@ class ViewedText:
 
 @dataclass(frozen=True, eq=False)
 class HeadView:
-    """Attention of one head on one text: statistics, role, strongest links between words, and attention weights.
+    """Attention of one head on one text: statistics, role (name for what the head attends to), strongest links between
+    words, and attention weights.
 
     Attributes:
         layer, head: zero-based numbers of the head.
@@ -149,12 +150,12 @@ class HeadView:
 
     @property
     def name(self) -> str:
-        """Name of the head, `layer.head`, zero-based."""
+        """Name of the head: its zero-based layer and index, such as "3.5"."""
         return f"{self.layer}.{self.head}"
 
     @property
     def place(self) -> HeadPlace:
-        """Place of the head in its model."""
+        """Values that identify the head in its model, as a tuple: layer, head, kind of attention, and module path."""
         return HeadPlace(self.layer, self.head, self.kind, self.module)
 
     @property
@@ -165,7 +166,8 @@ class HeadView:
 
 @dataclass(frozen=True)
 class HeadFocus:
-    """Attention that one head pays to the words of a focus.
+    """Attention that one head pays to some chosen words (the focus of a search with `find`), compared with uniform
+    attention.
 
     Attributes:
         head: the head, of the first text.
@@ -190,15 +192,16 @@ class HeadFocus:
 
     @property
     def has_focus(self) -> bool:
-        """True if half of the attention is on the words, more than under uniform attention, and the excess is
-        significant if it was tested.
+        """True if the head puts at least half of its attention on the chosen words, and more than under uniform
+        attention. If the difference was tested, it must also be significant.
         """
         return self.share >= HALF and self.excess.value > LEAST_EXCESS and not self.p > SIGNIFICANCE
 
 
 @dataclass(frozen=True)
 class Focus:
-    """Words of one or more texts, and the heads by how much more attention these words receive, or exchange, than under
+    """Result of `find`: chosen words (the focus), and the heads of the model ranked by attention on these words. The
+    rank is by how much more attention the words receive from other words, or exchange among themselves, than under
     uniform attention.
 
     F are the words of the focus, A the attention weights between words (sums over the tokens of a key word, means over
@@ -237,7 +240,9 @@ class Focus:
 
     @property
     def verdict(self) -> str:
-        """Sentences that state which heads have the focus."""
+        """Text that states which heads have the focus: those with at least half of their attention on the chosen words,
+        and more than under uniform attention. For several texts it also states the result of a test.
+        """
         texts, largest = len(self.words), max(self.heads, key=lambda each: each.share)
         is_tested = texts >= MIN_TESTED_TEXTS
         names = [each.head.name for each in self.heads if each.has_focus]
@@ -275,16 +280,19 @@ class Focus:
 
     @property
     def note(self) -> str:
-        """Sentence that names what the head with the largest excess attends to more than to the focus; otherwise ""."""
+        """Sentence about the head with the largest excess over uniform attention. It names the word to which this head
+        attends more than to the chosen words, if there is one; otherwise it is empty.
+        """
         best = self.heads[0]
         if best.other_share <= best.share + LEAST_EXCESS:
             return ""
         return f"Head {best.head.name} puts more on {best.other}: {100 * best.other_share:.0f} %."
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one dictionary per head, the one with the largest excess first: layer, head, module, kind, role,
-        share, uniform, excess, its standard error `excess_sem`, number of texts `excess_n` and degrees of freedom
-        `excess_df`, p and has_focus.
+        """Return one dictionary per head, the head with the largest excess first. It has the head's layer, head,
+        module, kind and role; the `share` of attention on the chosen words, the share under `uniform` attention, and
+        their difference `excess`; the standard error (`excess_sem`), number of texts (`excess_n`) and degrees of
+        freedom (`excess_df`) of the excess; the p-value `p`; and `has_focus`.
         """
         return [
             {
@@ -300,7 +308,7 @@ class Focus:
         ]
 
     def table(self) -> Any:
-        """Return the rows as a pandas DataFrame.
+        """Return the dictionaries of `rows`, one per head, as a pandas DataFrame.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -309,14 +317,16 @@ class Focus:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names of heads, separated by commas, and the number of others."""
+    """Return names of heads as text, separated by commas. Of more than 8 names, only the first 8 are listed, followed
+    by the number of the others.
+    """
     others = f" and {counted(len(names) - NAMED, 'other')}" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + others
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Attention of every head of a model on one text, or on a source and a target text.
+    """Attention of every head of a model on one text, or on the source and target text of an encoder-decoder.
 
     Attributes:
         title: name of the model, for display.
@@ -339,29 +349,33 @@ class View:
 
     @property
     def truncated(self) -> bool:
-        """True if the end of a text was cut off."""
+        """True if the end of one of the texts was cut off before the model read it."""
         return any(text.truncated for text in self.texts)
 
     @property
     def words(self) -> tuple[Word, ...]:
-        """Words of the first text, special tokens included."""
+        """Words of the first text, including special tokens."""
         return self.texts[0].words
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all texts."""
+        """Number of tokens of all texts together."""
         return sum(len(text.tokens) for text in self.texts)
 
     def query_words(self, head: HeadView) -> tuple[Word, ...]:
-        """Return the words that a head attends from."""
+        """Return the words of the text from which a head attends, that of its queries. In cross-attention of an
+        encoder-decoder this is the target; in self-attention, queries and keys are in the same text.
+        """
         return self.texts[head.attention.queries].words
 
     def key_words(self, head: HeadView) -> tuple[Word, ...]:
-        """Return the words that a head attends to."""
+        """Return the words of the text to which a head attends, that of its keys. In cross-attention of an
+        encoder-decoder this is the source; in self-attention, queries and keys are in the same text.
+        """
         return self.texts[head.attention.keys].words
 
     def head(self, layer: int, head: int) -> HeadView:
-        """Return the attention of one head on the text, by zero-based layer and head.
+        """Return the attention of one head on the text. `layer` and `head` are its zero-based numbers.
 
         Raises:
             InputError: the view has no such head.
@@ -372,14 +386,16 @@ class View:
         raise InputError("head", expected="a (layer, head) of this view", got=(layer, head))
 
     def strongest_links(self, head: HeadView, count: int) -> list[Link]:
-        """Return up to `count` links of a head with the largest attention weights, each from a word to the other word
-        that it attends to most. Links with a weight below 0.005 (`SMALLEST_SHOWN_WEIGHT`) are left out.
+        """Return up to `count` links of a head, those with the largest attention weights, strongest first. A link joins
+        a word to the other word to which it attends most. Links with a weight below 0.005 (`SMALLEST_SHOWN_WEIGHT`) are
+        left out.
         """
         return [link for link in head.links if link.weight >= SMALLEST_SHOWN_WEIGHT][:count]
 
     def word_label(self, text: int, index: int) -> str:
-        """Return a word of text number `text` for display: long words are shortened, and a word that occurs several
-        times is followed by its position among all words of the text, counted from 1, such as `the (3)`.
+        """Return word number `index` of text number `text` for display. The middle of a long word is left out. A word
+        that occurs several times is followed by its position among all words of the text, counted from 1, such as `the
+        (3)`.
         """
         words = self.texts[text].words
         label = shortened(words[index].text)
@@ -391,11 +407,14 @@ class View:
         return [Counter(word.text for word in text.words) for text in self.texts]
 
     def role_title(self, role: Role) -> str:
-        """Return the name of a role for display, with "the first token" replaced by the first word of the text."""
+        """Return the name of a head's role for display. In a view of one text, "the first token" is replaced by the
+        text's first word.
+        """
         return role.name.replace("the first token", title_role_word([self]) or "the first token")
 
     def select(self, layers: Collection[int] = (), heads: Collection[int | str | tuple[int, int]] = ()) -> "View":
-        """Return a view with only the heads in these layers and with these indices; an empty collection selects all.
+        """Return a view with only some of the heads: those in `layers` that are also listed in `heads`. An empty
+        collection restricts nothing.
 
         Args:
             layers: numbers of layers.
@@ -439,9 +458,9 @@ class View:
         )
 
     def find(self, focus: Sequence[Any], *, kind: str = "received", name: str | None = None) -> Focus:
-        """Rank the heads by how much more attention given words receive, or exchange, than under uniform attention over
-        the same keys, as `ViewSet.find` does for several texts. A word stands for all its occurrences in the text; of
-        an encoder-decoder, words are those of the source.
+        """Rank the heads by how much more attention some chosen words receive, or exchange, than under uniform
+        attention over the same keys. A word stands for all its occurrences in the text. In an encoder-decoder, the
+        words are those of the source. `ViewSet.find` does the same for several texts.
 
         Example:
             >>> seen = headwise.view(model, tokenizer, "Do you like coffee or tea?")  # doctest: +SKIP
@@ -450,7 +469,9 @@ class View:
         return ViewSet((self,)).find(focus, kind=kind, name=name)
 
     def _repr_html_(self) -> str:
-        """Return a table of the heads and their page for a notebook."""
+        """Return HTML for a notebook: the first rows of a table of the heads, and an interactive page that shows their
+        attention.
+        """
         return ViewSet((self,))._repr_html_()
 
     def __repr__(self) -> str:
@@ -469,8 +490,8 @@ class View:
         top: int | None = None,
         ax: Any = None,
     ) -> "Axes":
-        """Draw a plot of the heads on this text, and return its matplotlib axes. Notebooks display these;
-        `ax.figure.savefig("x.svg")` saves the plot as SVG, PDF or PNG.
+        """Draw the statistics, roles or attention weights of the heads on this text, as `kind` selects. Return the
+        matplotlib axes, which notebooks display; `ax.figure.savefig("x.svg")` saves the plot as SVG, PDF or PNG.
 
         | kind          | plot                                                                        | option `heads` |
         | ------------- | --------------------------------------------------------------------------- | -------------- |
@@ -507,7 +528,9 @@ class View:
         return plot_kind(kinds, kind, ax, statistic=statistic, against=against, heads=heads, top=top)
 
     def _drawn(self, heads: Any) -> list[tuple[HeadView, ViewedHead]]:
-        """Return the heads `(layer, head)` in the collection `heads`, each also in the form that plots take."""
+        """Return the heads that are named in `heads` as `(layer, head)`. Each is paired with the data that the plot
+        functions need: title, role, words and strongest weights.
+        """
         by_place = {(head.layer, head.head): head for head in self.heads}
         pairs = [] if heads is None else require_heads(heads, by_place, "of this view")
         if not pairs:
@@ -543,7 +566,7 @@ class View:
 
 @dataclass(frozen=True, eq=False)
 class ViewSet:
-    """Attention of every head of a model on several texts.
+    """Attention of every head of a model on several texts: one `View` per text.
 
     Attributes:
         views: one view for each text, all of the same heads.
@@ -585,15 +608,19 @@ class ViewSet:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Names of the statistics that some heads have."""
+        """Names of the attention statistics that at least one head has."""
         return tuple(dict.fromkeys(name for head in self.views[0].heads for name in head.means))
 
     def select(self, layers: Collection[int] = (), heads: Collection[Any] = ()) -> "ViewSet":
-        """Return views with only these layers and heads, as `View.select` does."""
+        """Return a set of views with only the heads in some layers, or with some indices, as `View.select` does for one
+        view.
+        """
         return ViewSet(tuple(view.select(layers, heads) for view in self.views))
 
     def columns(self) -> Columns:
-        """Return the statistics of each head, means over the texts, as columns of a page."""
+        """Return the statistics of each head, as means over the texts, in the form of columns that an HTML page
+        shows.
+        """
         heads, source = self.views[0].heads, "this text" if len(self) == 1 else f"{len(self)} texts"
         return Columns(
             model=self.title,
@@ -608,12 +635,15 @@ class ViewSet:
         )
 
     def estimate(self, statistic: str, index: int) -> MeanEstimate:
-        """Return the mean of a statistic over the texts for the head with this index, with its standard error."""
+        """Return the mean of a statistic over the texts, with its standard error, for one head. `index` is the head's
+        position in the list of all viewed heads.
+        """
         return MeanEstimate.of(view.heads[index].means.get(statistic, math.nan) for view in self.views)
 
     def role(self, index: int) -> Role:
-        """Return the role of the head with this index: on one text its role there, on several texts by the means of its
-        statistics over the texts that have a value, and by the query rows of all texts.
+        """Return the role (name for what it attends to) of the head at position `index` among all viewed heads. For one
+        text, it is the head's role on this text. For several texts, the means of its statistics over the texts decide
+        the role.
         """
         heads = [view.heads[index] for view in self.views]
         if len(heads) == 1:
@@ -622,8 +652,9 @@ class ViewSet:
         return role_of(means, {name: sum(head.rows.get(name, 0) for head in heads) for name in means})
 
     def records(self) -> list[dict[str, Any]]:
-        """Return one dictionary per head: layer, head, module, kind, role, and for every statistic its mean over texts,
-        its standard error (`_sem`), the number of texts that have a value (`_n`), and the degrees of freedom (`_df`).
+        """Return one dictionary per head: layer, head, module, kind and role, and for every statistic its mean over the
+        texts. The mean is accompanied by its standard error (`_sem`), the number of texts that have a value (`_n`), and
+        the degrees of freedom (`_df`).
         """
         names = self.statistics
         return [
@@ -633,7 +664,7 @@ class ViewSet:
         ]
 
     def table(self) -> Any:
-        """Return the records as a pandas DataFrame with one row per head.
+        """Return the dictionaries of `records`, one per head, as a pandas DataFrame.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -641,8 +672,9 @@ class ViewSet:
         return require("pandas", purpose="a table", extra="tables").DataFrame(self.records())
 
     def find(self, focus: Sequence[Any], *, kind: str = "received", name: str | None = None) -> Focus:
-        """Rank the heads by how much more attention given words receive, or exchange, than under uniform attention over
-        the same keys: means over texts, with standard errors and a test.
+        """Rank the heads by how much more attention some chosen words receive from other words, or exchange among
+        themselves, than under uniform attention over the same keys. The shares are means over texts, with standard
+        errors and a test.
 
         `Focus` has the formulas, and the rule by which a head has a focus.
 
@@ -683,7 +715,9 @@ class ViewSet:
         return Focus(name, kind, words, tuple(heads), texts, tuple(view.identity for view in self.views))
 
     def _repr_html_(self) -> str:
-        """Return a table of the heads and their page for a notebook."""
+        """Return HTML for a notebook: the first rows of a table of the heads, and an interactive page that shows their
+        attention.
+        """
         columns = self.columns()
         passages = passages_of([(self.views, columns.source)], columns.statistics)
         contents = columns.contents(page_roles(columns.roles, title_role_word(self.views)))
@@ -692,7 +726,9 @@ class ViewSet:
 
 
 def _word_indices(text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:
-    """Return the indices of words in a text, in the order of the text: all occurrences of words stated as strings."""
+    """Return the indices of words in a text, in the order of the text. `words` are indices, or strings, which stand for
+    all their occurrences.
+    """
     chosen: set[int] = set()
     for word in words:
         if isinstance(word, int) and not isinstance(word, bool):
@@ -711,7 +747,9 @@ def _word_indices(text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _head_focus(views: Sequence[View], index: int, words: Sequence[tuple[int, ...]], kind: str) -> HeadFocus:
-    """Return the focus of the head with this index, where `words` are the indices of the words in each text."""
+    """Return how much more attention one head pays to chosen words than under uniform attention, over all texts.
+    `index` is the head's position among the viewed heads, and `words` are the indices of the chosen words in each text.
+    """
     shares = [_shares(view, view.heads[index], chosen, kind) for view, chosen in zip(views, words, strict=True)]
     share, uniform = (math.fsum(part) / len(shares) for part in zip(*(each[:2] for each in shares), strict=True))
     excesses = [of_text - of_uniform for of_text, of_uniform, _ in shares]
@@ -730,8 +768,8 @@ def _head_focus(views: Sequence[View], index: int, words: Sequence[tuple[int, ..
 
 
 def _shares(view: View, head: HeadView, words: tuple[int, ...], kind: str) -> tuple[float, float, dict[str, float]]:
-    """Return the mean share of attention on the words of a focus in one head and text, the same under uniform
-    attention, and the mean share on each other word.
+    """Return three results for one head and text: the mean share of attention on chosen words, the same share under
+    uniform attention, and the mean share on every other word by name.
     """
     attention, queries, keys = head.attention, view.texts[head.attention.queries], view.texts[head.attention.keys]
     if not isinstance(attention.weights, page.AllWeights):
@@ -747,8 +785,8 @@ def _shares(view: View, head: HeadView, words: tuple[int, ...], kind: str) -> tu
     seeing = torch.zeros(len(queries.words)).index_add_(0, queries.word_of, is_visible.any(-1).float()).clamp(min=1)
 
     def between_words(matrix: Tensor) -> Tensor:
-        """Return the sums of weights over the tokens of a key word, as means over the tokens of a query word that see a
-        key.
+        """Return a matrix of words from a matrix of tokens: weights are summed over the tokens of a key word, and
+        averaged over the tokens of a query word that can attend to any key.
         """
         to_words = torch.zeros(len(matrix), len(keys.words)).index_add_(1, keys.word_of, matrix.float())
         sums = torch.zeros(len(queries.words), len(keys.words)).index_add_(0, queries.word_of, to_words)
@@ -779,8 +817,8 @@ def _shares(view: View, head: HeadView, words: tuple[int, ...], kind: str) -> tu
 
 
 def title_role_word(views: Sequence[View]) -> str | None:
-    """Return the word that takes the place of "the first token" in titles of roles: the first word of a single text, in
-    quotes unless it is a special token.
+    """Return the text that replaces "the first token" in titles of roles. If there is a single text, it is its first
+    word, in quotes unless it is a special token. Otherwise, and for an image, return None.
     """
     if len(views) != 1 or views[0].texts[0].picture is not None:
         return None
@@ -791,8 +829,9 @@ def title_role_word(views: Sequence[View]) -> str | None:
 def passages_of(
     models: Sequence[tuple[Sequence[View], str]], statistics: Sequence[page.PageStatistic]
 ) -> tuple[page.Passage, ...]:
-    """Return the texts of a page, with the attention of every head of each model, from the views of the models and the
-    source of the statistics on their texts. Those of a page's statistics that were not measured on a text are NaN.
+    """Return the texts of a page, with the attention of every head of each model on them. For each model, `models` has
+    its views, and the name under which the page shows statistics of these views. For other statistics of the page,
+    which were not measured on these texts, the means are NaN.
     """
     passages = []
     for views in zip(*(views for views, _ in models), strict=True):

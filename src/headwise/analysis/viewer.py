@@ -41,8 +41,9 @@ the key after the last one of each run."""
 
 @dataclass(frozen=True, eq=False)
 class VisibleWeights:
-    """Attention weights of some query rows of some heads, on the CPU in float32. Keys after the last one that has a
-    weight or is visible to one of these rows, such as later tokens in a decoder, are left out.
+    """Attention weights of some heads and some consecutive queries (rows), on the CPU in float32, with a mask of the
+    visible keys. Keys after the last one that any of these queries may attend to are left out, such as later tokens in
+    a decoder.
 
     Attributes:
         keys: index of the key of each column.
@@ -59,10 +60,12 @@ class VisibleWeights:
 
     @staticmethod
     def of(row_block: RowBlock) -> "VisibleWeights":
-        """Return the weights of a row block of a call with one sequence."""
+        """Return the attention weights of a row block (consecutive queries, for some heads) from an attention call with
+        one sequence.
+        """
 
         def columns_in_use(values: Tensor) -> int:
-            """Return the number of columns up to the last one with a value that is True or not 0."""
+            """Return 1 + the index of the last column in which any value is True or not 0; 0 if there is none."""
             columns = values.any(0).any(0).nonzero()
             return int(columns[-1]) + 1 if len(columns) else 0
 
@@ -85,7 +88,7 @@ class VisibleWeights:
 def largest(
     weights: Float[Tensor, "heads rows columns"], count: int
 ) -> tuple[Float[Tensor, "heads rows count"], Int[Tensor, "heads rows count"]]:
-    """Return the `count` largest weights of each row, largest first, and their columns."""
+    """Return the `count` largest weights of each row, largest first, and the indices of their columns."""
     # The columns are split into groups. The largest weights are in the `count` groups with the largest maxima, so only
     # these are sorted, which takes a fraction of the time of `topk` of all columns.
     columns = weights.shape[-1]
@@ -104,7 +107,7 @@ def largest(
 
 
 def _columns_of_largest(values: Float[Tensor, "heads rows columns"], count: int) -> Int[Tensor, "heads rows count"]:
-    """Return the columns of the `count` largest values of each row, largest first."""
+    """Return the column indices of the `count` largest values of each row, the largest value first."""
     # numpy partitions integers, made of a value and its column, in a third of the time of `topk`.
     columns = values.shape[-1]
     bits = values.contiguous().view(torch.int32)
@@ -116,8 +119,9 @@ def _columns_of_largest(values: Float[Tensor, "heads rows columns"], count: int)
 
 
 class PooledWeights:
-    """Attention weights of each head as a picture of at most `PICTURE` rows and columns, each cell of which has the
-    mean over its queries of the sums over its keys; and the `listed` largest weights of each query, with their keys.
+    """Attention weights of each head, reduced to a bounded size: a picture of at most 64 rows and columns (`PICTURE`),
+    and the `listed` largest weights of each query with their keys. A cell of the picture stands for some queries and
+    some keys. It is the sum of the weights over these keys, averaged over these queries.
     """
 
     def __init__(self, heads: int, queries: int, keys: int, listed: int) -> None:
@@ -133,7 +137,9 @@ class PooledWeights:
         queries: slice,
         keys: Int[Tensor, " keys"],
     ) -> tuple[Float[Tensor, "heads queries listed"], Int[Tensor, "heads queries listed"]]:
-        """Add the weights of some queries of some heads. Return the largest of each query, and their columns."""
+        """Add the attention weights of some queries and some heads to the picture and to the lists of largest weights.
+        Return the largest weights of each of these queries, and their columns.
+        """
         first, last = int(self._row_of[queries.start]), int(self._row_of[queries.stop - 1])
         # Rows are contiguous in memory: summed first, they leave few numbers to be summed over columns.
         by_row = weights.new_zeros(len(weights), last + 1 - first, weights.shape[-1])
@@ -151,8 +157,9 @@ class PooledWeights:
 
 
 class TokenWeights(PooledWeights):
-    """Attention weights between the tokens of a passage for each head: pictures ("tiles"), the visible keys, and all
-    weights of a short passage (`keeps_all`) or the largest weights of each query of a long one.
+    """Attention weights between the tokens of a text for each head, added up from blocks of queries. Kept are a picture
+    of at most 64 rows and columns, the keys that each query may attend to, and the weights: all of them for a short
+    text (`keeps_all`), otherwise the largest ones of each query.
 
     Args:
         known_runs: by the rows of a block, the latest mask of these rows, its keys, and its runs of visible keys for
@@ -175,7 +182,7 @@ class TokenWeights(PooledWeights):
         self._runs: dict[int, dict[int, Runs]] = defaultdict(dict)
 
     def add(self, block: VisibleWeights) -> None:
-        """Add the attention weights of some query rows, for some of the heads."""
+        """Add the attention weights of some queries and some heads."""
         weights, heads, keys = block.weights, block.heads, block.keys
         selected = slice(block.rows.start, block.rows.stop)
         self._totals[heads, selected] = weights.sum(-1)
@@ -187,7 +194,9 @@ class TokenWeights(PooledWeights):
             self._runs[head][selected.start] = runs[place if len(runs) > 1 else 0]
 
     def _runs_of(self, block: VisibleWeights) -> list[Runs]:
-        """Return the runs of visible keys of some query rows for each head, or once if all heads have the same."""
+        """Return the runs (ranges of neighbouring keys) that some queries may attend to: one item for each head, or a
+        single one if all heads have the same mask.
+        """
         latest = self._known_runs.get(block.rows)
         if latest is not None and torch.equal(latest[0], block.is_visible) and torch.equal(latest[1], block.keys):
             return latest[2]
@@ -202,8 +211,9 @@ class TokenWeights(PooledWeights):
         return runs
 
     def of_head(self, head: int, queries: int, keys: int) -> HeadAttention:
-        """Return the attention of one head after all rows were added, from the side number `queries` of the passage to
-        its side number `keys`. Queries that were not added see no key.
+        """Return the attention of one head, after all rows were added. A passage on a page has one or two texts;
+        `queries` and `keys` are the numbers of the texts that have them. Queries that were not added may attend to no
+        key.
         """
         weights: AllWeights | LargestWeights
         if self._all is not None:
@@ -222,8 +232,8 @@ class TokenWeights(PooledWeights):
 
 @dataclass(frozen=True, eq=False)
 class TokensOfWords:
-    """Words of one side of attention, the queries or the keys: the index of each token's word, and True for the words
-    that a link may join.
+    """Words of the queries or of the keys: for each token the index of its word, and for each word whether links
+    between words may join it.
     """
 
     word_of: Int[Tensor, " tokens"]
@@ -236,8 +246,9 @@ class TokensOfWords:
 
 
 class WordWeights(PooledWeights):
-    """Attention weights between words for each head. They are reduced to the strongest link of each word to another
-    word, the words that each word attends to most, and a picture of the weight matrix.
+    """Attention weights between words for each head, added up from blocks of tokens. They are reduced to three results:
+    the strongest link of each word to another word, the words to which each word attends most, and a picture of the
+    weight matrix.
 
     Weights to the tokens of a word are summed, and those from its tokens averaged, so that each word's weights still
     add up to 1 (Clark et al. 2019, section 4.1). The row blocks of a head come in the order of the rows; a word may
@@ -258,8 +269,9 @@ class WordWeights(PooledWeights):
         self._has_unfinished = torch.zeros(heads, dtype=torch.bool)
 
     def add(self, block: VisibleWeights) -> None:
-        """Add the attention weights of one block of token rows. The weights of a word enter the strongest links, the
-        lists of most attended words and the picture once the rows of all tokens of the word have been added.
+        """Add the attention weights of one block of consecutive tokens as queries. A word is processed once the rows of
+        all its tokens have been added: its weights then enter the strongest links, the most attended words and the
+        picture.
         """
         part, rows, word_of = block.heads, block.rows, self.queries.word_of
         if self.is_self_attention and rows.start == 0 and len(word_of) > 1:
@@ -292,7 +304,10 @@ class WordWeights(PooledWeights):
         self.best_weight[part, selected], self.best_key[part, selected] = best_weight, best_key
 
     def _is_eligible(self, queries: Int[Tensor, "*#pairs"], keys: Int[Tensor, "*#pairs"]) -> Bool[Tensor, "*pairs"]:
-        """Return True for each pair of words that a link may join."""
+        """Return True for each pair of a query word and a key word that a link may join. Both must have a letter or
+        digit. In self-attention they must differ, and the key must not be the first word if the first token can attend
+        only to itself.
+        """
         is_eligible = self.queries.is_lexical[queries] & self.keys.is_lexical[keys]
         if self.is_self_attention:
             is_eligible &= keys != queries  # a link joins two words
@@ -301,8 +316,8 @@ class WordWeights(PooledWeights):
         return is_eligible
 
     def links(self, head: int) -> tuple[Link, ...]:
-        """Return the links of one head, strongest first. Two words that attend most to each other, both with more than
-        uniform weight (1 / number of words), share one link.
+        """Return the links of one head, strongest first: each from a word to the other word to which it attends most.
+        If two words attend most to each other, both with a weight above 1 / number of words, they share one link.
         """
         weights, keys = self.best_weight[head], self.best_key[head]
         queries = torch.arange(len(weights))
@@ -327,8 +342,9 @@ def _sums_of_words(
     word_of_columns: Int[Tensor, " columns"],
     words: int,
 ) -> Float[Tensor, "heads row_words words"]:
-    """Return the sums of weights over the rows and columns of each pair of words. The words of the rows are counted
-    from 0, and `words` is the number of words of the columns. A word's rows, and its columns, are neighbours.
+    """Return the sums of attention weights over the tokens of each pair of words: rows are summed by query word, and
+    columns by key word. Query words are counted from 0, and `words` is the number of key words. The tokens of a word
+    are neighbours.
     """
     # Sums over columns cost many times as much as sums over rows, which are contiguous in memory, so the rows come
     # first, and the first column of each word is copied instead of added.
@@ -356,8 +372,8 @@ Attention that computes something else than softmax of its scores does not.
 
 
 class Viewer(SiteRegistry):
-    """Interceptor that builds a `HeadView` of every head in every attention call over some texts: from a text to
-    itself, or from the last text, the target, to the first, the source.
+    """Interceptor that stores the attention of every head on some texts while a model runs, as one `HeadView` per head.
+    It includes calls in which a text attends to itself, or the last text (target) to the first one (source).
 
     Attributes:
         other_grids: for each module that attended to something else than the tokens of the texts, by its path, the
@@ -383,8 +399,9 @@ class Viewer(SiteRegistry):
         self._calls: list[tuple[SiteKey, int | None, list[HeadView]]] = []  # with the model's own number of the layer
 
     def observe(self, call: Call) -> Observation | None:
-        """Return an observation that builds the views of the heads of an attention call, and checks the observed
-        weights against the head outputs; None for attention over something other than the tokens of the texts.
+        """Return an observation of an attention call that builds a `HeadView` of each of its heads. It also checks that
+        weights times values equal the head outputs. Return None for attention over something other than the tokens of
+        the texts.
         """
         self.register(call)
         grid, site, layer, sides = call.grid, call.site, call.layer, self._sides_of(call)
@@ -417,8 +434,8 @@ class Viewer(SiteRegistry):
         return Observation(observer, context, on_end, partial(require_agreement, site.path))
 
     def _sides_of(self, call: Call) -> tuple[int, int] | None:
-        """Return the indices of the texts with the queries and with the keys of an attention call; None if the call is
-        over something else, or if it could be over either of two texts.
+        """Return the indices of two texts, the one with the queries and the one with the keys of an attention call.
+        Return None if the call is not over the tokens of the texts, or if it could be over either of two texts.
         """
         grid, lengths = call.grid, [len(each.tokens) for each in self._texts]
         if grid.batch != 1:
@@ -437,9 +454,9 @@ class Viewer(SiteRegistry):
         return (fitting[0], fitting[0]) if len(fitting) == 1 else None
 
     def head_views(self) -> Iterator[HeadView]:
-        """Yield the view of each head, by layer and head. The layer number of an attention call is that of the module
-        in tables of heads, if every module attended once; otherwise it is the model's own number, or one more than the
-        largest used before.
+        """Yield the `HeadView` of each head, in the order of layers and heads. If every module attended once, heads
+        have the layer numbers of result tables. Otherwise a call has the model's own layer number, or, if this is
+        unknown or used already, the next higher one.
         """
         sites = [site for site, *_ in self._calls]
         layer_of = dict(zip((record.site for record in self.records), self.layers, strict=True))
@@ -454,7 +471,9 @@ class Viewer(SiteRegistry):
 
     @property
     def left_out(self) -> str:
-        """Description of the attention that was not over the tokens of the texts; empty if there was none."""
+        """Description, for a message, of the attention calls that were left out because they were not over the tokens
+        of the texts; empty if there were none.
+        """
         return ", ".join(
             f"{'' if grid.batch == 1 else f'a batch of {grid.batch} with '}{grid.queries} queries and {grid.keys} keys "
             f"in {path}"
@@ -465,7 +484,9 @@ class Viewer(SiteRegistry):
 def _head_views(
     site: SiteKey, sides: tuple[int, int], tally: Tally, words: WordWeights, tokens: TokenWeights
 ) -> Iterator[HeadView]:
-    """Yield the view (statistics, role, links and weights) of each head of one attention call, with layer 0."""
+    """Yield the `HeadView` of each head of one attention call: statistics, role, links and weights. The layer number is
+    set to 0; the caller replaces it.
+    """
     means = {name: mean[0].tolist() for name, mean in tally.means().items()}
     counts = {name: count[0].tolist() for name, count in tally.counts().items()}
     received, seen_by = (total[0].cpu() for total in tally.other_sums["received"])
@@ -492,8 +513,9 @@ def _head_views(
 
 
 def require_agreement(path: str, row_block: RowBlock, out: Float[Tensor, "batch heads rows value_dim"]) -> None:
-    """Raise `InputError` if the outputs `out` of the heads of a module differ from the product of the observed
-    attention weights and the values, in `row_block`, by more than rounding. The observed weights would be wrong then.
+    """Raise `InputError` if the observed attention weights times the values differ from the actual head outputs `out`
+    by more than rounding. The observed weights are then wrong. `row_block` has this product for some queries, and
+    `path` is the path of the module.
     """
     assert row_block.out is not None
     product = row_block.tile.by_head(row_block.out)

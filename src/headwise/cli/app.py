@@ -37,7 +37,7 @@ CLOSED_PIPE_STATUS = 141
 
 def run() -> int:
     """Run the command line in `sys.argv` and return its exit status. A mistake of the user, such as an invalid option
-    or a missing file, is reported in one sentence on standard error, with status 2.
+    or a missing file, is reported in one sentence on standard error; the status is then 2.
     """
     if sys.stdout is None:  # closed by the caller, as in `headwise ... >&-`
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -66,7 +66,9 @@ def run() -> int:
 
 
 def _message(error: Exception) -> str | None:
-    """Return one sentence for an error that the user can mend; None for any other error."""
+    """Return a message of one sentence for an error that the user can correct, such as an invalid option or too little
+    memory; None for any other error.
+    """
     if isinstance(error, _UsageError):
         return " ".join(error.format_message().split())
     if isinstance(error, HeadwiseError):
@@ -94,8 +96,9 @@ def main(
 
 
 def add_command(command: Callable[..., None]) -> None:
-    """Add a command to the application. Its function has the options as parameters, or as fields of dataclasses. The
-    docstring of the function is the help; it ends with examples, one on each line below the line `Examples:`.
+    """Add a command to the application. `command` is its function: its parameters, or the fields of dataclasses among
+    them, are the command's options. Its docstring is the help text, and ends with examples, one on each line below the
+    line `Examples:`.
     """
     described, _, examples = (inspect.getdoc(command) or "").partition("\n\nExamples:\n")
     keep_lines = "\b"  # to typer

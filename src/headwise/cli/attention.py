@@ -158,9 +158,9 @@ def rollout(
     by: Annotated[str, choice(ROLLOUT_STATISTICS, "Statistic of heads that is printed.")] = "first",
     top: Annotated[int, option("Number of heads to print, those that differ most first.", least=1)] = 20,
 ) -> None:
-    """Measure where the attention of every layer and head goes in the input, if attention is multiplied over layers.
-    Prints the layers, and the heads in which this differs most from their own attention. Saves both tables in --out.
-    Processes started by torchrun share the work.
+    """Measure to which input tokens the attention of every layer and head leads, if attention is multiplied over
+    layers. Prints the layers, and the heads in which this differs most from their own attention. Saves both tables in
+    --out. Processes started by torchrun share the work.
 
     Examples:
     headwise rollout --model smollm2 --data corpus.jsonl --documents truncate --context 512 --out rollout

@@ -55,7 +55,9 @@ def circuits(
 
 
 def _available(found: "hw.Circuits", names: Sequence[str], plural: str) -> list[str]:
-    """Return the scores that a model has. Say on standard error which it lacks, and why."""
+    """Return the names of those scores of heads that can be computed for a model. Print on standard error which of
+    `names` cannot be computed, and why. `plural` is the noun for the scores in that message.
+    """
     reasons = {name: found.why_not(name) for name in names}
     for reason in dict.fromkeys(each for each in reasons.values() if each is not None):
         missing = ", ".join(name for name in names if reasons[name] == reason)
@@ -75,7 +77,9 @@ PARTS = ("clean", "corrupted", "answer", "wrong")
 
 @dataclass(frozen=True)
 class PairFlags:
-    """Command-line options for the texts: those of one pair of prompts and answers, or a file with several pairs."""
+    """Command-line options of `headwise patch` for the prompts: either the texts of one pair of prompts with their
+    answers, or a file with several pairs.
+    """
 
     clean: Annotated[str | None, option("A prompt that the model answers correctly.", "TEXT")] = None
     corrupted: Annotated[str | None, option("A prompt with another answer.", "TEXT")] = None
@@ -86,7 +90,9 @@ class PairFlags:
     ] = None
 
     def texts(self) -> dict[str, list[str]]:
-        """Return the texts of all pairs by part: those of the file, or those of the single pair."""
+        """Return the texts of all pairs of prompts. The keys are "clean", "corrupted", "answer" and "wrong", and each
+        value is a list with one text per pair, from the file or from the options.
+        """
         single = {part: getattr(self, part) for part in PARTS}
         given = [part for part, text in single.items() if text is not None]
         if self.pairs is not None:
@@ -112,8 +118,8 @@ class PairFlags:
 
 @dataclass(frozen=True)
 class MethodFlags:
-    """Command-line options of `headwise patch` that apply to one method. A field is None if its option is not used;
-    the method then uses its own default value.
+    """Command-line options of `headwise patch` that apply to one value of --method only. A field is None if its option
+    is not used on the command line; the method then uses its own default value.
     """
 
     steps: Annotated[int | None, option("attribution: number of points.", "N", least=1)] = None
@@ -125,8 +131,8 @@ class MethodFlags:
     mlps: Annotated[str | None, choice(MLP_MODES, "path: what MLPs do along the paths.")] = None
 
     def options(self, method: str) -> dict[str, Any]:
-        """Return the options of a method that are given, by the names of its function's arguments. Refuse options of
-        other methods.
+        """Return the options that the user stated for a patching method, by the names of the arguments of the method's
+        function. Raise `InputError` if the user stated an option of another method.
         """
         from headwise.checks import head_pair
 

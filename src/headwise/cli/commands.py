@@ -18,12 +18,12 @@ from headwise.progress import shown_progress
 
 
 def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the function `command` for typer: each parameter that is annotated with a dataclass becomes one command-line
-    option per field of the dataclass, and of the dataclasses in it. The wrapper creates the dataclass objects from the
-    options and passes them to `command`. Options that a user must state come first in the help.
+    """Wrap the function `command` for typer, which makes command-line options from a function's parameters. A parameter
+    annotated with a dataclass becomes one option per field, also of nested dataclasses. The wrapper creates the
+    dataclass objects from the options and passes them to `command`. Options that a user must state come first in the
+    help.
 
-    Typer reads options from the parameters of a function. With groups, commands share options, and a command with many
-    options stays readable.
+    With such groups, several commands share options, and the function of a command with many options stays readable.
     """
     parameters = sorted(_parameters(command), key=lambda parameter: parameter.default is not inspect.Parameter.empty)
 
@@ -38,7 +38,9 @@ def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(owner: Callable[..., Any]) -> Iterator[inspect.Parameter]:
-    """Yield one keyword-only parameter for each option of a command or of a dataclass."""
+    """Yield one keyword-only parameter for each option of a command's function or of a dataclass. A parameter whose
+    type is a dataclass is replaced by the parameters of that dataclass.
+    """
     hints = get_type_hints(owner, include_extras=True)
     for name, parameter in inspect.signature(owner).parameters.items():
         if is_dataclass(hints[name]):
@@ -48,7 +50,9 @@ def _parameters(owner: Callable[..., Any]) -> Iterator[inspect.Parameter]:
 
 
 def _grouped(owner: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a command or of a dataclass from the options of it and of its groups."""
+    """Return the arguments with which to call `owner`, a command's function or a dataclass. Arguments that are
+    dataclass objects are created from `options`, which has the value of every option by name.
+    """
     hints = get_type_hints(owner, include_extras=True)
     return {
         name: hints[name](**_grouped(hints[name], options)) if is_dataclass(hints[name]) else options[name]
@@ -57,8 +61,9 @@ def _grouped(owner: Callable[..., Any], options: dict[str, Any]) -> dict[str, An
 
 
 class SingleUseCommand(TyperCommand):
-    """Command that refuses an option that is used twice, unless the option collects several values. Typer would ignore
-    all uses but the last. Further arguments are refused with the advice to quote values with spaces.
+    """Command that raises a usage error if an option is used twice, unless the option collects several values. Typer
+    would ignore all uses but the last. Surplus arguments are an error too; its message advises the user to put quotes
+    around a value with spaces.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -78,7 +83,9 @@ class SingleUseCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, and show all progress bars unless --quiet is used, in the first of several processes."""
+        """Run the command, and show all progress bars unless --quiet is used. If several processes run the command,
+        only the first one shows them.
+        """
         is_first = os.environ.get("RANK", "0") == "0"
         with shown_progress(is_first and not ctx.params.get("quiet", True)):
             return super().invoke(ctx)

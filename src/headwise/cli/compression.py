@@ -32,7 +32,9 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True)
 class PlanFlags:
-    """Command-line options of `headwise prune` that state which heads remain: a saved plan, or those of a new one."""
+    """Command-line options of `headwise prune` that determine which heads remain: a saved pruning plan, or the settings
+    of a new one.
+    """
 
     keep: Annotated[
         float | None, option("Share of the heads that remain, above 0 and at most 1. A new plan needs it.")

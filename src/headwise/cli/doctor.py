@@ -51,7 +51,9 @@ def doctor(
 
 
 def examine() -> tuple[Report, list[str]]:
-    """Return the facts about this installation by section, and one sentence about each part that is broken."""
+    """Examine this installation of headwise. Return facts about it by section (such as versions, GPU, folders), and a
+    list with one sentence about each part that is broken.
+    """
     problems: list[str] = []
     report: Report = {
         "versions": _versions(),
@@ -67,7 +69,7 @@ def examine() -> tuple[Report, list[str]]:
 
 
 def _versions() -> Section:
-    """Return the versions of headwise, Python, the operating system and torch."""
+    """Return the versions of headwise, Python, the operating system, torch and triton."""
     import torch
 
     import headwise
@@ -82,7 +84,9 @@ def _versions() -> Section:
 
 
 def _processor() -> Section:
-    """Return the name of the processor, its cores, the threads of torch, and the instruction sets that kernels use."""
+    """Return the name of the processor, the instruction sets that the native kernels can use, and the numbers of cores
+    and of torch's threads.
+    """
     import torch
 
     lines = installed.cpuinfo().splitlines()
@@ -96,8 +100,9 @@ def _processor() -> Section:
 
 
 def _kernels(problems: list[str]) -> Section:
-    """Return the state of the native kernels, whose results are compared with the definition of attention. Kernels that
-    are there and cannot be used are a problem.
+    """Return the state of the native CPU kernels: whether they are in use, and otherwise the reason. Their results are
+    compared with the reference implementation of attention. If kernels are installed but cannot be used, or compute
+    wrong results, add a sentence to `problems`.
     """
     import torch
 
@@ -128,7 +133,9 @@ def _kernels(problems: list[str]) -> Section:
 
 
 def _gpu() -> Section:
-    """Return the name of the GPU that torch uses, and the engines of attention and of its statistics there."""
+    """Return the name of the GPU that torch uses, and which backends compute attention and attention statistics on it.
+    Without a GPU, return the reason.
+    """
     import torch
 
     import headwise as hw
@@ -154,8 +161,9 @@ def _gpu() -> Section:
 
 
 def _extras(problems: list[str]) -> Section:
-    """Return for each extra the versions of its packages, or the command that installs it. A package that is installed
-    without its module, or is too old, is a problem. No package is imported, since all of them take many seconds.
+    """Return, for each extra of the package headwise (group of optional packages), the versions of its packages, or the
+    command that installs it. If a package is too old, or its module is missing, add a sentence to `problems`. No
+    package is imported, since importing all of them takes many seconds.
     """
     from packaging.requirements import Requirement
 
@@ -182,7 +190,9 @@ def _extras(problems: list[str]) -> Section:
 
 
 def _why_broken(package: str, version: str, allowed: Any) -> str | None:
-    """Return the reason that an installed package cannot be used: its version, or a missing module; None otherwise."""
+    """Return the reason why an installed package cannot be used (its version is not in `allowed`, or its module is
+    missing) and a command that repairs it. Return None if the package can be used.
+    """
     if not allowed.contains(version, prereleases=True):
         return (
             f'{package} {version} is installed, and headwise needs {package}{allowed}: pip install "{package}{allowed}"'
@@ -194,7 +204,9 @@ def _why_broken(package: str, version: str, allowed: Any) -> str | None:
 
 
 def _packaged_model(name: str, model: PackagedModel, problems: list[str]) -> str:
-    """Return the state of a model in a Python package. A missing or changed file of the package is a problem."""
+    """Return the state of a model that is distributed as a Python package: its version, "not installed" or "damaged".
+    If a file of the package is missing or changed, add a sentence to `problems`.
+    """
     if model.location() is None:
         return f"not installed: {model.install}"
     if changed := next(_changed_files(model.package), None):
@@ -205,7 +217,9 @@ def _packaged_model(name: str, model: PackagedModel, problems: list[str]) -> str
 
 
 def _changed_files(package: str) -> Iterator[str]:
-    """Yield the files of an installed package that are missing, or differ from the hash that pip recorded."""
+    """Yield the files of an installed package that are missing, or whose content differs from the hash that pip
+    recorded.
+    """
     for file in metadata.files(package) or ():
         path = Path(str(file.locate()))
         if not path.is_file():
@@ -218,8 +232,9 @@ def _changed_files(package: str) -> Iterator[str]:
 
 
 def _folders(problems: list[str]) -> Section:
-    """Return headwise's cache folder and that of the Hugging Face hub, and whether they can be written. A cache folder
-    that the environment names and that cannot be written is a problem.
+    """Return the paths of two cache folders, that of headwise and that of the Hugging Face hub, and state whether they
+    can be written. If an environment variable names a cache folder for headwise that cannot be written, add a sentence
+    to `problems`.
     """
 
     def is_writable(path: Path) -> bool:
@@ -240,7 +255,9 @@ def _folders(problems: list[str]) -> Section:
 
 
 def _environment(problems: list[str]) -> Section:
-    """Return the environment variables of headwise that are set. Values that headwise refuses are a problem."""
+    """Return the environment variables that are set and start with "HEADWISE_". If headwise refuses the value of one,
+    add its error message to `problems`.
+    """
     import torch
 
     from headwise.nn.linear_engine import engine_of
@@ -261,7 +278,7 @@ def _version(package: str) -> str | None:
 
 
 def _print(report: Report, problems: list[str]) -> None:
-    """Print the report as text."""
+    """Print a report about the installation as text, section by section, and then the problems that were found."""
     from rich.text import Text
 
     from headwise.show.terminal import make_console

@@ -74,8 +74,8 @@ def ablate(
 
 @dataclass(frozen=True)
 class MethodFlags:
-    """Command-line options of `headwise importance` that apply to one method only. A field is None if its option is not
-    used on the command line; the method then uses its own default value.
+    """Command-line options of `headwise importance` that apply to one value of --method only. A field is None if its
+    option is not used on the command line; the method then uses its own default value.
     """
 
     steps: Annotated[int | None, option("integrated: number of gate values between 0 and 1.", least=1)] = None
@@ -135,9 +135,9 @@ def curve(
     random: Annotated[int, option("Number of random orders.", "N", least=0)] = 10,
     seed: Annotated[int, option("Seed of the random orders.", "N", least=0)] = 0,
 ) -> None:
-    """Measure the loss of a model without more and more heads, the least important first, and without random heads. The
-    order is that of saved scores, measured on other data. Prints the loss without each tenth of the heads, and saves it
-    in --out.
+    """Measure the loss of a model while more and more heads are removed, the least important first, and while random
+    heads are removed. The order is that of saved scores, measured on other data. Prints the loss without each tenth of
+    the heads, and saves it in --out.
 
     Examples:
     headwise curve --model smollm2 --data test.jsonl --scores scores --out curve

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTestFlags:
-    """Command-line options of every test of heads."""
+    """Command-line options that all commands which test heads share: the model, the output folder and the output
+    format.
+    """
 
     model: ModelFlags
     out: TableOut = None
@@ -42,9 +44,9 @@ class HeadTestFlags:
         *arguments: Any,
         **further: Any,
     ) -> None:
-        """Run a test with `arguments`, and the options `settings` and `further`, after the model and the tokenizer;
-        print `top` rows of its table. Another run in the folder is found by `settings`, which the table stores, before
-        the model is loaded.
+        """Load the model and its tokenizer, run a test of heads on them, and print the first `top` rows of its table.
+        `test` is also called with `arguments`, `settings` and `further`. The table stores `settings`; if the folder has
+        a run with other settings, an error is raised before the model is loaded.
         """
         from headwise.runs.files import require_writable
 
@@ -60,7 +62,7 @@ class HeadTestFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class CausalTestFlags(HeadTestFlags):
-    """Command-line options of a test that needs a causal language model."""
+    """Command-line options of a test of heads that needs a causal language model."""
 
     model: CausalFlags
 

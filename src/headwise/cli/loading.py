@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Command-line options of a command that runs a model over data, and stores the results in a folder."""
+    """Command-line options of a command that runs a model over data and stores the results in a folder."""
 
     data: Data
     out: Out
@@ -38,8 +38,8 @@ class RunFlags:
 
     @contextmanager
     def open(self, *, shared: bool = False) -> Iterator["OpenRun"]:
-        """Find the model and tokenize the data, and yield the run. With `shared`, the processes of torchrun join a
-        group, to share the work. If the user ends the run, say how it resumes.
+        """Find the model and tokenize the data, and yield an open run of the command. With `shared`, the processes that
+        torchrun started form a group to share the work. If the user presses Ctrl-C in the context, state how to resume.
         """
         from headwise.runs.distributed import LocalProcess, process_group
 
@@ -51,8 +51,9 @@ class RunFlags:
     def measure(
         self, analysis: Callable[..., Any], table: "type[Table[Any]]", settings: Mapping[str, Any], **printed: Any
     ) -> None:
-        """Run an analysis of the model without a language-model head, the data and `settings`, which its table stores
-        under the same names, and print the result with the options `printed`. The processes of torchrun share the work.
+        """Run an analysis over the data, and print its table with the options `printed`. `analysis` is called with the
+        model (without a language-model head), the data and `settings`, which its table stores under the same names. The
+        processes of torchrun share the work.
         """
         with self.open(shared=True) as opened:
             model = opened.load(table, **settings)
@@ -68,8 +69,8 @@ class CausalRunFlags(RunFlags):
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run of a command: its options, the model and the tokenized data that they name, and the model's device. The
-    process `is_first`, the only one or the first of those that share the work, prints and writes pages.
+    """Started run of a command: its options, the location of the model, the tokenized data, and the device of this
+    process. `is_first` is True in the process that prints and writes pages, the first of those that share the work.
     """
 
     flags: RunFlags
@@ -80,13 +81,15 @@ class OpenRun:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of every analysis that stores its results: folder, replacement, progress bar and title."""
+        """Arguments for every analysis that stores its results: output folder, whether to replace another run, whether
+        to show a progress bar, and the model's title.
+        """
         shown = self.is_first and not self.flags.output.quiet
         return {"out": self.flags.out, "force": self.flags.force, "progress": shown, "title": self.source.title}
 
     def load(self, table: "type[Table[Any]]", lm_head: str | None = None, **settings: Any) -> "nn.Module":
-        """Return the model with a language-model head of this kind, on its device, after checking that the folder has
-        no run of the table with other settings.
+        """Load the model onto the device of this process, with the kind of language-model head that `lm_head` names, or
+        without one. Before that, raise `InputError` if the output folder has a run of `table` with other settings.
         """
         flags = self.flags
         require_same_run(table, flags.out, self.source, self.dataset, flags.model, force=flags.force, **settings)
@@ -94,8 +97,8 @@ class OpenRun:
         return loaded.to(self.device)
 
     def show(self, result: Any, page: Path | None = None, **printed: Any) -> None:
-        """Print a result in the first process, with the options `printed` of `print_result`, and state that the results
-        and the page were written.
+        """In the first process, print a result with the options `printed`, and state that the result and the page were
+        written.
         """
         if self.is_first:
             self.flags.output.show_table(result, self.flags.out, page, **printed)
@@ -103,8 +106,8 @@ class OpenRun:
     def write_page(
         self, html: Path | None, table: "HeadTable[Any]", model: "nn.Module", statistic: str | None = None
     ) -> None:
-        """Write a page to the path `html`, unless it is None, in the first process: a table of heads, and their
-        attention on some of the texts. The page opens on `statistic`.
+        """In the first process, write an HTML page with a table of heads, and their attention on some of the texts. The
+        page opens on `statistic`. Nothing is written if `html` is None.
         """
         if html is not None and self.is_first:
             examples = hw.view_examples(model, self.dataset, title=self.source.title)
@@ -114,8 +117,8 @@ class OpenRun:
 def find_inputs(
     model: ModelFlags, data: Path, texts: TextFlags, out: Path, *, shown: bool
 ) -> "tuple[ModelSource, hw.Texts]":
-    """Find a model and tokenize the data for it, without loading the model's weights, so that mistakes in the options
-    and in the data are reported at once. If `shown`, a progress bar is shown.
+    """Find a model and tokenize the data for it. The model's weights are not loaded, so that mistakes in the options
+    and in the data are reported at once. A progress bar is shown if `shown` is True.
     """
     from headwise.runs.data_pass import tokenize
     from headwise.runs.files import require_outside_data, require_writable
@@ -143,8 +146,8 @@ def require_same_run(
     force: bool,
     **settings: Any,
 ) -> None:
-    """Raise `InputError` if the folder `out` has another run, as far as this is known before the model is loaded: one
-    of this table with another model or other settings, or on other data, unless `dataset` is None.
+    """Raise `InputError` if the folder `out` already has a run of this table with another model, other settings or
+    other data. The check uses what is known before the model is loaded. Data are not compared if `dataset` is None.
     """
     from headwise.runs import checkpoint, fingerprint
 
@@ -160,8 +163,8 @@ def require_same_run(
 
 
 def find_loss(source: "ModelSource", tokenizer: Any, name: str | None) -> tuple[str | None, Any]:
-    """Return the kind of language-model head that the loss called `name` needs, and the loss function. By default, the
-    saved model determines the loss: next-token for a causal language model, masked-token for a masked one, otherwise
+    """Return the kind of language-model head that a loss needs, and the loss function. Without a `name`, the saved
+    model determines the loss: next-token for a causal language model, masked-token for a masked one, otherwise
     embedding distance.
     """
     from headwise.analysis.losses import loss_by_name
@@ -180,8 +183,8 @@ def find_loss(source: "ModelSource", tokenizer: Any, name: str | None) -> tuple[
 
 @contextmanager
 def resumable(out: Path) -> Iterator[None]:
-    """If the user presses Ctrl-C in the context, state that the run in the folder `out` resumes, provided that it has a
-    checkpoint.
+    """If the user presses Ctrl-C in the context, print a message before the command ends. If the folder `out` has a
+    checkpoint, the message states that the same command resumes the run.
     """
     try:
         yield

@@ -23,27 +23,31 @@ if TYPE_CHECKING:
 
 
 def path(text: str) -> Path:
-    """Return a path that is not empty, which would mean the current folder, and without a null character."""
+    """Convert a command-line value to a path. Raise a usage error if it is empty, which would mean the current folder,
+    or contains a null character.
+    """
     if not text.strip() or "\0" in text:
         raise typer.BadParameter(f"expected a path, got {text!r}")
     return Path(text)
 
 
 def option(description: str, metavar: str | None = None, *, least: float | None = None, **further: Any) -> Any:
-    """Return the option of typer that is called `metavar` in the help, and whose numbers are at least `least`."""
+    """Return a typer option with a help text. `metavar` is the placeholder for its value in the help, and `least` the
+    smallest number that it accepts.
+    """
     return typer.Option(min=least, metavar=metavar, help=description, **further)
 
 
 def path_option(metavar: str, description: str) -> Any:
-    """Return the option of typer for a path, called `metavar` in the help."""
+    """Return a typer option whose value is a path. `metavar` is the placeholder for the path in the help."""
     return option(description, metavar, parser=path)
 
 
 def choice(
     names: Iterable[str], description: str, *, others: Callable[[], Iterable[str]] = tuple, kind: Any = typer.Option
 ) -> Any:
-    """Return the option of typer for one of `names`, which are checked, completed, and listed in the help; or the
-    argument, if `kind` is `typer.Argument`. The names that `others` returns are accepted, too.
+    """Return a typer option whose value must be one of `names`, or an argument if `kind` is `typer.Argument`. The names
+    are listed in the help and completed by the shell. Names that `others` returns are accepted too, but not listed.
     """
     allowed = tuple(names)
 
@@ -57,21 +61,27 @@ def choice(
 
 
 def added_statistics() -> list[str]:
-    """Return the names of the statistics of query rows that the help of commands does not list."""
+    """Return the names of the attention statistics that commands accept in addition to those listed in their help: the
+    other statistics of query rows in the registry.
+    """
     from headwise.statistics.registry import row_statistics
 
     return [name for name in row_statistics() if name not in ROW_STATISTICS]
 
 
 def head_name(text: str) -> int | str:
-    """Return the index of a head, such as 11, as a number, or the name of a head, such as 5.11, unchanged."""
+    """Convert a command-line value that names heads: the index of a head in all layers, such as 11, becomes a number;
+    the name of a single head, such as 5.11, is returned unchanged.
+    """
     if not re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII):
         raise typer.BadParameter(f"expected a head such as 5.11 (layer 5, head 11) or 11, got {text!r}")
     return text if "." in text else int(text)
 
 
 def numbers(text: str, kind: Callable[[str], Any] = int, example: str = "1,2,4") -> tuple[Any, ...]:
-    """Return numbers separated by commas as a tuple."""
+    """Convert a command-line value such as "1,2,4" to a tuple of numbers of type `kind`. `example` is shown in the
+    error for other values.
+    """
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
@@ -79,17 +89,19 @@ def numbers(text: str, kind: Callable[[str], Any] = int, example: str = "1,2,4")
 
 
 def amount(text: str) -> int:
-    """Return a positive amount such as 300k or 1.5M (k = 1e3, M = 1e6, G or B = 1e9), rounded to an integer."""
+    """Convert a positive amount such as 300k or 1.5M to an integer (k = 1e3, M = 1e6, G or B = 1e9)."""
     return round(_scaled(text, {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}, "an amount such as 1.5M or 300k"))
 
 
 def seconds(text: str) -> float:
-    """Return a positive duration such as 90s, 30m, 2h or 1d in seconds; a number without a unit is in seconds."""
+    """Convert a positive duration such as 90s, 30m, 2h or 1d to seconds. A number without a unit is in seconds."""
     return _scaled(text, {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}, "a time such as 30m, 90s or 2h")
 
 
 def _scaled(text: str, units: dict[str, float], expected: str) -> float:
-    """Return a positive number times the factor of the one-letter unit that may follow it."""
+    """Convert a positive number, optionally followed by a one-letter unit, to the number times the unit's factor in
+    `units`. `expected` describes the format in the error for other values.
+    """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([a-z]?)", text.strip().lower())
     if match is None or match[2] not in units or not float(match[1]):
         raise typer.BadParameter(f"expected {expected}, got {text!r}")
@@ -119,7 +131,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing run in
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """Command-line options that name a model, and state how it is loaded."""
+    """Command-line options that name a model and determine how it is loaded."""
 
     model: Annotated[str, option("minilm, smollm2, a folder in Hugging Face format, or a hub id.")] = "minilm"
     revision: Annotated[str | None, option("Branch, tag or commit of a model on the hub.")] = None
@@ -127,28 +139,32 @@ class ModelFlags:
     device: Annotated[str | None, option("Device, such as cpu, cuda or cuda:1. Default: a GPU if there is one.")] = None
 
     def find(self) -> "ModelSource":
-        """Return the location of the model, after checking that its configuration can be reached."""
+        """Return the location of the model. Raise `InputError` if its configuration cannot be read."""
         from headwise.data.models import find_model
 
         quiet_libraries()
         return find_model(self.model, self.revision)
 
     def load(self, source: "ModelSource", lm_head: str | None) -> "nn.Module":
-        """Load the model with this kind of language-model head on its device, which is checked before."""
+        """Load a model from `source` onto the chosen device, with the kind of language-model head that `lm_head` names,
+        or without one. The device is checked before the weights are loaded.
+        """
         device = self.torch_device
         model: nn.Module = source.model(lm_head, self.torch_dtype)
         return model.to(device)
 
     @property
     def torch_dtype(self) -> "torch.dtype | None":
-        """Data type of the weights as torch's object; None for the saved one."""
+        """The option --dtype as a torch dtype; None to load weights in the dtype in which they were saved."""
         import torch
 
         return None if self.dtype is None else getattr(torch, self.dtype)
 
     @property
     def torch_device(self) -> "torch.device":
-        """Device as torch's object, which torch can use: a GPU if there is one and no device is named."""
+        """The option --device as a torch device, after checking that torch can use it. By default it is a GPU if there
+        is one.
+        """
         from headwise.runs.distributed import LocalProcess
 
         return LocalProcess(True, 0).device(self.device)

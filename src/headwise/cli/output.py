@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """Command-line options for the output: its format, and silence on standard error."""
+    """Command-line options for the output of a command: its format (text, JSON or CSV), and whether progress bars and
+    messages are suppressed.
+    """
 
     json: Annotated[bool, typer.Option("--json", help="Print all rows as JSON, and nothing else.")] = False
     csv: Annotated[bool, typer.Option("--csv", help="Print all rows as CSV, and nothing else.")] = False
@@ -39,8 +41,9 @@ class OutputFlags:
         written: Path | None = None,
         page: Path | None = None,
     ) -> None:
-        """Print a result on standard output: as JSON or CSV from its records, or as text by `print_text(console)`. Then
-        state, unless `quiet`, which files were written; below JSON or CSV, on standard error.
+        """Print a result on standard output: as JSON or CSV from the rows that `make_records` returns, or as text by
+        `print_text`. Then state which files were written, unless --quiet is used. With JSON or CSV, this statement is
+        on standard error.
         """
         from headwise.show.records import write_csv, write_json
         from headwise.show.terminal import make_console
@@ -58,7 +61,9 @@ class OutputFlags:
     def show_table(
         self, table: "Table[Any]", written: Path | None = None, page: Path | None = None, **options: Any
     ) -> None:
-        """Print a table as `show` does, where `print_result` prints it as text with the options."""
+        """Print a table as JSON, CSV or text, and state which files were written, as `show` does. `options` are those
+        of `print_result`, which prints the table as text.
+        """
         from headwise.show.records import Records
         from headwise.show.results import print_result
 
@@ -71,8 +76,8 @@ class OutputFlags:
 
 
 def require_new_tables(out: Path | None, *names: str, force: bool) -> None:
-    """Raise `InputError` if the folder `out` cannot be written, or if it has a table of one of `names` and `force` is
-    off. Without a folder, nothing is checked.
+    """Raise `InputError` if the folder `out` cannot be written. Raise it also if the folder already has a table with
+    one of `names`, unless `force` is True. If `out` is None, nothing is checked.
     """
     if out is None:
         return
@@ -87,7 +92,7 @@ def require_new_tables(out: Path | None, *names: str, force: bool) -> None:
 
 
 def require_writable_page(html: Path | None) -> None:
-    """Raise `InputError` if no page can be written to the path `html`; do nothing if it is None."""
+    """Raise `InputError` if no HTML page can be written to the path `html`. If it is None, nothing is checked."""
     if html is None:
         return
     from headwise.page.write import require_jinja

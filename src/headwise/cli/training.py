@@ -20,7 +20,7 @@ DEFAULT_SECONDS = 30 * 60.0
 
 @dataclass(frozen=True)
 class TextStudyFlags:
-    """Command-line options of `headwise study` that describe the training data, and what the models learn."""
+    """Command-line options of `headwise study` that describe the training data and the task that the models learn."""
 
     task: Annotated[
         str, choice(TASKS, "What the models learn: the next token, masked tokens, or the label of a text.")
@@ -55,7 +55,7 @@ class SpaceFlags:
 
 @dataclass(frozen=True)
 class BudgetFlags:
-    """Command-line options of `headwise study` that limit its work."""
+    """Command-line options of `headwise study` that limit its work: time, tokens, trials and seeds."""
 
     budget: Annotated[
         Any,

@@ -89,7 +89,9 @@ def view(
 
 
 def _view(flags: ModelFlags, source: Any, texts: Any, options: dict[str, Any]) -> "hw.View | hw.ViewSet":
-    """Load a model, and return the view of a text, or of each of several texts."""
+    """Load a model, and return the attention of its heads on one text (`View`), or on each of several texts
+    (`ViewSet`).
+    """
     tokenizer = source.tokenizer()
     loaded = flags.load(source, source.lm_head() if options["generate"] else None)
     seen: hw.View | hw.ViewSet = hw.view(loaded, tokenizer, texts, title=source.title, **options)
@@ -97,7 +99,9 @@ def _view(flags: ModelFlags, source: Any, texts: Any, options: dict[str, Any]) -
 
 
 def _find(seen: "hw.View | hw.ViewSet", focus: str, kind: str) -> "hw.Focus":
-    """Return the heads by the focus that an option states: words between commas, after a name and `=` or alone."""
+    """Rank the heads by the attention on the words that the option --focus names. `focus` has the form "word,word", or
+    "name=word,word".
+    """
     name, separator, words = focus.rpartition("=")
     if not separator or not name.strip():
         name, words = "", focus

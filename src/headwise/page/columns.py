@@ -11,8 +11,8 @@ from headwise.page.contents import Contents, Estimates, PageHead, PageModel, Pag
 
 
 class HeadPlace(NamedTuple):
-    """Place of a head in a model: zero-based numbers of layer and head, "self" or "cross" attention, and the path of
-    the attention module.
+    """Values that identify a head in its model: zero-based numbers of the layer and of the head, the kind of attention
+    ("self" or "cross"), and the path of the attention module.
     """
 
     layer: int
@@ -21,16 +21,17 @@ class HeadPlace(NamedTuple):
     module: str
 
     def is_same(self, other: "HeadPlace") -> bool:
-        """Return True if both places are equal, or differ only in a prefix of the module's path: a model with a
-        language-model head contains the model without.
+        """Return True if two places identify the same head. The paths of their modules may differ in a prefix, because
+        a model with a language-model head contains the model without this head as a part.
         """
         shorter, longer = sorted((self.module, other.module), key=len)
         return self[:3] == other[:3] and f".{longer}".endswith(f".{shorter}")
 
 
 class ModelIdentity(NamedTuple):
-    """Identity of a model: the number of its attention modules, the data type of its weights, and a hash of its
-    configuration and of its weights without those of the head for its task.
+    """Values by which results of different models are distinguished: the number of a model's attention modules, the
+    data type of its weights, and a hash. The hash is of the model's configuration and weights, without the weights of
+    the head for its task.
     """
 
     modules: int
@@ -38,20 +39,24 @@ class ModelIdentity(NamedTuple):
     digest: str
 
     def is_other(self, other: "ModelIdentity") -> bool:
-        """Return True if two identities are of different models. Those of different numbers of modules, such as of a
-        model and its encoder, or of different data types, cannot be compared.
+        """Return True if two identities are certainly of different models: their hashes differ, while the number of
+        modules and the data type are equal. Otherwise they are equal, or cannot be compared, such as those of a model
+        and of its encoder.
         """
         return self[:2] == other[:2] and self.digest != other.digest
 
 
 def is_identity(value: ModelIdentity | None) -> bool:
-    """Return True for an identity whose parts have their types, or none."""
+    """Return True if `value` is None, or an identity of a model whose number, data type and hash have the right Python
+    types.
+    """
     return value is None or [type(each) for each in value] == [int, str, str]
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Numbers of each head from one result.
+    """Statistics of each head from one result, such as a profile or an ablation, in the form that a page shows as
+    columns of a table.
 
     Attributes:
         model: name of the model.
@@ -76,7 +81,9 @@ class Columns:
     details: Mapping[str, str] = field(default_factory=dict)
 
     def in_order(self, places: Sequence[HeadPlace]) -> "Columns":
-        """Return these columns for the heads at `places`, in their order; refuse them if a head is missing."""
+        """Return these columns for the heads at `places`, in this order. Raise `InputError` if there are no numbers for
+        one of these heads.
+        """
         by_numbers: dict[tuple[int, int, str], list[int]] = {}
         for index, place in enumerate(self.places):
             by_numbers.setdefault(place[:3], []).append(index)
@@ -92,8 +99,8 @@ class Columns:
         return replace(self, places=tuple(places), estimates=estimates, roles=roles)
 
     def page_heads(self) -> tuple[PageHead, ...]:
-        """Return the heads for display. Heads with equal numbers are distinguished by the kind of attention, or by the
-        module.
+        """Return the heads in the form that a page shows. Heads with the same numbers of layer and head have names with
+        the kind of attention or, if that does not suffice, with the module.
         """
         names = [f"{place.layer}.{place.head}" for place in self.places]
         if len(set(names)) < len(names):
@@ -106,7 +113,9 @@ class Columns:
         )
 
     def contents(self, roles: tuple[PageRole, ...] = ()) -> Contents:
-        """Return the contents of a page with these columns alone. Roles that are not described are left out."""
+        """Return the contents of a page that shows these columns alone. `roles` describes the roles of heads; a head
+        with another role is shown without one.
+        """
         described = {role.name for role in roles}
         heads = tuple(head if head.role in described else replace(head, role=None) for head in self.page_heads())
         names = [statistic.name for statistic in self.statistics]
@@ -116,12 +125,16 @@ class Columns:
 
 
 def sorted_by(statistic: int) -> dict[str, str]:
-    """Return the settings of a page whose heads are coloured and sorted by the statistic with this index."""
+    """Return display settings with which a page opens: heads are coloured and sorted by the statistic with this
+    index.
+    """
     return {"colour": str(statistic), "sort": str(statistic), "group": "none"}
 
 
 def joined_estimates(columns: Sequence[Columns], statistics: Sequence[PageStatistic]) -> Estimates:
-    """Return the numbers of one model's heads from several results, in the order of `statistics`."""
+    """Join several results for the heads of one model, and return the numbers of all heads in the order of
+    `statistics`.
+    """
     row_of = {
         (each.source, statistic.name): (each.estimates, row)
         for each in columns
@@ -132,8 +145,9 @@ def joined_estimates(columns: Sequence[Columns], statistics: Sequence[PageStatis
 
 
 def estimates_of(table: Sequence[Sequence[Sequence[float]]]) -> Estimates:
-    """Return estimates from the mean, standard error and number of samples of each statistic (outer sequence) and head
-    (inner sequence); further parts are left out.
+    """Return the estimates in `table` as tensors. Each cell of the table has the mean, the standard error and the
+    number of samples of one statistic (outer sequence) of one head (inner sequence); further numbers in a cell are
+    ignored.
     """
     numbers = torch.tensor([[tuple(cell)[:3] for cell in row] for row in table], dtype=torch.float64)
     return Estimates(*numbers.view(len(table), len(table[0]) if table else 0, 3).unbind(-1))

@@ -11,8 +11,8 @@ from headwise.shapes import Float, Int
 
 @dataclass(frozen=True)
 class PageRole:
-    """Role of heads, for display: its name, which decides its colour, the name that is shown, the rule by which heads
-    get the role, and the name of the statistic that decides it.
+    """Role of heads (name for what they attend to) as a page shows it. `name` determines the colour, `title` is the
+    displayed name, `rule` states which heads have the role, and `statistic` names the statistic that decides.
     """
 
     name: str
@@ -23,7 +23,7 @@ class PageRole:
 
 @dataclass(frozen=True)
 class PageHead:
-    """Head of a model, for display.
+    """Head of a model, as an HTML page shows it: name, layer, index in the layer, module, kind of attention and role.
 
     Attributes:
         name: name of the head, such as `3.5`; no two heads of a model have the same.
@@ -43,7 +43,8 @@ class PageHead:
 
 @dataclass(frozen=True)
 class PageStatistic:
-    """Number of every head, such as the entropy of its weights or its ablation effect.
+    """Description of a statistic that a page shows for every head, such as the entropy of the attention weights or the
+    ablation effect.
 
     Attributes:
         name: name of the statistic; no two statistics of one source have the same.
@@ -59,8 +60,8 @@ class PageStatistic:
 
 
 class Estimates(NamedTuple):
-    """Mean of each statistic for each head, NaN where it was not measured; its standard error, NaN where it is unknown;
-    and its number of samples, 0 where it is unknown.
+    """Estimates of each statistic for each head: the mean (NaN where it was not measured), its standard error (NaN
+    where it is unknown), and the number of samples (0 where it is unknown).
     """
 
     means: Float[Tensor, "statistics heads"]
@@ -70,8 +71,8 @@ class Estimates(NamedTuple):
 
 @dataclass(frozen=True)
 class PageModel:
-    """Model whose heads a page shows, and the page's statistics for these heads. Two models that are compared have the
-    same heads.
+    """Model on a page: its name, its heads, and the statistics of these heads. If a page compares two models, both have
+    the same heads.
     """
 
     name: str
@@ -81,7 +82,7 @@ class PageModel:
 
 @dataclass(frozen=True)
 class Picture:
-    """Image whose patches are the tokens of a side.
+    """Image whose patches are the tokens of a model, as an HTML page shows it, with the rectangle of each token.
 
     Attributes:
         source: the image as a `data:` address.
@@ -98,7 +99,8 @@ class Picture:
 
 @dataclass(frozen=True)
 class Side:
-    """Tokens that attention goes out from, or goes to: a text or an image. In self-attention both sides are the same.
+    """Text or image on an HTML page, as tokens and words. In the attention that the page shows, its tokens are the
+    queries or the keys, or both in self-attention.
 
     Attributes:
         name: name for display, such as "text" or "source".
@@ -125,8 +127,8 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
-    """Keys that each query may attend to, as runs of neighbouring keys: the number of runs of each query; the first key
-    of each run, the runs of query 0 first; and the key after the last one of each run.
+    """Keys that each query may attend to, as runs (ranges of neighbouring keys). `runs` is the number of runs of each
+    query. `starts` is the first key of each run, those of query 0 first; `stops` is the key after its last one.
     """
 
     runs: Int[Tensor, " queries"]
@@ -136,14 +138,14 @@ class VisibleKeys:
 
 @dataclass(frozen=True, eq=False)
 class AllWeights:
-    """All attention weights of a head on a passage."""
+    """All attention weights of one head on a passage (a text, pair of texts or image)."""
 
     weights: Float[Tensor, "queries keys"]
 
 
 @dataclass(frozen=True, eq=False)
 class LargestWeights:
-    """Largest attention weights of each query of a head on a passage.
+    """Largest attention weights of each query, of one head on a passage (a text, pair of texts or image).
 
     Attributes:
         keys: keys of the largest weights, largest first.
@@ -158,7 +160,7 @@ class LargestWeights:
 
 @dataclass(frozen=True, eq=False)
 class HeadAttention:
-    """Attention of one head on one passage.
+    """Attention of one head on one passage (a text, pair of texts or image), as a page shows it.
 
     Attributes:
         queries, keys: indices of the sides with the queries and with the keys, among the passage's sides.
@@ -179,7 +181,7 @@ class HeadAttention:
 
 @dataclass(frozen=True)
 class Passage:
-    """One text, pair of texts or image, with the attention of every head on it.
+    """One text, pair of texts or image on a page, with the attention of every head on it.
 
     Attributes:
         sides: the texts or images.
@@ -195,7 +197,8 @@ class Passage:
 
 @dataclass(frozen=True)
 class FocusScore:
-    """Attention that one head pays to the words of a focus.
+    """Attention that one head pays to a set of words (the focus of a search with `find`), compared with uniform
+    attention.
 
     Attributes:
         model, head: index of the model, and of the head among its heads.
@@ -217,7 +220,8 @@ class FocusScore:
 
 @dataclass(frozen=True)
 class PageFocus:
-    """Set of words whose attention was measured in every head.
+    """Result of a search with `find`, as a page shows it: a set of words, and the attention that every head pays to
+    them.
 
     Attributes:
         kind: "received" or "exchanged".
@@ -235,7 +239,7 @@ class PageFocus:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that one page shows.
+    """Everything that one HTML page shows: models, heads, statistics, and texts or images with attention.
 
     Attributes:
         notes: sentences below the title, such as what was cut off.

@@ -40,8 +40,8 @@ LISTED_KEYS = 32
 
 
 def page_json(contents: Contents) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the contents of a page as JSON values, and its arrays: compressed text by the names that the values have
-    for them.
+    """Return the contents of a page in the form that is stored in its HTML file: JSON values, and a dictionary of
+    arrays. The arrays are compressed text, and the JSON values refer to them by name.
     """
     arrays = {"values": _float32(*(model.estimates[part] for part in range(3) for model in contents.models))}
     role_indices = {role.name: place for place, role in enumerate(contents.roles)} | {None: None}
@@ -67,8 +67,8 @@ def page_json(contents: Contents) -> tuple[dict[str, Any], dict[str, str]]:
 def _passage_json(
     passage: Passage, number: int, rows: Iterator[tuple[str, bytes]], arrays: dict[str, str]
 ) -> dict[str, Any]:
-    """Return passage `number` as JSON values, and add its arrays to `arrays`. `rows` yields the stored weights of its
-    heads, model by model.
+    """Return passage number `number` (a text, pair of texts or image) as JSON values, and add its arrays to `arrays`.
+    `rows` yields the stored attention weights of the passage's heads, model by model.
     """
     arrays[f"p{number}-values"] = _float32(*passage.means)
     visibility: dict[bytes, str] = {}
@@ -118,10 +118,10 @@ def _passage_json(
 
 
 def stored_rows(heads: Sequence[HeadAttention]) -> list[tuple[str, bytes]]:
-    """Return the weights of each head, on all passages of a page, as bytes with their format. At most `DENSE_WEIGHTS`
-    of them are all stored, as "dense", with 16 bits. Of more, the `LISTED_WEIGHTS` largest are stored, as "sparse",
-    with 8 bits, rounded down: first the same number for every query, as far as half of the budget allows, then the
-    largest others.
+    """Return the attention weights of each head as bytes, with the name of their format. If a page has at most
+    `DENSE_WEIGHTS` weights, all are stored with 16 bits ("dense"). Otherwise about `LISTED_WEIGHTS` large ones are
+    stored with 8 bits, rounded down ("sparse"). Half of these are spread equally over all queries, the largest of each;
+    the rest are the largest of the remaining weights.
     """
     dense = [head.weights.weights for head in heads if isinstance(head.weights, AllWeights)]
     if len(dense) == len(heads) and sum(weights.numel() for weights in dense) <= DENSE_WEIGHTS:
@@ -146,9 +146,10 @@ def stored_rows(heads: Sequence[HeadAttention]) -> list[tuple[str, bytes]]:
 
 
 def _sparse_bytes(listed: LargestWeights, number_of_keys: int, least: int, threshold: float) -> bytes:
-    """Return the stored weights of one head as bytes: their number; for each query their number and the sum of all its
-    weights; then the keys, ascending for each query, and the weights. Keys have two bytes if that is enough for
-    `number_of_keys`, otherwise four. The `least` largest weights of each query are stored, and those above `threshold`.
+    """Return the stored attention weights of one head in the format "sparse", as bytes. These are: the number of stored
+    weights; for each query, the number of its stored weights and the sum of all its weights; the keys, ascending for
+    each query; and the weights. Stored are the `least` largest weights of each query, and those above `threshold`. A
+    key has two bytes if that is enough for `number_of_keys`, otherwise four.
     """
     rank = torch.arange(listed.weights.shape[1])
     is_stored = (listed.weights > 0) & ((rank < least) | (listed.weights > threshold))
@@ -167,8 +168,8 @@ def _sparse_bytes(listed: LargestWeights, number_of_keys: int, least: int, thres
 
 
 def angular(weights: Float[Tensor, "*shape"], dtype: torch.dtype, *, down: bool = False) -> Tensor:
-    """Return attention weights as integers of type `dtype`, uint8 or uint16: arcsin(sqrt(weight)) in units of a right
-    angle divided by the type's largest number Q.
+    """Return attention weights as integers of type `dtype`, uint8 or uint16. The integer is arcsin(sqrt(weight)),
+    scaled so that a weight of 1 becomes the type's largest number Q.
 
     The weight is sin(q / Q * pi / 2) squared. The rounding error is at most pi / 4 / Q, for a weight of 1/2, and
     vanishes near 0 and 1, which are exact (variance-stabilising transform of a share). If `down`, weights are rounded
@@ -181,7 +182,7 @@ def angular(weights: Float[Tensor, "*shape"], dtype: torch.dtype, *, down: bool 
 
 
 def as_bytes(*tensors: Tensor) -> bytes:
-    """Return the elements of tensors one after the other as little-endian bytes."""
+    """Return the elements of several tensors as little-endian bytes, one tensor after the other."""
     parts = (tensor.detach().cpu().contiguous().numpy() for tensor in tensors)
     return b"".join((part if sys.byteorder == "little" else part.byteswap()).tobytes() for part in parts)
 
@@ -192,7 +193,7 @@ def compressed(data: bytes) -> str:
 
 
 def _float32(*tensors: Tensor) -> str:
-    """Return tensors one after the other as compressed numbers of 32 bits."""
+    """Return the elements of several tensors as text: float32 numbers, compressed with gzip and encoded in base64."""
     return compressed(as_bytes(*(tensor.float() for tensor in tensors)))
 
 
@@ -215,7 +216,7 @@ def require_jinja() -> None:
 
 
 def page_html(contents: Contents) -> str:
-    """Return a page as one HTML file that works offline."""
+    """Return the HTML file of a page, which contains its data, style and script and works offline."""
     require_jinja()
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -242,8 +243,8 @@ def page_html(contents: Contents) -> str:
 
 
 def joined_script() -> str:
-    """Return all modules of the page's script as one, each after the modules that it imports, without import statements
-    and the word `export` (the names of all modules are different), comments and indentation (a fifth of the script).
+    """Return the page's script as one text: all its modules, each after the modules that it imports. Import statements,
+    the word `export`, comments and indentation are removed. Names in different modules are all different.
     """
     sources: dict[str, str] = {}
 
@@ -273,9 +274,9 @@ FRAME_HEIGHT = 760
 
 
 def notebook_html(caption: str, columns: Columns, contents: Contents) -> str:
-    """Return the first rows of columns as an HTML table, followed by the page with `contents` as the text of a
-    sandboxed frame, which needs no server and no network. A page that is large, or cannot be written because jinja2 is
-    missing, is replaced by a sentence.
+    """Return HTML for a notebook: the first rows of `columns` as a table, and below it the interactive page with
+    `contents` in a sandboxed frame. If the page has more than 4 million characters, or jinja2 is missing, a sentence
+    replaces it.
     """
     table = _table(caption, columns)
     if find_spec("jinja2") is None:
@@ -291,7 +292,7 @@ def notebook_html(caption: str, columns: Columns, contents: Contents) -> str:
 
 
 def _table(caption: str, columns: Columns) -> str:
-    """Return the first rows of columns as an HTML table, with all text escaped."""
+    """Return an HTML table with the first 12 heads and the first 8 statistics of `columns`, with all text escaped."""
     has_roles = any(role is not None for role in columns.roles)
     statistics = columns.statistics[:SHOWN_STATISTICS]
     names = ["head", *(["role"] if has_roles else []), *(statistic.name for statistic in statistics)]

@@ -22,7 +22,7 @@ ROW_INCHES = 0.27
 
 
 class PlottedChange(NamedTuple):
-    """Quantity before and after a change of a model.
+    """Quantity of a model before and after the model is changed, such as its size, a time or its loss, for a plot.
 
     Attributes:
         kind: "size", "time", "loss" or "agreement".
@@ -46,8 +46,9 @@ class PlottedChange(NamedTuple):
 
 
 def draw_before_after(changes: Sequence[PlottedChange], *, title: str = "") -> "Figure":
-    """Draw sizes and times of a model after a change in percent of those before, its losses before and after, and the
-    agreement of the changed model with the one before. Bars are 95 % confidence intervals.
+    """Draw how a change of a model affects it, in up to three panels: sizes and times in percent of those before the
+    change, the losses before and after, and the agreement of the changed model's outputs with the original ones. Error
+    bars are 95 % confidence intervals.
     """
     ratios = [each for each in changes if each.kind in ("size", "time") and each.change is not None]
     losses, agreements = ([each for each in changes if each.kind == kind] for kind in ("loss", "agreement"))
@@ -69,7 +70,7 @@ def draw_before_after(changes: Sequence[PlottedChange], *, title: str = "") -> "
 
 
 def _ratios(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
-    """Draw sizes and times after the change in percent of those before."""
+    """Draw the panel of sizes and times: each after the change, in percent of its value before."""
     largest = 100.0
     for row, each in enumerate(changes):
         kind = "attention" if each.name.endswith(", attention") else each.kind
@@ -84,7 +85,7 @@ def _ratios(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
 
 
 def _losses(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
-    """Draw the losses before and after, each with its interval."""
+    """Draw the panel of losses: each loss before and after the change, with bars of 1.96 standard errors."""
     for row, each in enumerate(changes):
         for offset, value, error, colour, label in (
             (-0.16, each.before, each.errors[0], BEFORE, "dense"),
@@ -99,7 +100,9 @@ def _losses(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
 
 
 def _agreements(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
-    """Draw the agreement of the changed model with the one before."""
+    """Draw the panel of agreement: how well the changed model's outputs agree with those of the original model, where 1
+    means equal.
+    """
     for row, each in enumerate(changes):
         if each.after is not None:
             low, high = (each.after if end is None else end for end in each.interval)
@@ -114,7 +117,9 @@ def _agreements(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
 def _draw_point(
     axes: "Axes", row: float, value: float, ends: tuple[float, float], colour: str, label: str | None = None
 ) -> None:
-    """Draw a point with the bar of its interval. Of points with one label, the first is in the legend."""
+    """Draw a point with a horizontal bar for its interval `ends`. If several points have the same label, only the first
+    one is in the legend.
+    """
     bar: Any = [[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]]
     style: dict[str, Any] = {"markersize": 5, "elinewidth": 1.6, "capsize": 2.5}
     is_labelled = label is None or label in axes.get_legend_handles_labels()[1]
@@ -123,8 +128,8 @@ def _draw_point(
 
 
 def _write_rows(axes: "Axes", rows: Sequence[tuple[str, str]]) -> None:
-    """Write the names of the rows, the first one at the top, a text to the right of each, and above the axes the legend
-    in one line, if points have labels.
+    """Label the rows of a panel, the first at the top: a name on the left, and a text to the right of the axes. `rows`
+    has both for each row. If points have labels, also draw the legend, in one line above the axes.
     """
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8, parse_math=False)
     axes.set_ylim(len(rows) - 0.5, -0.5)

@@ -32,8 +32,8 @@ INCHES_PER_LABEL = 0.21
 
 
 def axes_for(ax: Any, width: float, height: float) -> "Axes":
-    """Return the matplotlib axes `ax`, or the axes of a new figure of `width` by `height` inches if `ax` is None. Every
-    function that draws refuses other objects, and a missing matplotlib, here.
+    """Return the matplotlib axes to draw on: `ax`, or the axes of a new figure of `width` by `height` inches if `ax` is
+    None. Raise an error if `ax` is another object, or if matplotlib is missing.
     """
     axes_class = require("matplotlib.axes", purpose="a plot", extra="plot").Axes
     if ax is None:
@@ -48,8 +48,8 @@ def axes_for(ax: Any, width: float, height: float) -> "Axes":
 
 
 def layer_scale(layers: Collection[int]) -> Any:
-    """Return the scale of the colours of lines and points by layer, from the first to the last of `layers`, without
-    colours that are pale on white.
+    """Return the matplotlib colour scale for lines and points that are coloured by layer, from the first to the last of
+    `layers`. Colours that would be pale on white are left out.
     """
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
@@ -59,7 +59,8 @@ def layer_scale(layers: Collection[int]) -> Any:
 
 
 def axis_label(name: str, unit: str = "", meaning: str = "") -> str:
-    r"""Return a name with its unit, and its meaning on further lines.
+    r"""Return the label of an axis: the name of a statistic with its unit in parentheses, and its meaning on further
+    lines.
 
     >>> axis_label("first_order", "nats", "Effect of removing the head.")
     'first order (nats)\nEffect of removing the head'
@@ -69,8 +70,8 @@ def axis_label(name: str, unit: str = "", meaning: str = "") -> str:
 
 
 def explain_blank(axes: "Axes", values: Sequence[float], noun: str = "head") -> None:
-    """Write below the axes why a map of numbers has one colour only, or cells with crosses: all numbers are equal, or
-    some are NaN or infinite. Without such a reason, nothing is written.
+    """Write a note below a heat map of the numbers `values`, if it needs one: that all numbers are equal, so that there
+    is only one colour, or how many are NaN or infinite, so that their cells are grey.
     """
     shown, notes = finite(values), []
     if len(values) > 1 and len(set(shown)) == 1:
@@ -90,7 +91,9 @@ def finite(values: Iterable[float]) -> list[float]:
 
 
 def require_finite(statistic: str, values: Sequence[float]) -> None:
-    """Raise `InputError` if there are no heads, or none of them has a finite number; `statistic` names the numbers."""
+    """Raise `InputError` if `values`, one number per head, is empty or has no finite number. `statistic` is the name of
+    the numbers in the error.
+    """
     if not values:
         raise InputError("heads", expected="at least one head to plot", got="none")
     if not finite(values):
@@ -101,7 +104,7 @@ def require_finite(statistic: str, values: Sequence[float]) -> None:
 
 
 def label_ticks(axes: "Axes", which: str, labels: Sequence[str], **style: Any) -> None:
-    """Label the integers 0, 1, ... on the axis `which`, "x" or "y". If more labels are given than fit, every second,
+    """Label the ticks 0, 1, ... of an axis, "x" or "y", with `labels`. If they do not all fit, only every second,
     fifth, tenth, ... is drawn. `style` has properties of the text.
     """
     box = axes.get_window_extent()
@@ -113,8 +116,8 @@ def label_ticks(axes: "Axes", which: str, labels: Sequence[str], **style: Any) -
 
 
 def tick_step(count: int, inches: float) -> int:
-    """Return the distance between the labelled ones of `count` ticks on an axis of a length in inches: 1, 2, 5, 10, 20,
-    50, ..., such that labels do not overlap.
+    """Return the step between labelled ticks, 1, 2, 5, 10, 20, 50, ..., such that labels do not overlap. The axis has
+    `count` ticks on a length of `inches`.
     """
     least = max(1.0, count * INCHES_PER_LABEL / max(inches, INCHES_PER_LABEL))
     power = 10 ** math.floor(math.log10(least))
@@ -122,8 +125,8 @@ def tick_step(count: int, inches: float) -> int:
 
 
 def separate_cells(axes: "Axes", rows: int, columns: int) -> None:
-    """Draw white lines between the cells of a picture with rows and columns, if there are few enough, and remove the
-    frame of the axes.
+    """Draw white lines between the cells of a matrix plot with few enough cells (at most 1200, and at most 64 in each
+    direction). Remove the frame of the axes.
     """
     axes.spines[:].set_visible(False)
     if rows * columns <= 1200 and max(rows, columns) <= 64:
@@ -134,7 +137,9 @@ def separate_cells(axes: "Axes", rows: int, columns: int) -> None:
 
 
 def add_colour_bar(axes: "Axes", drawn: Any, label: str) -> None:
-    """Draw a colour bar with a label to the right of the axes, for the colours of `drawn`, such as an image."""
+    """Draw a colour bar to the right of the axes, with a label. `drawn` is the matplotlib object whose colours it
+    explains, such as an image.
+    """
     bar = axes.figure.colorbar(drawn, ax=axes, pad=0.02, aspect=24)
     bar.set_label(label, parse_math=False, fontsize=10 if "\n" not in label else 8)
     bar.outline.set_visible(False)
@@ -142,17 +147,19 @@ def add_colour_bar(axes: "Axes", drawn: Any, label: str) -> None:
 
 
 def set_title(axes: "Axes", *parts: str) -> None:
-    """Write the parts that are not empty, joined by commas, as the title of the axes."""
+    """Set the title of the axes to the non-empty texts in `parts`, joined by commas."""
     axes.set_title(", ".join(part for part in parts if part), fontsize=10, color=INK, parse_math=False)
 
 
 def put_legend_right(axes: "Axes", handles: Sequence[Any] | None = None, *, reverse: bool = False) -> None:
-    """Draw the legend of the axes to the right of them, from bottom to top with `reverse`."""
+    """Draw the legend to the right of the axes. With `reverse`, its entries are in the reverse order, from bottom to
+    top.
+    """
     options: dict[str, Any] = {"reverse": reverse} if handles is None else {"handles": handles}
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False, fontsize=8, **options)
 
 
 def without_upper_frame(axes: "Axes") -> None:
-    """Remove the lines at the top and on the right of the axes."""
+    """Remove the frame lines of the axes at the top and on the right."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)

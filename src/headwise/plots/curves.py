@@ -32,7 +32,9 @@ LINE_STYLES = ("-", "--")
 
 
 class Curve(NamedTuple):
-    """Line with a name: the positions of its points, the values there, and their standard errors, NaN where unknown."""
+    """Named line to draw: the positions of its points along x, the value at each, and the standard error of each value
+    (NaN where it is unknown).
+    """
 
     name: str
     x: Sequence[float]
@@ -41,12 +43,16 @@ class Curve(NamedTuple):
 
     @staticmethod
     def of(name: str, points: Sequence[tuple[float, Sequence[float]]]) -> "Curve":
-        """Return the line through points: the position of each, with the mean and standard error of its value first."""
+        """Return the line through some points. Each point is its position along x, and a sequence that starts with the
+        mean and the standard error of its value.
+        """
         return Curve(name, [x for x, _ in points], [each[0] for _, each in points], [each[1] for _, each in points])
 
 
 class Band(NamedTuple):
-    """Curve with a name and a range: positions, and the smallest, mean and largest value at each."""
+    """Named range of values to draw as a band: at each position along x the smallest, the mean and the largest
+    value.
+    """
 
     name: str
     x: Sequence[float]
@@ -65,8 +71,8 @@ def draw_curves(
     errors: float = 1.96,
     ax: Any = None,
 ) -> "Axes":
-    """Draw lines with error bars of `errors` standard errors to each side, and a band behind them. `x` and `y` are the
-    labels of the axes.
+    """Draw lines with error bars, and behind them a band for a range of values, if there is one. Bars extend `errors`
+    standard errors to each side. `x` and `y` are the labels of the axes.
     """
     length = standard_errors(errors)
     require_finite(y, [value for curve in curves for value in curve.values] + list(band.middle if band else ()))
@@ -93,10 +99,10 @@ def draw_received(
     title: str = "",
     ax: Any = None,
 ) -> "Axes":
-    """Draw the mean weight of the key at each position as a line for each head `(layer, head)`. Up to 8 heads have a
-    colour and a name each; more are coloured by layer. The y-axis is logarithmic, since an attention sink receives many
-    times what other keys receive; positions with a number of 0 or NaN are gaps. `words` label the positions, which are
-    numbered by default.
+    """Draw the attention that the key at each position receives (the mean weight over queries), as one line per head.
+    `received` maps heads `(layer, head)` to these numbers. Up to 8 heads have a colour and a name each; more are
+    coloured by layer. The y-axis is logarithmic, and has gaps where a number is 0 or NaN. `words` label the positions,
+    which are numbered by default.
     """
     require_finite("received", [value for line in received.values() for value in line])
     positions = max(len(line) for line in received.values())
@@ -129,7 +135,9 @@ def draw_received(
 
 
 def chosen_heads(received: Mapping[tuple[int, int], Sequence[float]], heads: Any) -> dict[Any, Sequence[float]]:
-    """Return the lines of the heads in `heads`, in their order, or of all heads if it is None."""
+    """Return the numbers to draw for the chosen heads `(layer, head)`, in the order of `heads`; those of all heads if
+    it is None.
+    """
     if heads is None:
         return dict(received)
     return {head: received[head] for head in require_heads(heads, received, "with received attention")}
@@ -154,7 +162,9 @@ NON_FINITE_COLOUR = "#b34700"
 
 
 class Line(NamedTuple):
-    """Values of one head `(layer, head)` by step; NaN in place of an infinite value."""
+    """Values of a statistic of one head `(layer, head)` in the steps of a training, NaN in place of an infinite
+    value.
+    """
 
     head: tuple[int, int]
     steps: list[int]
@@ -162,12 +172,12 @@ class Line(NamedTuple):
 
     @property
     def points(self) -> list[tuple[int, float]]:
-        """Steps with a finite value, with the value."""
+        """Pairs of a step and its value, for the steps in which the value is finite."""
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
 
     @property
     def change(self) -> float:
-        """Absolute difference of the last finite value and the first; 0 without two."""
+        """Absolute difference between the last and the first finite value; 0 if there are fewer than two."""
         points = self.points
         return abs(points[-1][1] - points[0][1]) if points else 0.0
 
@@ -180,10 +190,10 @@ def draw_history(
     heads: Sequence[tuple[int, int]] | None = None,
     ax: Any = None,
 ) -> "Axes":
-    """Draw a statistic of heads against the step, one line for each head in the colour of its layer, for the heads
-    `(layer, head)` in `heads` or for all. The heads that changed most from their first to their last value are named;
-    up to five lines are all named. A cross at the lower end marks each step in which a head has a NaN or infinite
-    value, and lines have gaps there.
+    """Draw a statistic of heads against the training step, as one line per head, coloured by layer. `heads` selects
+    heads `(layer, head)`; all are drawn by default. Up to five heads are named, those that changed most from their
+    first to their last value. Steps in which a head has a NaN or infinite value are marked by a cross at the lower end,
+    and leave gaps in the lines.
     """
     lines = [
         Line(head, steps, [value if math.isfinite(value) else math.nan for value in values])
@@ -242,7 +252,9 @@ def draw_history(
 
 
 def _draw_line(axes: "Axes", line: Line, colour: Any, *, is_named: bool, is_thin: bool) -> None:
-    """Draw one line, with points if a finite value has no finite neighbour, so that no line leads to it."""
+    """Draw the line of one head. Points are marked as well if a finite value stands between values that are not finite,
+    because no line would show it.
+    """
     style: dict[str, Any] = {"linewidth": 1.6 if is_named else 0.6 if is_thin else 1.0}
     style |= {"alpha": 1.0 if is_named or not is_thin else 0.5, "zorder": 3 if is_named else 2}
     finite = [False, *map(math.isfinite, line.values), False]
@@ -251,8 +263,8 @@ def _draw_line(axes: "Axes", line: Line, colour: Any, *, is_named: bool, is_thin
 
 
 def _write_names(axes: "Axes", named: Sequence[Line]) -> None:
-    """Write the names of lines to the right of the axes, each with a thin line to the last finite value, in the order
-    of these values and without overlap.
+    """Write the names of heads to the right of the axes, without overlap, in the order of the lines' last finite
+    values. A thin line connects each name with this value.
     """
     ends = sorted((line.points[-1][1], line.points[-1][0], line.head) for line in named if line.points)
     low, high = axes.get_ylim()

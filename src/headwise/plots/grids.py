@@ -45,9 +45,9 @@ def draw_heatmap(
     centred: bool = False,
     ax: Any = None,
 ) -> "Axes":
-    """Draw a heat map of one number per head `(layer, head)`, with layers down and heads across. Cells without a head
-    are grey; a head whose number is NaN or infinite is a grey cell with a cross. The colour bar has the text `label`,
-    by default the name of the numbers.
+    """Draw a heat map of one number per head `(layer, head)`, with a row for each layer and a column for each head
+    index. A cell without a head is grey; a head with a NaN or infinite number is a grey cell with a cross. `label` is
+    the text of the colour bar, by default the name of the statistic.
     """
     require_finite(statistic, list(values.values()))
     axes, row_of, heads = _axes_of_heads(values, ax)
@@ -74,8 +74,8 @@ def draw_similarity(
     centred: bool = False,
     ax: Any = None,
 ) -> "Axes":
-    """Draw the similarity of every two heads as a matrix, with ticks at the first head of each layer; `layers` has the
-    layer of each head. Pairs of heads that were not compared have the value NaN, and are grey.
+    """Draw a matrix with the similarity of every two heads. `layers` has the layer of each head; ticks are at the first
+    head of each layer. Pairs that were not compared have the value NaN, and are grey.
     """
     numbers = values.flatten().tolist()
     require_finite(measure, numbers)
@@ -99,7 +99,9 @@ def draw_similarity(
 def _axes_of_heads(
     places: Collection[tuple[int, int]], ax: Any, further_width: float = 0.0
 ) -> tuple["Axes", dict[int, int], int]:
-    """Return axes for a picture with a cell for each head, the row of each layer, and the number of columns."""
+    """Return axes for a picture with one cell per head. Return also the row of each layer, and the number of columns.
+    `places` are the heads `(layer, head)`.
+    """
     row_of = {layer: row for row, layer in enumerate(sorted({layer for layer, _ in places}))}
     heads = 1 + max(head for _, head in places)
     width, height = min(max(1.9 + 0.31 * heads, 3.8), 12.0), min(max(1.1 + 0.25 * len(row_of), 2.4), 10.0)
@@ -107,7 +109,9 @@ def _axes_of_heads(
 
 
 def _label_cells(axes: "Axes", layers: Collection[int], heads: int) -> None:
-    """Label the axes of a picture with layers down and heads across, and separate its cells."""
+    """Label the axes of a picture with one cell per head, where each row is a layer, and draw lines between the
+    cells.
+    """
     axes.set(xlabel="head", ylabel="layer")
     label_ticks(axes, "x", [str(head) for head in range(heads)])
     label_ticks(axes, "y", [str(layer) for layer in layers])
@@ -115,8 +119,8 @@ def _label_cells(axes: "Axes", layers: Collection[int], heads: int) -> None:
 
 
 def colour_scale(values: Iterable[float], centred: bool) -> dict[str, Any]:
-    """Return the colour map of numbers and its limits, as arguments of matplotlib: a sequential map from the smallest
-    to the largest number, or, with `centred` or negative numbers, a diverging map with 0 in the middle.
+    """Return the colour map for some numbers, with its limits, as arguments of matplotlib. It runs from the smallest to
+    the largest number. If `centred` is True or a number is negative, it is a diverging map with 0 in the middle.
     """
     shown = finite(values)
     if centred or min(shown) < 0:
@@ -126,8 +130,8 @@ def colour_scale(values: Iterable[float], centred: bool) -> dict[str, Any]:
 
 
 class RoleStyle(NamedTuple):
-    """Colour as `#rrggbb` and name of a matplotlib marker, such as "o", by which plots show a role of heads, and the
-    name of its colour in terminals.
+    """Style in which plots show the heads of a role (name for what heads attend to): a colour as `#rrggbb`, a
+    matplotlib marker such as "o", and the name of a similar colour for terminals.
     """
 
     colour: str
@@ -156,21 +160,24 @@ MOST_MARKERS = 450
 
 
 def role_style(role: str) -> RoleStyle:
-    """Return the colours and the marker of a role by the role's name; grey for an unknown name."""
+    """Return the colours and the marker for a role of heads, by the role's name. An unknown name has the colour
+    grey.
+    """
     return ROLE_STYLES.get(role, UNKNOWN_ROLE)
 
 
 def in_legend_order(roles: Iterable[str]) -> list[str]:
-    """Return the different names in `roles` in the order of legends: roles that headwise assigns, then other names in
-    alphabetical order.
+    """Return the different names in `roles` in the order of legends: first those that headwise assigns to heads, in a
+    fixed order, then other names in alphabetical order.
     """
     distinct = set(roles)
     return [role for role in ROLE_STYLES if role in distinct] + sorted(distinct - ROLE_STYLES.keys())
 
 
 def draw_role_grid(roles: Mapping[tuple[int, int], str], *, title: str = "", ax: Any = None) -> "Axes":
-    """Draw the role of every head `(layer, head)` as a coloured cell, with layers down and heads across. In models with
-    up to 450 heads, each cell also has the marker of its role. The legend has the number of heads of each role.
+    """Draw the role of every head `(layer, head)` as a coloured cell, with a row for each layer and a column for each
+    head index. With up to 450 heads, each cell also has the marker of its role. The legend states the number of heads
+    of each role.
     """
     require_finite("role", [0.0] * len(roles))
     axes, row_of, heads = _axes_of_heads(roles, ax, 1.2)
@@ -195,8 +202,8 @@ def draw_role_grid(roles: Mapping[tuple[int, int], str], *, title: str = "", ax:
 
 
 def draw_role_counts(roles: Mapping[tuple[int, int], str], *, title: str = "", ax: Any = None) -> "Axes":
-    """Draw one bar for each layer, stacked from the numbers of heads of each role; `roles` has the role of each head
-    `(layer, head)`. The legend has the number of heads of each role in the whole model.
+    """Draw one bar per layer, divided by role: each part shows the number of heads with this role. `roles` has the role
+    of each head `(layer, head)`. The legend states the number of heads of each role in the whole model.
     """
     require_finite("role", [0.0] * len(roles))
     layers = sorted({layer for layer, _ in roles})

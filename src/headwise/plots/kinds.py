@@ -31,15 +31,18 @@ UNITS_IN_LABELS = ("nats", "tokens")
 
 
 class Kind(NamedTuple):
-    """Kind of plot of a result: a function that draws it on the axes `ax`, and the names of the options that it has."""
+    """Kind of plot of a result, such as a heat map: a function that draws it on the axes `ax`, and the names of the
+    options that this function accepts.
+    """
 
     draw: Callable[..., "Axes"]
     options: tuple[str, ...]
 
 
 def plot_kind(kinds: Mapping[str, Kind], kind: Any, ax: Any, **options: Any) -> "Axes":
-    """Draw the plot that is called `kind` among the `kinds` of a result. Options of None have the default of the kind;
-    an option that the kind lacks is refused.
+    """Draw one kind of plot of a result. `kinds` has the available kinds by name, and `kind` is the name of one. An
+    option that is None has the default value of the kind. Raise `InputError` for an option that this kind does not
+    have.
     """
     chosen = kinds[require_name("kind", kind, kinds, OTHER_RESULTS)]
     given = {name: value for name, value in options.items() if value is not None}
@@ -52,8 +55,8 @@ def plot_kind(kinds: Mapping[str, Kind], kind: Any, ax: Any, **options: Any) -> 
 
 
 def require_name(argument: str, name: Any, names: Mapping[str, Any], remedies: Mapping[str, str] | None = None) -> str:
-    """Return `name` if it is among the keys of `names`; otherwise raise `InputError` with all of them, and with the
-    remedy for this name in `remedies`.
+    """Return `name` if it is a key of `names`. Otherwise raise `InputError`, which lists the keys and contains the
+    advice for this name in `remedies`, if there is any.
     """
     if not isinstance(name, str) or name not in names:
         remedy = (remedies or {}).get(name) if isinstance(name, str) else None
@@ -62,8 +65,9 @@ def require_name(argument: str, name: Any, names: Mapping[str, Any], remedies: M
 
 
 def require_heads(heads: Any, available: Container[tuple[int, int]], described: str) -> list[tuple[int, int]]:
-    """Return the heads `(layer, head)` of the option `heads` as a list; raise `InputError` if it is not a collection of
-    heads, or has one that is not among those that are available, which `described` describes in the message.
+    """Return the heads `(layer, head)` in the option `heads` as a list. Raise `InputError` if it is not a collection of
+    heads, or if a head is not among those that are `available`. `described` describes the available heads in the
+    message.
     """
     of = "a collection of (layer, head)"
     pairs = [head_pair("heads", head, of=of) for head in collection_of("heads", heads, of="heads (layer, head)")]
@@ -75,7 +79,7 @@ def require_heads(heads: Any, available: Container[tuple[int, int]], described: 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadNumbers:
-    """Statistics of the heads of a model, for plots.
+    """Statistics and roles of the heads of one model, in the form that plot functions need.
 
     Attributes:
         heads: each head's `(layer, head)`, zero-based.
@@ -102,7 +106,9 @@ class HeadNumbers:
 
     @classmethod
     def of_columns(cls, columns: Any, **further: Any) -> "HeadNumbers":
-        """Return the numbers in the columns of a page (`page.columns.Columns`), with further attributes."""
+        """Convert `columns`, the statistics of heads in the form for HTML pages, to the form for plots. `further` sets
+        other attributes of the returned object.
+        """
         statistics, (means, errors, _) = columns.statistics, columns.estimates
         names = [each.name for each in statistics]
         return cls(
@@ -117,8 +123,8 @@ class HeadNumbers:
         )
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the kinds of plots of these heads by name: "heatmap", "ranking", "scatter" and, if roles were
-        measured, "roles" and "role_counts".
+        """Return the kinds of plots that can be drawn of these heads, by name: "heatmap", "ranking", "scatter" and, if
+        roles were measured, "roles" and "role_counts".
         """
         kinds = {
             "heatmap": Kind(self._draw_heatmap, ("statistic",)),
@@ -132,15 +138,17 @@ class HeadNumbers:
         return kinds
 
     def axis(self, statistic: str) -> PlottedNumbers:
-        """Return the numbers of one statistic with their standard errors, and a label with the unit and the meaning."""
+        """Return the numbers of one statistic for all heads, with their standard errors. The axis label has the
+        statistic's name, unit and meaning.
+        """
         unit = self.units.get(statistic, "")
         unit = unit if unit in UNITS_IN_LABELS else ""
         label = axis_label(statistic + self.label_suffix, unit, self.meanings.get(statistic, ""))
         return PlottedNumbers(statistic, self.values[statistic], self.sems.get(statistic, ()), label)
 
     def chosen(self, statistic: Any) -> str:
-        """Return the name of the statistic to draw, the default one if `statistic` is None; refuse one that the heads
-        lack.
+        """Return the name of the statistic to draw: `statistic`, or the default one if it is None. Raise `InputError`
+        if the heads do not have it.
         """
         if not self.heads or not self.values:
             raise InputError("heads", expected="at least one head to plot", got="none")
@@ -167,7 +175,7 @@ class HeadNumbers:
         return self.draw_pairs(self.axis(require_name("against", against, self.values)), self.axis(name), **options)
 
     def draw_pairs(self, x: PlottedNumbers, y: PlottedNumbers, **options: Any) -> "Axes":
-        """Draw one point per head with the numbers `x` and `y`, and return the axes. `options` are further arguments of
-        `draw_scatter`.
+        """Draw a scatter plot with one point per head, at the numbers `x` and `y` of the head, and return the axes.
+        `options` are further arguments of `draw_scatter`.
         """
         return draw_scatter(x, y, heads=self.heads, roles=self.roles, title=self.title, **options)

@@ -15,7 +15,7 @@ DPI = 110
 
 
 class NotebookFigure(Figure):
-    """Figure that notebooks display as a picture."""
+    """Matplotlib figure that notebooks display as a PNG picture, without pyplot."""
 
     def _repr_png_(self) -> bytes:
         """Return the figure as a PNG picture, for notebooks."""
@@ -25,7 +25,7 @@ class NotebookFigure(Figure):
 
 
 class NotebookAxes(Axes):
-    """Axes that notebooks display as the picture of their figure."""
+    """Matplotlib axes that notebooks display as a PNG picture of their figure, without pyplot."""
 
     def _repr_png_(self) -> bytes:
         """Return the figure of the axes as a PNG picture, for notebooks."""
@@ -35,6 +35,8 @@ class NotebookAxes(Axes):
 
 
 def new_axes(width: float, height: float) -> Axes:
-    """Return the axes of a new figure of `width` by `height` inches, of which pyplot has no record."""
+    """Return the axes of a new figure of `width` by `height` inches. Pyplot does not register the figure, and so does
+    not keep it in memory.
+    """
     figure = NotebookFigure(figsize=(width, height), layout="constrained")
     return figure.add_subplot(axes_class=NotebookAxes)

@@ -36,7 +36,7 @@ NAMES_PER_LINE = 5
 
 @dataclass(frozen=True)
 class PlottedNumbers:
-    """Numbers along one axis of a plot.
+    """Numbers of all heads along one axis of a plot, with their standard errors and the label of the axis.
 
     Attributes:
         statistic: name of the numbers.
@@ -51,22 +51,24 @@ class PlottedNumbers:
     label: str | None = None
 
     def bars(self, errors: float) -> list[float]:
-        """Return half the length of each error bar, `errors` standard errors; 0 where there is no standard error, and
-        an empty list if there are no standard errors at all.
+        """Return half the length of each error bar: `errors` times the number's standard error, or 0 where this is
+        unknown. Return an empty list if no standard error is known.
         """
         bars = [errors * sem if math.isfinite(sem) else 0.0 for sem in self.sems]
         return bars if any(bars) else []
 
     def axis_label(self, errors: float) -> str:
-        """Return the label of the axis, with the length of error bars of `errors` standard errors if there are any."""
+        """Return the label of the axis. If there are error bars, it also states their length, `errors` standard
+        errors.
+        """
         label = self.label or self.statistic
         unit = "standard error" if errors == 1 else "standard errors"
         return f"{label}\nbars: ±{errors:g} {unit}" if self.bars(errors) else label
 
 
 def standard_errors(errors: Any) -> float:
-    """Return the length of error bars, in standard errors, as a float; raise `InputError` unless it is a finite number
-    of 0 or more.
+    """Return the option `errors`, the length of error bars in standard errors, as a float. Raise `InputError` unless it
+    is a finite number of 0 or more.
     """
     number = finite_number("errors", errors)
     if number < 0:
@@ -87,9 +89,10 @@ def draw_scatter(
     with_diagonal: bool = False,
     ax: Any = None,
 ) -> "Axes":
-    """Draw one point per head `(layer, head)` in `heads`, with error bars of `errors` standard errors. Points are
-    coloured and marked by role, or coloured by layer without roles. Heads with a NaN or infinite number are left out.
-    The `top` heads with the largest absolute number in `named_by`, by default `y`, are named.
+    """Draw one point for each head `(layer, head)`, at its numbers `x` and `y`, with error bars of `errors` standard
+    errors. Points are coloured and marked by role, or coloured by layer if there are no roles. Heads with a NaN or
+    infinite number are left out. Names are written at the `top` heads with the largest absolute number in `named_by`
+    (by default `y`).
     """
     errors, top = standard_errors(errors), whole_number("top", top, least=0)
     pairs = [a + b for a, b in zip(x.values, y.values, strict=True)]
@@ -140,8 +143,8 @@ def draw_ranking(
     ax: Any = None,
 ) -> "Axes":
     """Draw one number per head in descending order, with error bars of `errors` standard errors. Heads with a NaN or
-    infinite number are left out, and counted in the title. Up to 40 heads are all named along the x-axis; of more, the
-    first `top` are listed. `noun` names what is ranked in the singular.
+    infinite number are left out, and counted in the title. Up to 40 heads are named along the x-axis. If there are
+    more, only the first `top` are named, in a list. `noun` is the singular of what is ranked, by default "head".
     """
     errors, top = standard_errors(errors), whole_number("top", top, least=0)
     require_finite(numbers.statistic, numbers.values)

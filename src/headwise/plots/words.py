@@ -35,7 +35,8 @@ PANEL_WIDTH = 2.7
 
 
 class ViewedHead(NamedTuple):
-    """Strongest attention of one head between the words of a text, or from those of one text to those of another.
+    """Strongest attention weights of one head between words, for plots. The words are those of one text or, in
+    cross-attention, of two.
 
     Attributes:
         title: title of plots of the head, such as its name and role.
@@ -63,10 +64,10 @@ def draw_pattern(
     title: str = "",
     ax: Any = None,
 ) -> "Axes":
-    """Draw the attention weights of one head as a matrix, with the words `queries` down and `keys`, by default the same
-    words, across. In a matrix smaller than the numbers of words, rows and columns are groups of consecutive words of
-    nearly equal size, labelled by their first words; a weight is a mean over the words of a row of sums over those of a
-    column.
+    """Draw the attention weights of one head as a matrix, with a row for each query word and a column for each key
+    word. `keys` are the same words as `queries` by default. If the matrix has fewer rows or columns than there are
+    words, each stands for a group of consecutive words, labelled by the first one. A weight is then summed over the
+    keys of its group, and averaged over the queries.
     """
     rows, columns = weights.shape
     keys = queries if keys is None else keys
@@ -87,17 +88,18 @@ def draw_pattern(
 
 
 def group_labels(words: Sequence[str], groups: int) -> list[str]:
-    """Return a label for each of `groups` groups of consecutive words of nearly equal size: its first word, shortened
-    to 18 characters.
+    """Divide words into `groups` groups of consecutive words, of nearly equal size. Return a label for each group: its
+    first word, shortened to 18 characters.
     """
     first_words = [words[-(-group * len(words) // groups)] for group in range(groups)]
     return [word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 1]}…" for word in first_words]
 
 
 def draw_word_lines(heads: Sequence[ViewedHead], *, ax: Any = None) -> "Axes":
-    """Draw a panel for each head, next to each other on the same axes: its words in two columns, as queries on the left
-    and as keys on the right, with lines from each word to the words that it attends to most, in the colour of the
-    head's role. Width and opacity of a line show the weight; weights below 0.03 are not drawn. Special tokens are grey.
+    """Draw the strongest attention weights of each head as lines between words, in one panel per head. A panel has the
+    words in two columns, queries on the left and keys on the right. Lines lead from each word to the words to which it
+    attends most, in the colour of the head's role. Wider and more opaque lines are larger weights; weights below 0.03
+    are not drawn. Special tokens are grey.
     """
     if not heads:
         raise InputError("heads", expected="at least one head to plot", got="none")

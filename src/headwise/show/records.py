@@ -21,9 +21,9 @@ LINKS = 6
 
 @dataclass(frozen=True)
 class Records:
-    """A result as rows of columns, with a description. Rows of a table have the columns of its Parquet file: those that
-    identify the row, then the mean, standard error (`_sem`), sample size (`_n`) and degrees of freedom (`_df`) of each
-    statistic.
+    """A result as rows, one dictionary per row, and metadata, for output as JSON or CSV. If the result is a table, the
+    rows have the columns of its Parquet file: those that identify the row, and for each statistic the mean, standard
+    error (`_sem`), sample size (`_n`) and degrees of freedom (`_df`).
 
     Attributes:
         rows: one mapping from column names to values per row; all rows have the same columns.
@@ -35,8 +35,8 @@ class Records:
 
 
 def study_records(study: Study) -> Records:
-    """Return the rows of a study with a column `frontier`, True for settings on the Pareto frontier; the recommendation
-    is among the metadata.
+    """Return the results of a study (comparison of numbers of heads by training small models), one row per head
+    setting. The column `frontier` is True for settings on the Pareto frontier. The metadata has the recommendation.
     """
     frontier = study.frontier
     rows = [
@@ -48,17 +48,17 @@ def study_records(study: Study) -> Records:
 
 
 def comparison_records(comparison: Comparison, statistics: Sequence[str]) -> Records:
-    """Return one row per head and statistic of a comparison, largest difference first; only the named statistics, or
-    all of them if none is named.
+    """Return the differences between two compared profiles, one row per head and statistic, the largest in standard
+    errors first. `statistics` names those to include; all are included if it is empty.
     """
     rows = [comparison.record(difference) for difference in comparison.largest(statistics)]
     return Records(rows, {"a": comparison.a.metadata, "b": comparison.b.metadata})
 
 
 def view_records(seen: View | ViewSet, foci: Sequence[Focus] = ()) -> Records:
-    """Return one row per head of a view, with texts and foci among the metadata. Rows of one text have the mean of
-    every statistic, and the strongest links with their positions among all words from 1; rows of several texts have
-    estimates. Very long words of the texts are cut.
+    """Return one row per head of a view, with the texts and the results of `find` in the metadata. For a view of one
+    text, rows have the value of every statistic and the strongest links between words, whose positions are counted from
+    1. For several texts, rows have means with standard errors. Very long words of the texts are shortened.
     """
     texts = [
         {
@@ -99,13 +99,13 @@ def view_records(seen: View | ViewSet, foci: Sequence[Focus] = ()) -> Records:
 
 
 def cut(word: str) -> str:
-    """Return a word, of which the middle is left out if it is very long."""
+    """Return a word. If it has more than 300 characters, an ellipsis replaces its middle."""
     return word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD // 2]}…{word[-LONGEST_WORD // 2 :]}"
 
 
 def write_json(records: Records, stream: TextIO) -> None:
-    """Write an object with the keys `metadata` and `rows` as JSON to a stream, followed by a line break. NaN and
-    infinite numbers become null.
+    """Write a result to a stream as a JSON object with the keys `metadata` and `rows`, followed by a line break. NaN
+    and infinite numbers become null.
     """
     value = {"metadata": _finite(records.metadata), "rows": _finite(records.rows)}
     json.dump(value, stream, indent=1, allow_nan=False)
@@ -113,8 +113,8 @@ def write_json(records: Records, stream: TextIO) -> None:
 
 
 def write_csv(records: Records, stream: TextIO) -> None:
-    """Write the rows as CSV to a stream, below a line with the names of the columns. Values that are not known (NaN and
-    None) become empty, and lists become JSON.
+    """Write the rows of a result to a stream as CSV. The first line has the names of the columns. Unknown values (NaN
+    and None) become empty, and lists become JSON.
     """
     writer = csv.writer(stream, lineterminator="\n")
     columns = list(records.rows[0]) if records.rows else []
@@ -123,7 +123,9 @@ def write_csv(records: Records, stream: TextIO) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Return a JSON-compatible value with None in place of every NaN and infinite number in it."""
+    """Convert a value to a JSON-compatible one, also inside of mappings and lists. NaN and infinite numbers become
+    None.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -134,7 +136,7 @@ def _finite(value: Any) -> Any:
 
 
 def _cell(value: Any) -> Any:
-    """Return the cell of a CSV file for a value."""
+    """Convert a value to a cell of a CSV file: lists become JSON, and NaN and None an empty cell."""
     if isinstance(value, list):
         return json.dumps(_finite(value))
     is_nan = isinstance(value, float) and math.isnan(value)

@@ -47,8 +47,8 @@ from headwise.wording import counted, number, quotient
 
 @singledispatch
 def print_result(table: Table[Any], console: Console, top: int) -> None:
-    """Print a table: the `top` rows with the largest mean of the first statistic. A class of tables has a function of
-    its own where it has more to show.
+    """Print the result of an analysis: the `top` rows of its table with the largest mean of the table's first
+    statistic. Functions that are registered for classes of tables replace this one where there is more to print.
     """
     print_title(console, run_title(table))
     print_scores(table, console, table.statistics[0], top)
@@ -57,9 +57,9 @@ def print_result(table: Table[Any], console: Console, top: int) -> None:
 def print_scores(
     table: Table[Any], console: Console, statistic: str, top: int, *, no_effect: float | None = None
 ) -> None:
-    """Print the `top` rows of a table with the largest mean of `statistic` (NaN last), or those whose mean is farthest
-    from `no_effect`: mean and standard error of every statistic, the distance of the mean of `statistic` from zero or
-    from `no_effect` in standard errors, and the table's further summaries and tests.
+    """Print the `top` rows of a table with the largest mean of `statistic` (NaN last). If `no_effect` is given, print
+    those whose mean is farthest from it. Columns are the mean and standard error of every statistic, and the table's
+    summaries and tests. One more column is the distance of `statistic` from 0, or from `no_effect`, in standard errors.
     """
     summaries, tests = table.summaries(), table.tests()
 
@@ -87,8 +87,8 @@ def print_scores(
 
 @print_result.register
 def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int) -> None:
-    """Print the `top` removals that increase the loss most, and how many increase or decrease it significantly, unless
-    the loss is a distance, which cannot be negative.
+    """Print the `top` heads or sets of heads without which the loss rises most. Print also in how many cases the loss
+    rises or falls significantly, unless the loss is a distance from the unchanged model, which cannot fall.
     """
     metadata: Any = ablation.metadata
     print_title(console, run_title(ablation))
@@ -121,7 +121,9 @@ def print_importance(importance: Importance, console: Console, top: int) -> None
 
 @print_result.register
 def print_in_context(scores: InContextScores, console: Console, top: int) -> None:
-    """Print the in-context learning score of a model, and the `top` heads without which it rises most."""
+    """Print the in-context learning score of a model, and the `top` heads without which it rises most. The score is the
+    model's loss late in the context minus its loss early in it.
+    """
     settings: Any = scores.metadata["settings"]
     print_title(console, run_title(scores))
     window = "" if settings["window"] == 1 else f", means over the {settings['window']} tokens up to each"
@@ -135,7 +137,9 @@ def print_in_context(scores: InContextScores, console: Console, top: int) -> Non
 
 @print_result.register
 def print_patching(table: Patching, console: Console, top: int, *, title: str) -> None:
-    """Print the `top` heads with the largest effect of patching, and the logit differences without patches."""
+    """Print the `top` heads with the largest effect of patching, which replaces a head's output by its output on
+    another prompt. Print also the logit differences of the answers without patching, on clean and on corrupted prompts.
+    """
     measured: Any = table.metadata["measured"]
     print_title(console, f"{title}: {counted(measured['sequences'], 'prompt pair')}")
     clean, corrupted = (number(measured[name]) for name in ("clean", "corrupted"))
@@ -148,7 +152,9 @@ def print_patching(table: Patching, console: Console, top: int, *, title: str) -
 
 @print_result.register
 def print_curve(curve: PruningCurve, console: Console) -> None:
-    """Print the loss without each number of heads, one column for each order, and the range of the random orders."""
+    """Print a pruning curve as a table with one row per number of removed heads. It has the loss for each order of
+    removal in a column, and the range of the loss over the random orders.
+    """
     print_title(console, run_title(curve))
     console.print(f"loss of the unchanged model: {curve.baseline.text()}")
     names = list(dict.fromkeys(row.order for row in curve.rows if row.order != RANDOM))
@@ -167,7 +173,9 @@ def print_curve(curve: PruningCurve, console: Console) -> None:
 
 @print_result.register
 def print_retrieval(table: Retrieval, console: Console, top: int) -> None:
-    """Print the `top` heads with the largest retrieval scores, and the number of heads whose score is above 0.1."""
+    """Print the `top` heads with the largest retrieval scores, and the number of heads whose score is significantly
+    above 0.1. The score is the share of copied answer tokens to which the head attends most when the model writes them.
+    """
     measured: Any = table.metadata["measured"]
     texts = (
         f"{measured['sequences']} of {counted(measured['texts'], 'text')} with {counted(measured['needles'], 'needle')}"
@@ -181,7 +189,9 @@ def print_retrieval(table: Retrieval, console: Console, top: int) -> None:
 
 @print_result.register
 def print_sinks(table: SinkRate, console: Console, top: int) -> None:
-    """Print the `top` heads with the largest sink rates, and the rate of the model."""
+    """Print the `top` heads with the largest sink rates, and the rate of the model. The sink rate of a head is the
+    share of sequences in which its mean attention on the first token exceeds a threshold.
+    """
     measured: Any = table.metadata["measured"]
     settings: Any = table.metadata["settings"]
     sequences = counted(measured["sequences"], "sequence")
@@ -194,7 +204,9 @@ def print_sinks(table: SinkRate, console: Console, top: int) -> None:
 
 @print_result.register
 def print_name_movers(table: NameMovers, console: Console, top: int) -> None:
-    """Print the `top` heads with the largest direct effects on the logits, and the heads that pass the tests."""
+    """Print the `top` heads with the largest direct effects on the difference of two answers' logits. Print also the
+    heads that pass the tests for name movers and for negative name movers.
+    """
     measured: Any = table.metadata["measured"]
     logit = MeanEstimate(**measured["logit"]).text("z.3f")
     prompts, solved = counted(measured["sequences"], "prompt"), f"positive in {measured['solved']:.0%}"
@@ -210,8 +222,9 @@ def print_name_movers(table: NameMovers, console: Console, top: int) -> None:
 
 @print_result.register
 def print_dependencies(table: DependencyAccuracy, console: Console, top: int) -> None:
-    """Print the `top` heads with the largest gain over the best fixed offset, each in the relation that was selected
-    for it, and the number of heads with a gain.
+    """Print how well heads attend from words to their syntactic governors or dependents. Each of the `top` heads is
+    shown in the relation that was selected for it, with its gain in accuracy over the best fixed offset. Print also the
+    number of heads with a significant gain.
     """
     measured, best = table.metadata["measured"], table.best()
     sentences, pairs = counted(measured["sequences"], "sentence"), counted(measured["pairs"], "pair")
@@ -242,8 +255,10 @@ def print_dependencies(table: DependencyAccuracy, console: Console, top: int) ->
 
 @print_result.register
 def print_norm_weighted(table: NormWeighted, console: Console, top: int, *, statistic: str) -> None:
-    """Print the `top` heads in which norms move the largest share of attention to other keys, with one statistic of
-    norms, and the numbers of heads whose preference and change differ from zero.
+    """Print how norm-weighted attention differs from attention weights: weights are multiplied by the norms of the
+    projected value vectors. The `top` heads are those in which this moves the largest share of attention to other keys.
+    `statistic` is shown by norms, with its change. Print also how many heads have a preference for long vectors, or a
+    change, that differs significantly from 0.
     """
     print_title(console, run_title(table, head=len(table.rows)))
     change = statistic + CHANGE_SUFFIX
@@ -255,8 +270,9 @@ def print_norm_weighted(table: NormWeighted, console: Console, top: int, *, stat
 
 @print_result.register
 def print_rollout(table: Rollout, console: Console, top: int, *, statistic: str) -> None:
-    """Print the rollout of each layer, the `top` heads in which a statistic differs most from that of their own
-    attention, and the numbers of heads in which it differs from zero.
+    """Print the attention rollout (attention multiplied over layers) of each layer. Then print the `top` heads whose
+    value of `statistic` changes most from their own attention to the rollout, and the numbers of heads with a
+    significant change.
     """
     print_title(console, run_title(table, head=len(table.rows)))
     names = table.layers.statistics
@@ -273,13 +289,15 @@ def print_rollout(table: Rollout, console: Console, top: int, *, statistic: str)
 def _print_means(
     table: HeadTable[Any], console: Console, columns: Sequence[str], order: str, top: int, form: str = "z.4f"
 ) -> None:
-    """Print some columns of the `top` heads with the largest absolute values of the column `order`."""
+    """Print the columns `columns` for the `top` heads with the largest absolute values in the column `order`."""
     rows = descending(table.rows, lambda row: abs(row.statistics[order].value))
     print_table(console, ("", *columns), ([row.name, *means(row, columns, form)] for row in rows), top=top)
 
 
 def _print_found(table: HeadTable[Any], console: Console, name: str) -> None:
-    """Print how many heads differ from zero in a column, by sign, at a false discovery rate of 5 %."""
+    """Print in how many heads a column is significantly above 0, and in how many below, at a false discovery rate of 5
+    %.
+    """
     if name in table.statistics:
         above, below = signs(significant(table, name))
         console.print(f"\n{name}: {above} of {len(table.rows)} heads above 0, {below} below, {AT_RATE}")
@@ -287,8 +305,8 @@ def _print_found(table: HeadTable[Any], console: Console, name: str) -> None:
 
 @print_result.register
 def print_positions(curves: PositionCurves, console: Console, top: int, *, statistic: str) -> None:
-    """Print a statistic in each bin of positions for the `top` heads with the steepest slopes, and the slopes with
-    their adjusted p-values.
+    """Print a statistic by the position of the query, in bins of positions, for the `top` heads with the steepest
+    slopes on the logarithm of the position. Print also the slopes with their adjusted p-values.
     """
     name = statistic + SLOPE_SUFFIX
     slopes = {row.name: row.statistics[name] for row in curves.slopes.rows if name in row.statistics}
@@ -315,7 +333,9 @@ def print_positions(curves: PositionCurves, console: Console, top: int, *, stati
 
 @print_result.register
 def print_distances(distances: AttentionDistances, console: Console, top: int) -> None:
-    """Print the `top` heads with the longest distances within which they put the largest share of their attention."""
+    """Print the distances in tokens within which heads put given shares of their attention, such as 90 %. The `top`
+    heads are those with the longest distance for the largest share.
+    """
     names = distances.statistics
     last = [name for name in names if not name.endswith(WITH_FIRST)][-1]
     print_title(console, run_title(distances, head=len(distances.rows)))
@@ -327,8 +347,9 @@ def print_distances(distances: AttentionDistances, console: Console, top: int) -
 def print_circuits(
     scores: CircuitScores, console: Console, top: int, *, composition: Composition | None, kind: str
 ) -> None:
-    """Print the `top` heads with the largest first score, and the `top` pairs of heads with the largest composition
-    scores of a kind.
+    """Print scores of heads from the weights of a model: the `top` heads with the largest first score, and the `top`
+    pairs of heads with the largest composition scores. `kind` names the kind of composition, such as "k". Without
+    `composition`, pairs are not printed.
     """
     print_title(console, f"{scores.model_name}: {len(scores.rows)} heads")
     names = scores.statistics
@@ -348,9 +369,9 @@ def print_circuits(
 
 @print_result.register
 def print_profile(profile: Profile, console: Console) -> None:
-    """Print the heads of a profile, one group per role. Each head is followed by the mean of the statistic that decides
-    its role, on the data or on repeated random tokens, whichever is larger; the largest is first. Heads of the mixed
-    role have no number.
+    """Print the heads of a profile in groups by role (name for what a head attends to). Each head is followed by the
+    mean of the statistic that decides its role: on the data or on repeated random tokens, whichever is larger. In a
+    group, the largest mean comes first. Heads of the mixed role have no number.
     """
     print_title(console, run_title(profile, head=len(profile.heads)))
     heads_by_role = profile.roles()
@@ -368,8 +389,8 @@ def print_profile(profile: Profile, console: Console) -> None:
 
 
 def print_comparison(comparison: Comparison, console: Console, statistics: Collection[str], top: int) -> None:
-    """Print the `top` largest differences between two profiles in standard errors, of the named statistics or of all,
-    and the heads whose role differs.
+    """Print the `top` largest differences between two profiles, in standard errors, and the heads whose role differs.
+    `statistics` names the statistics to compare; all are compared if it is empty.
     """
     for letter, profile in (("A", comparison.a), ("B", comparison.b)):
         console.print(
@@ -396,5 +417,7 @@ def print_comparison(comparison: Comparison, console: Console, statistics: Colle
 
 
 def _role_text(one: ProfiledHead, other: ProfiledHead) -> str:
-    """Return the role of a head in two profiles as text: the role, or `A → B` if the profiles differ."""
+    """Return the role of a head in two compared profiles as text: one role, or `A → B` if it differs between the
+    profiles.
+    """
     return one.role if one.role == other.role else f"{one.role} → {other.role}"

@@ -15,21 +15,27 @@ from headwise.wording import counted
 
 
 def print_smaller(described: str, sizes: Mapping[str, int], console: Console) -> None:
-    """Print the description of a smaller model, and the number of parameters before and after."""
+    """Print `described`, the description of a smaller model, and the numbers of parameters before and after the model
+    was made smaller.
+    """
     before, after = sizes["parameters_before"], sizes["parameters_after"]
     parameters = f"parameters: {before:,} before, {after:,} after ({after / before:.1%})"
     console.print(Text(f"{described}\n{parameters}"), soft_wrap=True)
 
 
 def plan_records(plan: PruningPlan, metadata: Mapping[str, Any]) -> Records:
-    """Return one row per attention module of a plan, with the rest of the plan among the metadata."""
+    """Return a pruning plan as rows, one per attention module, with the heads that remain. The metadata has the plan's
+    other settings, in addition to `metadata`.
+    """
     rows = [{**asdict(each), "kept": list(each.kept), "kept_kv_heads": each.kept_kv_heads} for each in plan.modules]
     described = {name: getattr(plan, name) for name in ("constraint", "keep", "scores", "rounds", "loader")}
     return Records(rows, {**metadata, "plan": described})
 
 
 def print_recipe(report: RecipeResult, console: Console) -> None:
-    """Print one line per step of a compression: parameters, held-out loss, and its difference from the dense loss."""
+    """Print one line for each step of a model compression: the number of parameters, the loss on held-out text, and its
+    difference from the loss of the dense model.
+    """
     print_title(console, f"{report.model}: {report.loss} on {counted(report.documents, 'held-out document')}")
     loads = "plain transformers loads" if report.loader == "transformers" else "only headwise.load loads"
     console.print(f"{loads} the smaller model, whose outputs are equal after loading")
@@ -43,7 +49,9 @@ def print_recipe(report: RecipeResult, console: Console) -> None:
 
 
 def recipe_records(report: RecipeResult) -> Records:
-    """Return one row per step of a compression, with the rest of the report as metadata."""
+    """Return the result of a model compression as one row per step, with model, loss and number of documents in the
+    metadata.
+    """
     metadata = {
         "model": {"name": report.model},
         "loader": report.loader,

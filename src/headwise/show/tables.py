@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 def plain_table(*columns: str, left: Collection[str] = (), gap: int = 1) -> RichTable:
-    """Return an empty table without lines, whose cells are aligned on the right, except in the columns `left`, and
-    have `gap` blanks around them.
+    """Return an empty rich table without lines. Cells are aligned on the right, except in the columns named in `left`.
+    `gap` is the number of blanks on each side of a cell.
     """
     table = RichTable(box=None, pad_edge=False, padding=(0, gap), header_style="dim")
     for column in columns:
@@ -36,7 +36,9 @@ def print_table(
     top: int | None = None,
     left: Collection[str] = (),
 ) -> None:
-    """Print rows of cells below an empty line, all of them or the first `top` ones and the number of the others."""
+    """Print a table below an empty line: all `rows`, or only the first `top` ones followed by the number of the
+    others.
+    """
     table, rows = plain_table(*columns, left=left), list(rows)
     for cells in rows[:top]:
         table.add_row(*cells)
@@ -47,13 +49,14 @@ def print_table(
 
 
 def print_title(console: Console, title: str) -> None:
-    """Print the first line of a result."""
+    """Print the title of a result, its first line, in bold."""
     console.print(Text(title, style="bold"), soft_wrap=True)
 
 
 def run_title(table: Table[Any], **counts: int) -> str:
-    """Return one line with the name of a table's model, how its weights were quantised, the data source, and numbers:
-    sequences, tokens, and further things by the noun for one of them.
+    """Return a title for a table in one line: the name of the model, how its weights were quantised, the data source,
+    and the numbers of sequences and tokens. `counts` has further numbers by the singular of what is counted, such as
+    `head=144`.
     """
     metadata: Any = table.metadata
     measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")
@@ -65,7 +68,7 @@ def run_title(table: Table[Any], **counts: int) -> str:
 
 
 def descending(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
-    """Return items in descending order of a number, NaN last."""
+    """Return `items` in descending order of the number that `value` returns for each. Items with NaN come last."""
 
     def key(item: T) -> float:
         number = value(item)
@@ -75,12 +78,14 @@ def descending(items: Iterable[T], value: Callable[[T], float]) -> list[T]:
 
 
 def means(row: Row, names: Iterable[str], form: str = "z.4f") -> list[str]:
-    """Return the means of statistics of a row with their standard errors, as cells."""
+    """Return cells of a printed table: the means of the statistics `names` in one row, each with its standard error."""
     return [row.statistics[name].text(form) for name in names]
 
 
 def significant(table: Table[Any], statistic: str) -> list[float]:
-    """Return the means of a statistic in the rows in which a test found an effect, at a false discovery rate of 5 %."""
+    """Return the means of a statistic in some rows of a table: those in which a test found an effect, at a false
+    discovery rate of 5 %.
+    """
     q = table.tests()[f"{statistic}_q"]
     return [
         row.statistics[statistic].value for row, rate in zip(table.rows, q, strict=True) if rate <= FALSE_DISCOVERY_RATE
@@ -88,6 +93,6 @@ def significant(table: Table[Any], statistic: str) -> list[float]:
 
 
 def signs(values: Iterable[float]) -> tuple[int, int]:
-    """Return how many numbers are above 0, and how many below."""
+    """Return how many of the numbers are above 0, and how many are below 0."""
     values = list(values)
     return sum(value > 0 for value in values), sum(value < 0 for value in values)

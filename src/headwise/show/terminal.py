@@ -36,19 +36,21 @@ SHADES = " ·░▒▓█"
 
 
 def make_console() -> Console:
-    """Return a rich console on standard output, 140 columns wide if that is not a terminal, so that tables fit."""
+    """Return a rich console that prints to standard output. If that is not a terminal, the console is 140 columns wide,
+    so that tables fit.
+    """
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def bold_colour(role: Role) -> str:
-    """Return the style of the name of a role, and of the names of its heads."""
+    """Return the rich style, bold and in the role's colour, for the name of a role and the names of its heads."""
     return f"bold {role_style(role.name).terminal}"
 
 
 def print_view(view: View, console: Console, *, detail: bool = False) -> None:
-    """Print a view of one text: the text, then one table for each role with one line per head. With `detail`, also
-    print for every head the keys that each word attends to most.
+    """Print the attention of all heads on one text: the text, then a table for each role (name for what heads attend
+    to) with one line per head. With `detail`, also print for every head the keys to which each word attends most.
     """
     console.print(Text(_one_line(view.text), style="bold"))
     cut = " (the text was cut there)" if view.truncated else ""
@@ -66,7 +68,9 @@ def print_view(view: View, console: Console, *, detail: bool = False) -> None:
 
 
 def print_views(views: ViewSet, console: Console) -> None:
-    """Print the views of several texts: for each role one table with the means over texts of the heads' statistics."""
+    """Print the attention of all heads on several texts: for each role a table with one line per head, which has the
+    means of statistics over the texts.
+    """
     heads = views[0].heads
     console.print(Text(f"{views.title}, {counted(len(views), 'text')}, {counted(len(heads), 'head')}", style="bold"))
     roles = [views.role(index) for index in range(len(heads))]
@@ -87,8 +91,8 @@ def print_views(views: ViewSet, console: Console) -> None:
 
 
 def print_foci(foci: Sequence[Focus], console: Console) -> None:
-    """Print for each focus the heads with the largest excess over uniform attention, the verdict, and what the first of
-    these heads attends to more.
+    """Print results of `find`. For each set of words, print the heads with the largest excess of attention on them over
+    uniform attention, and the verdict. Add what the first of these heads attends to even more, if there is something.
     """
     for focus in foci:
         console.print()
@@ -104,8 +108,8 @@ def print_foci(foci: Sequence[Focus], console: Console) -> None:
 
 
 def link_texts(view: View, head: HeadView) -> list[str]:
-    """Return up to three of a head's strongest links as texts: `tea → coffee 0.14`, or `coffee ↔ tea 0.32/0.17` with
-    both weights if each word attends most to the other, with more than under uniform attention.
+    """Return up to three of a head's strongest links between words as texts, such as `tea → coffee 0.14`. If two words
+    attend most to each other, more than under uniform attention, the text has both weights: `coffee ↔ tea 0.32/0.17`.
     """
     texts = []
     for link in view.strongest_links(head, LINKS):
@@ -119,7 +123,7 @@ def link_texts(view: View, head: HeadView) -> list[str]:
 
 
 def _fitting(texts: list[str], width: int) -> str:
-    """Return as many of the texts as fit on a line of `width` characters, but at least the first."""
+    """Join as many of the texts as fit on a line of `width` characters, at least the first, and return the line."""
     line = ""
     for text in texts:
         longer = f"{line}  {text}" if line else text
@@ -130,20 +134,25 @@ def _fitting(texts: list[str], width: int) -> str:
 
 
 def _heading(view: View, role: Role, count: int) -> Text:
-    """Return the heading of the heads of one role: its name, the number of heads, and the rule of the role."""
+    """Return the heading for the heads of one role: the role's name, the number `count` of heads, and the rule by which
+    heads get the role.
+    """
     return Text.assemble((view.role_title(role), bold_colour(role)), f" · {counted(count, 'head')} · {role.rule}")
 
 
 def _one_line(text: str) -> str:
-    """Return a text on one line of at most 300 characters, without control characters and runs of blanks."""
+    """Return a text as one line of at most 300 characters. Control characters and runs of blanks become single
+    blanks.
+    """
     line = "".join(character if character.isprintable() else " " for character in text)
     line = " ".join(line.split())
     return line if len(line) <= MAX_TITLE else line[: MAX_TITLE - 1] + "…"
 
 
 def _table(view: View, role: Role, members: list[HeadView], width: int) -> Table:
-    """Return a table with one line per head of a role: the mean of the statistic that decides the role, other means
-    (fewer in a narrow terminal), and as many of the strongest links as fit into `width` columns.
+    """Return a table with one line for each head of a role. A line has the value of the statistic that decides the
+    role, and other statistics (fewer in a narrow terminal). It ends with as many of the strongest links between words
+    as fit into `width` characters.
     """
     names = ("entropy", "confidence") if width < NARROW else ("entropy", "confidence", "distance", "first")
     table = plain_table("head", "share", *names)
@@ -158,8 +167,8 @@ def _table(view: View, role: Role, members: list[HeadView], width: int) -> Table
 
 
 def _print_detail(view: View, head: HeadView, console: Console) -> None:
-    """Print a table for one head with one line per word: the keys that it attends to most and, for a short text, whose
-    weights are stored without pooling, all its attention weights as shaded characters.
+    """Print a table for one head, with one line for each word: the keys to which it attends most. For a text with up to
+    64 words, also print all its attention weights as shaded characters, if they fit.
     """
     console.print(
         Text.assemble((f"head {head.name}", "bold"), f" · {view.role_title(head.role)} · what each word attends to")

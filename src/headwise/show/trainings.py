@@ -30,8 +30,9 @@ COLUMNS = {
 
 
 def print_study(study: Study, console: Console) -> None:
-    """Print the results of a study: a table of its head settings with the Pareto frontier marked, the settings that
-    were left out or trained too little, and the recommendation.
+    """Print the results of a study, which trains small models to compare numbers of heads. Print a table of the head
+    settings with the Pareto frontier marked, the settings that were left out or trained too little, and the
+    recommendation.
     """
     metadata = study.metadata
     seeds = max((row.statistics["loss"].n for row in study.rows), default=0)
@@ -72,9 +73,9 @@ MOST_NAMED = 5
 
 
 def print_history(history: History, limits: AlarmLimits, console: Console, changed: int) -> None:
-    """Print the state of a training: for each statistic the smallest, the median and the largest value of a head in the
-    last observed step, and the `changed` heads that changed most since the first step; and the alarms of the last step
-    by kind.
+    """Print the state of a training from its history of head statistics. For each statistic, print the smallest, the
+    median and the largest value of a head in the last observed step. Name the `changed` heads that changed most since
+    the first step. Then print the alarms of the last step by kind.
     """
     first, last = history.steps[0], history.steps[-1]
     rows = history.rows(last)
@@ -107,9 +108,9 @@ def print_history(history: History, limits: AlarmLimits, console: Console, chang
 
 
 def history_records(history: History, limits: AlarmLimits) -> Records:
-    """Return one row for each head in the last step: the columns of the history, and for each statistic its change
-    since the first step, with the suffix `_change`. The numbers of the observed steps and the alarms are among the
-    metadata.
+    """Return one row for each head in the last observed step of a training: the value of each statistic, and its change
+    since the first step (suffix `_change`). The metadata has the numbers of the observed steps and the alarms of the
+    last step.
     """
     last = history.steps[-1]
     names = history.statistics
