@@ -51,8 +51,9 @@ def merge_kv(
     reconstruct: bool | None = None,
     progress: bool = False,
 ) -> nn.Module:
-    """Return a copy of a model with fewer key/value heads, and so a smaller cache: multi-head attention becomes
-    grouped-query or multi-query attention. Its configuration states the new number, and plain `transformers` loads it.
+    """Return a copy of a model in which several key/value heads are merged into one, so that its cache is smaller:
+    multi-head attention becomes grouped-query or multi-query attention. Its configuration states the new number of
+    heads, and plain `transformers` can load it.
 
     Each new key/value head replaces equally many old ones, and serves all their query heads:
 
@@ -129,7 +130,8 @@ def merge_kv(
 
 
 def mergeable_modules(model: nn.Module, num_kv_heads: int) -> dict[str, HeadModule]:
-    """Return the places of heads in the attention modules of a model whose key/value heads can be merged, by path."""
+    """Return the attention modules of a model whose key/value heads can be merged into `num_kv_heads`, by path. Raise
+    `InputError` if there are none, or if one of them has another number that it does not divide."""
     if has_record(getattr(model, "config", None)):
         raise InputError("model", expected="a model whose configuration states its heads", got=f"a record {RECORD}")
     names = {path: type(module).__name__ for path, module in model.named_modules()}
@@ -159,7 +161,7 @@ width)`."""
 
 
 def _equal_weights(module: HeadModule) -> _HeadWeights:
-    """Return equal weights of all key/value heads."""
+    """Return weights of 1 for the keys and the values of all key/value heads in the mean of their group."""
     keys, values = torch.ones(2, module.num_kv_heads).double()
     return keys, values
 
@@ -172,9 +174,9 @@ def _align(
     method: MergeMethod,
     grouping: MergeGrouping,
 ) -> _HeadWeights:
-    """Let the key/value heads of each group in an attention module stand side by side, in place, aligned by the method.
-    The module's output does not change. Return the weights of the heads in the mean of their group.
-    """
+    """Reorder the key/value heads of an attention module, in place, so that the heads of each group are adjacent, and
+    align them if `method` is "procrustes". The module's output does not change. Return the weights of keys and of
+    values with which the heads of each group are then averaged."""
     weights = _equal_weights(module)
     aligns = method == "procrustes"
     of_keys = key_freedom(model, module) if aligns else Freedom(module.head_dim)

@@ -57,11 +57,11 @@ from headwise.runs.fingerprint import identity_of
 
 
 class LeastSquaresScores:
-    """Scores of sets of heads: the mean squared error of a module's output y that removal of the heads adds if the
-    output projection is fitted again, by least squares, to y. The unit is the mean of `|y|^2`, about the
-    mean of y if the projection has a bias. The error is that on sequences left out of the fit, by cross-validation.
-    Means are weighted: the weight of a token is the mean squared derivative of what the model returns with respect to y
-    at this token, so that an error at a token that all others depend on counts as much as its effect.
+    """Pruning scores of sets of heads: the mean squared error of an attention module's output y after removal of the
+    heads, minus the error before. The output projection is fitted again to y by least squares, and the error is
+    measured on sequences left out of the fit. It is divided by the mean of `|y|^2` (about the mean of y if the
+    projection has a bias). Tokens are weighted by the mean squared derivative of the model's output with respect to y
+    at the token.
 
     State with `fitted` whether the projections will be fitted (`hw.prune` with calibration data) or keep their weights.
 
@@ -139,7 +139,8 @@ class LeastSquaresScores:
         self._known: dict[tuple[Any, ...], list[float]] = {}
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
-        """Return the score of each unit, a set of heads of one module, given that some heads were removed before."""
+        """Return the score of each unit, a set of heads of one module, in the model from which the heads `removed` are
+        already removed."""
         module_of = {(row.layer, row.head): row.module for row in self.rows}
         scores: dict[tuple[Head, ...], float] = {}
         with progress_bar("least squares", len(self._modules), "layers") as bar:
@@ -153,9 +154,9 @@ class LeastSquaresScores:
         return [scores[unit] for unit in units]
 
     def candidates(self) -> list["LeastSquaresScores"]:
-        """Return these scores, and others of the same data between whose plans `choose` decides: least squares without
-        a fit, with the weights of tokens and with equal ones. Scores with a loss have no others.
-        """
+        """Return these scores and alternatives from the same data, by each of which `plan_pruning` makes a plan. The
+        alternatives do not fit the projections again; one weighs tokens by derivatives, and one equally. Scores with a
+        loss have no alternatives."""
         if self.is_comparable:
             return [self]
         unfitted, unweighted = copy(self), copy(self)
@@ -165,8 +166,9 @@ class LeastSquaresScores:
         return [self, unfitted, unweighted] if self._is_fitted else [self, unweighted]
 
     def choose(self, plans: Sequence[Sequence[PlannedModule]]) -> int:
-        """Return the number of the plan whose model differs least from the dense model on held-out sequences: those of
-        the last fold of the calibration data (see `folds_of`), whole documents with about a quarter of the tokens.
+        """Return the index of the pruning plan whose model differs least from the dense model on held-out sequences.
+        These are the last cross-validation fold of the calibration data (see `folds_of`): whole documents with about a
+        quarter of the tokens.
 
         The output projections of each model are fitted to the dense module on the other folds, or keep their weights if
         these scores are `fitted=False`. The difference is that of `distillation_loss`: for logits the Kullback-Leibler
