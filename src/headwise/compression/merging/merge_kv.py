@@ -205,7 +205,8 @@ def _aligned(
 
 
 def _energies(model: nn.Module, module: HeadModule, queries: Float[Tensor, " heads"]) -> _HeadWeights:
-    """Return the weights of "weighted_mean", from the sums of `|q|^2` of the query heads."""
+    """Return the weights of keys and values for the method "weighted_mean", by key/value head. A key's weight is the
+    sum of `|q|^2` over its query heads, and a value's is the squared norm of its columns of the output projection."""
     heads, attention = module.num_kv_heads, model.get_submodule(module.path)
     if (family := family_of(attention)) is not None and family.norms(attention):
         queries = torch.ones_like(queries)
@@ -217,7 +218,8 @@ def _energies(model: nn.Module, module: HeadModule, queries: Float[Tensor, " hea
 
 
 def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "groups members"]:
-    """Return the share of each head in its group; equal shares in a group without weight."""
+    """Return weights divided by their sum in each group of `size` consecutive heads. In a group whose weights are all
+    0, heads have equal shares."""
     grouped = weights.view(-1, size)
     grouped = torch.where(grouped.sum(1, keepdim=True) > 0, grouped, torch.ones_like(grouped))
     return grouped / grouped.sum(1, keepdim=True)
@@ -226,7 +228,8 @@ def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "gr
 def kv_moments(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> dict[str, _Moments]:
-    """Return the moments of each attention module, by path. Padding does not count."""
+    """Run a model on batches, and return sums over all tokens but padding for each attention module, by path. They are
+    the sum of `|q|^2` per query head, and of `k_i k_j^T` and `v_i v_j^T` for pairs of key/value heads."""
     heads_of_batches(model, batches)
     blocks_of = {
         (path, part): next(each for each in module.blocks if each.part == part and each.parameter.endswith(".weight"))

@@ -199,7 +199,8 @@ class LeastSquaresScores:
         return errors.index(min(errors))
 
     def _change(self, changed: nn.Module, plan: Sequence[PlannedModule], held_out: int) -> None:
-        """Write the output projections of a plan into a copy of the model; columns of removed heads become 0."""
+        """Write the output projections that a pruning plan leads to into `changed`, a copy of the model. They are
+        fitted again without the fold `held_out`, or keep their weights; columns of removed heads become 0."""
         for planned in plan:
             module, moments = self._modules[planned.module], self._moments[planned.module]
             original = self._model.get_submodule(module.output)
@@ -212,7 +213,8 @@ class LeastSquaresScores:
                 output_weight(changed, module)[:, columns_of_heads(module, sorted(removed))] = 0.0
 
     def _difference(self, changed: nn.Module, parts: Sequence[dict[str, Any]]) -> float:
-        """Return the difference of a changed model from the model, as a mean over tokens; infinity for NaN."""
+        """Return the distillation loss between the outputs of a changed model and of the original model, as a mean over
+        the tokens of all batches in `parts`. NaN is returned as infinity."""
         total = tokens = 0.0
         for part in parts:
             new, old = (call_model(each, copied(part)) for each in (changed, self._model))
@@ -222,7 +224,8 @@ class LeastSquaresScores:
         return math.inf if math.isnan(total) else total / tokens
 
     def _of_module(self, path: str, units: Sequence[tuple[Head, ...]], removed: Sequence[int]) -> list[float]:
-        """Return the score of each unit of one module, given that some of its heads were removed before."""
+        """Return the score of each unit (set of heads) of the attention module at `path`, from which the heads
+        `removed` are already removed."""
         module, moments = self._modules[path], self._moments[path]
         blocks = [columns_of_heads(module, [head for _, head in unit]) for unit in units]
         gone = columns_of_heads(module, removed)
@@ -241,7 +244,8 @@ class LeastSquaresScores:
 
 
 def _warn_of_first_plan(count: int, reason: str) -> None:
-    """Warn that the first of several plans is used, for a reason."""
+    """Warn that the first of several pruning plans is used, because their models could not be compared for the stated
+    reason."""
     because = f"the difference of their models on held-out data is not known: {reason}"
     warnings.warn(f"the first of {count} plans is used, because {because}", stacklevel=4)
 
@@ -249,9 +253,9 @@ def _warn_of_first_plan(count: int, reason: str) -> None:
 def _dense_moments(
     model: nn.Module, modules: dict[str, HeadModule], batches: Sequence[dict[str, Any]], folds: Sequence[Sequence[int]]
 ) -> tuple[dict[str, FoldedMoments], dict[str, FoldedMoments]]:
-    """Return the moments of inputs and outputs of each module's output projection in the dense model: by fold with the
-    weights of tokens, and of all data with equal weights.
-    """
+    """Run the dense model, and return sums over tokens of the inputs and outputs of each module's output projection, by
+    path. The first dictionary has them by cross-validation fold, with weights of tokens; the second over all data, with
+    equal weights."""
     moments, unweighted = ({path: moments_of(model, module) for path, module in modules.items()} for _ in range(2))
     outputs = {path: module.output for path, module in modules.items()}
     weights = token_weights(model, list(outputs.values()), batches)
