@@ -199,7 +199,8 @@ def _align(
 def _aligned(
     products: Float[Tensor, "heads heads width width"], freedom: Freedom, size: int
 ) -> Float[Tensor, "heads width width"]:
-    """Return the matrices that align the heads of each group of `size` consecutive heads."""
+    """Return one matrix per head, such that the heads of each group of `size` consecutive heads differ least from their
+    mean after multiplication by it. The matrices are orthogonal and in the set `freedom`."""
     groups = (slice(start, start + size) for start in range(0, len(products), size))
     return torch.cat([align(products[group, group], freedom) for group in groups])
 
