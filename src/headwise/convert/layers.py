@@ -302,7 +302,8 @@ def to_projections(layer: MultiHeadAttention) -> tuple[nn.Linear, nn.Linear, nn.
 
 def _stacked(name: str, maps: Sequence[LinearMap]) -> LinearMap:
     """Stack the projections of all heads of one kind (`name`: query, key or value) along their output rows, and return
-    them as one map. Raise `InputError` if only some of them have a bias."""
+    them as one map. Raise `InputError` if only some of them have a bias.
+    """
     weight = torch.cat([map_.weight for map_ in maps])
     biases = [map_.bias for map_ in maps if map_.bias is not None]
     if len(biases) not in (0, len(maps)):
@@ -368,7 +369,8 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
 
 def _input_maps(layer: nn.MultiheadAttention) -> list[LinearMap]:
     """Return the query, key and value projections of a `torch.nn.MultiheadAttention` as views of its parameters, not
-    copies."""
+    copies.
+    """
     packed = layer.in_proj_weight
     weights = packed.chunk(3) if packed is not None else (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
     biases = (None, None, None) if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)

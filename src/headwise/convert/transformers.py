@@ -99,7 +99,8 @@ def _options_and_parameters(block: Any) -> tuple[dict[str, Any], dict[str, Tenso
     """Return two dicts for an attention block of `transformers`. The first has the constructor arguments of a
     `MultiHeadAttention` that computes the same. The second has the block's parameters, by the name of the
     `MultiHeadAttention` parameter with the same values. Raise `InputError` for a block of an unknown class or without
-    an expected attribute."""
+    an expected attribute.
+    """
     name, families = type(block).__name__, converted_families()
     if name not in families:
         expected = f"an attention block of transformers, one of {', '.join(families)}"
@@ -187,7 +188,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 def _rotary(family: Family, attention: Any, head_dim: int) -> Rotary | None:
     """Return the rotary embedding that the configuration of an attention module describes; None if the module rotates
-    no features."""
+    no features.
+    """
     if not family.rotated_share(attention):
         return None
     config = attention.config
@@ -206,7 +208,8 @@ def _rotary(family: Family, attention: Any, head_dim: int) -> Rotary | None:
 def _scaling(kind: str, parameters: dict[str, Any], longest: int) -> Scaling:
     """Return the scaling of rotary frequencies for a `rope_type`, from the `rope_parameters` of a configuration.
     `longest` is its `max_position_embeddings`. It replaces the context length before the extension, in tokens, if the
-    parameters do not state this length."""
+    parameters do not state this length.
+    """
     if kind == "linear":
         return LinearScaling(parameters["factor"])
     if kind == "dynamic":

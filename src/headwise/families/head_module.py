@@ -69,12 +69,13 @@ class HeadBlocks:
 
     @property
     def kind(self) -> HeadKind:
-        """"kv" if the blocks belong to key/value heads, otherwise "query"."""
+        """ "kv" if the blocks belong to key/value heads, otherwise "query"."""
         return "kv" if self.part in ("key", "value") else "query"
 
     def view(self, parameter: Tensor) -> Float[Tensor, "heads width *others"]:
         """Return a view of a parameter in which the first axis is the head, and the second one the indices in the
-        head's block."""
+        head's block.
+        """
         length = (self.heads - 1) * self.step + self.width
         rows = parameter.movedim(self.axis, 0).narrow(0, self.start, length)
         return rows.unfold(0, self.width, self.step).movedim(-1, 1)
@@ -105,7 +106,8 @@ class HeadModule:
     def parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, list[HeadBlocks]]]:
         """Return each parameter of the module that contains heads, with the blocks of indices that belong to each head.
         All blocks of a parameter are along the same axis. Raise `InputError` if its length along this axis is not that
-        of all blocks."""
+        of all blocks.
+        """
         blocks_of: dict[str, list[HeadBlocks]] = {}
         for each in self.blocks:
             blocks_of.setdefault(each.parameter, []).append(each)
@@ -120,7 +122,8 @@ class HeadModule:
 
     def kept(self, query: Iterable[int]) -> KeptHeads:
         """Return the query heads `query` of this module, and the key/value heads that they use, as the heads that
-        remain. Raise `InputError` unless remaining key/value heads keep equally many query heads."""
+        remain. Raise `InputError` unless remaining key/value heads keep equally many query heads.
+        """
         heads = sorted(set(query))
         if not heads or not 0 <= heads[0] <= heads[-1] < self.num_heads:
             expected = f"heads from 0 to {self.num_heads - 1}, at least one, for {self.path}"
@@ -134,7 +137,8 @@ class HeadModule:
 
     def set_counts(self, module: nn.Module, kept: KeptHeads) -> None:
         """Set the attributes that store numbers of heads, or widths that follow from them, to their values for the
-        remaining heads."""
+        remaining heads.
+        """
         for name, count in COUNTS.items():
             if name not in vars(module):
                 continue
@@ -152,7 +156,8 @@ Part = tuple[HeadPart | None, int, int]
 def blocks_along(parameter: str, axis: int, parts: Sequence[Part], *, is_joint: bool = False) -> list[HeadBlocks]:
     """Return the blocks of indices of each head along an axis of a parameter. `parts` lists what the axis contains,
     such as queries, keys and values, without gaps. If `is_joint`, all parts of a head precede those of the next head;
-    otherwise, all heads of a part precede the next part."""
+    otherwise, all heads of a part precede the next part.
+    """
     start, joint_width = 0, sum(width for _, _, width in parts)
     blocks: list[HeadBlocks] = []
     for part, heads, width in parts:
@@ -165,7 +170,8 @@ def projection_blocks(
     model: nn.Module, path: str, axis: int, parts: Sequence[Part], *, is_joint: bool = False
 ) -> list[HeadBlocks]:
     """Return the blocks of indices of each head in the weight of a projection, along `axis`, and in its bias, if it has
-    one. `parts` lists what the axis contains, such as queries, keys and values."""
+    one. `parts` lists what the axis contains, such as queries, keys and values.
+    """
     blocks = blocks_along(f"{path}.weight", axis, parts, is_joint=is_joint)
     if getattr(model.get_submodule(path), "bias", None) is not None:
         blocks += blocks_along(f"{path}.bias", 0, parts, is_joint=is_joint)

@@ -77,23 +77,27 @@ class Family:
     @property
     def merges_kv_heads(self) -> bool:
         """True if key/value heads of these modules can be merged: heads can be removed, and a configuration (or
-        headwise's layer) can state fewer key/value heads."""
+        headwise's layer) can state fewer key/value heads.
+        """
         return "kv_heads" in self.config_fields and self.why_not_removed is None
 
     def head_dependence(self, module: Any) -> str | None:
         """Return the name of the module's option, if there is one, through which a head's output depends on other heads
-        or on their number, so that heads cannot be removed. Return None otherwise."""
+        or on their number, so that heads cannot be removed. Return None otherwise.
+        """
         return self.why_not_removed
 
     def norms(self, module: nn.Module) -> tuple[nn.Module, ...]:
         """Return the modules that normalise the queries and keys of an attention module, as a tuple; empty if it has
-        none."""
+        none.
+        """
         norms = (getattr(module, name, None) for name in self.qk_norms)
         return tuple(norm for norm in norms if norm is not None)
 
     def rotated_share(self, module: Any) -> float:
         """Return the share, from 0 to 1, of the features of each head that rotary positions rotate. They are the first
-        ones."""
+        ones.
+        """
         if self.positions == "partly rotary":
             return float(module.config.rope_parameters.get("partial_rotary_factor", 1.0))
         return 1.0 if self.positions == "rotary" else 0.0
@@ -186,7 +190,8 @@ class OwnFamily(Family):
 
 class TorchFamily(Family):
     """Description of torch's `nn.MultiheadAttention`, and of headwise's replacement
-    `headwise.compat.MultiheadAttention`. Only the replacement can have fewer heads."""
+    `headwise.compat.MultiheadAttention`. Only the replacement can have fewer heads.
+    """
 
     def places(self, model: nn.Module, path: str) -> HeadModule:
         layer: Any = model.get_submodule(path)
@@ -325,20 +330,23 @@ FAMILIES: tuple[Family, ...] = (
 
 def family_of(module: nn.Module) -> Family | None:
     """Return the description of an attention module's architecture, found by the name of its class. Return None if the
-    name is unknown, or if another class has the name of one of headwise or torch."""
+    name is unknown, or if another class has the name of one of headwise or torch.
+    """
     family = next((family for family in FAMILIES if type(module).__name__ in family.classes), None)
     return family if family is None or not family.types or type(module) in family.types else None
 
 
 def converted_families() -> dict[str, Family]:
     """Return the architectures that `from_transformers` converts, by the name of the class of the module that it
-    accepts."""
+    accepts.
+    """
     return {name: family for family in FAMILIES if family.is_converted for name in family.parents or family.classes}
 
 
 def places_of_heads(model: nn.Module, path: str) -> HeadModule:
     """Return the numbers, widths and locations of the heads of the attention module at `path`. Raise `InputError` if
-    its class is unknown, or if its projections have no plain weights."""
+    its class is unknown, or if its projections have no plain weights.
+    """
     module = dict(model.named_modules()).get(path)
     if module is None:
         raise InputError("model", expected=f"a module {path}", got="none")
@@ -373,7 +381,8 @@ def places_of_heads(model: nn.Module, path: str) -> HeadModule:
 
 def head_module(model: nn.Module, path: str) -> HeadModule:
     """Return the numbers, widths and locations of the heads of the attention module at `path`. Raise `InputError` if
-    they are unknown, or if heads of this module cannot be removed."""
+    they are unknown, or if heads of this module cannot be removed.
+    """
     places, module = places_of_heads(model, path), model.get_submodule(path)
     family = family_of(module)
     if family is not None and (option := family.head_dependence(module)):
@@ -383,14 +392,16 @@ def head_module(model: nn.Module, path: str) -> HeadModule:
 
 def softcap_of(module: Any) -> float | None:
     """Return the softcap c of an attention module, which computes logits as `c * tanh(score / c)`. Return None if it
-    has none."""
+    has none.
+    """
     cap: float | None = getattr(getattr(module, "scores", None), "softcap", None)
     return getattr(module, "attn_logit_softcapping", None) if cap is None else cap
 
 
 def relative_path(path: str, name: str) -> str:
     """Return the path of the submodule or parameter `name` of the module at `path`. If `name` begins with `../`, it is
-    in the parent of that module. The empty path is that of the model itself."""
+    in the parent of that module. The empty path is that of the model itself.
+    """
     if name.startswith("../"):
         return f"{path.rpartition('.')[0]}.{name.removeprefix('../')}".removeprefix(".")
     return f"{path}.{name}".removeprefix(".")
@@ -398,13 +409,15 @@ def relative_path(path: str, name: str) -> str:
 
 def _split(parts: list[Part], projections: int) -> list[list[Part]]:
     """Distribute the parts, such as queries, keys and values, among projections: all in a single projection, or one in
-    each."""
+    each.
+    """
     return [parts] if projections == 1 else [[part] for part in parts]
 
 
 def _features(model: nn.Module, path: str, axis: int, *, of_input: bool) -> int:
     """Return the number of input features (`of_input`) or output features of a projection. It is read from its
-    attribute or, without one, from the length of the weight's `axis`."""
+    attribute or, without one, from the length of the weight's `axis`.
+    """
     projection: Any = model.get_submodule(path)
     stated = getattr(projection, "in_features" if of_input else "out_features", None)
     return stated if isinstance(stated, int) else projection.weight.shape[axis]

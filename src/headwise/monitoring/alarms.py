@@ -73,7 +73,8 @@ class AlarmLimits:
 
     def _exceeded(self, row: Mapping[str, Any], usual_norm: float) -> Iterator[tuple[str, str, float]]:
         """Yield the kind, statistic and limit of each alarm of one head in one step. `usual_norm` is the median norm of
-        the outputs of the heads in its layer."""
+        the outputs of the heads in its layer.
+        """
         if row["nonfinite_rows"]:
             yield "non-finite", "nonfinite_rows", math.nan
         for name in ("max_logit_uncapped", "max_logit"):

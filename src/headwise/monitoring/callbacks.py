@@ -37,7 +37,8 @@ _MADE: dict[tuple[type, ...], type] = {}
 
 class TrainingCallback:
     """Base class of callbacks for training libraries. It stores the options of `headwise.monitor`, and opens a monitor
-    for each training."""
+    for each training.
+    """
 
     def __init__(
         self,
@@ -82,7 +83,8 @@ class TrainingCallback:
 
     def _begin(self, model: nn.Module, start: int) -> None:
         """Open a monitor that observes a training from step `start` on. If the previous training did not end, its
-        monitor is closed first."""
+        monitor is closed first.
+        """
         self.close()
         self._next_step = start
         # A folder that has steps must not be continued by a training that starts from the beginning.
@@ -92,7 +94,8 @@ class TrainingCallback:
 
     def _step(self) -> dict[str, float]:
         """Tell the monitor that a training step ended, and return the numbers to log, by name. They are empty if the
-        step was not observed."""
+        step was not observed.
+        """
         if self._monitor is None or not self._is_open:
             return {}
         step, self._next_step = self._next_step, self._next_step + 1
@@ -157,7 +160,8 @@ class MonitorCallback(TrainingCallback):
     def _logging_callbacks(self) -> list[Any]:
         """Return the trainer's other callbacks that log numbers. Those that print are left out, since the numbers of
         all layers would fill the terminal. The list is read from the stack frame of the caller, since the trainer does
-        not pass it."""
+        not pass it.
+        """
         frame = sys._getframe(1)
         while frame is not None:
             callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)
@@ -216,7 +220,8 @@ class LightningMonitor(TrainingCallback):
     @property
     def state_key(self) -> str:
         """Key under which a checkpoint stores the state of this callback. It is the same for both packages of
-        Lightning."""
+        Lightning.
+        """
         return "headwise.LightningMonitor"
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,7 +234,8 @@ class LightningMonitor(TrainingCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start observing the model, from the step in the checkpoint on or, without one, from the trainer's present
-        step."""
+        step.
+        """
         self._optimizer_steps = trainer.global_step
         # Without a state of its own in the checkpoint, the number of optimizer steps is the best one that is known.
         start = trainer.global_step if self._restored is None else self._restored
@@ -238,7 +244,8 @@ class LightningMonitor(TrainingCallback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """If an optimizer made a step in this batch, tell the monitor that a training step ended. If the step was
-        observed, log its numbers."""
+        observed, log its numbers.
+        """
         if trainer.global_step == self._optimizer_steps:
             return
         self._optimizer_steps = trainer.global_step
@@ -263,7 +270,8 @@ class LightningMonitor(TrainingCallback):
 
 def _object_with_bases(derived: type, bases: tuple[type, ...]) -> Any:
     """Return an object of class `derived` that is also an instance of `bases`, classes of an optional training library.
-    Its class is created here, with the name of `derived`, unless `derived` is a subclass of the first base already."""
+    Its class is created here, with the name of `derived`, unless `derived` is a subclass of the first base already.
+    """
     if issubclass(derived, bases[0]):
         return object.__new__(derived)
     names = {"__module__": derived.__module__, "__qualname__": derived.__qualname__, "__doc__": derived.__doc__}

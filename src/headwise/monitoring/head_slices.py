@@ -74,14 +74,16 @@ HeadSlices = tuple[tuple[HeadSlice, ...], ...]
 
 def is_known(module: nn.Module) -> bool:
     """Return True if the query and key projections of an attention module are known by its class, or if it is known why
-    its logits do not scale with them."""
+    its logits do not scale with them.
+    """
     package, is_named = type(module).__module__.partition(".")[0], family_of(module) is not None
     return package == "headwise" or (package in ("torch", "transformers") and is_named) or bool(_why_not(module))
 
 
 def head_slices(model: nn.Module, path: str) -> HeadSlices:
     """Return, for each head of the attention module at `path`, the slices of parameters that compute its query and key.
-    Raise `InputError` if its logits do not scale with these slices."""
+    Raise `InputError` if its logits do not scale with these slices.
+    """
     module = model.get_submodule(path)
     if reason := _why_not(module):
         raise _refused(path, module, reason)
@@ -100,7 +102,8 @@ def head_slices(model: nn.Module, path: str) -> HeadSlices:
 
 def _why_not(module: Any) -> str | None:
     """Return why the attention logits of a module do not scale with its query and key projections, as a noun phrase for
-    an error message. Return None if they do."""
+    an error message. Return None if they do.
+    """
     if isinstance(module, DifferentialAttention):
         return "two maps of each head, of which the logits of one are unknown,"
     if isinstance(module, MultiHeadAttention | LatentAttention) and module.talking_before is not None:
@@ -127,7 +130,8 @@ product is exact, unless the order of sums differs between calls."""
 
 def require_scalable(model: nn.Module, slices: Iterable[HeadSlice]) -> None:
     """Raise `InputError` unless multiplying the slices by factors multiplies the same output features of their
-    projections, and changes nothing else. To check it, projections run on random inputs while the slices are halved."""
+    projections, and changes nothing else. To check it, projections run on random inputs while the slices are halved.
+    """
     by_parameter = _by_parameter(slices)
     by_owner: dict[str, dict[str, list[HeadSlice]]] = {}
     for path, of_parameter in by_parameter.items():
@@ -212,7 +216,8 @@ def _is_distributed(parameter: Tensor) -> bool:
 
 def _scale_distributed(parameter: Any, factors: Factors) -> None:
     """Multiply slices of a DTensor by factors, in place. Each process multiplies its own part, without
-    communication."""
+    communication.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
     axis = next(iter(factors)).axis
@@ -234,7 +239,8 @@ def _is_linear_map(module: nn.Module) -> bool:
 @contextmanager
 def _halved(features_of: Iterable[tuple[Tensor, int, Sequence[int]]]) -> Iterator[None]:
     """Context manager within which some features of parameters, along the stated axis of each, are multiplied by 1/2.
-    They are restored at the end."""
+    They are restored at the end.
+    """
     saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
     try:
         for tensor, axis, features in features_of:
@@ -250,7 +256,8 @@ def _halved(features_of: Iterable[tuple[Tensor, int, Sequence[int]]]) -> Iterato
 @torch.no_grad()
 def _scales(projection: Any, slices_of: Mapping[str, Sequence[HeadSlice]]) -> bool:
     """Return True if halving slices of a projection's parameters halves exactly the output features of these slices,
-    for random inputs, and no others. `slices_of` has the slices by parameter name; they are restored afterwards."""
+    for random inputs, and no others. `slices_of` has the slices by parameter name; they are restored afterwards.
+    """
     weight, axis = projection.weight, slices_of["weight"][0].axis
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(3, weight.shape[1 - axis], generator=generator).to(weight.device, weight.dtype)
@@ -279,7 +286,8 @@ def derived_slices(
 ) -> dict[str, HeadSlices]:
     """Run the model on `inputs`, and derive which slices of parameters compute the query and key of each head, for
     attention modules of unknown classes. `heads` has the number of query heads by module path, or None if it is
-    unknown."""
+    unknown.
+    """
     slices: dict[str, HeadSlices] = {}
 
     def derive(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -308,7 +316,8 @@ def derived_slices(
 class _Logits(TorchFunctionMode):
     """Torch function mode that records the logits of each attention call, and the `inputs` from which they are
     computed: queries and keys, or the argument of softmax. If there are `replacements` for a call, attention is
-    computed from these instead."""
+    computed from these instead.
+    """
 
     def __init__(self, replacements: Sequence[tuple[Tensor, ...]] = ()) -> None:
         self.recorded: list[Tensor] = []
@@ -345,11 +354,13 @@ def _of_module(
     path: str, module: nn.Module, heads: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HeadSlices:
     """Run one attention module on recorded arguments, and return the slices of parameters that compute each head's
-    query and key. Raise `InputError` if logits do not scale with them."""
+    query and key. Raise `InputError` if logits do not scale with them.
+    """
 
     def run(replacements: Sequence[tuple[Tensor, ...]] = ()) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Tensor]]:
         """Run the module, and return the logits `(batch, heads, queries, keys)` of its attention call, the inputs of
-        that call (queries and keys, or the argument of softmax), and the tensors that the module returns."""
+        that call (queries and keys, or the argument of softmax), and the tensors that the module returns.
+        """
         with _Logits(replacements) as mode:
             output = module.forward(*args, **kwargs)
         if len(mode.recorded) != 1:
@@ -399,7 +410,8 @@ def _of_module(
 
 def _rows_of_heads(path: str, module: nn.Module, logits: Callable[[], Tensor]) -> list[tuple[Rows, Rows]]:
     """Return, for each head, the output features of linear maps that compute its query, and those that compute its key.
-    They are found by derivatives of one logit of the head."""
+    They are found by derivatives of one logit of the head.
+    """
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, linear: nn.Module, arguments: Any, output: Tensor) -> Tensor:
@@ -432,7 +444,8 @@ def _rows_of_heads(path: str, module: nn.Module, logits: Callable[[], Tensor]) -
 
 def _only_at(slopes: Mapping[str, Tensor], token: int) -> Rows:
     """Return, for each linear map, the output features whose derivatives are nonzero at the token `token` alone. Maps
-    without such features are left out."""
+    without such features are left out.
+    """
     features = {}
     for name, slope in slopes.items():
         if slope.ndim < 2 or slope.shape[-2] <= token:
@@ -447,7 +460,8 @@ def _only_at(slopes: Mapping[str, Tensor], token: int) -> Rows:
 
 def _own(rows: Sequence[Rows]) -> list[Rows]:
     """Return the features of each head in the linear maps of which no two heads share a feature. Maps with shared
-    features, such as projections into a latent of all heads, are left out."""
+    features, such as projections into a latent of all heads, are left out.
+    """
     counts: dict[tuple[str, int], int] = {}
     for of_head in rows:
         for name, features in of_head.items():
@@ -459,7 +473,8 @@ def _own(rows: Sequence[Rows]) -> list[Rows]:
 
 def _require_halved(path: str, module: nn.Module, before: Tensor, after: Tensor, head: int) -> None:
     """Raise `InputError` unless all logits of one head are halved from `before` to `after`, and those of other heads
-    are unchanged. Logits of keys that a mask hides may stay the same."""
+    are unchanged. Logits of keys that a mask hides may stay the same.
+    """
     own, halved = before[:, head], after[:, head]
     is_scaled = (halved == own * 0.5) | ((halved == own) & ((own < HIDDEN) | own.isinf()))
     others = [other for other in range(before.shape[1]) if other != head]
@@ -476,7 +491,8 @@ HIDDEN = -1e3
 
 def _parameters(module: nn.Module, name: str) -> dict[str, int]:
     """Return the axis of the output features in each parameter of a linear map, by parameter name ("weight", and "bias"
-    if there is one)."""
+    if there is one).
+    """
     linear = module.get_submodule(name)
     axes = {"weight": 0 if isinstance(linear, nn.Linear) else 1}
     return axes if getattr(linear, "bias", None) is None else axes | {"bias": 0}

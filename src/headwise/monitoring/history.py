@@ -119,7 +119,8 @@ class History:
 
     def append(self, step: int, rows: Iterable[Row]) -> None:
         """Add the statistics of a step, one row per head, and write them to the run folder if there is one. Earlier
-        rows of the same step are replaced."""
+        rows of the same step are replaced.
+        """
         rows = [{"step": step, **row} for row in rows]
         if self.folder is not None:
             parquet, pyarrow = _parquet(), require("pyarrow", purpose="a run folder", extra="tables")
@@ -131,7 +132,8 @@ class History:
 
     def abandon(self, step: int) -> None:
         """Remove all steps from `step` on from the history, since a resumed training makes them again. Their files are
-        moved to another folder."""
+        moved to another folder.
+        """
         for number in [each for each in self.steps if each >= step]:
             if self.folder is not None:
                 (self.folder / ABANDONED_FOLDER).mkdir(exist_ok=True)
@@ -228,7 +230,8 @@ class History:
 
     def series(self, statistic: str) -> Iterator[tuple[tuple[int, int], list[int], list[float]]]:
         """Yield, for each head, the pair of its layer and number, the list of steps in which `statistic` has a value,
-        and the list of the values."""
+        and the list of the values.
+        """
         places: dict[tuple[str, str, int], tuple[int, int]] = {}
         points: dict[tuple[str, str, int], tuple[list[int], list[float]]] = {}
         for row in self.rows():
@@ -243,13 +246,15 @@ class History:
 
 def head_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
     """Return a key that identifies a head in all steps: module path, kind of attention and head number. The number of
-    its layer may differ between steps."""
+    its layer may differ between steps.
+    """
     return row["module"], row["kind"], row["head"]
 
 
 def _rows_of_file(file: Path) -> list[Row]:
     """Return the rows of one step, one per head, from its Parquet file. Raise an error of Arrow or a `ValueError` if
-    the file is damaged or belongs to another step."""
+    the file is damaged or belongs to another step.
+    """
     rows: list[Row] = _parquet().ParquetFile(file, page_checksum_verification=True).read().to_pylist()
     for row in rows:
         numbers = [value for name, value in row.items() if name not in ("module", "kind") and value is not None]

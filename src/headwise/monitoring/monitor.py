@@ -47,14 +47,16 @@ class TrainingObserver(StatisticsObserver):
 
     def on_model_call(self) -> None:
         """Start a forward pass of the model in this thread, and count the sequences of the previous one. They are
-        counted only now, since a module may attend several times to the same sequences in one pass."""
+        counted only now, since a module may attend several times to the same sequences in one pass.
+        """
         super().on_model_call()
         for path, sequences in vars(self._of_thread).pop("sequences", {}).items():
             self._observed_sequences[path] = self._observed_sequences.get(path, 0) + sequences
 
     def on_module_call(self, path: str) -> None:
         """Record that a module ran in training mode. Modules in evaluation mode are ignored, so that their attention is
-        not reported as missing."""
+        not reported as missing.
+        """
         if self._modules[path].training:
             if not path:
                 self.inputs = call_stack.module_calls[-1].arguments
@@ -62,7 +64,8 @@ class TrainingObserver(StatisticsObserver):
 
     def observe(self, call: Call) -> Observation | None:
         """Return the functions that observe an attention call. Return None if its module is in evaluation mode, if
-        activation checkpointing repeats it, or if enough sequences were observed."""
+        activation checkpointing repeats it, or if enough sequences were observed.
+        """
         path = call.site.path
         if call.is_recomputation or not self._modules[path].training:
             return None
@@ -76,7 +79,8 @@ class TrainingObserver(StatisticsObserver):
 
 class _ForcedEager:
     """Context manager within which compiled modules run without compilation, in all threads. It may be entered several
-    times and left in any order: the last exit restores the previous setting of the compiler."""
+    times and left in any order: the last exit restores the previous setting of the compiler.
+    """
 
     def __init__(self) -> None:
         self._lock, self._depth = threading.Lock(), 0
@@ -102,7 +106,8 @@ forced_eager = _ForcedEager()
 @contextmanager
 def _observing(model: nn.Module, observer: TrainingObserver) -> Iterator[None]:
     """Context manager within which `observer` observes a model, and compiled modules run without compilation. It also
-    ends when its monitor is deleted without being closed, as after an error in a training with a callback."""
+    ends when its monitor is deleted without being closed, as after an error in a training with a callback.
+    """
     with forced_eager, intercepted(model, observer, context="hw.monitor", runs_eagerly=True):
         yield
 
@@ -267,7 +272,8 @@ class Monitor:
 
     def _open(self, folder: Path | None, settings: dict[str, Any], stack: ExitStack) -> list[int]:
         """Open the run folder and its history, and return the numbers of the steps that were recorded in it before.
-        Without a folder, return an empty list."""
+        Without a folder, return an empty list.
+        """
         if folder is None:
             return []
         self.history = History.create(stack.enter_context(locked_folder(folder)), settings)
@@ -286,7 +292,8 @@ class Monitor:
 
     def _record(self, heads: Heads) -> list[Alarm]:
         """Stop observing, add the step's statistics over all processes to the history, and return the alarms of the
-        step."""
+        step.
+        """
         self._heads = None
         self._of_step.close()
         if self._observer is not None:
@@ -342,7 +349,8 @@ class Monitor:
 
 def inner_model(model: Any) -> nn.Module:
     """Return the module inside of the wrappers of `torch.compile` and DistributedDataParallel; the model itself if
-    there are none."""
+    there are none.
+    """
     inner: nn.Module = model
     while hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
         inner = model = model._orig_mod if hasattr(model, "_orig_mod") else model.module

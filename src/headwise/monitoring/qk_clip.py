@@ -134,7 +134,8 @@ def qk_clip(
 
 def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[ClippedHead]:
     """Return the largest logit of each head from the rows of a recorded step. It is the logit before a softcap, and the
-    larger one of self- and cross-attention if a module computes both."""
+    larger one of self- and cross-attention if a module computes both.
+    """
     modules = dict(model.named_modules())
     logits: dict[tuple[str, int], ClippedHead] = {}
     for row in rows:
@@ -157,7 +158,8 @@ def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[ClippedHead]:
 
 def _of_mapping(model: nn.Module, logits: Any) -> list[ClippedHead]:
     """Return the largest logit of each head from a mapping by `(layer, head)`, with the path of the attention module.
-    Raise `InputError` if a layer does not have exactly one attention module."""
+    Raise `InputError` if a layer does not have exactly one attention module.
+    """
     if not isinstance(logits, Mapping):
         expected = "a Monitor, a History, or a mapping from (layer, head) to a logit"
         raise InputError("logits", expected=expected, got=type(logits).__name__)
@@ -189,7 +191,8 @@ _DERIVED: WeakKeyDictionary[nn.Module, tuple[str, HeadSlices]] = WeakKeyDictiona
 
 def _derived(model: nn.Module, heads: Mapping[str, int | None], inputs: Any) -> dict[str, HeadSlices]:
     """Return the slices of parameters that compute each head's query and key, for modules of unknown classes, by path.
-    They are derived from a run on `inputs`, once for each module."""
+    They are derived from a run on `inputs`, once for each module.
+    """
     known = {path: _DERIVED.get(model.get_submodule(path), ("", ())) for path in heads}
     slices = {path: of_heads for path, (name, of_heads) in known.items() if of_heads and name == path}
     missing = {path: number for path, number in heads.items() if path not in slices}
@@ -212,7 +215,8 @@ def _slices_of_modules(
 ) -> dict[str, HeadSlices]:
     """Return the slices of parameters that compute each head's query and key, by the path of the attention module. For
     modules of unknown classes, they are derived from a run on `inputs`. With `is_complete`, `head_logits` contains all
-    heads of each module."""
+    heads of each module.
+    """
     heads_of: dict[str, set[int]] = {}
     for each in head_logits:
         heads_of.setdefault(each.module, set()).add(each.head)

@@ -12,7 +12,8 @@ from headwise.shapes import Float
 
 def check_parameters(model: nn.Module, modules: Sequence[HeadModule]) -> None:
     """Raise `InputError` if the heads of attention modules cannot be changed in place. This is so if a parameter has
-    other sizes than its heads imply, is quantised, or is shared by several modules."""
+    other sizes than its heads imply, is quantised, or is shared by several modules.
+    """
     owner_of: dict[int, str] = {}
     for module in modules:
         for parameter, (blocks, *_) in module.parameters(model):
@@ -27,7 +28,8 @@ def check_parameters(model: nn.Module, modules: Sequence[HeadModule]) -> None:
 
 def reorder_heads(model: nn.Module, module: HeadModule, kv_order: Sequence[int]) -> None:
     """Reorder the key/value heads of an attention module in place, together with their query heads and output columns.
-    `kv_order[i]` is the present number of the head that moves to place i. The output of the module does not change."""
+    `kv_order[i]` is the present number of the head that moves to place i. The output of the module does not change.
+    """
     group = module.num_heads // module.num_kv_heads
     query_order = [kv * group + member for kv in kv_order for member in range(group)]
 
@@ -46,7 +48,8 @@ def multiply_features(
     """Multiply keys and values of each head by an orthogonal matrix, in place, and compensate for it in queries and
     output projection. Queries are multiplied by the matrix of their keys, and columns of the output projection by the
     inverse of that of their values. The module's output stays the same for matrices in the sets of
-    `kv_alignment.py`."""
+    `kv_alignment.py`.
+    """
     group = module.num_heads // module.num_kv_heads
     matrices: dict[HeadPart | None, Tensor] = {
         "query": keys.repeat_interleave(group, 0),
@@ -68,7 +71,8 @@ def average_heads(
     value_weights: Float[Tensor, "groups members"],
 ) -> None:
     """Replace the key and value projections of each head by a weighted mean over a group of consecutive heads, in
-    place. The heads of a group become equal. The weights of each group sum to 1."""
+    place. The heads of a group become equal. The weights of each group sum to 1.
+    """
     weights: dict[HeadPart | None, Tensor] = {"key": key_weights, "value": value_weights}
 
     def averaged(rows: Tensor, blocks: HeadBlocks) -> Tensor:
@@ -85,7 +89,8 @@ def average_heads(
 @torch.no_grad()
 def _change(model: nn.Module, module: HeadModule, change: Callable[[Tensor, HeadBlocks], Tensor]) -> None:
     """Apply a function to the numbers of all heads in the parameters of an attention module, in place, in float64. Its
-    arguments are a tensor `(heads, width, other)` and the description of its location."""
+    arguments are a tensor `(heads, width, other)` and the description of its location.
+    """
     for blocks in module.blocks:
         part = blocks.view(model.get_parameter(blocks.parameter))
         rows = part.double().reshape(blocks.heads, blocks.width, -1)

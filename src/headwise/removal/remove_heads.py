@@ -23,7 +23,8 @@ heads, among those of the dense model."""
 def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record: bool = True) -> None:
     """Remove all heads except those in `kept` from attention modules of a model, in place. The model's configuration
     then states the remaining heads: in its own fields or, if these cannot and `may_record` is True, in an additional
-    field, the record."""
+    field, the record.
+    """
     if hasattr(getattr(model, "config", None), RECORD):
         expected = "one without removed heads that its configuration records"
         remedy = "prune the dense model by one plan"
@@ -61,7 +62,8 @@ def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record:
 def remove_recorded_heads(model: nn.Module, record: Mapping[str, Sequence[int]]) -> None:
     """Remove heads from a dense model as a record states, in place. The record is a field in the configuration of a
     saved model that lists the remaining heads of each module. Module paths may have a prefix that the model lacks, or
-    lack one."""
+    lack one.
+    """
     paths = dict(model.named_modules())
     prefix = getattr(model, "base_model_prefix", "") + "."
     kept = {}
@@ -76,7 +78,8 @@ def remove_recorded_heads(model: nn.Module, record: Mapping[str, Sequence[int]])
 @torch.no_grad()
 def _remove(model: nn.Module, kept: Mapping[str, KeptHeads]) -> dict[str, HeadModule]:
     """Remove all heads except those in `kept` from attention modules of a model, in place, but leave the configuration
-    unchanged. Return the locations of heads before the removal, by module path."""
+    unchanged. Return the locations of heads before the removal, by module path.
+    """
     _separate_biases(model, kept)
     modules = {path: head_module(model, path) for path in kept}
     for path, heads in kept.items():
@@ -102,7 +105,8 @@ def _remove(model: nn.Module, kept: Mapping[str, KeptHeads]) -> dict[str, HeadMo
 
 def _separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
     """Prepare the modules of T5 stacks, in which the first module computes the relative position bias of all. If
-    different heads will remain in the modules of a stack, each module gets a bias table of its own."""
+    different heads will remain in the modules of a stack, each module gets a bias table of its own.
+    """
     modules_of_stack: dict[tuple[str, str], dict[str, Any]] = {}
     for path, module in model.named_modules():
         is_named = (family := family_of(module)) is not None and family.positions == "shared bias"
@@ -125,7 +129,8 @@ def _separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
 
 def _ignore_bias(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook that removes the argument `position_bias`, which the previous module computed, so that the
-    module computes its own."""
+    module computes its own.
+    """
     return arguments, {**named, "position_bias": None}
 
 
@@ -134,7 +139,8 @@ def _own_fields(
 ) -> dict[str, dict[str, int]] | None:
     """Return new values for the fields of a model's configuration that state numbers of heads. They are grouped by the
     name of the part of the configuration; an empty name stands for the configuration itself. Return None if the modules
-    would need different values, or the configuration has no such fields."""
+    would need different values, or the configuration has no such fields.
+    """
     fields_of: dict[str, dict[str, int]] = {}
     for path, module in modules.items():
         attention = model.get_submodule(path)
@@ -158,7 +164,8 @@ def _part(config: Any, name: str) -> Any:
 
 def _shapes_of_new(model: Any, fields_of: Mapping[str, Mapping[str, int]]) -> dict[str, torch.Size] | None:
     """Return the shapes of the weights of a new model whose configuration has the values in `fields_of`, by name.
-    Return None if `transformers` cannot create such a model."""
+    Return None if `transformers` cannot create such a model.
+    """
     config = deepcopy(model.config)
     for part, fields in fields_of.items():
         for name, value in fields.items():
@@ -181,7 +188,8 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 def loader_of(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> str:
     """Return the name of the package that can load the model after it is saved with the query heads `kept` alone (by
     module path). This is "transformers" if its configuration can state them in its own fields, otherwise "headwise".
-    Return "none" for a model that is not of `transformers`."""
+    Return "none" for a model that is not of `transformers`.
+    """
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return "none"
     # The memo of copies puts meta tensors in the places of all tensors.
@@ -200,7 +208,8 @@ def has_record(config: Any) -> bool:
 def class_of_saved(loader: Any, config: Any) -> Any:
     """Return the class whose `from_pretrained` loads a saved model with this configuration. It is `loader`, a model
     class or auto class of `transformers`, unless the configuration lists removed heads. Then it is a subclass that
-    removes these heads before the weights are loaded; the loaded model is an object of the original class."""
+    removes these heads before the weights are loaded; the loaded model is an object of the original class.
+    """
     if not has_record(config):
         return loader
     dense: Any = loader

@@ -62,7 +62,8 @@ def scored_heads(model: nn.Module, batch: Any) -> tuple[ScoredHead, ...]:
 
 def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, Any]]:
     """Return the batches of a calibration set on the device of a model. Their arguments disable the key/value cache.
-    Raise `InputError` if there are none, or if the decoder's padding is not stated."""
+    Raise `InputError` if there are none, or if the decoder's padding is not stated.
+    """
     batches = [to_device(batch, device_of(model)) for batch in iterate_batches(calibration)]
     if not batches:
         raise InputError("calibration", expected="at least one batch", got="none")
@@ -78,7 +79,8 @@ def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, An
 def heads_of_batches(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[ScoredHead, ...]:
     """Run a model on batches, and return the heads that attend on at least one batch, in the order of the model. Raise
     `InputError` if the model hides padding that a batch's padding masks do not state: sums over real tokens would be
-    wrong."""
+    wrong.
+    """
     needed = name_of_mask(model)
     for batch in batches:
         for name, labels in batch.items():  # -100 often stands for padding
@@ -96,7 +98,8 @@ def heads_of_batches(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tup
 
 def heads_of_each_batch(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[ScoredHead, ...]:
     """Run a model on batches, and return its heads, in the order of the model. Raise `InputError` if an attention
-    module runs on some batches only."""
+    module runs on some batches only.
+    """
     registry = _Survey(model)
     _run(model, batches, registry)
     for record in registry.records:
@@ -143,14 +146,16 @@ class _Survey(SiteRegistry):
 
     def observe(self, call: Call) -> None:
         """Add the site of an attention call (its module, in self- or cross-attention) to the record of the present
-        batch."""
+        batch.
+        """
         self.register(call)
         self.sites_of_batches[-1].add(call.site)
 
 
 class _PaddingSurvey(_Survey):
     """Interceptor that also compares, in each attention call, the tokens that the attention mask hides as padding with
-    the padding masks of the batch. A difference is reported as an error."""
+    the padding masks of the batch. A difference is reported as an error.
+    """
 
     def start(self, batch: dict[str, Any]) -> None:
         """Start the record of the next batch. Its sequences do not continue those of the batch before."""
@@ -163,7 +168,8 @@ class _PaddingSurvey(_Survey):
 
     def observe(self, call: Call) -> None:
         """Record the site of an attention call. Store an error in `problem` if the call hides tokens as padding that
-        the padding masks of the batch do not state."""
+        the padding masks of the batch do not state.
+        """
         super().observe(call)
         try:
             observed = self._contexts.read(call)
@@ -191,7 +197,8 @@ class _PaddingSurvey(_Survey):
 def folds_of(batches: Sequence[Mapping[str, Any]], documents: Sequence[int] | None = None) -> list[list[int]]:
     """Return the fold number, for cross-validation, of each sequence of each batch. Folds have similar numbers of
     tokens, and all sequences of a document are in the same fold. If `documents` is None, or one document has more than
-    half of the tokens, folds are runs of consecutive sequences instead."""
+    half of the tokens, folds are runs of consecutive sequences instead.
+    """
     numbers = [count_sequences_and_tokens(batch)[0] for batch in batches]
     lengths = [length for batch in batches for length in _lengths(batch)]
     if len(lengths) < 2:

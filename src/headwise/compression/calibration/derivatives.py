@@ -76,7 +76,8 @@ def token_weights(
 
 def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tensor) -> Tensor | None:
     """Return the token weights of one sequence of a batch, whose recorded vectors are `x`. Return None, for weights of
-    1, if `weights` is None."""
+    1, if `weights` is None.
+    """
     if weights is None:
         return None
     own = weights[batch]
@@ -88,7 +89,8 @@ def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tenso
 
 def _backward(output: Any, batch: Mapping[str, Any]) -> str:
     """Run the backward pass of a model's output, with a random direction as its gradient. Return "", or the reason as a
-    text if the output has no derivatives."""
+    text if the output has no derivatives.
+    """
     logits, hidden = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
     tensors = [tensor for tensor in floating_tensors([logits, hidden, output]) if tensor.requires_grad]
     if not tensors:
@@ -108,7 +110,8 @@ def _backward(output: Any, batch: Mapping[str, Any]) -> str:
 def _direction(output: Float[Tensor, "..."], *, is_logits: bool) -> Float[Tensor, "..."]:
     """Return a tensor of random signs in the shape of an output, as the gradient for a backward pass. For the logits of
     a distribution p, the signs are multiplied by `B = diag(sqrt p) - p sqrt(p)^T`, so that `B B^T = diag(p) - p p^T` is
-    the Fisher matrix of the logits."""
+    the Fisher matrix of the logits.
+    """
     signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     direction = signs.to(output).mul_(2).sub_(1)
     if not is_logits or output.shape[-1] == 1:
@@ -141,7 +144,8 @@ class WeightGradients:
         centre: Float[Tensor, " width"],
     ) -> Float[Tensor, " chosen"]:
         """Return the first-order change of the loss of each chosen sequence if `left @ right` is added to the weight of
-        the projection. The bias changes such that the input `centre` keeps its output."""
+        the projection. The bias changes such that the input `centre` keeps its output.
+        """
         left, right, centre = (each.to(self.weight) for each in (left, right, centre))
         weight = torch.einsum("sow,ob,bw->s", self.weight[chosen], left, right)
         return weight - torch.einsum("so,ob,b->s", self.bias[chosen], left, right @ centre)
@@ -149,7 +153,8 @@ class WeightGradients:
 
 def require_slope(loss: Any) -> None:
     """Raise `InputError` if `loss` is not a loss function. Also raise it for a distance from the unchanged model, whose
-    derivatives in that model are 0."""
+    derivatives in that model are 0.
+    """
     require_loss(loss)
     if hasattr(loss, "prepare"):
         expected = "a loss whose derivatives in the unchanged model are not 0, such as hw.next_token_loss"
@@ -160,7 +165,8 @@ def weight_gradients(
     model: nn.Module, paths: Collection[str], batches: Sequence[dict[str, Any]], loss: Loss
 ) -> dict[str, WeightGradients]:
     """Return the derivatives of the loss of each sequence with respect to weight and bias of output projections, by the
-    path of the projection."""
+    path of the projection.
+    """
     with progress_bar("gradients", len(batches), "batches") as bar:
         parts = [_of_batch(model, paths, batch, loss) for batch in bar.track(batches, step=1)]
     return {
@@ -175,7 +181,8 @@ def _of_batch(
     model: nn.Module, paths: Collection[str], batch: dict[str, Any], loss: Loss
 ) -> dict[str, WeightGradients]:
     """Return the derivatives of the loss of each sequence of one batch with respect to weight and bias of output
-    projections, by the path of the projection."""
+    projections, by the path of the projection.
+    """
     sums: dict[str, WeightGradients] = {}
     sequences = count_sequences_and_tokens(batch)[0]
 

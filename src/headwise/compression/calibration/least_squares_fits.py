@@ -76,7 +76,8 @@ class OutputMoments:
         weights: Float[Tensor, " tokens"] | None = None,
     ) -> "OutputMoments":
         """Return the sums over tokens with inputs `x` and target outputs `y`. Each token has the weight 1 by
-        default."""
+        default.
+        """
         x, y = x.double(), y.double()
         weights = x.new_ones(len(x)) if weights is None else weights.double()
         weighted = weights[:, None] * x
@@ -90,7 +91,8 @@ class OutputMoments:
 
     def about_mean(self) -> "OutputMoments":
         """Return moments whose products xx, yx and yy are those of x and y minus their means, as the fit of a
-        projection with a bias needs."""
+        projection with a bias needs.
+        """
         x, y = self.x / self.mass, self.y / self.mass
         xx = self.xx - self.mass * torch.outer(x, x)
         yx = self.yx - self.mass * torch.outer(y, x)
@@ -101,7 +103,8 @@ class OutputMoments:
 
     def damped(self, damping: float) -> Float[Tensor, "width width"]:
         """Return the mean of `x x^T` with a ridge term: the mean of its diagonal, times `damping`, is added to the
-        diagonal. Return the identity if x is 0 everywhere."""
+        diagonal. Return the identity if x is 0 everywhere.
+        """
         mean = self.xx / self.mass
         added = damping * mean.diagonal().mean() if bool(mean.any()) else 1.0
         return mean + added * torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
@@ -111,7 +114,8 @@ class OutputMoments:
     ) -> Iterator["Fit"]:
         """Yield, for each damping, the output projection on the input columns `kept` that fits the targets best. The
         damping (a ridge term) draws the fitted weight towards the original `weight`. Columns without data therefore
-        keep their weights."""
+        keep their weights.
+        """
         centred = self.about_mean() if has_bias else self
         dense = weight.double()[:, kept]
         missing = (centred.yx[:, kept] - dense @ centred.xx[kept][:, kept]) / self.mass
@@ -125,7 +129,8 @@ class OutputMoments:
         self, weight: Float[Tensor, "out kept"], bias: Float[Tensor, " out"], kept: Int[Tensor, " kept"]
     ) -> float:
         """Return the sum over tokens of the squared error `|y - W x - b|^2` of a projection with weight W and bias b,
-        where x has the input columns `kept` alone."""
+        where x has the input columns `kept` alone.
+        """
         x, xx = self.x[kept], self.xx[kept][:, kept]
         about_bias = self.yy - 2 * bias @ self.y + self.mass * bias @ bias
         of_weight = (weight @ xx - 2 * (self.yx[:, kept] - torch.outer(bias, x))) * weight
@@ -147,7 +152,8 @@ class WeightChange(NamedTuple):
 
     def added_error(self, residual: Float[Tensor, "out width"], moments: OutputMoments) -> float:
         """Return by how much this change increases the squared error, summed over tokens. With the error r before the
-        change, `residual` is the sum over tokens of `r (x - centre)^T`."""
+        change, `residual` is the sum over tokens of `r (x - centre)^T`.
+        """
         mapped, centre, x = self.right @ moments.xx, self.right @ self.centre, self.right @ moments.x
         outer = torch.outer(centre, x)
         xx = mapped @ self.right.mT - outer - outer.mT + moments.mass * torch.outer(centre, centre)
@@ -172,7 +178,8 @@ def _changes(
     fit: Fit, blocks: Sequence[Int[Tensor, " block"]], kept: Int[Tensor, " kept"], centre: Float[Tensor, " width"]
 ) -> Iterator[WeightChange]:
     """Yield, for each block of input columns, how a fitted projection changes if the block is removed and the remaining
-    columns are fitted again to the same data."""
+    columns are fitted again to the same data.
+    """
     place = torch.full((len(centre),), -1)
     place[kept] = torch.arange(len(kept))
     for block in blocks:
@@ -197,7 +204,8 @@ class FoldedMoments:
 
     def add(self, fold: int, moments: OutputMoments) -> None:
         """Add the sums over more tokens to those of a fold. Sums without weight, such as those of padding, are
-        ignored."""
+        ignored.
+        """
         if moments.mass:
             self.folds[fold] = self.folds[fold] + moments if fold in self.folds else moments
 
@@ -227,7 +235,8 @@ class FoldedMoments:
     ) -> tuple[Float[Tensor, "out kept"], Float[Tensor, " out"]]:
         """Return the weight and bias, fitted by least squares to the targets, of a projection with the input columns
         `kept` alone. The ridge damping is chosen by cross-validation over all folds. The final fit does not use the
-        fold `left_out`."""
+        fold `left_out`.
+        """
         errors = torch.zeros(len(DAMPINGS), dtype=torch.float64)
         for fold, own in self.folds.items():
             for tried, fit in enumerate(self.without(fold).fits(self._weight, kept, self._has_bias, DAMPINGS)):
@@ -273,7 +282,8 @@ class FoldedMoments:
         self, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"]
     ) -> list[BlockRemoval]:
         """Return, for each block of input columns, the effect of its removal in addition to the columns `removed`. The
-        remaining columns keep their weights."""
+        remaining columns keep their weights.
+        """
         weight, total = self._weight.double(), self.total
         residual = weight[:, removed] @ total.xx[removed]
         changes = []
@@ -287,7 +297,8 @@ class FoldedMoments:
 
     def _relative(self, errors: Sequence[float]) -> list[float]:
         """Return errors divided by the sum of squares of the targets, taken about their mean if the projection has a
-        bias. Return 0 for each if the inputs are all 0 or the targets do not vary."""
+        bias. Return 0 for each if the inputs are all 0 or the targets do not vary.
+        """
         total = self.total.about_mean() if self._has_bias else self.total
         varies = total.yy > 0 and bool(total.xx.any())
         return [error / total.yy if varies else 0.0 for error in errors]

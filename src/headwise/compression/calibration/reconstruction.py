@@ -43,7 +43,8 @@ def reconstruct(
 ) -> None:
     """Fit the output projections of the modules in `kept` by least squares, in place, so that the copy `changed` of
     `model` returns what `model` returns. The copy has the model's shapes, but already computes without the removed
-    heads: their input columns become 0. Both models are in evaluation mode."""
+    heads: their input columns become 0. Both models are in evaluation mode.
+    """
     modules = {path: head_module(model, path) for path in kept}
     check_parameters(changed, list(modules.values()))
     folds = folds_of(batches, documents)
@@ -78,7 +79,8 @@ def _in_order_of_runs(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> list[str]:
     """Return the paths of attention modules in the order in which the model runs them. The batch on which most modules
-    run decides the order; modules that run on other batches alone come last."""
+    run decides the order; modules that run on other batches alone come last.
+    """
     orders: list[list[str]] = []
     paths_of: dict[str, list[str]] = {}
     for path, module in modules.items():
@@ -102,7 +104,8 @@ def _in_order_of_runs(
 
 def output_weight(model: nn.Module, module: HeadModule) -> Float[Tensor, "out width"]:
     """Return the weight of a module's output projection in the layout of `nn.Linear`, `(out, in)`. It is a view of the
-    parameter, which shares its memory."""
+    parameter, which shares its memory.
+    """
     (axis,) = [each for each in module.blocks if each.parameter == f"{module.output}.weight"]
     weight = model.get_parameter(axis.parameter).detach()
     return weight.mT if axis.axis == 0 else weight
@@ -124,7 +127,8 @@ def fit_projection(
     model: nn.Module, module: HeadModule, kept: Sequence[int], moments: FoldedMoments, left_out: int | None = None
 ) -> None:
     """Fit the output projection of an attention module, in place, to the targets in `moments`. The columns of heads
-    that are not in `kept` become 0. The fit does not use the fold `left_out`, if one is stated."""
+    that are not in `kept` become 0. The fit does not use the fold `left_out`, if one is stated.
+    """
     weight, bias = output_weight(model, module), getattr(model.get_submodule(module.output), "bias", None)
     columns = columns_of_heads(module, kept)
     fitted, fitted_bias = moments.fit(columns, left_out)
@@ -145,7 +149,8 @@ _DID_NOT_RUN = object()
 def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[str]) -> str:
     """Return the path of the transformer layer that contains the attention module at `path`. It is the outermost item
     of a `ModuleList` or `Sequential` in which several items contain attention modules (the paths in `sites`). Without
-    such a list, return `path`."""
+    such a list, return `path`.
+    """
     parts = path.split(".")
     for stop in range(1, len(parts) + 1):
         parent = ".".join(parts[: stop - 1])
@@ -159,7 +164,8 @@ def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[s
 class LayerRuns:
     """Runs of a model on the batches of a data set, one layer after the other: a run up to a layer reuses the stored
     outputs of earlier layers. The model is in evaluation mode, and `layers` lists the paths in the order in which it
-    runs them."""
+    runs them.
+    """
 
     def __init__(self, model: nn.Module, batches: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> None:
         self._model, self._batches, self._layers = model, batches, layers
@@ -172,7 +178,8 @@ class LayerRuns:
     def run(self, layer: str, projection: str | None = None, *, store: bool) -> list[list[SequenceVectors]]:
         """Run the model up to the end of a layer on each batch. Return the recorded inputs of the output projection at
         `projection` for each batch; without a projection, an empty list. With `store`, keep the layer's output, from
-        which runs up to later layers start."""
+        which runs up to later layers start.
+        """
         recorded: list[list[SequenceVectors]] = []
         for index, (batch, outputs) in enumerate(zip(self._batches, self._outputs, strict=True)):
             with projection_inputs(self._model, [] if projection is None else [projection], batch) as inputs:
@@ -185,7 +192,8 @@ class LayerRuns:
     @torch.no_grad()
     def _run(self, layer: str, index: int) -> Any:
         """Run the model on one batch until `layer` ends, and return the layer's output, or `_DID_NOT_RUN`. Earlier
-        layers are not computed, but return a stored output. If the layers do not form a chain, compute all layers."""
+        layers are not computed, but return a stored output. If the layers do not form a chain, compute all layers.
+        """
         before = self._layers[: self._layers.index(layer)] if self._reuses else []
         module, outputs = self._modules[layer], []
         forward = module.forward
@@ -207,7 +215,8 @@ class LayerRuns:
     @torch.no_grad()
     def _is_chain_on(self, index: int) -> bool:
         """Return True if, on one batch, each layer runs once, and a run that starts from stored outputs returns the
-        same layer outputs as a complete run."""
+        same layer outputs as a complete run.
+        """
         expected: dict[str, list[Any]] = {path: [] for path in self._layers}
         layers = {path: self._modules[path] for path in self._layers}
         with module_calls(layers, lambda path, _, output: expected[path].append(output)):

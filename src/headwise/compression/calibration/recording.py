@@ -17,7 +17,8 @@ from headwise.shapes import Bool, Float
 
 def with_slopes(output: Tensor, on_slopes: Callable[[Tensor], None]) -> Tensor:
     """Register a function that the backward pass calls with the gradient of `output`. Return the output; if it requires
-    no gradient, a detached one that does."""
+    no gradient, a detached one that does.
+    """
     output = output if output.requires_grad else output.detach().requires_grad_()
     output.register_hook(on_slopes)  # type: ignore[no-untyped-call]
     return output
@@ -35,7 +36,8 @@ def projection_inputs(
 ) -> Iterator[dict[str, list[SequenceVectors]]]:
     """Record the inputs of the output projections at some paths while the context is open. Yield a dictionary from each
     path to one entry per sequence and call of the projection. Tokens that the batch's masks state as padding are left
-    out."""
+    out.
+    """
     recorded: dict[str, list[SequenceVectors]] = {path: [] for path in paths}
 
     def record(path: str, division: _Division, inputs: Tensor, output: Tensor) -> None:
@@ -51,7 +53,8 @@ def projection_slopes(
 ) -> Iterator[dict[str, list[list[SequenceVectors]]]]:
     """Record the gradients of the outputs of the projections at some paths, in backward passes while the context is
     open. Yield a dictionary from each path to a list per call of the projection, with one entry per sequence. The list
-    is empty if the call gets no gradient."""
+    is empty if the call gets no gradient.
+    """
     recorded: dict[str, list[list[SequenceVectors]]] = {path: [] for path in paths}
 
     def record(path: str, division: _Division, inputs: Tensor, output: Tensor) -> Tensor:
@@ -75,7 +78,8 @@ def _projection_calls(
     on_call: Callable[[str, _Division, Tensor, Tensor], Tensor | None],
 ) -> Iterator[None]:
     """Call `on_call` after each forward pass of an output projection while the context is open. Its arguments are the
-    path, a function that divides token vectors by sequence, the input, and the output, which it may replace."""
+    path, a function that divides token vectors by sequence, the input, and the output, which it may replace.
+    """
     lengths: dict[str, Tensor] = {}
     sequences = count_sequences_and_tokens(batch)[0]
     attention_of = {path: model.get_submodule(path.rpartition(".")[0]) for path in paths}
@@ -119,7 +123,8 @@ def _projection_calls(
 def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
     """Return the batch's padding mask in the shape of the tokens of `inputs`, True for tokens that are not padding.
     Return None if no mask has this shape. Raise `InputError` if a mask with padding cannot be assigned to the
-    tokens."""
+    tokens.
+    """
     for name, value in batch.items():
         if name.endswith("key_padding_mask") and isinstance(value, Tensor) and bool(value.any()):
             raise InputError("calibration", expected="batches without padding", got=f"a {name} that hides tokens")
@@ -133,7 +138,8 @@ def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batc
 
 def stated_padding(shape: Sequence[int], batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
     """Return the batch's padding mask of the shape `shape`, True for tokens that are not padding. Return None if no
-    mask has this shape, and raise `InputError` if several different ones have it."""
+    mask has this shape, and raise `InputError` if several different ones have it.
+    """
     masks = {name: mask for name, mask in padding_masks(batch).items() if mask.shape == tuple(shape)}
     if not masks:
         return None
@@ -147,7 +153,8 @@ def stated_padding(shape: Sequence[int], batch: Mapping[str, Any]) -> Bool[Tenso
 
 def padding_masks(batch: Mapping[str, Any]) -> dict[str, Bool[Tensor, "batch tokens"]]:
     """Return the padding masks among a batch's arguments, by argument name, as booleans: True for tokens that are not
-    padding."""
+    padding.
+    """
     return {
         name: value.bool()
         for name, value in batch.items()

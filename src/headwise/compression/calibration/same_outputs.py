@@ -52,7 +52,8 @@ def remove_heads_checked(
 ) -> None:
     """Remove all heads except those in `kept` from a model, in place, as `remove_heads` does, and check the result. The
     model must return the same as before the removal with the outputs of the removed heads set to 0. It is run on as
-    many batches as each module needs to run once. Otherwise an `InputError` states the `claim`."""
+    many batches as each module needs to run once. Otherwise an `InputError` states the `claim`.
+    """
     modules = {path: head_module(model, path) for path in kept}
 
     def zeroing(module: HeadModule, heads: KeptHeads) -> Any:
@@ -81,7 +82,8 @@ def outputs_of(
 ) -> tuple[Outputs, list[dict[str, Any]]]:
     """Run a model in evaluation mode until each of some attention modules has run once, on the batches with the longest
     sequences first. Return samples of the outputs of these modules and of the model, and the batches used. The random
-    seed is the same for each batch."""
+    seed is the same for each batch.
+    """
     outputs: Outputs = {}
     used: list[dict[str, Any]] = []
 
@@ -138,7 +140,8 @@ def require_same(model: nn.Module, expected: Outputs, found: Outputs, claim: str
 def _difference(one: Float[Tensor, "vectors width"], other: Float[Tensor, "vectors width"], share: float) -> float:
     """Return a quantile of the relative differences `|one - other| / |one|` of corresponding vectors: the value that a
     part `share` of them does not exceed. Equal infinite numbers and vectors of `one` with NaN are ignored. Return 0 if
-    no vectors remain."""
+    no vectors remain.
+    """
     counts = ~one.isnan().any(1)
     is_equal = one.isinf() & (one == other)
     before, after = (each.masked_fill(is_equal, 0.0)[counts] for each in (one, other))
@@ -150,7 +153,8 @@ def _difference(one: Float[Tensor, "vectors width"], other: Float[Tensor, "vecto
 def _samples(output: Any, batch: dict[str, Any]) -> list[Sample]:
     """Return random sample vectors from each floating-point tensor of a model's or module's output, without padding. Of
     outputs with names, attention weights and caches are left out, since their heads may be in another order. Of a
-    tuple, the first tensor alone is sampled."""
+    tuple, the first tensor alone is sampled.
+    """
     if isinstance(output, Mapping):
         leaves = [value for name, value in output.items() if not name.endswith(("attentions", "past_key_values"))]
         leaves = pytree.tree_leaves(leaves)

@@ -46,7 +46,8 @@ def distillation_loss(
 
 def _compared(output: Any) -> tuple[str, Float[Tensor, "batch *others"]]:
     """Return the part of a model's output that distillation compares, and its name: "logits", "embeddings" (the last
-    hidden state), or "tensor" (the output itself)."""
+    hidden state), or "tensor" (the output itself).
+    """
     for name, part in (
         ("logits", getattr(output, "logits", None)),
         ("embeddings", getattr(output, "last_hidden_state", None)),
@@ -62,7 +63,8 @@ def counted_tokens(
     model: Any, batch: Mapping[str, Any], output: Float[Tensor, "batch tokens width"]
 ) -> Bool[Tensor, "batch tokens"] | None:
     """Return a mask `(batch, tokens)` for a model's output that is True where a token is not padding. Return None if no
-    token is padding. Raise `InputError` if the batch has padding, but no mask of this shape."""
+    token is padding. Raise `InputError` if the batch has padding, but no mask of this shape.
+    """
     is_pair = is_encoder_decoder(model)
     mask = batch.get("decoder_attention_mask" if is_pair else "attention_mask")
     labels = batch.get("labels")

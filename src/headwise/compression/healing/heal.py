@@ -71,7 +71,8 @@ class HealingOptions:
 
     def rate_factor(self, step: int) -> float:
         """Return the learning rate of a step as a share of the peak rate. It rises linearly during warmup, and then
-        falls along half a cosine."""
+        falls along half a cosine.
+        """
         warmup = max(1, round(WARMUP * self.steps))
         if step < warmup:
             return (step + 1) / warmup
@@ -151,7 +152,8 @@ def _settings(
     model: nn.Module, teacher: nn.Module, data: Any, options: HealingOptions, more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return JSON-compatible values of everything that the trained weights depend on: the options, hashes of both
-    models' weights, the names of the trained weights as a hash, other settings of both models, and `more`."""
+    models' weights, the names of the trained weights as a hash, other settings of both models, and `more`.
+    """
     numbers = asdict(options) | {"lr": float(options.lr), "temperature": float(options.temperature)}
     of_teacher = run_settings(teacher, None, "teacher")["model"] | model_settings(teacher)
     texts = data if isinstance(data, Texts) else None
@@ -164,7 +166,8 @@ def _settings(
 
 def _require_trainable(model: Any, teacher: Any) -> None:
     """Raise `InputError` if a model has no trainable weights in float32 or float64, or if trainable weights share
-    memory with weights of the teacher."""
+    memory with weights of the teacher.
+    """
     require_module(model)
     if not isinstance(teacher, nn.Module):
         raise InputError("teacher", expected="a torch module", got=type(teacher).__name__)
@@ -220,7 +223,8 @@ class TrainingBatches:
 class HealingFolder:
     """Output folder of a healing run (training by a dense model), which can be stopped and resumed. A run resumes only
     from files that were written with the same JSON-compatible settings. Without a folder (None), nothing is read or
-    written."""
+    written.
+    """
 
     def __init__(self, folder: str | Path | None, settings: Mapping[str, Any]) -> None:
         self._folder, self._settings = folder, settings
@@ -228,7 +232,8 @@ class HealingFolder:
     @contextmanager
     def claimed(self, *, force: bool) -> Iterator[None]:
         """Create the folder, and lock it while the context is open. Files of a run with other settings raise an error,
-        or are deleted with `force`."""
+        or are deleted with `force`.
+        """
         if self._folder is None:
             yield
             return
@@ -253,7 +258,8 @@ class HealingFolder:
 
     def read(self, name: str, *, mmap: bool = False) -> Any:
         """Return the content of the file `name` in the folder; None if there is no such file. Raise an error if it was
-        written with other settings."""
+        written with other settings.
+        """
         if self._folder is None or not (path := Path(self._folder) / name).exists():
             return None
         return load_state(path, self._settings, map_location="cpu", mmap=mmap)
@@ -270,7 +276,8 @@ def _train(
     shown: bool,
 ) -> None:
     """Train a model in place to reproduce the teacher's outputs, from the first step or from the checkpoint in the
-    folder. Write checkpoints during training, and the trained weights at the end."""
+    folder. Write checkpoints during training, and the trained weights at the end.
+    """
     device = device_of(model)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -327,7 +334,8 @@ def _train(
 
 def _require_finite(value: Tensor, name: str) -> None:
     """Raise `InputError` if `value`, a loss or gradient norm of a training step, is not finite. It is called before the
-    optimizer changes the weights."""
+    optimizer changes the weights.
+    """
     if not bool(value.detach().isfinite()):
         remedy = "a smaller lr may help, or weights and inputs that are finite"
         raise InputError("model", expected=f"a finite {name}", got=float(value.detach()), remedy=remedy)

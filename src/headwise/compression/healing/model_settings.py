@@ -23,7 +23,8 @@ data type is that of the weights."""
 def model_settings(model: nn.Module) -> dict[str, Any]:
     """Return everything except weights that a model's outputs depend on, as texts. These are the fields of its
     configuration and, by the path of each module, its class, its public attributes (such as the `p` of a dropout), and
-    hashes of its buffers, saved or not."""
+    hashes of its buffers, saved or not.
+    """
     config = getattr(model, "config", None)
     modules: dict[str, dict[str, str]] = {}
     for path, module in model.named_modules():
@@ -38,7 +39,8 @@ def model_settings(model: nn.Module) -> dict[str, Any]:
 
 def _config_settings(config: Any) -> dict[str, str]:
     """Return the fields of a `transformers` configuration as texts, together with the name of its attention
-    implementation. Fields that do not affect outputs are left out."""
+    implementation. Fields that do not affect outputs are left out.
+    """
     fields = {name: value for name, value in config.to_dict().items() if name not in CONFIG_WITHOUT_EFFECT}
     fields["attn_implementation"] = getattr(config, "_attn_implementation", None)
     return {name: _text(value) for name, value in sorted(fields.items())}
@@ -46,7 +48,8 @@ def _config_settings(config: Any) -> dict[str, str]:
 
 def _text(value: Any) -> str:
     """Return a text for the value of a setting, such that values with different effects have different texts. For an
-    object of an unknown type, the text is the name of its class."""
+    object of an unknown type, the text is the name of its class.
+    """
     is_object = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if isinstance(value, Tensor):
         text = digest_of([value])

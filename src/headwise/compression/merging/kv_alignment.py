@@ -55,7 +55,8 @@ class Freedom:
 
     def nearest(self, product: Float[Tensor, "width width"]) -> Float[Tensor, "width width"]:
         """Return the matrix R of the set that maximises `trace(R^T product)`. For `product = E[y x^T]`, R also
-        minimises `E|y - R x|^2` (orthogonal Procrustes problem, Schönemann 1966)."""
+        minimises `E|y - R x|^2` (orthogonal Procrustes problem, Schönemann 1966).
+        """
         matrix = torch.eye(self.width, dtype=product.dtype, device=product.device)
         if self.pairs:
             first, second = torch.tensor(self.pairs, device=product.device).T
@@ -78,7 +79,8 @@ class Freedom:
 
 def value_freedom(model: nn.Module, module: HeadModule) -> Freedom:
     """Return the orthogonal matrices by which the values of a head in an attention module can be multiplied without a
-    change of the module's output, after the output projection is adapted."""
+    change of the module's output, after the output projection is adapted.
+    """
     attention = model.get_submodule(module.path)
     is_gated = getattr(attention, "output_gate", None) == "element"
     return Freedom(module.value_dim, block=() if is_gated else tuple(range(module.value_dim)))
@@ -86,7 +88,8 @@ def value_freedom(model: nn.Module, module: HeadModule) -> Freedom:
 
 def key_freedom(model: nn.Module, module: HeadModule) -> Freedom:
     """Return the orthogonal matrices by which the queries and keys of a head in an attention module can be multiplied
-    without a change of the scores. For an unknown kind of module, this is the identity alone."""
+    without a change of the scores. For an unknown kind of module, this is the identity alone.
+    """
     attention: Any = model.get_submodule(module.path)
     width = module.head_dim
     if isinstance(attention, MultiHeadAttention):
@@ -108,7 +111,8 @@ def key_freedom(model: nn.Module, module: HeadModule) -> Freedom:
 
 def _rotary_freedom(width: int, rotated: int, *, interleaved: bool, signs: bool) -> Freedom:
     """Return the orthogonal matrices that commute with a rotary position embedding of the first `rotated` of `width`
-    features."""
+    features.
+    """
     half = rotated // 2
     pairs = [(2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half) for pair in range(half)]
     return Freedom(width, tuple(pairs), tuple(range(rotated, width)), signs)
@@ -137,13 +141,15 @@ def agreement(
     products: Float[Tensor, "heads heads width width"], matrices: Float[Tensor, "heads width width"]
 ) -> float:
     """Return `E|sum over heads of R_j x_j|^2` for the orthogonal matrices R_j and features x_j of the heads j. It is
-    larger when the aligned heads differ less."""
+    larger when the aligned heads differ less.
+    """
     return float(torch.einsum("iab,ijbc,jac->", matrices, products, matrices))
 
 
 def _improved(products: Tensor, matrices: Tensor, freedom: Freedom) -> Tensor:
     """Return alignment matrices, improved one head after the other until the `agreement` of the heads does not
-    increase."""
+    increase.
+    """
     matrices, before = matrices.clone(), agreement(products, matrices)
     heads = range(len(matrices))
     for _ in range(MOST_ROUNDS):
@@ -185,7 +191,8 @@ def pairwise_gains(
 def similar_groups(gains: Float[Tensor, "heads heads"], groups: int) -> list[list[int]]:
     """Divide heads into groups of equal size such that the sum of `gains` over pairs of heads in the same group is
     large. The search starts with groups of adjacent heads. It exchanges two heads between groups, the best exchange
-    first, until no exchange increases the sum."""
+    first, until no exchange increases the sum.
+    """
     heads = len(gains)
     group_of = torch.arange(heads) // (heads // groups)
     gains = gains.detach().cpu().double()

@@ -131,7 +131,8 @@ def merge_kv(
 
 def mergeable_modules(model: nn.Module, num_kv_heads: int) -> dict[str, HeadModule]:
     """Return the attention modules of a model whose key/value heads can be merged into `num_kv_heads`, by path. Raise
-    `InputError` if there are none, or if one of them has another number that it does not divide."""
+    `InputError` if there are none, or if one of them has another number that it does not divide.
+    """
     if has_record(getattr(model, "config", None)):
         raise InputError("model", expected="a model whose configuration states its heads", got=f"a record {RECORD}")
     names = {path: type(module).__name__ for path, module in model.named_modules()}
@@ -176,7 +177,8 @@ def _align(
 ) -> _HeadWeights:
     """Reorder the key/value heads of an attention module, in place, so that the heads of each group are adjacent, and
     align them if `method` is "procrustes". The module's output does not change. Return the weights of keys and of
-    values with which the heads of each group are then averaged."""
+    values with which the heads of each group are then averaged.
+    """
     weights = _equal_weights(module)
     aligns = method == "procrustes"
     of_keys = key_freedom(model, module) if aligns else Freedom(module.head_dim)
@@ -200,14 +202,16 @@ def _aligned(
     products: Float[Tensor, "heads heads width width"], freedom: Freedom, size: int
 ) -> Float[Tensor, "heads width width"]:
     """Return one matrix per head, such that the heads of each group of `size` consecutive heads differ least from their
-    mean after multiplication by it. The matrices are orthogonal and in the set `freedom`."""
+    mean after multiplication by it. The matrices are orthogonal and in the set `freedom`.
+    """
     groups = (slice(start, start + size) for start in range(0, len(products), size))
     return torch.cat([align(products[group, group], freedom) for group in groups])
 
 
 def _energies(model: nn.Module, module: HeadModule, queries: Float[Tensor, " heads"]) -> _HeadWeights:
     """Return the weights of keys and values for the method "weighted_mean", by key/value head. A key's weight is the
-    sum of `|q|^2` over its query heads, and a value's is the squared norm of its columns of the output projection."""
+    sum of `|q|^2` over its query heads, and a value's is the squared norm of its columns of the output projection.
+    """
     heads, attention = module.num_kv_heads, model.get_submodule(module.path)
     if (family := family_of(attention)) is not None and family.norms(attention):
         queries = torch.ones_like(queries)
@@ -220,7 +224,8 @@ def _energies(model: nn.Module, module: HeadModule, queries: Float[Tensor, " hea
 
 def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "groups members"]:
     """Return weights divided by their sum in each group of `size` consecutive heads. In a group whose weights are all
-    0, heads have equal shares."""
+    0, heads have equal shares.
+    """
     grouped = weights.view(-1, size)
     grouped = torch.where(grouped.sum(1, keepdim=True) > 0, grouped, torch.ones_like(grouped))
     return grouped / grouped.sum(1, keepdim=True)
@@ -230,7 +235,8 @@ def kv_moments(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> dict[str, _Moments]:
     """Run a model on batches, and return sums over all tokens but padding for each attention module, by path. They are
-    the sum of `|q|^2` per query head, and of `k_i k_j^T` and `v_i v_j^T` for pairs of key/value heads."""
+    the sum of `|q|^2` per query head, and of `k_i k_j^T` and `v_i v_j^T` for pairs of key/value heads.
+    """
     heads_of_batches(model, batches)
     blocks_of = {
         (path, part): next(each for each in module.blocks if each.part == part and each.parameter.endswith(".weight"))

@@ -54,20 +54,23 @@ class UnitScores(Protocol):
 
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
         """Return the importance of each unit (set of heads) in the model from which the heads `removed` are already
-        removed. Units with low scores are removed first."""
+        removed. Units with low scores are removed first.
+        """
 
 
 @runtime_checkable
 class ScoresWithCandidates(UnitScores, Protocol):
     """Interface of scores that come with alternative scores. A pruning plan is made by each of them, and `choose`
-    selects the best plan."""
+    selects the best plan.
+    """
 
     def candidates(self) -> Sequence[UnitScores]:
         """Return these scores, followed by the alternative ones. A pruning plan is made by each of them."""
 
     def choose(self, plans: Sequence[Sequence[PlannedModule]]) -> int:
         """Return the index of the best of several pruning plans. The plan at index 0 was made by these scores
-        themselves, not by alternatives."""
+        themselves, not by alternatives.
+        """
 
 
 def plan_pruning(
@@ -154,7 +157,8 @@ def plan_pruning(
 
 def _pools(modules: Sequence[PlannedModule], share: float, constraint: str) -> list[tuple[list[Unit], int]]:
     """Return pools of units (sets of heads that are removed together), each with the number of its units that remain.
-    Units compete within their pool alone."""
+    Units compete within their pool alone.
+    """
     layers = [each.layer for each in modules]
     if len(set(layers)) < len(layers):  # a head is named by layer and number
         raise InputError("scores", expected="a layer of its own for each module", got=layers)
@@ -183,7 +187,8 @@ def _remove_in_rounds(
 ) -> tuple[frozenset[Head], int]:
     """Remove units (sets of heads) with the lowest scores from each pool, in rounds, until the pool has the stated
     number of units. At least one unit remains in each layer. Return the removed heads and the number of rounds, before
-    each of which the units are scored."""
+    each of which the units are scored.
+    """
     excess = max((len(units) - keep for units, keep in pools), default=0)
     rounds = min(excess, excess if rounds is None else rounds)
     removed: frozenset[Head] = frozenset()
@@ -211,7 +216,8 @@ def _remove_in_rounds(
 class _TableScores:
     """Scores from a table of heads. The score of a set of heads is the sum of one statistic over the heads, and does
     not depend on the heads that are removed already. By default, the statistic is the one that the table's plots
-    show."""
+    show.
+    """
 
     rounds: int | None = 1
     is_comparable = True
@@ -237,7 +243,8 @@ class _TableScores:
 
 class _FunctionScores:
     """Scores from a function that measures the model without the removed heads, and returns a table of its heads. The
-    score of a set of heads is the sum of one statistic of this table."""
+    score of a set of heads is the sum of one statistic of this table.
+    """
 
     rounds: int | None = DEFAULT_ROUNDS
     is_comparable = True
@@ -249,7 +256,8 @@ class _FunctionScores:
 
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
         """Return the sum of the statistic over the heads of each unit, measured in the model without the heads
-        `removed`."""
+        `removed`.
+        """
         if not removed:
             return self._first.of(units, removed)
         return _TableScores(self._function(dict.fromkeys(sorted(removed), 0.0)), self._statistic).of(units, removed)

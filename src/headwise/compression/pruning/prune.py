@@ -62,7 +62,8 @@ def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None, progr
 
 def _kept_heads(model: nn.Module, plan: PruningPlan) -> dict[str, KeptHeads]:
     """Return the heads that remain in each attention module of a plan, by the path of the module. Raise `InputError` if
-    the plan does not fit the model."""
+    the plan does not fit the model.
+    """
     if not isinstance(plan, PruningPlan):
         raise InputError("plan", expected="a PruningPlan of hw.plan_pruning", got=type(plan).__name__)
     plan.require_consistent()

@@ -54,7 +54,8 @@ class PlannedModule:
 
     def require_consistent(self) -> None:
         """Raise `InputError` if a field has the wrong type, or if the remaining heads are not distinct, ascending,
-        valid head numbers of this module."""
+        valid head numbers of this module.
+        """
         numbers = (self.layer, 0), (self.num_heads, 1), (self.num_kv_heads, 1)
         if not isinstance(self.module, str) or self.kind not in ("self", "cross"):
             raise InputError("plan", expected="a path and a kind of attention", got=f"{self.module!r}, {self.kind!r}")
@@ -143,7 +144,8 @@ class PruningPlan(JsonResult):
 
     def require_consistent(self) -> None:
         """Raise `InputError` if a field has the wrong type, modules repeat, or the remaining heads are not valid
-        numbers of their module or contradict the constraint."""
+        numbers of their module or contradict the constraint.
+        """
         require_each(
             self.ARGUMENT,
             (
@@ -173,7 +175,8 @@ class PruningPlan(JsonResult):
     def _is_kept_constraint(self) -> bool:
         """True if the numbers of remaining heads satisfy the plan's constraint. A group, the query heads of one
         key/value head, remains or is removed as a whole; with "uniform", all groups of a module keep equally many heads
-        instead. Except with "free", modules of the same size keep equally many."""
+        instead. Except with "free", modules of the same size keep equally many.
+        """
         for each in self.modules:
             group, remaining = each.num_heads // each.num_kv_heads, set(each.kept_of_groups)
             are_equal, are_whole = group == 1 or len(remaining) == 1, remaining <= {0, group}
@@ -185,7 +188,8 @@ class PruningPlan(JsonResult):
 
 def planned_modules(rows: Sequence[Any], removed: Mapping[Head, Any] | frozenset[Head]) -> tuple[PlannedModule, ...]:
     """Return the modules of a pruning plan in which the heads `removed` are missing. `rows` has one row per head of the
-    model, with `layer`, `head`, `kv_head`, `module` and `kind`."""
+    model, with `layer`, `head`, `kv_head`, `module` and `kind`.
+    """
     by_module: dict[tuple[int, str, str], list[Any]] = {}
     for row in rows:
         by_module.setdefault((row.layer, row.module, row.kind), []).append(row)

@@ -121,7 +121,8 @@ class RecipeResult(JsonResult):
     def records(self) -> list[dict[str, Any]]:
         """Return one dictionary per step: its name, the number of parameters, the mean held-out loss, and the mean
         difference from the dense model's loss. Each mean has further columns for its standard error (`_sem`), sample
-        size (`_n`) and degrees of freedom (`_df`)."""
+        size (`_n`) and degrees of freedom (`_df`).
+        """
         return [
             {
                 "step": each.name,
@@ -134,7 +135,8 @@ class RecipeResult(JsonResult):
 
     def require_consistent(self) -> None:
         """Raise `InputError` if a field has the wrong type, or if the steps are not "dense" followed by compression
-        steps in their order."""
+        steps in their order.
+        """
         names = [each.name for each in self.stages]
         are_in_order = names[:1] == ["dense"] and names == [name for name in STAGES if name in names]
         require_each(
@@ -221,7 +223,8 @@ def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progre
 
 class _Run:
     """Run of a compression recipe in a locked output folder. Heads are pruned by the plan that the recipe names, or by
-    a new plan if it names none."""
+    a new plan if it names none.
+    """
 
     def __init__(self, folder: Path, inputs: RecipeInputs, plan: PruningPlan | None) -> None:
         self._folder, self._inputs, self._given_plan = folder, inputs, plan
@@ -230,7 +233,8 @@ class _Run:
 
     def finish(self) -> RecipeResult:
         """Run the steps whose results are not in the folder yet, and return the result of all steps. Measure the report
-        of sizes and times too, if the recipe has one."""
+        of sizes and times too, if the recipe has one.
+        """
         model, report = self._folder / MODEL, self._folder / REPORT
         if not (model.exists() and report.exists()):
             self._finish_steps()
@@ -250,7 +254,8 @@ class _Run:
 
     def _finish_steps(self) -> None:
         """Run each step whose model is not in the folder yet, and measure the losses after each step. Write the result,
-        and rename the folder of the last step to that of the final model."""
+        and rename the folder of the last step to that of the final model.
+        """
         final, steps = self._folder / MODEL, self._inputs.recipe.stages
         dense, verify, loss = self._inputs.dense, self._inputs.verify, self._inputs.loss
         documents, baseline = verify.document_numbers(), self._losses(dense)
@@ -293,7 +298,8 @@ class _Run:
 
     def _save(self, model: nn.Module, path: Path) -> None:
         """Save the model of a step to the folder `path`. The folder appears only when the model was loaded from it
-        again with equal weights and outputs."""
+        again with equal weights and outputs.
+        """
         with new_folder(path) as part:
             write_model(model, self._inputs.tokenizer, part)
             _require_equal_after_loading(model, part, self._lm_head, next(iter(self._inputs.verify)))
@@ -305,7 +311,8 @@ class _Run:
 
     def _pruned(self, model: nn.Module) -> nn.Module:
         """Return the pruned model. The pruning plan is the one in the output folder, otherwise the one that the recipe
-        names, otherwise a new one, which is saved."""
+        names, otherwise a new one, which is saved.
+        """
         section, path = self._inputs.recipe.prune, self._folder / PLAN
         assert section is not None  # the recipe has this step
         if path.exists():
@@ -338,7 +345,8 @@ class _Run:
 
     def _healed(self, model: nn.Module) -> nn.Module:
         """Return the model after healing, its training by the dense model. A model in 16 bits is trained in float32,
-        and then converted back."""
+        and then converted back.
+        """
         section = self._inputs.recipe.heal
         assert section is not None  # the recipe has this step
         stages = self._inputs.recipe.stages
@@ -354,7 +362,8 @@ class _Run:
 def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | None, batch: Mapping[str, Any]) -> None:
     """Load a saved model, and raise `InputError` if its weights differ from those of the model in memory, or its
     outputs on a batch differ by more than rounding. Plain `transformers` loads it, unless its configuration lists the
-    remaining heads: then `headwise.load` does."""
+    remaining heads: then `headwise.load` does.
+    """
     loaded = find_model(str(folder)).model(lm_head).to(device_of(model))
     expected, weights = model.state_dict(), loaded.state_dict()
     different = [name for name in expected if name not in weights or not torch.equal(expected[name], weights[name])]
@@ -377,7 +386,8 @@ def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | 
 def _claim_run(folder: Path, settings: Mapping[str, Any], *, force: bool) -> None:
     """Write the settings of a run to its output folder. If the folder contains a run, raise `InputError` if its
     settings differ; with `force`, delete that run first. If the process is killed meanwhile, each model folder is still
-    complete or absent."""
+    complete or absent.
+    """
     trash = folder / TRASH
     for leftover in (trash, *(folder / f".{name}.part" for name in STAGES[1:])):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)

@@ -64,7 +64,8 @@ class RecipeInputs:
     def settings(self, plan: PruningPlan | None) -> dict[str, Any]:
         """Return JSON-compatible values of everything that the compressed model depends on. These are the recipe
         without [report], versions of packages, and hashes of the model, of the texts, and of the pruning plan that the
-        recipe names."""
+        recipe names.
+        """
         run = run_settings(self.dense, None, self.source.title)
         hashes = {
             "data": digest_of([*self.texts.sequences, self.texts.document_numbers()]),  # folds depend on documents
@@ -76,7 +77,8 @@ class RecipeInputs:
 
 def recipe_settings(recipe: CompressionRecipe) -> dict[str, Any]:
     """Return the content of a recipe, without its section [report], as JSON-compatible values. A run resumes only if
-    they are unchanged."""
+    they are unchanged.
+    """
     return {"recipe": json.loads(json.dumps(asdict(replace(recipe, report=None))))}
 
 
@@ -84,7 +86,8 @@ def load_inputs(
     recipe: CompressionRecipe, plan: PruningPlan | None, device: torch.device, *, shown: bool
 ) -> RecipeInputs:
     """Load the model and the texts of a recipe, and check all of the recipe against them. Mistakes that do not depend
-    on the weights are reported before the model is loaded."""
+    on the weights are reported before the model is loaded.
+    """
     source = find_model(recipe.model, recipe.revision)
     tokenizer, lm_head = source.tokenizer(), source.lm_head()
     # The loss that the model was trained with; without a language-model head, the distance from the dense embeddings.
@@ -116,7 +119,8 @@ def load_inputs(
 
 def load_whole_model(source: ModelSource, dtype: torch.dtype | None = None) -> nn.Module:
     """Load a model that will be saved again, in its saved data type by default, with its language-model head if it has
-    one. Raise `InputError` for a model with another head, such as a classifier's, because that head would be lost."""
+    one. Raise `InputError` for a model with another head, such as a classifier's, because that head would be lost.
+    """
     model: Any = source.model(source.lm_head(), dtype)
     saved = getattr(model.config, "architectures", None) or [type(model).__name__]
     if type(model).__name__ not in saved:
@@ -135,7 +139,8 @@ def _require_merge(
 ) -> None:
     """Raise `InputError` if the key/value heads that remain after the section [prune] cannot be merged as [merge]
     states. To count them, a copy of the model on the device meta is pruned by the recipe's plan. Without one, simple
-    scores suffice: under the constraints "uniform" and "groups", the counts do not depend on the scores."""
+    scores suffice: under the constraints "uniform" and "groups", the counts do not depend on the scores.
+    """
     if recipe.merge is None:
         return
     remaining, section = model, recipe.prune

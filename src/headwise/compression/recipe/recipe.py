@@ -25,7 +25,8 @@ SectionT = TypeVar("SectionT")
 @dataclass(frozen=True)
 class DataSection:
     """Section of a compression recipe that names a file or folder of texts, with the options of `Texts`. An option that
-    is not stated is None."""
+    is not stated is None.
+    """
 
     path: str
     context: int | None = None
@@ -50,7 +51,8 @@ class DataSection:
 @dataclass(frozen=True)
 class PruneSection:
     """Section [prune] of a compression recipe. It states either `keep`, the share of heads that remain by a new pruning
-    plan, or `plan`, the file of a saved plan."""
+    plan, or `plan`, the file of a saved plan.
+    """
 
     keep: float | None = None
     plan: str | None = None
@@ -76,7 +78,8 @@ class PruneSection:
 @dataclass(frozen=True)
 class MergeSection:
     """Section [merge] of a compression recipe: the number of key/value heads after merging, and options of
-    `hw.merge_kv`."""
+    `hw.merge_kv`.
+    """
 
     kv_heads: int
     method: str = "procrustes"
@@ -108,7 +111,8 @@ class HealSection(HealingOptions):
 @dataclass(frozen=True)
 class ReportSection:
     """Section [report] of a compression recipe, with the options of `hw.compression_report`: it compares sizes, times,
-    losses and generated text of the dense and the smaller model."""
+    losses and generated text of the dense and the smaller model.
+    """
 
     prompt: int = 128
     new_tokens: int = 32
@@ -159,7 +163,8 @@ class CompressionRecipe:
     @property
     def stages(self) -> list[str]:
         """Names of the steps in the recipe, in their order: some of "pruned", "merged" and "healed". The folders of the
-        models have these names."""
+        models have these names.
+        """
         steps = (("pruned", self.prune), ("merged", self.merge), ("healed", self.heal))
         return [name for name, section in steps if section is not None]
 
@@ -188,7 +193,8 @@ def read_recipe(file: str | Path) -> CompressionRecipe:
 
 def _section(section: type[SectionT], content: Any, name: str) -> SectionT:
     """Return the parsed content of a recipe section as an object of the dataclass `section`. An empty `name` stands for
-    the whole recipe."""
+    the whole recipe.
+    """
     place = f"[{name}]" if name else "the recipe"
     if not isinstance(content, Mapping):
         raise InputError("recipe", expected=f"a section {place}", got=repr(content))
@@ -211,7 +217,8 @@ def _section(section: type[SectionT], content: Any, name: str) -> SectionT:
 
 def _value(value: Any, hint: Any, key: str, place: str) -> Any:
     """Return the parsed value of a key after a check of its type against the annotation `hint`. A whole number becomes
-    a float where the annotation is float, and a table becomes the dataclass of its section."""
+    a float where the annotation is float, and a table becomes the dataclass of its section.
+    """
     if hint == tuple[int, ...]:
         if not isinstance(value, list) or not value or any(type(item) is not int for item in value):
             raise InputError("recipe", expected=f"whole numbers such as [1, 8] for {key} in {place}", got=repr(value))

@@ -138,7 +138,8 @@ def compression_report(
 
 class _Parts:
     """Computes the rows of a compression report, for a dense and a compressed model, and collects notes about what
-    cannot be measured."""
+    cannot be measured.
+    """
 
     def __init__(self, models: ModelPair, data: ReportData, prompt: int, new_tokens: int, tokenizer: Any) -> None:
         self.notes: list[str] = []
@@ -165,7 +166,8 @@ class _Parts:
     def _attention_paths(self) -> list[list[str]]:
         """Return, for each of both models, the paths of the modules that compute attention, and of their output
         projections if these are elsewhere, as in BERT. No path is inside of another one. If attention of some modules
-        cannot be observed, add a note and return empty lists."""
+        cannot be observed, add a note and return empty lists.
+        """
         batch = self._data.call_inputs(1, self._prompt) if self._data.sequences else self._data.batches[0]
         paths_of_models = []
         for name, model in zip(("dense", "compressed"), self._models, strict=True):
@@ -191,7 +193,8 @@ class _Parts:
 
     def sizes(self) -> list[ReportRow]:
         """Return the report rows of the numbers of parameters, in all and in attention, and of the bytes of all
-        weights."""
+        weights.
+        """
         rows = [ReportRow.of_sizes("parameters", "parameters", *map(count_parameters, self._models))]
         if all(self._paths):
             counts = [count_parameters(model, paths) for model, paths in zip(self._models, self._paths, strict=True)]
@@ -200,7 +203,8 @@ class _Parts:
 
     def caches(self) -> list[ReportRow]:
         """Return the report rows of the bytes of key/value caches, measured after decoding. There is a row of the bytes
-        per token if both caches grow by the same number of bytes for each token."""
+        per token if both caches grow by the same number of bytes for each token.
+        """
         if not self._decodes:
             return []
         middle = self._prompt + self._new // 2
@@ -224,7 +228,8 @@ class _Parts:
 
     def times(self, batches: Sequence[int], rounds: int) -> list[ReportRow]:
         """Return the report rows of times for each batch size. For models that decode with a cache, these are times of
-        a prompt and of one decoded token; otherwise, of a forward pass."""
+        a prompt and of one decoded token; otherwise, of a forward pass.
+        """
         if self._decodes:
             return [row for batch in batches for row in self._decoding_times(batch, rounds)]
         data, first, inputs = self._data, self._data.batches[0], {}
@@ -244,7 +249,8 @@ class _Parts:
 
     def _decoding_times(self, batch: int, rounds: int) -> list[ReportRow]:
         """Return the report rows of the time of a prompt, and of the time to decode one token after it with a cache.
-        The latter is a mean over several decoding steps, which start from a copy of the prompt's cache."""
+        The latter is a mean over several decoding steps, which start from a copy of the prompt's cache.
+        """
         prompt, new = self._prompt, self._new
         ids = self._data.tokens(batch, prompt + new)
 
@@ -282,7 +288,8 @@ class _Parts:
 
     def agreement(self) -> list[ReportRow]:
         """Return the report rows of the agreement between the tokens that both models generate. Generation ends at the
-        end tokens that the dense model's generation configuration and the tokenizer state."""
+        end tokens that the dense model's generation configuration and the tokenizer state.
+        """
         if not self._decodes:
             return []
         config = getattr(self._models[0], "generation_config", None)
@@ -305,7 +312,8 @@ def losses_of(
     models: Sequence[nn.Module], reference: nn.Module, loss: Loss, batches: Iterable[dict[str, Any]]
 ) -> list[list[float]]:
     """Return a list of losses for each model, with one loss per example; NaN for an example without a loss. A loss that
-    is a distance from the unchanged model compares with the model `reference`."""
+    is a distance from the unchanged model compares with the model `reference`.
+    """
     losses: list[list[float]] = [[] for _ in models]
     for batch in batches:
         prepare_loss(loss, reference, batch)
@@ -318,7 +326,8 @@ def losses_of(
 @torch.no_grad()
 def output_cosines(models: ModelPair, data: ReportData) -> list[float]:
     """Return, for each example, the cosine between the outputs of both models. An output is a tensor `(batch, width)`,
-    or the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych 2019, section 3)."""
+    or the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych 2019, section 3).
+    """
     cosines: list[float] = []
     for batch in data.batches:
         dense, compressed = (_embeddings(model, batch).double() for model in models)
@@ -330,7 +339,8 @@ def output_cosines(models: ModelPair, data: ReportData) -> list[float]:
 
 def _embeddings(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, "batch width"]:
     """Return one output vector per example: the output itself if it has one vector per example, otherwise the mean of
-    the last hidden state over tokens that are not padding."""
+    the last hidden state over tokens that are not padding.
+    """
     output = call_model(model, copied(batch))
     hidden = getattr(output, "last_hidden_state", output)
     if not isinstance(hidden, Tensor) or hidden.ndim not in (2, 3) or not hidden.is_floating_point():
@@ -377,7 +387,8 @@ def _most_likely(
     model: nn.Module, ids: Int[Tensor, "batch tokens"], forced: Int[Tensor, "batch new"] | None, count: int
 ) -> Int[Tensor, "batch new"]:
     """Return `count` most likely next tokens of a model for each prompt in `ids`. The tokens that follow the prompt are
-    those in `forced`; if this is None, the most likely tokens themselves (greedy decoding)."""
+    those in `forced`; if this is None, the most likely tokens themselves (greedy decoding).
+    """
     output: Any = decode(model, ids)
     tokens = [output.logits[:, -1].argmax(-1)]
     for number in range(count - 1):

@@ -63,7 +63,8 @@ class ReportData:
 
     def prompts(self, length: int, count: int) -> list[tuple[Tensor, int]]:
         """Return up to `count` prompts: the first tokens of a sequence, at most `length`, with the number of its
-        document. Each document supplies one sequence before any document supplies a second one."""
+        document. Each document supplies one sequence before any document supplies a second one.
+        """
         seen: dict[int, int] = {}
         ranked = []
         for index, document in enumerate(self.documents):
@@ -74,13 +75,15 @@ class ReportData:
 
     def tokens(self, examples: int, length: int) -> Int[Tensor, "examples length"]:
         """Return token ids as `examples` sequences of `length` tokens, cut from the joined tokens of the data. The
-        tokens repeat if there are too few."""
+        tokens repeat if there are too few.
+        """
         ids = torch.cat(self.sequences)
         return ids.repeat(-(-examples * length // len(ids)))[: examples * length].view(examples, length)
 
     def call_inputs(self, examples: int, length: int) -> dict[str, Any]:
         """Return model arguments for `examples` sequences of `length` tokens, if the batches contain nothing but
-        tokens. Otherwise return `examples` examples of the first batch, which repeat if there are too few."""
+        tokens. Otherwise return `examples` examples of the first batch, which repeat if there are too few.
+        """
         first = self.batches[0]
         if not self.sequences:
             return select_examples(first, torch.arange(examples) % count_sequences_and_tokens(first)[0])
@@ -91,7 +94,8 @@ class ReportData:
 @torch.no_grad()
 def has_examples_first(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Return True if the first axis of the tensors in a batch is that of examples. It is, if the model's output for the
-    first example alone equals the first part of its output for the batch."""
+    first example alone equals the first part of its output for the batch.
+    """
     try:
         together, alone = (
             next(tensor for tensor in floating_tensors(call_model(model, copied(each))) if tensor.ndim)
@@ -104,7 +108,8 @@ def has_examples_first(model: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 def _sequences(batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
     """Yield the token ids of each example without padding. Yield nothing if the batches have arguments other than token
-    ids and their padding mask."""
+    ids and their padding mask.
+    """
     for batch in batches:
         ids = batch.get("input_ids", batch.get(POSITIONAL))
         is_ids = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
@@ -118,7 +123,8 @@ def _sequences(batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
 
 def decode(model: nn.Module, ids: Int[Tensor, "batch tokens"], cache: Any = None) -> Any:
     """Run a causal model on new tokens, with a cache of the tokens before them, and return its output. If the model
-    supports it, logits are computed for the last token alone."""
+    supports it, logits are computed for the last token alone.
+    """
     names = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
     return model(input_ids=ids, past_key_values=cache, use_cache=True, **last)
@@ -127,7 +133,8 @@ def decode(model: nn.Module, ids: Int[Tensor, "batch tokens"], cache: Any = None
 @torch.no_grad()
 def why_not_decoded(model: Any, ids: Int[Tensor, " tokens"] | None) -> str | None:
     """Return the reason, for display, why a model cannot decode tokens with a key/value cache; None if it can. The
-    model is tried on `ids`, which are None if the data are not token ids alone."""
+    model is tried on `ids`, which are None if the data are not token ids alone.
+    """
     name = type(model).__name__
     if is_encoder_decoder(model):
         return f"{name} is an encoder-decoder"
@@ -144,7 +151,8 @@ def why_not_decoded(model: Any, ids: Int[Tensor, " tokens"] | None) -> str | Non
 @torch.no_grad()
 def cache_sizes(model: nn.Module, ids: Int[Tensor, "1 tokens"], lengths: tuple[int, ...]) -> list[int]:
     """Return the bytes of a model's cache after each number of tokens in `lengths`, which ascend. The first
-    `lengths[0]` tokens are read in one call, and later ones are decoded one by one."""
+    `lengths[0]` tokens are read in one call, and later ones are decoded one by one.
+    """
     cache, sizes = decode(model, ids[:, : lengths[0]]).past_key_values, []
     for position in range(lengths[0], lengths[-1] + 1):
         if position in lengths:
@@ -156,14 +164,16 @@ def cache_sizes(model: nn.Module, ids: Int[Tensor, "1 tokens"], lengths: tuple[i
 
 def cache_bytes(cache: Any) -> int:
     """Return the bytes of all tensors in a cache. Tensors without axes, such as a count of tokens, are ignored, and a
-    tensor that occurs twice counts once."""
+    tensor that occurs twice counts once.
+    """
     tensors = [each for each in _tensors(cache, set()) if each.ndim]
     return sum({(each.data_ptr(), each.shape, each.stride()): each.nbytes for each in tensors}.values())
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
     """Yield all tensors in an object, at any depth: in its items if it is a collection, otherwise in its attributes.
-    Modules, classes and configurations are left out."""
+    Modules, classes and configurations are left out.
+    """
     if id(value) in seen:
         return
     seen.add(id(value))

@@ -71,7 +71,8 @@ class ReportRow:
     def of_times(quantity: str, dense: Sequence[float], compressed: Sequence[float]) -> "ReportRow":
         """Return the report row of a time, from the seconds of each model in the same rounds. The confidence interval
         of the ratio is that of the sign test (Conover 1999, section 3.2). It assumes no distribution, and is exact for
-        independent rounds."""
+        independent rounds.
+        """
         ratios = [after / before for before, after in zip(dense, compressed, strict=True)]
         interval = _scipy_stats().quantile_test(ratios, q=1.0, p=0.5).confidence_interval(0.95)
         ends = _known(interval.low), _known(interval.high)
@@ -83,7 +84,8 @@ class ReportRow:
         quantity: str, dense: Sequence[float], compressed: Sequence[float], documents: Sequence[Hashable]
     ) -> "ReportRow":
         """Return the report row of a loss, from the losses of the same examples under the dense and the compressed
-        model. Standard errors are clustered by document."""
+        model. Standard errors are clustered by document.
+        """
         differences = [after - before for before, after in zip(dense, compressed, strict=True)]
         before, after, change = (MeanEstimate.of(each, documents) for each in (dense, compressed, differences))
         low, high = _interval(change)
@@ -102,7 +104,8 @@ class ReportRow:
     @staticmethod
     def of_agreement(quantity: str, unit: str, values: Sequence[float], documents: Sequence[Hashable]) -> "ReportRow":
         """Return the report row of a compressed model's agreement with the dense one, as the mean of a share or cosine
-        per example. The standard error is clustered by document."""
+        per example. The standard error is clustered by document.
+        """
         mean = MeanEstimate.of(values, documents)
         low, high = _interval(mean)
         least = 0.0 if unit == "share" else -1.0
@@ -114,7 +117,8 @@ class ReportRow:
 
     def require_consistent(self) -> None:
         """Raise `InputError` if a field of this row has the wrong type or contradicts another one, such as an interval
-        that does not contain its number."""
+        that does not contain its number.
+        """
         is_agreement = self.kind == AGREEMENT
         center = self.compressed if is_agreement else self.change
         errors = self.dense_sem, self.compressed_sem, self.change_sem
@@ -141,7 +145,8 @@ class ReportRow:
     @property
     def _has_change(self) -> bool:
         """True if the field `change` fits the other fields: None for an agreement, the ratio of both numbers for a
-        size, and any number for a time or loss."""
+        size, and any number for a time or loss.
+        """
         if self.kind == AGREEMENT:
             return self.change is None
         if self.kind == SIZE and is_number(self.dense) and is_number(self.compressed):
@@ -156,7 +161,8 @@ class ReportRow:
     @property
     def change_text(self) -> str:
         """Change from the dense to the compressed model with its confidence interval, as text for display; empty for an
-        agreement."""
+        agreement.
+        """
         if self.change is None:
             return ""
         if self.kind != LOSS:
@@ -166,7 +172,8 @@ class ReportRow:
     @property
     def texts(self) -> tuple[str, str, str, str, str]:
         """Table cells of this row, as texts: quantity, value of the dense model, value of the compressed model, change,
-        and number of samples."""
+        and number of samples.
+        """
         if self.kind in (SIZE, TIME):
             assert self.dense is not None
             units = {"bytes": BYTES, "seconds": SECONDS}.get(self.unit, COUNTS)
@@ -205,7 +212,8 @@ def _scipy_stats() -> Any:
 
 def _interval(mean: MeanEstimate) -> tuple[float | None, float | None]:
     """Return the 95 % confidence interval of a mean, by Student's t distribution. Return None for both ends if the
-    standard error is unknown, or if too few degrees of freedom make the interval infinite."""
+    standard error is unknown, or if too few degrees of freedom make the interval infinite.
+    """
     if not math.isfinite(mean.sem):
         return None, None
     length = float(_scipy_stats().t.ppf(0.975, mean.df)) * mean.sem
@@ -327,7 +335,8 @@ class CompressionReport(JsonResult):
 
     def require_consistent(self) -> None:
         """Raise `InputError` if a field has the wrong type, two rows have the same quantity, or a row contradicts
-        itself."""
+        itself.
+        """
         names = [row.quantity for row in self.rows]
         models, in_title = [self.metadata.get(name) for name in ("dense", "compressed")], ("name", "dtype", "device")
         stated = [each.get(key) if isinstance(each, Mapping) else None for each in models for key in in_title]

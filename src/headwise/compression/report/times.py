@@ -35,7 +35,8 @@ def time_rows(
 ) -> list[ReportRow]:
     """Time `run(model, prepare(model))` for a dense and a compressed model, and return report rows: of the whole run
     and of its attention modules, whose paths are given per model. The preparation is not timed. The times are divided
-    by `steps`, the number of equal steps in a run."""
+    by `steps`, the number of equal steps in a run.
+    """
 
     def timed(model: nn.Module, of_model: Sequence[str]) -> Callable[[], dict[str, float]]:
         def once() -> dict[str, float]:

@@ -140,7 +140,8 @@ class LeastSquaresScores:
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
         """Return the score of each unit, a set of heads of one module, in the model from which the heads `removed` are
-        already removed."""
+        already removed.
+        """
         module_of = {(row.layer, row.head): row.module for row in self.rows}
         scores: dict[tuple[Head, ...], float] = {}
         with progress_bar("least squares", len(self._modules), "layers") as bar:
@@ -156,7 +157,8 @@ class LeastSquaresScores:
     def candidates(self) -> list["LeastSquaresScores"]:
         """Return these scores and alternatives from the same data, by each of which `plan_pruning` makes a plan. The
         alternatives do not fit the projections again; one weighs tokens by derivatives, and one equally. Scores with a
-        loss have no alternatives."""
+        loss have no alternatives.
+        """
         if self.is_comparable:
             return [self]
         unfitted, unweighted = copy(self), copy(self)
@@ -200,7 +202,8 @@ class LeastSquaresScores:
 
     def _change(self, changed: nn.Module, plan: Sequence[PlannedModule], held_out: int) -> None:
         """Write the output projections that a pruning plan leads to into `changed`, a copy of the model. They are
-        fitted again without the fold `held_out`, or keep their weights; columns of removed heads become 0."""
+        fitted again without the fold `held_out`, or keep their weights; columns of removed heads become 0.
+        """
         for planned in plan:
             module, moments = self._modules[planned.module], self._moments[planned.module]
             original = self._model.get_submodule(module.output)
@@ -214,7 +217,8 @@ class LeastSquaresScores:
 
     def _difference(self, changed: nn.Module, parts: Sequence[dict[str, Any]]) -> float:
         """Return the distillation loss between the outputs of a changed model and of the original model, as a mean over
-        the tokens of all batches in `parts`. NaN is returned as infinity."""
+        the tokens of all batches in `parts`. NaN is returned as infinity.
+        """
         total = tokens = 0.0
         for part in parts:
             new, old = (call_model(each, copied(part)) for each in (changed, self._model))
@@ -225,7 +229,8 @@ class LeastSquaresScores:
 
     def _of_module(self, path: str, units: Sequence[tuple[Head, ...]], removed: Sequence[int]) -> list[float]:
         """Return the score of each unit (set of heads) of the attention module at `path`, from which the heads
-        `removed` are already removed."""
+        `removed` are already removed.
+        """
         module, moments = self._modules[path], self._moments[path]
         blocks = [columns_of_heads(module, [head for _, head in unit]) for unit in units]
         gone = columns_of_heads(module, removed)
@@ -245,7 +250,8 @@ class LeastSquaresScores:
 
 def _warn_of_first_plan(count: int, reason: str) -> None:
     """Warn that the first of several pruning plans is used, because their models could not be compared for the stated
-    reason."""
+    reason.
+    """
     because = f"the difference of their models on held-out data is not known: {reason}"
     warnings.warn(f"the first of {count} plans is used, because {because}", stacklevel=4)
 
@@ -255,7 +261,8 @@ def _dense_moments(
 ) -> tuple[dict[str, FoldedMoments], dict[str, FoldedMoments]]:
     """Run the dense model, and return sums over tokens of the inputs and outputs of each module's output projection, by
     path. The first dictionary has them by cross-validation fold, with weights of tokens; the second over all data, with
-    equal weights."""
+    equal weights.
+    """
     moments, unweighted = ({path: moments_of(model, module) for path, module in modules.items()} for _ in range(2))
     outputs = {path: module.output for path, module in modules.items()}
     weights = token_weights(model, list(outputs.values()), batches)

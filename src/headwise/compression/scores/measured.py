@@ -73,7 +73,8 @@ class MagnitudeScores:
 
 class _MeasuredScores:
     """Base class of pruning scores that are measured on data, in the model without the heads that are removed
-    already."""
+    already.
+    """
 
     rounds: int | None = DEFAULT_ROUNDS
     is_comparable = True
@@ -96,7 +97,8 @@ class _MeasuredScores:
     ) -> dict[Any, float]:
         """Measure each batch while the outputs of the heads `removed` are multiplied by 0, and return the mean of each
         measured quantity over all examples. `measure` returns such means, by key, for one batch and its loss.
-        Quantities without an example are left out."""
+        Quantities without an example are left out.
+        """
         sums: dict[Any, float] = {}
         examples: dict[Any, int] = {}
         with gate(self._model, dict.fromkeys(sorted(removed), 0.0)) if removed else nullcontext():
@@ -133,7 +135,8 @@ class AblationScores(_MeasuredScores):
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
         """Return the rise of the mean loss when each unit (set of heads) is ablated, in the model without the heads
-        `removed`."""
+        `removed`.
+        """
         names = {str(number): unit for number, unit in enumerate(units)}
 
         def costs(batches: list[dict[str, Any]], loss: Loss) -> dict[str, MeanEstimate]:
@@ -173,7 +176,8 @@ class ImportanceScores(_MeasuredScores):
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
         """Return the summed gradient importance of the heads of each unit (set of heads), in the model without the
-        heads `removed`."""
+        heads `removed`.
+        """
 
         def gradients(batches: list[dict[str, Any]], loss: Loss) -> dict[Head, MeanEstimate]:
             rows = importance(self._model, batches, loss).heads

@@ -32,7 +32,8 @@ def plan_by_name(
     """Score the heads of a model by the method `name`, one of `PRUNING_SCORES`, and return a pruning plan. The loss is
     used for importance, ablation, and least squares with the constraint "free". `fitted` states, for least squares,
     that output projections will be fitted after pruning. By default, ablation scores the heads in one round, and other
-    methods as in `plan_pruning`."""
+    methods as in `plan_pruning`.
+    """
     require_scores(name, constraint, loss)
     if uses_loss(name, constraint):
         require_causal(loss, model, [to_device(batch, device_of(model)) for batch in texts])
@@ -52,13 +53,15 @@ def plan_by_name(
 
 def uses_loss(name: str, constraint: str) -> bool:
     """Return True if the pruning scores with this name are computed from a loss. Least squares uses one only with the
-    constraint "free", under which heads of different layers compete."""
+    constraint "free", under which heads of different layers compete.
+    """
     return constraint == "free" if name == "least-squares" else name != "magnitude"
 
 
 def require_scores(name: str, constraint: str, loss: Any) -> None:
     """Raise `InputError` if the pruning scores with this name need gradients of a loss that has none. This is a
-    distance from the unchanged model, whose gradient is 0 in that model."""
+    distance from the unchanged model, whose gradient is 0 in that model.
+    """
     require_one_of("scores", name, PRUNING_SCORES)
     require_one_of("constraint", constraint, CONSTRAINTS)
     if name != "ablation" and uses_loss(name, constraint) and hasattr(loss, "prepare"):

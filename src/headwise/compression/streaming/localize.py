@@ -118,7 +118,8 @@ def localize(
 
             def measured(part: Sequence[Batch], restricted_modules: Sequence[LocalizedModule]) -> float:
                 """Return the mean loss of the model over the texts in `part`, while the streaming heads of
-                `restricted_modules` attend to the first tokens and a window only."""
+                `restricted_modules` attend to the first tokens and a window only.
+                """
                 shown_bar = progress_bar("loss", len(part), "batches")
                 with restricted(model, tuple(restricted_modules), window, first), shown_bar as bar:
                     of_batches = [finite_loss_per_example(loss, model, batch) for batch in bar.track(part, step=1)]
@@ -141,7 +142,8 @@ def localize(
 
 def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
     """Return a description of each self-attention module of a decoder, from runs on a few tokens of a batch. Raise
-    `InputError` if the attention or cache of the model cannot be restricted to streaming heads."""
+    `InputError` if the attention or cache of the model cannot be restricted to streaming heads.
+    """
     cache = require("transformers", purpose="a cache", extra="hf").DynamicCache(config=model.config)
     short = {"input_ids": batch["input_ids"][:1, :4], "use_cache": False}
     rows = scored_heads(model, short)
@@ -184,7 +186,8 @@ class _ModuleReader(ModuleAttention):
 
     def compute(self, call: HFCall) -> Tensor:
         """Store the sizes of the module in `found`, and return the unchanged attention output. Raise `InputError` if
-        attention is not causal or not cached."""
+        attention is not causal or not cached.
+        """
         call.require_readable()
         if _sees_later_keys(call):
             got = f"{self._model} with bidirectional attention in {self.path}"
@@ -225,7 +228,8 @@ def _within_budget(
 ) -> tuple[tuple[LocalizedModule, ...], tuple[float, float]]:
     """Find the largest number of streaming heads whose loss exceeds that of the unchanged model by at most the relative
     `budget`, by bisection. Heads with low scores are chosen first. Return the modules with these heads, and the losses
-    without and with them."""
+    without and with them.
+    """
     order = sorted((score, module.layer, head) for module in modules for head, score in enumerate(module.scores))
     before = measure(())
     if not before > 0:
@@ -245,7 +249,8 @@ def _with_streaming(
     modules: Sequence[LocalizedModule], heads: Sequence[tuple[float, int, int]]
 ) -> tuple[LocalizedModule, ...]:
     """Return copies of the modules whose streaming heads are exactly those in `heads`, each stated as score, layer and
-    number of the key/value head."""
+    number of the key/value head.
+    """
     chosen = {(layer, head) for _, layer, head in heads}
     return tuple(
         replace(module, streaming=tuple(head for head in range(module.num_kv_heads) if (module.layer, head) in chosen))
@@ -325,7 +330,8 @@ class WindowEffects(ModuleAttention):
 
     def compute(self, call: HFCall) -> Tensor:
         """Return the unchanged attention output. Register a hook for the backward pass, which adds the effects of this
-        call to the scores."""
+        call to the scores.
+        """
         require_followed(call, self.path)
         out: Tensor = call.run()[0]
         if not out.requires_grad:
@@ -347,7 +353,8 @@ class WindowEffects(ModuleAttention):
     def _change(self, call: HFCall, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compare full attention with attention to the first tokens and the window. Return the change of head outputs
         `(batch, heads, queries, value_dim)`, the summed attention weights outside of the window for each key/value
-        head, and a mask `(batch, queries)`, True for queries with keys outside."""
+        head, and a mask `(batch, queries)`, True for queries with keys outside.
+        """
         batch, _, queries, _ = call.q.shape
         positions = self._reader.read(self.path, call).positions
         keys = HeadKeys(call.k.detach(), call.v.detach(), positions, False)
@@ -381,7 +388,8 @@ def measure_effects(
     loss: Loss,
 ) -> dict[str, WindowEffects]:  # fmt: skip
     """Run a model forwards and backwards on batches. Return, by module path, the measured effects of restricting each
-    key/value head to the first tokens and a window of `width` tokens."""
+    key/value head to the first tokens and a window of `width` tokens.
+    """
     reader = PositionReader()
     effects = {module.module: WindowEffects(module, width, first, reader) for module in modules}
     bar = progress_bar("window effects", len(batches), "batches")
@@ -403,7 +411,8 @@ def measure_effects(
 @contextmanager
 def _checkpointed(model: nn.Module, sites: Sequence[str]) -> Iterator[None]:
     """While the context is open, the layers that contain the modules at `sites` use activation checkpointing: they
-    store only their inputs, and are computed again in the backward pass (Chen et al. 2016, arXiv:1604.06174)."""
+    store only their inputs, and are computed again in the backward pass (Chen et al. 2016, arXiv:1604.06174).
+    """
     modules: Mapping[str, nn.Module] = dict(model.named_modules())
     with ExitStack() as stack:
         for path in dict.fromkeys(layer_of_site(modules, site, sites) for site in sites):

@@ -63,7 +63,8 @@ class LocalizedModule:
 
     def require_consistent(self) -> None:
         """Raise `InputError` if a field has the wrong type or contradicts another one, such as a streaming head that
-        the module does not have."""
+        the module does not have.
+        """
         lists = [len(each) in (0, self.num_kv_heads) for each in (self.outside, self.scores)]
         are_numbers = is_whole(self.num_heads, 1) and is_whole(self.num_kv_heads, 1)
         is_multiple = are_numbers and self.num_heads % self.num_kv_heads == 0
@@ -116,7 +117,8 @@ class TokenPositions(NamedTuple):
 
 class PositionReader:
     """Reads the positions of tokens from the masks of attention calls. A mask that several layers share is read
-    once."""
+    once.
+    """
 
     def __init__(self) -> None:
         self._mask: Any = lambda: None
@@ -125,7 +127,8 @@ class PositionReader:
 
     def read(self, path: str, call: HFCall) -> TokenPositions:
         """Return the positions of the keys in an attention call of the module at `path`. Raise `InputError` if its mask
-        is not causal, apart from padding."""
+        is not causal, apart from padding.
+        """
         mask, queries, keys = call.mask, call.q.shape[2], call.k.shape[2]
         if mask is None:
             if queries == 1:
@@ -143,13 +146,15 @@ class PositionReader:
 
 def _refusal(path: str, got: str) -> InputError:
     """Return the error for an attention mask that is not causal, so that token positions cannot be read from it. `got`
-    describes the mask."""
+    describes the mask.
+    """
     return InputError("model", expected=f"causal attention to all tokens that are not padding in {path}", got=got)
 
 
 def _positions_in(path: str, mask: Tensor, queries: int, keys: int) -> TokenPositions:
     """Return the positions of the keys that a causal attention mask with padding implies: they count the tokens of a
-    sequence without padding. Raise `InputError` for other masks."""
+    sequence without padding. Raise `InputError` for other masks.
+    """
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != keys or mask.shape[2] != queries:
         raise _refusal(path, f"a mask of shape {tuple(mask.shape)}")
     visible = mask[:, 0]
@@ -179,7 +184,8 @@ def _positions_in(path: str, mask: Tensor, queries: int, keys: int) -> TokenPosi
 
 def streaming_mask(width: int, first: int) -> Mask:
     """Return the mask of a streaming head. The query at position p attends to the keys `{0, ..., first - 1}` and
-    `{p - width + 1, ..., p}`, but never to keys after p."""
+    `{p - width + 1, ..., p}`, but never to keys after p.
+    """
     return causal() & (window(width) | prefix(first)) if first else window(width)
 
 
@@ -201,7 +207,8 @@ class HeadKeys(NamedTuple):
 
 def attend_to(keys: HeadKeys, call: HFCall, heads: list[int] | slice, mask: Mask, *, return_lse: bool = False) -> Any:
     """Compute attention of the query heads `heads` of a call to the keys and values in `keys`, with the score options
-    of the call. The last keys belong to the queries. The mask is applied by position."""
+    of the call. The last keys belong to the queries. The mask is applied by position.
+    """
     q, positions, options = call.q[:, heads], keys.positions, call.score_options
     if options["sinks"] is not None:
         options["sinks"] = options["sinks"][heads]
@@ -219,7 +226,8 @@ def attend_to(keys: HeadKeys, call: HFCall, heads: list[int] | slice, mask: Mask
 
 def require_followed(call: HFCall, path: str) -> None:
     """Raise `InputError` if an attention call of the module at `path` has options that streaming heads do not
-    support."""
+    support.
+    """
     call.require_readable()
     unknown = {name for name, value in call.options.items() if isinstance(value, Tensor)}.difference(TENSOR_OPTIONS)
     unknown |= {name for name in ("sliding_window", "cache") if call.options.get(name) is not None}
@@ -252,7 +260,8 @@ class StreamingAttention(ModuleAttention):
     def compute(self, call: HFCall) -> Tensor:
         """Compute attention of full and streaming heads separately, and return the output
         `(batch, queries, heads, value_dim)`. Keys and values come from the call or, with a streaming cache, from the
-        cache."""
+        cache.
+        """
         require_followed(call, self.path)
         module = self._module
         batch, heads, queries, _ = call.q.shape
@@ -282,7 +291,8 @@ def restricted(
     model: nn.Module, modules: tuple[LocalizedModule, ...], width: int, first: int
 ) -> AbstractContextManager[None]:
     """Return a context manager within which the streaming heads of a model attend to the first `first` tokens and a
-    window of `width` tokens only."""
+    window of `width` tokens only.
+    """
     reader = PositionReader()
     return computing(
         model, [StreamingAttention(module, width, first, reader) for module in modules if module.streaming]

@@ -22,7 +22,8 @@ from headwise.shapes import Int
 
 def streaming_cache(model: Any, modules: tuple[LocalizedModule, ...], window: int, first: int) -> Any:
     """Return an empty `transformers` cache for a model. Layers with streaming heads store, for these heads, the keys
-    and values of the first tokens and a window only."""
+    and values of the first tokens and a window only.
+    """
     cache_class, layer_class = _classes()
     made = cache_class([module.layer for module in modules], model.config)
     for module in modules:
@@ -34,12 +35,14 @@ def streaming_cache(model: Any, modules: tuple[LocalizedModule, ...], window: in
 @cache
 def _classes() -> tuple[Any, Any]:
     """Return the class of the cache and the class of its layers with streaming heads. They derive from classes of
-    `transformers`, which is optional, so they are created at the first call."""
+    `transformers`, which is optional, so they are created at the first call.
+    """
     library = require("transformers.cache_utils", purpose="a cache", extra="hf")
 
     class StreamingCache(library.DynamicCache):  # type: ignore[name-defined,misc]
         """`transformers` cache in which some layers have streaming heads. `attention_layers` lists the numbers of the
-        layers that store keys and values, in the order in which they run."""
+        layers that store keys and values, in the order in which they run.
+        """
 
         def __init__(self, attention_layers: list[int], config: Any) -> None:
             super().__init__(config=config)
@@ -47,7 +50,8 @@ def _classes() -> tuple[Any, Any]:
 
         def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
             """Add keys and values of new tokens to a layer, as `DynamicCache` does. Raise `InputError` if the previous
-            forward pass was interrupted before all layers stored its tokens."""
+            forward pass was interrupted before all layers stored its tokens.
+            """
             if layer_idx == self.attention_layers[0]:
                 layers = [self.layers[layer] for layer in self.attention_layers]
                 is_waiting = any(getattr(layer, "is_waiting", False) for layer in layers)
@@ -109,7 +113,8 @@ class StreamingStorage:
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hold keys and values of new tokens until `join` stores them. Return placeholder tensors in the shape of all
-        keys and values."""
+        keys and values.
+        """
         owner = self._owner()
         attention: Any = None if owner is None else module_attentions.get(owner)
         if getattr(attention, "restriction", None) != (self.module, self._window, self._first):
@@ -128,13 +133,15 @@ class StreamingStorage:
 
     def _placeholder(self, states: Tensor) -> Tensor:
         """Return a tensor in the shape of all keys or values that takes no memory for them. All its elements are NaN,
-        so that a computation with it is noticed."""
+        so that a computation with it is noticed.
+        """
         shape = (*states.shape[:2], self._tokens, states.shape[3])
         return states.new_full((), float("nan")).expand(shape)
 
     def require_returned(self, keys: Tensor, values: Tensor) -> None:
         """Raise `InputError` unless the keys and values of an attention call are the placeholder tensors that the last
-        `update` returned."""
+        `update` returned.
+        """
         if self._placeholders is None or keys is not self._placeholders[0] or values is not self._placeholders[1]:
             expected = f"attention to the keys and values of the cache, unchanged, in {self.module.module}"
             raise InputError("model", expected=expected, got="other ones")
@@ -142,7 +149,8 @@ class StreamingStorage:
     def join(self, tokens: TokenPositions) -> tuple[HeadKeys | None, HeadKeys]:
         """Store the new keys and values from `update`. Return the keys and values that the new queries attend to: first
         those of full heads (None if the layer has none), then those of streaming heads. `tokens` has the positions of
-        all tokens so far."""
+        all tokens so far.
+        """
         if self._pending is None or self._placeholders is None:
             raise InputError("model", expected="one reading of the cache in each call", got=self.module.module)
         (keys, values), self._placeholders = self._pending, None
@@ -170,7 +178,8 @@ class StreamingStorage:
 
     def _set_starts(self, positions: Tensor | None, before: int) -> None:
         """Store the index at which each sequence begins after its padding, derived from the positions of all tokens.
-        Raise `InputError` if padding is on the right, or differs from that of the `before` earlier tokens."""
+        Raise `InputError` if padding is on the right, or differs from that of the `before` earlier tokens.
+        """
         starts = None
         if positions is not None:
             starts = self._tokens - 1 - positions[:, -1:]
@@ -185,7 +194,8 @@ class StreamingStorage:
 
     def _slot_positions(self, tokens: int) -> Int[Tensor, "#batch slots"]:
         """Return the position of the token in each slot of a streaming head after `tokens` tokens; -1 for padding and
-        empty slots."""
+        empty slots.
+        """
         if tokens <= self._first + self._window:
             return self._relative(torch.arange(tokens, device=self.device))
         first = torch.arange(self._first, device=self.device)[None]
@@ -196,12 +206,14 @@ class StreamingStorage:
 
     def _relative(self, tokens: Int[Tensor, " tokens"]) -> Int[Tensor, "#batch tokens"]:
         """Return the positions of tokens in each sequence, counted without padding, from their indices in the padded
-        batch; -1 for padding."""
+        batch; -1 for padding.
+        """
         return tokens[None] if self._starts is None else (tokens - self._starts).clamp(min=-1)
 
     def _trimmed(self, positions: Int[Tensor, "#batch slots"], states: Tensor) -> Tensor:
         """Return the keys or values of streaming heads without those that no later query can attend to. Only the first
-        tokens and the window remain."""
+        tokens and the window remain.
+        """
         if self._tokens <= self._first + self._window:
             return states
         older, window = states[:, :, : -self._window], states[:, :, -self._window :]
@@ -213,12 +225,14 @@ class StreamingStorage:
 
     def get_seq_length(self) -> int:
         """Return the number of tokens that the cache has received, including those that streaming heads no longer
-        store."""
+        store.
+        """
         return self._tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length and the offset of the keys that a mask covers in the next call: all tokens including the
-        `query_length` new ones, and 0."""
+        `query_length` new ones, and 0.
+        """
         return self._tokens + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -242,7 +256,8 @@ class StreamingStorage:
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise `InputError` if tokens would be removed from the cache: streaming heads no longer store the earlier
-        keys that would be in the window again."""
+        keys that would be in the window again.
+        """
         if tokens_to_remove:
             raise InputError("past_key_values", expected="a cache that is not cropped", got="one with streaming heads")
 

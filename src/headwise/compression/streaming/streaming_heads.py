@@ -111,7 +111,8 @@ class StreamingHeads(JsonResult):
     @property
     def loss_rise(self) -> float:
         """Relative rise of the loss due to the streaming heads: the loss with them, divided by the loss without them,
-        minus 1."""
+        minus 1.
+        """
         return self.losses[1] / self.losses[0] - 1.0
 
     def running(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -210,7 +211,8 @@ class StreamingHeads(JsonResult):
 
     def _check(self, model: nn.Module) -> None:
         """Raise `InputError` if `model` is not the model whose streaming heads these are: it has other modules or
-        weights."""
+        weights.
+        """
         paths = dict(require_module(model).named_modules())
         for module in self.modules:
             if module.module not in paths:
@@ -278,7 +280,8 @@ SAMPLES = 2
 
 def weight_samples(model: nn.Module, paths: Iterable[str]) -> tuple[float, ...]:
     """Return two weights of each floating-point parameter of the modules at `paths`, to recognise a model. Their
-    positions depend on the size of the parameter only."""
+    positions depend on the size of the parameter only.
+    """
     samples: list[float] = []
     for path in paths:
         for weight in model.get_submodule(path).parameters():
@@ -291,7 +294,8 @@ def weight_samples(model: nn.Module, paths: Iterable[str]) -> tuple[float, ...]:
 
 def are_rounded(samples: Sequence[float], others: Sequence[float], dtypes: Iterable[torch.dtype]) -> bool:
     """Return True if two lists of weight samples are equal up to rounding to one of the dtypes. Also return True if
-    their lengths differ, as for a quantized model, since they cannot be compared then."""
+    their lengths differ, as for a quantized model, since they cannot be compared then.
+    """
     if len(samples) != len(others):
         return True
     infos = [torch.finfo(dtype) for dtype in dtypes]
