@@ -82,8 +82,8 @@ class Family:
         return "kv_heads" in self.config_fields and self.why_not_removed is None
 
     def head_dependence(self, module: Any) -> str | None:
-        """Return the name of the module's option, if there is one, through which a head's output depends on other heads
-        or on their number, so that heads cannot be removed. Return None otherwise.
+        """Return the name of an option of the module that makes a head's output depend on other heads or on their
+        number. Heads of such a module cannot be removed. Return None if there is no such option.
         """
         return self.why_not_removed
 

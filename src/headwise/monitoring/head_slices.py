@@ -73,8 +73,8 @@ HeadSlices = tuple[tuple[HeadSlice, ...], ...]
 
 
 def is_known(module: nn.Module) -> bool:
-    """Return True if the query and key projections of an attention module are known by its class, or if it is known why
-    its logits do not scale with them.
+    """Return True if the class of an attention module determines its query and key projections, or why its logits do
+    not scale with them. Otherwise the projections must be derived from a run.
     """
     package, is_named = type(module).__module__.partition(".")[0], family_of(module) is not None
     return package == "headwise" or (package in ("torch", "transformers") and is_named) or bool(_why_not(module))
@@ -358,8 +358,8 @@ def _of_module(
     """
 
     def run(replacements: Sequence[tuple[Tensor, ...]] = ()) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Tensor]]:
-        """Run the module, and return the logits `(batch, heads, queries, keys)` of its attention call, the inputs of
-        that call (queries and keys, or the argument of softmax), and the tensors that the module returns.
+        """Run the module, and return the logits `(batch, heads, queries, keys)` of its attention call. Also return the
+        inputs of that call (queries and keys, or the argument of softmax), and the tensors that the module returns.
         """
         with _Logits(replacements) as mode:
             output = module.forward(*args, **kwargs)

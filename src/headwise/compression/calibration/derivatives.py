@@ -109,8 +109,8 @@ def _backward(output: Any, batch: Mapping[str, Any]) -> str:
 
 def _direction(output: Float[Tensor, "..."], *, is_logits: bool) -> Float[Tensor, "..."]:
     """Return a tensor of random signs in the shape of an output, as the gradient for a backward pass. For the logits of
-    a distribution p, the signs are multiplied by `B = diag(sqrt p) - p sqrt(p)^T`, so that `B B^T = diag(p) - p p^T` is
-    the Fisher matrix of the logits.
+    a distribution p, the signs are multiplied by `B = diag(sqrt p) - p sqrt(p)^T`. The product `B B^T` is the Fisher
+    matrix of the logits, `diag(p) - p p^T`.
     """
     signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     direction = signs.to(output).mul_(2).sub_(1)

@@ -128,8 +128,8 @@ class OutputMoments:
     def error(
         self, weight: Float[Tensor, "out kept"], bias: Float[Tensor, " out"], kept: Int[Tensor, " kept"]
     ) -> float:
-        """Return the sum over tokens of the squared error `|y - W x - b|^2` of a projection with weight W and bias b,
-        where x has the input columns `kept` alone.
+        """Return the sum over tokens of the squared error `|y - W x - b|^2` of a projection with weight W and bias b.
+        Its input x consists of the columns `kept`.
         """
         x, xx = self.x[kept], self.xx[kept][:, kept]
         about_bias = self.yy - 2 * bias @ self.y + self.mass * bias @ bias
@@ -177,8 +177,8 @@ class BlockRemoval(NamedTuple):
 def _changes(
     fit: Fit, blocks: Sequence[Int[Tensor, " block"]], kept: Int[Tensor, " kept"], centre: Float[Tensor, " width"]
 ) -> Iterator[WeightChange]:
-    """Yield, for each block of input columns, how a fitted projection changes if the block is removed and the remaining
-    columns are fitted again to the same data.
+    """Yield, for each block of input columns, how a fitted projection changes if the block is removed. The remaining
+    columns are then fitted again to the same data.
     """
     place = torch.full((len(centre),), -1)
     place[kept] = torch.arange(len(kept))
@@ -248,11 +248,11 @@ class FoldedMoments:
     def fitted_removals(
         self, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"]
     ) -> list[BlockRemoval]:
-        """Return, for each block of input columns, the effect of its removal in addition to the columns `removed`,
-        after the remaining columns are fitted again to the targets. Errors are measured on the fold left out of each
-        fit. One ridge damping is chosen for all blocks, with the least sum of errors. With the fitted weight W and the
-        damped `C = E[x x^T]` of the columns before the removal, the weight changes by `-W_h [(C^-1)_hh]^-1 (C^-1)_h`
-        for the block h.
+        """Return the effect of the removal of each block of input columns, in addition to the columns `removed`, after
+        the others are fitted again to the targets. Errors are measured on the fold left out of each fit. One ridge
+        damping is chosen for all blocks, with the least sum of errors. The weight W changes by
+        `-W_h [(C^-1)_hh]^-1 (C^-1)_h` for the block h, where C is the damped `E[x x^T]` of the columns before the
+        removal.
 
         Source: Hassibi and Stork 1992, equation 5, for blocks of weights.
         """

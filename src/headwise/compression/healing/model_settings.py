@@ -22,8 +22,8 @@ data type is that of the weights."""
 
 def model_settings(model: nn.Module) -> dict[str, Any]:
     """Return everything except weights that a model's outputs depend on, as texts. These are the fields of its
-    configuration and, by the path of each module, its class, its public attributes (such as the `p` of a dropout), and
-    hashes of its buffers, saved or not.
+    configuration and, by module path, the class, public attributes (such as the `p` of a dropout), and hashes of
+    buffers, saved or not.
     """
     config = getattr(model, "config", None)
     modules: dict[str, dict[str, str]] = {}

@@ -78,8 +78,8 @@ class Freedom:
 
 
 def value_freedom(model: nn.Module, module: HeadModule) -> Freedom:
-    """Return the orthogonal matrices by which the values of a head in an attention module can be multiplied without a
-    change of the module's output, after the output projection is adapted.
+    """Return the orthogonal matrices by which the values of a head can be multiplied without a change of the attention
+    module's output. The output projection undoes the multiplication.
     """
     attention = model.get_submodule(module.path)
     is_gated = getattr(attention, "output_gate", None) == "element"

@@ -360,8 +360,8 @@ class _Run:
 
 
 def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | None, batch: Mapping[str, Any]) -> None:
-    """Load a saved model, and raise `InputError` if its weights differ from those of the model in memory, or its
-    outputs on a batch differ by more than rounding. Plain `transformers` loads it, unless its configuration lists the
+    """Load a saved model, and raise `InputError` if it differs from the model in memory: in its weights, or in its
+    outputs on a batch by more than rounding. Plain `transformers` loads it, unless its configuration lists the
     remaining heads: then `headwise.load` does.
     """
     loaded = find_model(str(folder)).model(lm_head).to(device_of(model))

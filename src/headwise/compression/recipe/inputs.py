@@ -165,8 +165,8 @@ def _require_merge(
 
 
 def count_common_sequences(texts: Texts, others: Texts) -> int:
-    """Return the number of sequences in `others` that share text with `texts`. A sequence does so if one of its tokens
-    is part of 13 consecutive tokens that occur in both data sets, or if the whole sequence is also in `texts`.
+    """Return the number of sequences in `others` that share text with `texts`. A sequence shares text if 13 consecutive
+    tokens occur in both data sets and one of them is in the sequence, or if the whole sequence is also in `texts`.
 
     Sequences are joined in the order of the data, without the special tokens around them. The same text is found in
     both, whatever their context and the option `documents`. The tokenizer is the same.

@@ -148,9 +148,9 @@ class AblationScores(_MeasuredScores):
 
 
 class ImportanceScores(_MeasuredScores):
-    """Pruning scores of sets of heads by gradients: the mean absolute derivative of the loss with respect to a gate
-    that multiplies a head's output, summed over the heads of a set (Michel, Levy and Neubig 2019, equation 5). It is
-    measured in the model without the heads that are removed already.
+    """Pruning scores of sets of heads by gradients: the importance of a head is the mean absolute derivative of the
+    loss with respect to a gate that multiplies its output (Michel, Levy and Neubig 2019, equation 5). The score is the
+    sum over the heads of a set. It is measured in the model without the heads that are removed already.
 
     Args:
         model: the model.

@@ -352,8 +352,8 @@ class WindowEffects(ModuleAttention):
     @torch.no_grad()
     def _change(self, call: HFCall, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compare full attention with attention to the first tokens and the window. Return the change of head outputs
-        `(batch, heads, queries, value_dim)`, the summed attention weights outside of the window for each key/value
-        head, and a mask `(batch, queries)`, True for queries with keys outside.
+        `(batch, heads, queries, value_dim)`, and the summed attention weights outside of the window for each key/value
+        head. Also return a mask `(batch, queries)`, True for queries with keys outside.
         """
         batch, _, queries, _ = call.q.shape
         positions = self._reader.read(self.path, call).positions
