@@ -83,8 +83,8 @@ class LinearMap(NamedTuple):
 
     @torch.no_grad()
     def copy_to(self, target: "nn.Linear | LinearMap") -> None:
-        """Copy the map's weight and bias into an `nn.Linear` or another map, in place. If the map has no bias, that of
-        the target is left unchanged.
+        """Copy the map's weight and bias into an `nn.Linear` or another map, in place. If the map has no bias, the bias
+        of the target is left unchanged.
         """
         target.weight.copy_(self.weight)
         if self.bias is not None and target.bias is not None:

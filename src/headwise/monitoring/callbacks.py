@@ -93,8 +93,8 @@ class TrainingCallback:
         self._is_open = True
 
     def _step(self) -> dict[str, float]:
-        """Tell the monitor that a training step ended, and return the numbers to log, by name. They are empty if the
-        step was not observed.
+        """End a step of the monitor, and return the numbers to log, by name. They are empty if the step was not
+        observed.
         """
         if self._monitor is None or not self._is_open:
             return {}
@@ -147,7 +147,7 @@ class MonitorCallback(TrainingCallback):
         self._begin(kwargs["model"], state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell the monitor that an optimizer step ended. If the step was observed, log its numbers."""
+        """End a step of the monitor after an optimizer step. If the step was observed, log its numbers."""
         scalars = self._step()
         if scalars:
             for callback in self._logging_callbacks():
@@ -243,8 +243,8 @@ class LightningMonitor(TrainingCallback):
         self._begin(pl_module, start)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """If an optimizer made a step in this batch, tell the monitor that a training step ended. If the step was
-        observed, log its numbers.
+        """End a step of the monitor if an optimizer made a step in this batch. If the step was observed, log its
+        numbers.
         """
         if trainer.global_step == self._optimizer_steps:
             return
@@ -284,8 +284,8 @@ def step_scalars(
     history: History, step: int, alarms: Sequence[Alarm], log_heads: int | tuple[tuple[int, int], ...]
 ) -> dict[str, float]:
     """Return the numbers to log for an observed step, by name: summaries of each layer, values of single heads, and the
-    number of alarms. The heads are those in `log_heads` (or so many that changed most since the first observed step)
-    and those of the first 32 alarms.
+    number of alarms. The single heads are those in `log_heads` and those of the first 32 alarms. If `log_heads` is a
+    number, they are so many heads that changed most since the first observed step.
 
     - `heads/<layer>/<statistic>_mean`, `_min` and `_max`: over the heads of a layer with a finite value.
     - `heads/<layer>/<statistic>_nonfinite`: number of heads of a layer without one, if there are some.

@@ -47,8 +47,8 @@ def multiply_features(
 ) -> None:
     """Multiply keys and values of each head by an orthogonal matrix, in place, and compensate for it in queries and
     output projection. Queries are multiplied by the matrix of their keys, and columns of the output projection by the
-    inverse of that of their values. The module's output stays the same for matrices in the sets of
-    `kv_alignment.py`.
+    inverse of that of their values. The module's output stays the same for the matrices of `key_freedom` and
+    `value_freedom`.
     """
     group = module.num_heads // module.num_kv_heads
     matrices: dict[HeadPart | None, Tensor] = {
@@ -88,8 +88,8 @@ def average_heads(
 
 @torch.no_grad()
 def _change(model: nn.Module, module: HeadModule, change: Callable[[Tensor, HeadBlocks], Tensor]) -> None:
-    """Apply a function to the numbers of all heads in the parameters of an attention module, in place, in float64. Its
-    arguments are a tensor `(heads, width, other)` and the description of its location.
+    """Apply a function to the weights of all heads in the parameters of an attention module, in place, in float64. Its
+    arguments are the weights `(heads, width, other)` of one kind, such as queries, and their location.
     """
     for blocks in module.blocks:
         part = blocks.view(model.get_parameter(blocks.parameter))

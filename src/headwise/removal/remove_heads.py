@@ -207,8 +207,8 @@ def has_record(config: Any) -> bool:
 
 def class_of_saved(loader: Any, config: Any) -> Any:
     """Return the class whose `from_pretrained` loads a saved model with this configuration. It is `loader`, a model
-    class or auto class of `transformers`, unless the configuration lists removed heads. Then it is a subclass that
-    removes these heads before the weights are loaded; the loaded model is an object of the original class.
+    class or auto class of `transformers`, unless the configuration lists the heads that remain. Then it is a subclass
+    that removes the other heads before the weights are loaded; the loaded model is an object of the original class.
     """
     if not has_record(config):
         return loader

@@ -73,8 +73,8 @@ class ModelShape:
     classes: int | None = None
 
     def mlp_dim(self, setting: Setting) -> int:
-        """Return the hidden width of each layer's MLP for a model with the heads of `setting`, such that its number of
-        parameters is closest to the intended one. Raise `InputError` if none are left for the MLP.
+        """Return the hidden width of each layer's MLP with which a model with the heads of `setting` is closest to the
+        intended number of parameters. Raise `InputError` if none are left for the MLP.
         """
         attention = 2 * self.embed_dim * setting.head_dim * (setting.num_heads + setting.num_kv_heads)
         norms = self.embed_dim * (2 * self.layers + 1)
@@ -97,10 +97,10 @@ class ModelShape:
         layers: int | None = None,
         **other: Any,
     ) -> "ModelShape":
-        """Return the depth (1 to 48 layers, or `layers`) and width (`embed_dim`, or about 40 features per layer,
-        divisible by all `heads` where possible) whose number of parameters is closest to `parameters`. It is estimated
-        as embedding plus about 12 embed_dim^2 per layer. This holds for head_dim `embed_dim / heads` and an MLP of
-        width 2.7 embed_dim (Shazeer 2020).
+        """Return the shape (depth and width) whose estimated number of parameters is closest to `parameters`. The depth
+        is 1 to 48 layers, or `layers`. The width is `embed_dim`, or about 40 features per layer, divisible by all
+        `heads` where possible. The estimate is that of the embedding plus 12 embed_dim^2 per layer, for heads of width
+        `embed_dim / heads` and an MLP of width 2.7 embed_dim (Shazeer 2020).
         """
         common = 2 * math.lcm(*heads)
         step = common if common <= MAX_COMMON_MULTIPLE else 2
@@ -188,7 +188,9 @@ class TransformerLayer(nn.Module):
         is_token: Bool[Tensor, "batch length"] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "batch length embed"]:
-        """Return `x` after self-attention and MLP; no token attends to padding, where `is_token` is False."""
+        """Return the output of this layer: `x` after self-attention and MLP. No token attends to padding, where
+        `is_token` is False.
+        """
         mask = None if is_token is None else dense(is_token[:, None, None, :])
         x = x + self.self_attn(self.input_layernorm(x), mask=mask, cache=cache)
         y: Tensor = self.mlp(self.post_attention_layernorm(x))
@@ -221,7 +223,7 @@ class ClassifierHead(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length embed"], is_token: Bool[Tensor, "batch length"] | None
     ) -> Float[Tensor, "batch classes"]:
-        """Return the class logits of each sequence, averaged over its tokens, where `is_token` is True."""
+        """Return the class logits of each sequence: the mean over its tokens, where `is_token` is True."""
         logits: Tensor = self.classifier(F.gelu(self.dense(x)))
         if is_token is None:
             return logits.mean(1)

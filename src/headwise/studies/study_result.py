@@ -54,8 +54,8 @@ class Recommendation:
 
 def comparable(losses: Losses) -> dict[Setting, list[float]]:
     """Return, for each head setting, its held-out losses in the order of the seeds, for a paired comparison. Settings
-    without a loss or with an infinite one are left out. So is a seed for which one of the remaining settings has no
-    loss.
+    without a loss or with one that is not finite are left out. So is a seed for which one of the remaining settings has
+    no loss.
     """
     finite = {setting: runs for setting, runs in losses.items() if runs and all(map(math.isfinite, runs.values()))}
     seeds = sorted(set.intersection(*(set(runs) for runs in finite.values()))) if finite else []
@@ -302,8 +302,8 @@ class Study(Table[SettingRow]):
         return axes
 
     def _draw_by_time(self, statistic: Any = "loss", *, ax: Any = None) -> "Axes":
-        """Draw a statistic of each head setting against its time per training step. Settings on the Pareto frontier (no
-        other setting is better in all respects) are blue.
+        """Draw a statistic of each head setting against its time per training step. Settings on the Pareto frontier,
+        which no other setting dominates, are blue.
         """
         rows = self._rows_with(statistic)
         axes, frontier = axes_for(ax, 5.0, 3.8), self.frontier

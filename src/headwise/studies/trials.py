@@ -80,7 +80,9 @@ class TrialKey:
 
     @property
     def name(self) -> str:
-        """Name of the trial within its setting: `search NUMBER` for a learning rate, `seed NUMBER` for a final one."""
+        """Name of the trial within its head setting: `search NUMBER` for a learning-rate trial, `seed NUMBER` for a
+        final training.
+        """
         return f"{'seed' if self.final else 'search'} {self.number}"
 
 
@@ -253,8 +255,8 @@ class TrialStore:
         errors: list[BaseException] = []
 
         def claim_and_run(trial: "optuna.Trial") -> float:
-            """Run an Optuna trial and return its loss. If another process has claimed the same trial, return NaN at
-            once, so that Optuna marks this one as failed.
+            """Run an Optuna trial and return its loss. If another process has claimed the same trial, return NaN, so
+            that Optuna marks this one as failed.
             """
             trial.set_user_attr(KEY, key.name)
             while others := [

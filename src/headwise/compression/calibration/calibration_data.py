@@ -39,7 +39,8 @@ FOLDS = 4
 
 
 class ScoredHead(NamedTuple):
-    """Place of one attention head in a model. Head scores are computed for such places.
+    """Location of one attention head in a model: numbers of its layer and head, and path of its attention module.
+    Scores of heads refer to it.
 
     Attributes:
         layer, head: zero-based numbers of the head.
@@ -61,8 +62,9 @@ def scored_heads(model: nn.Module, batch: Any) -> tuple[ScoredHead, ...]:
 
 
 def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, Any]]:
-    """Return the batches of a calibration set on the device of a model. Their arguments disable the key/value cache.
-    Raise `InputError` if there are none, or if the decoder's padding is not stated.
+    """Return the batches of a calibration set on the device of a model, with arguments that disable its key/value
+    cache. Raise `InputError` if there are no batches, or if a batch of an encoder-decoder states padding of the source
+    alone.
     """
     batches = [to_device(batch, device_of(model)) for batch in iterate_batches(calibration)]
     if not batches:
@@ -78,8 +80,8 @@ def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, An
 
 def heads_of_batches(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[ScoredHead, ...]:
     """Run a model on batches, and return the heads that attend on at least one batch, in the order of the model. Raise
-    `InputError` if the model hides padding that a batch's padding masks do not state: sums over real tokens would be
-    wrong.
+    `InputError` if the model treats tokens as padding that the batch's padding masks do not state, because sums over
+    tokens would include them.
     """
     needed = name_of_mask(model)
     for batch in batches:
@@ -153,8 +155,8 @@ class _Survey(SiteRegistry):
 
 
 class _PaddingSurvey(_Survey):
-    """Interceptor that also compares, in each attention call, the tokens that the attention mask hides as padding with
-    the padding masks of the batch. A difference is reported as an error.
+    """Interceptor that records the attention modules that run on each batch, and checks padding. Tokens that an
+    attention mask hides as padding must be stated as padding by the masks of the batch.
     """
 
     def start(self, batch: dict[str, Any]) -> None:
@@ -225,7 +227,7 @@ def folds_of(batches: Sequence[Mapping[str, Any]], documents: Sequence[int] | No
 
 
 def _lengths(batch: Mapping[str, Any]) -> list[int]:
-    """Return the number of tokens of each sequence of a batch, at least 1."""
+    """Return the number of tokens that are not padding in each sequence of a batch, at least 1."""
     sequences, tokens = count_sequences_and_tokens(batch)
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:

@@ -46,9 +46,9 @@ TokenWeights = list[list[Tensor]]
 def token_weights(
     model: nn.Module, paths: Collection[str], batches: Sequence[dict[str, Any]]
 ) -> dict[str, TokenWeights | None]:
-    """Return a weight for each token, by the path of the output projection: the mean squared derivative of the model's
-    output with respect to the projection's output at the token. The value None stands for weights of 1, if there are no
-    finite derivatives other than 0.
+    """Return a weight for each token, by the path of an attention module's output projection. It is the mean squared
+    derivative of the model's output with respect to the projection's output at the token. The value None stands for
+    weights of 1: the derivatives are missing, not finite, or all 0.
 
     Warns:
         UserWarning: the model's output has no derivatives, so that all tokens have the weight 1.

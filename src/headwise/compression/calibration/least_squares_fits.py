@@ -235,7 +235,7 @@ class FoldedMoments:
     ) -> tuple[Float[Tensor, "out kept"], Float[Tensor, " out"]]:
         """Return the weight and bias, fitted by least squares to the targets, of a projection with the input columns
         `kept` alone. The ridge damping is chosen by cross-validation over all folds. The final fit does not use the
-        fold `left_out`.
+        fold `left_out`, if one is stated.
         """
         errors = torch.zeros(len(DAMPINGS), dtype=torch.float64)
         for fold, own in self.folds.items():

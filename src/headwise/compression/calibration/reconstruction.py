@@ -192,7 +192,8 @@ class LayerRuns:
     @torch.no_grad()
     def _run(self, layer: str, index: int) -> Any:
         """Run the model on one batch until `layer` ends, and return the layer's output, or `_DID_NOT_RUN`. Earlier
-        layers are not computed, but return a stored output. If the layers do not form a chain, compute all layers.
+        layers return stored outputs instead of being computed. In a model where this changes outputs, all layers are
+        computed.
         """
         before = self._layers[: self._layers.index(layer)] if self._reuses else []
         module, outputs = self._modules[layer], []

@@ -16,8 +16,8 @@ from headwise.shapes import Bool, Float
 
 
 def with_slopes(output: Tensor, on_slopes: Callable[[Tensor], None]) -> Tensor:
-    """Register a function that the backward pass calls with the gradient of `output`. Return the output; if it requires
-    no gradient, a detached one that does.
+    """Register the function `on_slopes`, which the backward pass calls with the gradient of a module's output. Return
+    this output; if it requires no gradient, return a detached tensor that does.
     """
     output = output if output.requires_grad else output.detach().requires_grad_()
     output.register_hook(on_slopes)  # type: ignore[no-untyped-call]

@@ -50,9 +50,9 @@ def remove_heads_checked(
     may_record: bool = True,
     claim: str = REMOVED,
 ) -> None:
-    """Remove all heads except those in `kept` from a model, in place, as `remove_heads` does, and check the result. The
-    model must return the same as before the removal with the outputs of the removed heads set to 0. It is run on as
-    many batches as each module needs to run once. Otherwise an `InputError` states the `claim`.
+    """Remove all heads except those in `kept` from a model, in place, as `remove_heads` does. Check on batches that the
+    model returns the same as before the removal with the outputs of the removed heads set to 0. If it does not, raise
+    an `InputError` whose message contains `claim`.
     """
     modules = {path: head_module(model, path) for path in kept}
 

@@ -147,8 +147,8 @@ def agreement(
 
 
 def _improved(products: Tensor, matrices: Tensor, freedom: Freedom) -> Tensor:
-    """Return alignment matrices, improved one head after the other until the `agreement` of the heads does not
-    increase.
+    """Return alignment matrices, improved one head after the other until the result of `agreement` no longer
+    increases.
     """
     matrices, before = matrices.clone(), agreement(products, matrices)
     heads = range(len(matrices))

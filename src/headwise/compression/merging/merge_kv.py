@@ -131,7 +131,8 @@ def merge_kv(
 
 def mergeable_modules(model: nn.Module, num_kv_heads: int) -> dict[str, HeadModule]:
     """Return the attention modules of a model whose key/value heads can be merged into `num_kv_heads`, by path. Raise
-    `InputError` if there are none, or if one of them has another number that it does not divide.
+    `InputError` if there are none, or if `num_kv_heads` is not a proper divisor of a module's number of key/value
+    heads.
     """
     if has_record(getattr(model, "config", None)):
         raise InputError("model", expected="a model whose configuration states its heads", got=f"a record {RECORD}")
@@ -234,8 +235,9 @@ def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "gr
 def kv_moments(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> dict[str, _Moments]:
-    """Run a model on batches, and return sums over all tokens but padding for each attention module, by path. They are
-    the sum of `|q|^2` per query head, and of `k_i k_j^T` and `v_i v_j^T` for pairs of key/value heads.
+    """Run a model on batches, and return sums over all tokens but padding for each attention module, by path. For
+    queries q, keys k and values v, they are the sum of `|q|^2` per query head, and those of `k_i k_j^T` and `v_i v_j^T`
+    for pairs of key/value heads.
     """
     heads_of_batches(model, batches)
     blocks_of = {

@@ -137,8 +137,8 @@ def compression_report(
 
 
 class _Parts:
-    """Computes the rows of a compression report, for a dense and a compressed model, and collects notes about what
-    cannot be measured.
+    """Builder of the rows of a compression report for a dense and a compressed model, with notes about what cannot be
+    measured.
     """
 
     def __init__(self, models: ModelPair, data: ReportData, prompt: int, new_tokens: int, tokenizer: Any) -> None:
@@ -165,8 +165,8 @@ class _Parts:
 
     def _attention_paths(self) -> list[list[str]]:
         """Return, for each of both models, the paths of the modules that compute attention, and of their output
-        projections if these are elsewhere, as in BERT. No path is inside of another one. If attention of some modules
-        cannot be observed, add a note and return empty lists.
+        projections if these are elsewhere, as in BERT. None of these modules contains another one. If attention of some
+        modules cannot be observed, add a note and return empty lists.
         """
         batch = self._data.call_inputs(1, self._prompt) if self._data.sequences else self._data.batches[0]
         paths_of_models = []

@@ -221,7 +221,9 @@ def _interval(mean: MeanEstimate) -> tuple[float | None, float | None]:
 
 
 def _is_interval(low: Any, high: Any, center: Any) -> bool:
-    """Return True if `low` and `high` are numbers around `center`. Also return True if one or both are None."""
+    """Return True if `low` and `high` are the ends of an interval that contains `center`. Also return True if one or
+    both are None.
+    """
     if low is None or high is None:
         return all(each is None or is_number(each) for each in (low, high))
     if not all(map(is_number, (low, high, center))):

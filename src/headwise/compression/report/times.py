@@ -82,7 +82,7 @@ def run_times(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Run a model, and return the seconds of the run as "total". If `paths` names attention modules, their summed
-    seconds are "attention". No path may be inside of another one.
+    seconds are "attention". None of these modules may contain another one.
 
     On the CPU both are times of the clock. On an accelerator, the run is timed until the device has finished, and
     modules by events on the device, so that hooks do not wait for it.

@@ -93,7 +93,7 @@ class LocalizedModule:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Dtype of keys and values, as torch names it."""
+        """Dtype of keys and values as a `torch.dtype`."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -116,9 +116,7 @@ class TokenPositions(NamedTuple):
 
 
 class PositionReader:
-    """Reads the positions of tokens from the masks of attention calls. A mask that several layers share is read
-    once.
-    """
+    """Reader of token positions from the masks of attention calls. A mask that several layers share is read once."""
 
     def __init__(self) -> None:
         self._mask: Any = lambda: None

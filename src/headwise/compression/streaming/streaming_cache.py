@@ -194,7 +194,7 @@ class StreamingStorage:
 
     def _slot_positions(self, tokens: int) -> Int[Tensor, "#batch slots"]:
         """Return the position of the token in each slot of a streaming head after `tokens` tokens; -1 for padding and
-        empty slots.
+        empty slots. A slot is a place for one key and value.
         """
         if tokens <= self._first + self._window:
             return self._relative(torch.arange(tokens, device=self.device))

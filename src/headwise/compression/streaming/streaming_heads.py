@@ -117,9 +117,9 @@ class StreamingHeads(JsonResult):
 
     def running(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager within which the streaming heads of a model attend to the first tokens and the
-        window only. With the cache of the method `cache`, their other keys and values are not stored; the outputs are
-        the same with any cache. `torch.compile` is disabled within, since code compiled earlier would ignore the
-        restriction.
+        window only. With the cache of the method `cache`, their other keys and values are not stored. The outputs are
+        the same with another cache or without one. `torch.compile` is disabled within, since code compiled earlier
+        would ignore the restriction.
 
         Args:
             model: the model of these heads, with the attention implementation "sdpa" or "eager".
