@@ -121,8 +121,8 @@ class HeadModule:
         return parameters
 
     def kept(self, query: Iterable[int]) -> KeptHeads:
-        """Return the query heads `query` of this module, and the key/value heads that they use, as the heads that
-        remain. Raise `InputError` unless remaining key/value heads keep equally many query heads.
+        """Return the heads of this module that remain if it keeps the query heads `query`: these, and the key/value
+        heads that they use. Raise `InputError` unless remaining key/value heads keep equally many query heads.
         """
         heads = sorted(set(query))
         if not heads or not 0 <= heads[0] <= heads[-1] < self.num_heads:

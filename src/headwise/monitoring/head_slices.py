@@ -255,8 +255,8 @@ def _halved(features_of: Iterable[tuple[Tensor, int, Sequence[int]]]) -> Iterato
 
 @torch.no_grad()
 def _scales(projection: Any, slices_of: Mapping[str, Sequence[HeadSlice]]) -> bool:
-    """Return True if halving slices of a projection's parameters halves exactly the output features of these slices,
-    for random inputs, and no others. `slices_of` has the slices by parameter name; they are restored afterwards.
+    """Return True if halving slices of a projection's parameters halves the output features of these slices, for random
+    inputs, and changes no others. `slices_of` has the slices by parameter name; they are restored afterwards.
     """
     weight, axis = projection.weight, slices_of["weight"][0].axis
     generator = torch.Generator().manual_seed(0)

@@ -56,9 +56,9 @@ def qk_clip(
     *,
     inputs: Mapping[str, Any] | Tensor | None = None,
 ) -> list[ClippedHead]:
-    """Reduce the largest attention logit of each head to at most a threshold. The head's query and key projections are
-    scaled in place (QK-clip, Kimi Team 2025, section 2.1). Heads below the threshold are unchanged. Call it after the
-    step of the optimizer.
+    """Reduce the largest attention logit of each head to at most a threshold (QK-clip, Kimi Team 2025, section 2.1).
+    The head's query projection, and its key projection unless heads share it, are scaled in place. Heads below the
+    threshold are unchanged. Call it after the step of the optimizer.
 
     With S_h the largest logit of head h, its logits are multiplied by gamma_h = threshold / S_h if that is below 1:
 

@@ -22,8 +22,8 @@ heads, among those of the dense model."""
 
 def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record: bool = True) -> None:
     """Remove all heads except those in `kept` from attention modules of a model, in place. The model's configuration
-    then states the remaining heads: in its own fields or, if these cannot and `may_record` is True, in an additional
-    field, the record.
+    then states the remaining heads in its own fields. If these cannot state them, they are listed in an additional
+    field, the record, or `InputError` is raised if `may_record` is False.
     """
     if hasattr(getattr(model, "config", None), RECORD):
         expected = "one without removed heads that its configuration records"

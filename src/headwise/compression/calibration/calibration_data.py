@@ -147,8 +147,8 @@ class _Survey(SiteRegistry):
         self.sites_of_batches.append(set())
 
     def observe(self, call: Call) -> None:
-        """Add the site of an attention call (its module, in self- or cross-attention) to the record of the present
-        batch.
+        """Record that an attention module runs on the present batch, and in which kind of attention (self- or
+        cross-attention).
         """
         self.register(call)
         self.sites_of_batches[-1].add(call.site)
@@ -169,8 +169,8 @@ class _PaddingSurvey(_Survey):
         self._contexts.on_model_call()
 
     def observe(self, call: Call) -> None:
-        """Record the site of an attention call. Store an error in `problem` if the call hides tokens as padding that
-        the padding masks of the batch do not state.
+        """Record the attention module of an attention call. Store an error in `problem` if the call hides tokens as
+        padding that the padding masks of the batch do not state.
         """
         super().observe(call)
         try:

@@ -41,9 +41,10 @@ def reconstruct(
     batches: Sequence[dict[str, Any]],
     documents: Sequence[int] | None,
 ) -> None:
-    """Fit the output projections of the modules in `kept` by least squares, in place, so that the copy `changed` of
-    `model` returns what `model` returns. The copy has the model's shapes, but already computes without the removed
-    heads: their input columns become 0. Both models are in evaluation mode.
+    """Fit the output projections of the modules in `kept`, in `changed`, a copy of `model`, by least squares, in place.
+    The targets are the outputs of the same projections in `model`. The copy has the model's shapes, but the input
+    columns of the removed heads become 0, so that it computes as without these heads. Both models are in evaluation
+    mode.
     """
     modules = {path: head_module(model, path) for path in kept}
     check_parameters(changed, list(modules.values()))

@@ -231,8 +231,8 @@ class HealingFolder:
 
     @contextmanager
     def claimed(self, *, force: bool) -> Iterator[None]:
-        """Create the folder, and lock it while the context is open. Files of a run with other settings raise an error,
-        or are deleted with `force`.
+        """Create the folder, and lock it while the context is open. With `force`, the files of an earlier run in it are
+        deleted; otherwise, a run with other settings raises an error.
         """
         if self._folder is None:
             yield

@@ -163,7 +163,9 @@ width)`."""
 
 
 def _equal_weights(module: HeadModule) -> _HeadWeights:
-    """Return weights of 1 for the keys and the values of all key/value heads in the mean of their group."""
+    """Return equal weights, all 1, for the keys and the values of all key/value heads of a module. Heads of a group are
+    averaged with these weights.
+    """
     keys, values = torch.ones(2, module.num_kv_heads).double()
     return keys, values
 

@@ -34,8 +34,8 @@ from headwise.runs.rows import MeanEstimate
 
 
 class MagnitudeScores:
-    """Pruning scores of sets of heads without data: the Euclidean norm of all weights of the heads. The squared weights
-    of a key/value head are divided equally among its query heads.
+    """Pruning scores of sets of heads by the size of their weights: the Euclidean norm of all weights of the heads. The
+    squared weights of a key/value head are divided equally among its query heads.
 
     Args:
         model: the model.

@@ -88,7 +88,7 @@ class LocalizedModule:
 
     @property
     def full(self) -> tuple[int, ...]:
-        """Key/value heads that are not streaming heads."""
+        """Key/value heads of the module that attend to all tokens: those that are not streaming heads."""
         return tuple(head for head in range(self.num_kv_heads) if head not in self.streaming)
 
     @property
